@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Install one package from its wheel, with only what it declares, into a fresh environment, and run
+# its tests there. What works here works for a user who installs just that package.
+#
+#   ci/isolated_install.sh ./rkgb
+set -euo pipefail
+cd "$(dirname "$0")/.."
+package=$(basename "$1")
+case $package in
+    rkgb | rotor | rockmate) ;;
+    *) echo "usage: $0 rkgb|rotor|rockmate" >&2 && exit 2 ;;
+esac
+python=${PYTHON:-python3}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+"$python" -m venv "$work/venv"
+"$work/venv/bin/python" -m pip wheel -q --no-deps -w "$work/wheels" ./rkgb ./rotor ./rockmate
+wheel=$(find "$work/wheels" -name "${package/rotor/rk_rotor}-*.whl")
+"$work/venv/bin/python" -m pip install -q -c constraints.txt --find-links "$work/wheels" "$wheel[test]"
+"$work/venv/bin/python" -m pip check
+# A copy of the tests alone: the checkout's sources must not be importable.
+mkdir "$work/$package"
+cp -r "$package/tests" "$work/$package/tests"
+cp pyproject.toml "$work/"
+cd "$work"
+"$work/venv/bin/python" -P -m pytest "$package/tests"

@@ -1,0 +1,63 @@
+"""Run the Python code blocks of README files, so that what they show keeps working.
+
+The blocks of one file run in order, in one fresh interpreter: later blocks may use the names of
+earlier ones. A block right under the line `<!-- no-run: reason -->` is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LEFT_OUT = re.compile(r"<!-- no-run: .+ -->\n\n?\Z")
+
+
+def code_blocks(text: str) -> list[tuple[int, str]]:
+    """Return (line number of the first line, code) of each Python block that is to be run."""
+    return [
+        (text.count("\n", 0, block.start(1)) + 1, block[1])
+        for block in BLOCK.finditer(text)
+        if not LEFT_OUT.search(text[: block.start()])
+    ]
+
+
+def run_blocks(path: Path) -> int:
+    """Run the blocks of one file in an empty folder; return how many there were."""
+    blocks = code_blocks(path.read_text(encoding="utf-8"))
+    # Padding with newlines makes a traceback name the line of the README.
+    program = "".join(
+        f"exec(compile({chr(10) * (line - 1) + code!r}, {str(path)!r}, 'exec'))\n"
+        for line, code in blocks
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "readme_blocks.py"  # a file: worker processes can import it
+        script.write_text(program, encoding="utf-8")
+        # Pictures are written, not opened, and examples meant for a GPU run on the CPU.
+        env = {**os.environ, "MPLBACKEND": "agg"}
+        subprocess.run([sys.executable, str(script)], cwd=folder, env=env, check=True)
+    return len(blocks)
+
+
+def main(paths: list[str]) -> int:
+    """Run each file; stop at the first failure with its traceback."""
+    if not paths:
+        print("usage: run_readme.py README.md …", file=sys.stderr)
+        return 2
+    for name in paths:
+        path = Path(name).resolve()
+        try:
+            count = run_blocks(path)
+        except subprocess.CalledProcessError:
+            print(f"readme: {name} failed", file=sys.stderr)
+            return 1
+        print(f"readme: {name}: {count} blocks run")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
