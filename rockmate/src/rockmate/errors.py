@@ -1,0 +1,34 @@
+"""What can go wrong, as exceptions that carry data.
+
+Each text has three parts: what was asked, what was found, what to do.
+"""
+
+from __future__ import annotations
+
+
+class RockmateError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+# --- planning -------------------------------------------------------------------------------------
+
+
+class InfeasibleBudgetError(RockmateError, ValueError):
+    """No plan fits into the budget; `minimum_bytes` is the smallest budget that is accepted."""
+
+    def __init__(self, message: str, *, asked_bytes: int, minimum_bytes: int) -> None:
+        super().__init__(message)
+        self.asked_bytes = asked_bytes
+        self.minimum_bytes = minimum_bytes
+
+
+class InvalidPlanError(RockmateError, ValueError):
+    """A sequence of steps does not compute what it must, or does not belong to the problem."""
+
+
+class SolverError(RockmateError, RuntimeError):
+    """A solver stopped without an answer for a reason that is not the budget."""
+
+
+class SolverUnavailableError(SolverError, ImportError):
+    """A solver backend that was asked for is not installed or not licensed."""

@@ -1,0 +1,104 @@
+"""Backward liveness: from a sequence of steps to everything that it implies.
+
+A plan says only which forwards and backwards run, and in which order. Which storages are alive
+after each step, which forwards record an autograd graph, and when memory is freed all follow, and
+are optimal for that sequence: a storage is kept exactly as long as a later step reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rockmate.errors import InvalidPlanError
+from rockmate.problem import Problem
+from rockmate.steps import Step
+
+
+def check_order(problem: Problem, steps: Sequence[Step]) -> None:
+    """Refuse a sequence that is not one forward phase and then one backward phase.
+
+    With the forward phase whole and the backward steps in their fixed order, every storage that
+    any step reads has been made before: nothing else can be wrong with the order.
+
+    Raises:
+        InvalidPlanError: names the first step that is out of place.
+    """
+    count = len(problem.nodes)
+    order = problem.backward_order
+    for t in range(count):
+        if t >= len(steps) or steps[t] != ("F", t):
+            found = str(Step(*steps[t])) if t < len(steps) else "the end of the plan"
+            raise InvalidPlanError(
+                f"step {t} of the plan must be F{t} ({problem.nodes[t].name}), found {found}: "
+                f"a plan starts with the forward of all {count} nodes in order"
+            )
+    done = 0
+    for t in range(count, len(steps)):
+        kind, node = steps[t]
+        if not 0 <= node < count or kind not in ("F", "B"):
+            raise InvalidPlanError(
+                f"step {t} of the plan is {kind}{node}, but the problem has nodes 0 to {count - 1}"
+            )
+        if kind == "B":
+            if done == len(order) or order[done] != node:
+                expected = f"B{order[done]}" if done < len(order) else "no further backward"
+                raise InvalidPlanError(
+                    f"step {t} of the plan is B{node} ({problem.nodes[node].name}), expected "
+                    f"{expected}: backwards run once each, in the reverse of the forward order"
+                )
+            done += 1
+        elif done == len(order):
+            raise InvalidPlanError(
+                f"step {t} of the plan recomputes node {node} ({problem.nodes[node].name}) after "
+                f"the last backward, where nothing can read it; drop that step"
+            )
+    if done < len(order):
+        node = order[done]
+        raise InvalidPlanError(
+            f"the plan ends before B{node} ({problem.nodes[node].name}); every node with a "
+            f"backward step needs it exactly once"
+        )
+
+
+def live_after(problem: Problem, steps: Sequence[Step]) -> list[int]:
+    """Return, for each step, the set of storages (bit mask) that stay alive after it.
+
+    The sequence must have passed `check_order`.
+    """
+    products = problem.product_masks
+    kept_products = [mask & ~problem.output_mask for mask in products]
+    fwd_inputs = problem.fwd_input_masks
+    bwd_inputs = problem.bwd_input_masks
+    first = len(problem.nodes)
+    after = [0] * len(steps)
+    need = problem.output_mask
+    for t in range(len(steps) - 1, -1, -1):
+        after[t] = need
+        kind, node = steps[t]
+        if kind == "B":
+            need |= bwd_inputs[node]
+        elif t < first:  # the node's first forward: here its outputs come to life too
+            need = (need & ~products[node]) | fwd_inputs[node]
+        else:
+            need = (need & ~kept_products[node]) | fwd_inputs[node]
+    return after
+
+
+def recording_steps(problem: Problem, steps: Sequence[Step], after: Sequence[int]) -> list[bool]:
+    """Return, for each step, whether it is a forward that records an autograd graph.
+
+    A node with phantoms records where its phantoms are kept, which is its last forward before its
+    backward. A node without phantoms records at its first forward, because its graph costs no
+    bytes; its later forwards record nothing.
+    """
+    phantoms = problem.phantom_masks
+    first = len(problem.nodes)
+    records = []
+    for t, (kind, node) in enumerate(steps):
+        if kind == "B":
+            records.append(False)
+        elif phantoms[node]:
+            records.append(bool(after[t] & phantoms[node]))
+        else:
+            records.append(t < first and problem.nodes[node].has_backward)
+    return records

@@ -1,0 +1,143 @@
+"""A plan: a sequence of steps, what it costs, who found it, and how good it is known to be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rockmate.errors import InvalidPlanError
+from rockmate.problem import Problem
+from rockmate.simulate import simulate
+from rockmate.steps import Steps, steps_from_text, steps_to_text
+
+_FORMAT = 1  # raised when a saved plan of an older version can no longer be read
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What one planner reached for a budget, kept for the report."""
+
+    planner: str
+    seconds: float
+    overhead_ms: float | None = None  # None: it found nothing that fits
+    peak_bytes: int | None = None
+    note: str = ""  # "optimal", "time limit", why it was skipped, …
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps that fit a budget, with their exact predicted peak and overhead.
+
+    `bound_ms` is a proven lower bound on the step time (base and overhead) of *every* schedule
+    within the budget; None where none was computed.
+    """
+
+    steps: Steps
+    budget_bytes: int
+    peak_bytes: int
+    overhead_ms: float
+    base_time_ms: float
+    planner: str
+    fingerprint: str
+    tried: tuple[Trial, ...] = ()
+    bound_ms: float | None = None
+    status: str = "feasible"  # or "optimal": `bound_ms` meets the plan's own time
+    plan_seconds: float = 0.0
+
+    @property
+    def time_ms(self) -> float:
+        """Predicted time of one step, recomputation included."""
+        return self.base_time_ms + self.overhead_ms
+
+    @property
+    def overhead(self) -> float:
+        """Recomputation as a fraction of the base time: 0.12 is 12 % more."""
+        return self.overhead_ms / self.base_time_ms if self.base_time_ms else 0.0
+
+    @property
+    def gap(self) -> float | None:
+        """How far above the optimum the step time is at most, as a fraction; None if unknown."""
+        if self.bound_ms is None:
+            return None
+        return max(0.0, self.time_ms / self.bound_ms - 1) if self.bound_ms else 0.0
+
+    def check(self, problem: Problem) -> None:
+        """Check the plan against a problem, from its steps alone.
+
+        Raises:
+            InvalidPlanError: it was made for another network, its steps are out of order, or its
+                peak is not within its budget.
+        """
+        if self.fingerprint != problem.fingerprint:
+            raise InvalidPlanError(
+                f"the plan was made for a network with fingerprint {self.fingerprint}, this one "
+                f"has {problem.fingerprint}: nodes or sizes differ; plan this network anew"
+            )
+        simulate(problem, self.steps, budget_bytes=self.budget_bytes)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text; `from_json` gives an equal plan back."""
+        data = dataclasses.asdict(self)
+        data["steps"] = steps_to_text(self.steps)
+        return json.dumps({"rockmate_plan": _FORMAT, **data}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` wrote.
+
+        Raises:
+            InvalidPlanError: the text is not a plan of this version.
+        """
+        try:
+            data: dict[str, Any] = dict(json.loads(text))
+            version = data.pop("rockmate_plan", None)
+            if version != _FORMAT:
+                raise InvalidPlanError(
+                    f"expected a plan in format {_FORMAT}, found format {version!r}; "
+                    f"save it again with this version of rockmate"
+                )
+            data["steps"] = steps_from_text(data["steps"])
+            data["tried"] = tuple(Trial(**row) for row in data["tried"])
+            return cls(**data)
+        except (TypeError, KeyError, ValueError) as error:
+            if isinstance(error, InvalidPlanError):
+                raise
+            raise InvalidPlanError(
+                f"expected a saved plan, found something else: {error}"
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to one JSON file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path, problem: Problem | None = None) -> Plan:
+        """Read a plan from a file, and check it against `problem` where one is given."""
+        plan = cls.from_json(Path(path).read_text(encoding="utf-8"))
+        if problem is not None:
+            plan.check(problem)
+        return plan
+
+
+def make_plan(problem: Problem, steps: Steps, budget_bytes: int, planner: str, **rest: Any) -> Plan:
+    """Return the plan of some steps, with peak and overhead as the exact simulator gives them.
+
+    Raises:
+        InvalidPlanError: the steps are out of order or above the budget.
+    """
+    timeline = simulate(problem, steps, budget_bytes=budget_bytes)
+    fields: Mapping[str, Any] = rest
+    return Plan(
+        steps=tuple(steps),
+        budget_bytes=budget_bytes,
+        peak_bytes=timeline.peak_bytes,
+        overhead_ms=timeline.overhead_ms,
+        base_time_ms=problem.base_time_ms,
+        planner=planner,
+        fingerprint=problem.fingerprint,
+        **fields,
+    )

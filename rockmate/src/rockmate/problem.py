@@ -1,0 +1,241 @@
+"""The frozen rematerialization problem: what the solvers know of a network.
+
+A problem is facts only: how long each node takes, which storages it makes and reads, and what its
+forward and backward need while they run. No tensor, no graph library, no solver: it can be saved
+as JSON, solved on another machine, and compared across commits.
+
+Memory is counted by *storage*, not by tensor: views and in-place results share one. Gradients need
+no liveness of their own. Backward steps run in the reverse of the forward order, so the gradient
+bytes that are alive before each of them do not depend on the plan (`Node.grads_before_bytes`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One block of memory that a node's forward makes.
+
+    `fwd_users` are the nodes whose forward reads it; `bwd_users` are the nodes whose *backward*
+    reads it (possibly the producer itself). A phantom lives only inside the autograd graph of its
+    producer, so its sole reader is the producer's backward. An output is returned to the user: it
+    stays alive from its first production to the end of the step, whatever the plan does.
+    """
+
+    name: str
+    size_bytes: int
+    producer: int
+    fwd_users: tuple[int, ...] = ()
+    bwd_users: tuple[int, ...] = ()
+    is_phantom: bool = False
+    is_output: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One forward operation and, where `has_backward`, the backward step that belongs to it.
+
+    Each peak is counted above everything that is alive when the step starts, and includes what the
+    step leaves behind (outputs, phantoms, new gradients).
+    """
+
+    name: str
+    fwd_time_ms: float
+    bwd_time_ms: float = 0.0
+    has_backward: bool = True
+    fwd_peak_bytes: int = 0  # forward that records an autograd graph
+    fwd_peak_nograd_bytes: int = 0  # forward that records nothing
+    bwd_peak_bytes: int = 0
+    grads_before_bytes: int = 0  # activation gradients alive when the backward step starts
+    rerun_state_bytes: int = 0  # random state and buffer copies kept from first to last forward
+    module_path: str = ""
+    op: str = ""
+    source: str = ""  # "file.py:12" of the user's code, for messages
+
+
+_NON_NEGATIVE = (
+    "fwd_time_ms",
+    "bwd_time_ms",
+    "fwd_peak_bytes",
+    "fwd_peak_nograd_bytes",
+    "bwd_peak_bytes",
+    "grads_before_bytes",
+    "rerun_state_bytes",
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Nodes in execution order and the storages between them; the input of every planner."""
+
+    nodes: tuple[Node, ...]
+    storages: tuple[Storage, ...]
+
+    def __post_init__(self) -> None:
+        count = len(self.nodes)
+        for node in self.nodes:
+            for name in _NON_NEGATIVE:
+                if not 0 <= getattr(node, name) < math.inf:
+                    raise ValueError(f"node {node.name}: {name} is {getattr(node, name)}")
+        for storage in self.storages:
+            if not 0 <= storage.producer < count:
+                raise ValueError(f"storage {storage.name}: no node {storage.producer}")
+            if storage.size_bytes < 0:
+                raise ValueError(f"storage {storage.name}: size {storage.size_bytes}")
+            if any(not storage.producer < user < count for user in storage.fwd_users):
+                raise ValueError(f"storage {storage.name}: read before it is made")
+            if any(
+                not storage.producer <= user < count or not self.nodes[user].has_backward
+                for user in storage.bwd_users
+            ):
+                raise ValueError(f"storage {storage.name}: read by a backward that does not exist")
+            if storage.is_phantom and (
+                storage.fwd_users or storage.is_output or storage.bwd_users != (storage.producer,)
+            ):
+                raise ValueError(f"storage {storage.name}: a phantom has its producer as only user")
+
+    @cached_property
+    def backward_order(self) -> tuple[int, ...]:
+        """Nodes that have a backward step, in the order in which those steps run."""
+        return tuple(k for k in reversed(range(len(self.nodes))) if self.nodes[k].has_backward)
+
+    @cached_property
+    def products(self) -> tuple[tuple[int, ...], ...]:
+        """For each node, the storages that its forward makes."""
+        return self._by_node(lambda storage: (storage.producer,))
+
+    @cached_property
+    def fwd_inputs(self) -> tuple[tuple[int, ...], ...]:
+        """For each node, the storages that its forward reads."""
+        return self._by_node(lambda storage: storage.fwd_users)
+
+    @cached_property
+    def bwd_inputs(self) -> tuple[tuple[int, ...], ...]:
+        """For each node, the storages that its backward reads, its phantoms included."""
+        return self._by_node(lambda storage: storage.bwd_users)
+
+    @cached_property
+    def base_time_ms(self) -> float:
+        """Time of one step without any recomputation."""
+        return sum(node.fwd_time_ms + node.bwd_time_ms for node in self.nodes)
+
+    # Sets of storages as bit masks (bit i = storage i): liveness is then a few integer operations.
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each storage."""
+        return tuple(storage.size_bytes for storage in self.storages)
+
+    @cached_property
+    def product_masks(self) -> tuple[int, ...]:
+        """For each node, the set of storages that its forward makes."""
+        return tuple(_mask(row) for row in self.products)
+
+    @cached_property
+    def fwd_input_masks(self) -> tuple[int, ...]:
+        """For each node, the set of storages that its forward reads."""
+        return tuple(_mask(row) for row in self.fwd_inputs)
+
+    @cached_property
+    def bwd_input_masks(self) -> tuple[int, ...]:
+        """For each node, the set of storages that its backward reads."""
+        return tuple(_mask(row) for row in self.bwd_inputs)
+
+    @cached_property
+    def phantom_masks(self) -> tuple[int, ...]:
+        """For each node, the set of its phantoms (empty: the node has none)."""
+        return tuple(
+            _mask(index for index in row if self.storages[index].is_phantom)
+            for row in self.products
+        )
+
+    @cached_property
+    def output_mask(self) -> int:
+        """The set of storages that are returned to the user."""
+        return _mask(i for i, storage in enumerate(self.storages) if storage.is_output)
+
+    @cached_property
+    def forward_peaks(self) -> tuple[int, ...]:
+        """Peak of each recording forward; at least what it leaves behind."""
+        return tuple(
+            max(node.fwd_peak_bytes, self.bytes_of(self.product_masks[k]))
+            for k, node in enumerate(self.nodes)
+        )
+
+    @cached_property
+    def forward_peaks_nograd(self) -> tuple[int, ...]:
+        """Peak of each forward that records nothing; at least what it leaves behind."""
+        return tuple(
+            max(
+                node.fwd_peak_nograd_bytes,
+                self.bytes_of(self.product_masks[k] & ~self.phantom_masks[k]),
+            )
+            for k, node in enumerate(self.nodes)
+        )
+
+    def bytes_of(self, mask: int) -> int:
+        """Return the bytes of a set of storages."""
+        total = 0
+        while mask:
+            low = mask & -mask
+            total += self.sizes[low.bit_length() - 1]
+            mask ^= low
+        return total
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of structure and bytes: what the validity of a plan depends on.
+
+        Times are left out, because they differ between two measurements of one network.
+        """
+        times = ("fwd_time_ms", "bwd_time_ms", "source")
+        rows: list[Any] = [
+            [value for key, value in dataclasses.asdict(node).items() if key not in times]
+            for node in self.nodes
+        ]
+        rows += [list(dataclasses.asdict(storage).values()) for storage in self.storages]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+    def _by_node(self, nodes_of: Callable[[Storage], Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+        table: list[list[int]] = [[] for _ in self.nodes]
+        for index, storage in enumerate(self.storages):
+            for node in nodes_of(storage):
+                table[node].append(index)
+        return tuple(tuple(row) for row in table)
+
+    def to_json(self) -> str:
+        """Return the problem as JSON text; `from_json` gives an equal problem back."""
+        return json.dumps(
+            {
+                "nodes": [dataclasses.asdict(node) for node in self.nodes],
+                "storages": [dataclasses.asdict(storage) for storage in self.storages],
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Problem:
+        """Read what `to_json` wrote."""
+        data: Mapping[str, Any] = json.loads(text)
+        storages = []
+        for row in data["storages"]:
+            fields: dict[str, Any] = dict(row)
+            for key in ("fwd_users", "bwd_users"):
+                fields[key] = tuple(fields[key])
+            storages.append(Storage(**fields))
+        return cls(tuple(Node(**row) for row in data["nodes"]), tuple(storages))
+
+
+def _mask(indices: Iterable[int]) -> int:
+    mask = 0
+    for index in indices:
+        mask |= 1 << index
+    return mask

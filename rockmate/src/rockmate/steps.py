@@ -1,0 +1,44 @@
+"""The vocabulary of a plan: run a node's forward, run a node's backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+
+class Step(NamedTuple):
+    """One step: `Step("F", 3)` runs the forward of node 3, `Step("B", 3)` its backward."""
+
+    kind: Literal["F", "B"]
+    node: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.node}"
+
+
+Steps = tuple[Step, ...]
+
+
+def forward(node: int) -> Step:
+    """Return the step that runs the forward of `node`."""
+    return Step("F", node)
+
+
+def backward(node: int) -> Step:
+    """Return the step that runs the backward of `node`."""
+    return Step("B", node)
+
+
+def steps_to_text(steps: Iterable[Step]) -> str:
+    """Write steps compactly: `F0 F1 B1 B0`."""
+    return " ".join(map(str, steps))
+
+
+def steps_from_text(text: str) -> Steps:
+    """Read what `steps_to_text` wrote."""
+    steps = []
+    for word in text.split():
+        if word[:1] not in ("F", "B") or not word[1:].isdigit():
+            raise ValueError(f"{word!r} is no step; expected F or B and the number of a node")
+        steps.append(Step("F" if word[0] == "F" else "B", int(word[1:])))
+    return tuple(steps)
