@@ -1,0 +1,71 @@
+"""RegNet-X: stages of residual bottlenecks with grouped 3×3 convolutions."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+def conv_norm(inputs: int, outputs: int, kernel: int, stride: int, groups: int) -> nn.Sequential:
+    """Return a convolution without bias and its BatchNorm."""
+    conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(outputs))
+
+
+class XBlock(nn.Module):
+    """1×1, grouped 3×3 and 1×1 convolutions around a residual."""
+
+    def __init__(self, inputs: int, width: int, stride: int, group_width: int) -> None:
+        super().__init__()
+        self.proj = None
+        if stride != 1 or inputs != width:
+            self.proj = conv_norm(inputs, width, 1, stride, 1)
+        self.branch = nn.Sequential(
+            conv_norm(inputs, width, 1, 1, 1),
+            nn.ReLU(inplace=True),
+            conv_norm(width, width, 3, stride, width // group_width),
+            nn.ReLU(inplace=True),
+            conv_norm(width, width, 1, 1, 1),
+        )
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x if self.proj is None else self.proj(x)
+        return self.relu(identity + self.branch(x))
+
+
+class RegNetX(nn.Module):
+    """Images (batch, channels, height, width) to logits (batch, num_classes)."""
+
+    def __init__(
+        self,
+        widths: tuple[int, ...],
+        depths: tuple[int, ...],
+        group_width: int,
+        *,
+        num_classes: int = 1000,
+        channels: int = 3,
+    ) -> None:
+        super().__init__()
+        inputs = 32
+        self.stem = nn.Sequential(conv_norm(channels, inputs, 3, 2, 1), nn.ReLU(inplace=True))
+        blocks: list[nn.Module] = []
+        for width, depth in zip(widths, depths, strict=True):
+            for index in range(depth):
+                blocks.append(XBlock(inputs, width, 2 if index == 0 else 1, group_width))
+                inputs = width
+        self.blocks = nn.Sequential(*blocks)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(inputs, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.pool(self.blocks(self.stem(x))).flatten(1))
+
+
+def regnet_x_200mf(num_classes: int = 1000) -> RegNetX:
+    """Return RegNet-X at 200 million multiply-adds for a 224×224 image."""
+    return RegNetX((24, 56, 152, 368), (1, 1, 4, 7), 8, num_classes=num_classes)
+
+
+def regnet_x_3_2gf(num_classes: int = 1000) -> RegNetX:
+    """Return RegNet-X at 3.2 billion multiply-adds, the size in the Rockmate paper."""
+    return RegNetX((96, 192, 432, 1008), (2, 6, 15, 2), 48, num_classes=num_classes)
