@@ -1,0 +1,132 @@
+"""How long planning takes, phase by phase, and what the executor costs when nothing is recomputed.
+
+Each network is planned twice: at half of its plain peak, whose phases are timed, and at the whole
+of it, whose step is compared with a plain one, in turn, so that both meet the same noise. The
+layers of a GPT-2 are equal: phases that work per class of blocks should hardly grow with depth.
+
+    $ make planning
+    $ .venv/bin/python benchmarks/planning.py --smoke      # tiny sizes, to see that it runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import harness
+from models.GPT import GPT2WithLoss
+from models.loss import WithLoss
+from models.resnet import resnet50
+from rockmate import Rockmate
+
+Sample = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network and a sample for it."""
+
+    name: str
+    make_model: Callable[[], nn.Module]
+    make_sample: Callable[[], Sample]
+
+
+def gpt2(layers: int, d_model: int, batch: int, length: int) -> Case:
+    """Return a GPT-2 over bytes, with its loss inside."""
+
+    def make_model() -> nn.Module:
+        heads = d_model // 64 or 1
+        return GPT2WithLoss(
+            layers, 0.1, d_model=d_model, n_heads=heads, vocab=256, max_length=length
+        )
+
+    def make_sample() -> Sample:
+        tokens = torch.randint(256, (batch, length + 1))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    return Case(f"GPT-2, {layers} layers, d = {d_model}", make_model, make_sample)
+
+
+def resnet(width: int, batch: int, size: int) -> Case:
+    """Return a ResNet-50 with its loss inside."""
+    return Case(
+        f"ResNet-50, width {width}",
+        lambda: WithLoss(resnet50(width=width, num_classes=10)),
+        lambda: (torch.randn(batch, 3, size, size), torch.randint(10, (batch,))),
+    )
+
+
+def step_ratio(
+    plain: nn.Module, ours: nn.Module, sample: Sample, steps: int
+) -> tuple[float, float]:
+    """Return the median of (our time / plain time) over steps in turn, and the median plain ms."""
+    device = sample[0].device
+    times: list[tuple[float, float]] = []
+    for number in range(steps):
+        took = {}
+        pair = [("plain", plain), ("ours", ours)]
+        for name, module in pair if number % 2 else reversed(pair):
+            module.zero_grad(set_to_none=False)
+            took[name] = harness.timed_ms(lambda m=module: m(*sample).backward(), device)
+        times.append((took["ours"], took["plain"]))
+    timed = times[2:]  # the first ones allocate gradients and fill caches
+    ratio = statistics.median(ours / plain for ours, plain in timed)
+    return ratio, statistics.median(plain for _, plain in timed)
+
+
+def measure(case: Case, device: torch.device, steps: int) -> dict[str, object]:
+    """Plan the network twice, compare steps, and return one row of figures."""
+    torch.manual_seed(0)
+    model = case.make_model().to(device)
+    x, y = case.make_sample()
+    sample = (x.to(device), y.to(device))
+    half = Rockmate(copy.deepcopy(model), sample, budget=0.5)
+    whole = Rockmate(copy.deepcopy(model), sample, budget=1.0)
+    ratio, plain_ms = compare_steps(model, whole, sample, steps)
+    return {
+        "network": case.name,
+        **{f"{phase}_s": f"{took:.2f}" for phase, took in half.planning_seconds.items()},
+        "total_s": f"{sum(half.planning_seconds.values()):.2f}",
+        "overhead_at_50_percent": f"{half.plan.overhead_percent:.1f}",
+        "plain_step_ms": f"{plain_ms:.1f}",
+        "step_over_plain_at_100_percent": f"{ratio:.3f}",
+    }
+
+
+def main() -> int:
+    """Measure every case and print and write one row for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes")
+    parser.add_argument("--device", default="cpu", type=torch.device)
+    parser.add_argument("--steps", default=22, type=int)
+    parser.add_argument("--out", default=harness.RESULTS / "latest", type=Path)
+    options = parser.parse_args()
+    if options.smoke:
+        cases = [gpt2(2, 32, 2, 16), gpt2(4, 32, 2, 16), resnet(8, 2, 32)]
+    else:
+        cases = [gpt2(12, 256, 4, 128), gpt2(48, 256, 4, 128), resnet(64, 4, 128)]
+
+    environment = harness.environment(options.device)
+    print(", ".join(f"{key} {value}" for key, value in environment.items()))
+    rows: list[dict[str, object]] = []
+    for case in cases:
+        row = measure(case, options.device, options.steps)
+        rows.append(row)
+        print(f"\n{case.name}")
+        for key, value in list(row.items())[1:]:
+            print(f"  {key.replace('_', ' '):34} {value:>8}", flush=True)
+        harness.write_csv(options.out / "planning.csv", [{**r, **environment} for r in rows])
+    print(f"\nwritten: {options.out / 'planning.csv'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
