@@ -64,7 +64,7 @@ def resnet(width: int, batch: int, size: int) -> Case:
     )
 
 
-def step_ratio(
+def compare_steps(
     plain: nn.Module, ours: nn.Module, sample: Sample, steps: int
 ) -> tuple[float, float]:
     """Return the median of (our time / plain time) over steps in turn, and the median plain ms."""
