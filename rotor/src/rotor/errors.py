@@ -1,0 +1,63 @@
+"""Errors of rotor: what was asked, what was found, what to do. They carry the numbers as data."""
+
+from __future__ import annotations
+
+
+def format_bytes(count: int) -> str:
+    """Return `count` bytes for a person, exact to the byte: `1.20 GiB (1288490188 bytes)`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit} ({count} bytes)"
+    return f"{count} bytes"
+
+
+class RotorError(Exception):
+    """Base class of every error that rotor raises on purpose."""
+
+
+class InvalidChainError(RotorError, ValueError):
+    """A chain whose numbers cannot describe a computation."""
+
+
+class InfeasibleBudgetError(RotorError, ValueError):
+    """No schedule fits in the budget; `minimum_bytes` is the smallest budget that works."""
+
+    def __init__(
+        self, budget_bytes: int, minimum_bytes: int, stages: int, detail: str = ""
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.minimum_bytes = minimum_bytes
+        self.stages = stages
+        super().__init__(
+            f"no schedule of {stages} stages fits in {format_bytes(budget_bytes)}: the smallest "
+            f"feasible budget is {format_bytes(minimum_bytes)}.{' ' + detail if detail else ''} "
+            f"Raise the budget to at least {minimum_bytes} bytes or make the sample smaller."
+        )
+
+    def __reduce__(self) -> tuple[type[InfeasibleBudgetError], tuple[int, int, int]]:
+        return (type(self), (self.budget_bytes, self.minimum_bytes, self.stages))
+
+
+class InvalidScheduleError(RotorError, ValueError):
+    """A schedule that breaks a rule; `position` is the index of the op that breaks it."""
+
+    def __init__(self, message: str, position: int | None = None) -> None:
+        self.position = position
+        super().__init__(message)
+
+
+class TableTooLargeError(RotorError, MemoryError):
+    """The dynamic program's table would not fit; nothing was allocated."""
+
+    def __init__(self, needed_bytes: int, limit_bytes: int, stages: int, slots: int) -> None:
+        self.needed_bytes = needed_bytes
+        self.limit_bytes = limit_bytes
+        super().__init__(
+            f"a table for {stages} stages and {slots} slots takes {format_bytes(needed_bytes)}, "
+            f"and the limit is {format_bytes(limit_bytes)}. Use fewer slots, merge stages, or "
+            f"raise max_table_bytes."
+        )
+        self._args = (needed_bytes, limit_bytes, stages, slots)
+
+    def __reduce__(self) -> tuple[type[TableTooLargeError], tuple[int, int, int, int]]:
+        return (type(self), self._args)
