@@ -5,11 +5,9 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 PY := .venv/bin/python
 INSTALLED := .venv/.installed
-BUILT := .venv/.built
 PACKAGES := ./rkgb ./rotor ./rockmate
 CHECKED := rkgb rotor rockmate ci benchmarks
-METADATA := $(wildcard */pyproject.toml) rotor/setup.py constraints.txt Makefile
-CORE := $(wildcard rotor/csrc/*) rotor/setup.py
+SOURCES := $(wildcard */pyproject.toml rotor/csrc/*) rotor/setup.py constraints.txt Makefile
 
 .DEFAULT_GOAL := help
 .PHONY: help install build format lint typecheck test test-rkgb test-rotor test-rockmate imports \
@@ -22,47 +20,42 @@ $(PY):
 	$(PYTHON) -m venv .venv
 
 # torch comes first and alone, so that the packages find it installed and never choose another build.
-$(INSTALLED): $(METADATA) | $(PY)
+$(INSTALLED): $(SOURCES) | $(PY)
 	$(PY) -m pip install -q -c constraints.txt torch
 	$(PY) -m pip install -q -c constraints.txt ruff mypy -e ./rkgb -e ./rotor -e './rockmate[plot,test]'
-	touch $(INSTALLED) $(BUILT)
+	@touch $(INSTALLED)
 
-$(BUILT): $(INSTALLED) $(CORE)
+install: $(INSTALLED) ## create .venv with the three packages (editable) and the tools
+build: $(INSTALLED) ## rebuild the C++ core in place
 	$(PY) -m pip install -q --no-deps -e ./rotor
-	touch $(BUILT)
-
-install: $(BUILT) ## create .venv with the three packages (editable) and the tools
-build: ## rebuild the C++ core in place
-	rm -f $(BUILT)
-	$(MAKE) $(BUILT)
 format: $(INSTALLED) ## rewrite the sources in the project's format
 	$(PY) -m ruff check --fix-only -q $(CHECKED)
 	$(PY) -m ruff format $(CHECKED)
 lint: $(INSTALLED) ## style and common mistakes (ruff)
 	$(PY) -m ruff check $(CHECKED)
 	$(PY) -m ruff format --check $(CHECKED)
-typecheck: $(BUILT) ## types of the three packages (mypy --strict)
+typecheck: $(INSTALLED) ## types of the three packages (mypy --strict)
 	$(PY) -m mypy
-test: $(BUILT) ## every test
+test: $(INSTALLED) ## every test
 	$(PY) -m pytest $(PYTEST_ARGS)
-test-rkgb: $(BUILT) ## tests of rkgb
+test-rkgb: $(INSTALLED) ## tests of rkgb
 	$(PY) -m pytest rkgb/tests $(PYTEST_ARGS)
-test-rotor: $(BUILT) ## tests of rotor
+test-rotor: $(INSTALLED) ## tests of rotor
 	$(PY) -m pytest rotor/tests $(PYTEST_ARGS)
-test-rockmate: $(BUILT) ## tests of rockmate
+test-rockmate: $(INSTALLED) ## tests of rockmate
 	$(PY) -m pytest rockmate/tests $(PYTEST_ARGS)
-imports: $(BUILT) ## which package may import which, and what an import must not load
+imports: $(INSTALLED) ## which package may import which, and what an import must not load
 	$(PY) ci/check_imports.py
 versions: $(INSTALLED) ## one version everywhere, exact pins between the packages
 	$(PY) ci/check_versions.py
 check: lint typecheck imports versions test ## all of the above: what CI runs
-isolated: $(BUILT) ## each package alone, from its wheel, with only what it declares
+isolated: $(INSTALLED) ## each package alone, from its wheel, with only what it declares
 	for package in $(PACKAGES); do ci/isolated_install.sh "$$package" || exit 1; done
-readme: $(BUILT) ## run the Python code of the READMEs
+readme: $(INSTALLED) ## run the Python code of the READMEs
 	$(PY) ci/run_readme.py README.md rkgb/README.md rotor/README.md rockmate/README.md
-demo: $(BUILT) ## train a GPT-2 and a ResNet plain and at half their memory, and compare
+demo: $(INSTALLED) ## train a GPT-2 and a ResNet plain and at half their memory, and compare
 	$(PY) benchmarks/demo.py
-planning: $(BUILT) ## time the phases of planning
+planning: $(INSTALLED) ## time the phases of planning
 	$(PY) benchmarks/planning.py
 dist: $(INSTALLED) ## wheels of the three packages in dist/
 	$(PY) -m pip wheel -q --no-deps -w dist $(PACKAGES)
