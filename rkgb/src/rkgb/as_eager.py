@@ -1,0 +1,115 @@
+"""Make Python code that is being captured take the branches that it takes in eager mode.
+
+Libraries ask "am I being traced?" and then choose other kernels, so that the captured graph is not
+the one that eager runs, and bits differ. Inside `as_eager()` the answer is no. Code that then looks
+at the value of a tensor, to choose a branch, gets it where the value cannot depend on data: tensors
+made from numbers alone (positions, causal masks) carry their real value along. A branch on any
+other tensor still fails as data-dependent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rkgb.op_kinds import CONSTRUCTORS
+
+_VALUE = "_rkgb_value"
+_MAX_ELEMENTS = 1 << 22
+# How Python asks for the value of a tensor.
+_READS = frozenset(("__bool__", "item", "__int__", "__float__", "__index__", "tolist"))
+
+
+@contextlib.contextmanager
+def as_eager() -> Iterator[None]:
+    """While active, tracing looks like eager execution to the code that is traced."""
+    compiler = torch.compiler
+    flags = ("_is_compiling_flag", "_is_exporting_flag")
+    old = {flag: getattr(compiler, flag) for flag in flags if hasattr(compiler, flag)}
+    # transformers asks besides whether a tensor is a fake one.
+    hugging = sys.modules.get("transformers.utils.import_utils")
+    old_check = getattr(hugging, "is_fake_tensor", None)
+    try:
+        for flag in old:
+            setattr(compiler, flag, False)
+        if old_check is not None:
+            hugging.is_fake_tensor = _no  # type: ignore[union-attr]
+        with _KnownValues():
+            yield
+    finally:
+        for flag, value in old.items():
+            setattr(compiler, flag, value)
+        if old_check is not None:
+            hugging.is_fake_tensor = old_check  # type: ignore[union-attr]
+
+
+def _no(_tensor: Any) -> bool:
+    return False
+
+
+_INPLACE_OPERATORS = frozenset(
+    f"__i{name}__"
+    for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
+) | {"__setitem__", "__set__"}
+
+
+def _writes(name: str) -> bool:
+    return name in _INPLACE_OPERATORS or (name.endswith("_") and not name.startswith("__"))
+
+
+class _KnownValues(TorchFunctionMode):
+    """Carries real values beside tensors that are made from numbers alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generation = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        known = all(self._value(t) is not None for t in leaves)
+        if name in _READS and leaves and known:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                return func(*self._real(args), **self._real(kwargs))
+        if not known and (_writes(name) or "out" in kwargs):
+            self.generation += 1  # something known may have been overwritten: trust no value
+        result = func(*args, **kwargs)
+        if known and (leaves or name in CONSTRUCTORS or name == "tensor"):
+            self._follow(func, args, kwargs, result)
+        return result
+
+    def _value(self, tensor: Tensor) -> Tensor | None:
+        found = getattr(tensor, _VALUE, None)
+        return found[1] if found is not None and found[0] == self.generation else None
+
+    def _real(self, tree: Any) -> Any:
+        return pytree.tree_map_only(Tensor, self._value, tree)
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        outs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        if not outs or any(t.numel() > _MAX_ELEMENTS or t.requires_grad for t in outs):
+            return
+        try:
+            with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+                real = func(*self._real(args), **self._real(kwargs))
+        except Exception:  # no value to carry; a branch on it will be refused as data-dependent
+            return
+        reals = [t for t in pytree.tree_leaves(real) if isinstance(t, Tensor)]
+        if len(reals) == len(outs):
+            for out, value in zip(outs, reals, strict=True):
+                setattr(out, _VALUE, (self.generation, value))

@@ -1,0 +1,219 @@
+"""KGraph (K): the forward and backward graph with data, gradient and phantom nodes, and costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from rkgb.basic import bind_inputs, external_values
+from rkgb.dataflow import _device_of
+from rkgb.inspect_op import CostSource, FlopCost, Inspection, MeasuredTime, inspect_graph
+from rkgb.runner import Runner
+from rkgb.simplified import SimplifiedGraph
+from rkgb.tensor_info import TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class KComputeNode:
+    """One forward or backward computation; `node` is its index in the simplified graph."""
+
+    name: str
+    kind: Literal["fwd", "bwd"]
+    node: int
+    time_ms: float
+    overhead_bytes: int  # temporary memory, above what it reads and leaves behind
+    flops: int = 0
+    module_path: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KDataNode:
+    """One piece of memory: a value, its gradient, or what only a backward knows (phantom)."""
+
+    name: str
+    kind: Literal["data", "grad", "phantom"]
+    size_bytes: int
+    producers: tuple[str, ...]  # a gradient has one per use of its value
+    users: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class KGraph:
+    """Compute nodes and data nodes of one forward and backward."""
+
+    compute: tuple[KComputeNode, ...]
+    data: tuple[KDataNode, ...]
+
+    def to_json(self) -> str:
+        """Return the graph and its costs as JSON text."""
+        return json.dumps(
+            {"compute": [asdict(n) for n in self.compute], "data": [asdict(n) for n in self.data]}
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> KGraph:
+        """Read what `to_json` wrote."""
+        rows = json.loads(text)
+        return cls(
+            tuple(KComputeNode(**row) for row in rows["compute"]),
+            tuple(
+                KDataNode(
+                    **{**row, "producers": tuple(row["producers"]), "users": tuple(row["users"])}
+                )
+                for row in rows["data"]
+            ),
+        )
+
+    def renamed(self, sg: SimplifiedGraph) -> KGraph:
+        """Return this graph for an equal block `sg`: its names and module paths, same costs."""
+        nodes = [
+            replace(
+                node,
+                module_path=sg.nodes[node.node].module_path,
+                source=sg.nodes[node.node].main.source,
+            )
+            for node in self.compute
+        ]
+        return KGraph(tuple(nodes), self.data)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{n.name}  {n.time_ms:.3f} ms, overhead {n.overhead_bytes} B" for n in self.compute
+        ]
+        lines += [
+            f"{n.kind} {n.name}  {n.size_bytes} B  {', '.join(n.producers)} -> {', '.join(n.users)}"
+            for n in self.data
+        ]
+        return "\n".join(lines)
+
+
+def S_to_K(
+    sg: SimplifiedGraph,
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    *,
+    inputs: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    cost: Literal["measured", "flops"] = "measured",
+) -> KGraph:
+    """Measure `sg` and return its forward-backward graph.
+
+    `inputs` is the sample that the model was captured with; without it, random values of the
+    recorded shapes stand in (zeros for integers, which are valid indices).
+    """
+    inspection = inspect_model(sg, model, device, inputs=inputs, kwargs=kwargs, cost=cost)
+    return k_graph(sg, inspection)
+
+
+def inspect_model(
+    sg: SimplifiedGraph,
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    *,
+    inputs: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    cost: Literal["measured", "flops"] = "measured",
+    measure_memory: bool = True,
+) -> Inspection:
+    """Run and measure every class of nodes of `sg` on the sample."""
+    place = torch.device(device) if device is not None else _device_of(model, None)
+    basic = sg.dataflow.basic
+    infos = sg.dataflow.infos
+    if inputs is None and kwargs is None:
+        leaves = tuple(
+            None if name is None else _stand_in(infos[name], place) for name in basic.inputs
+        )
+    else:
+        leaves = tuple(pytree.tree_leaves(bind_inputs(inputs, kwargs)))
+    values = {name: _stand_in(infos[name], place) for name in sg.input_names}
+    source: CostSource = FlopCost() if cost == "flops" else MeasuredTime(place)
+    return inspect_graph(
+        Runner(sg, place),
+        external_values(basic, model, leaves),
+        source,
+        values=values,
+        measure_memory=measure_memory,
+    )
+
+
+def _stand_in(info: TensorInfo, device: torch.device) -> Tensor:
+    if info.dtype.is_floating_point or info.dtype.is_complex:
+        tensor = torch.randn(info.shape, dtype=info.dtype, device=device)
+    else:
+        tensor = torch.zeros(info.shape, dtype=info.dtype, device=device)
+    return tensor.requires_grad_(info.requires_grad)
+
+
+def k_graph(sg: SimplifiedGraph, inspection: Inspection) -> KGraph:
+    """Assemble the graph from the facts of an inspection; nothing is run."""
+    facts = inspection.facts
+    grad_names = inspection.runner.grad_names
+    infos = sg.dataflow.infos
+    compute: list[KComputeNode] = []
+    for index, (node, fact) in enumerate(zip(sg.nodes, facts, strict=True)):
+        compute.append(_compute(node, index, "fwd", fact.cost, fact.fwd_overhead_bytes))
+    for index in reversed(range(len(facts))):
+        if facts[index].wants_grad:
+            fact = facts[index]
+            node = sg.nodes[index]
+            compute.append(_compute(node, index, "bwd", fact.cost, fact.bwd_overhead_bytes))
+    data: list[KDataNode] = []
+    for index, fact in enumerate(facts):
+        for storage in fact.storages:
+            names = set(storage.names)
+            readers = [f"fwd_{i}" for i, n in enumerate(sg.nodes) if names & set(n.inputs)]
+            readers += [
+                f"bwd_{i}"
+                for i, f in enumerate(facts)
+                if f.wants_grad and names & set(f.saved)
+            ]
+            data.append(
+                KDataNode(
+                    storage.names[0], "data", storage.size_bytes, (f"fwd_{index}",), tuple(readers)
+                )
+            )
+            wanting = [name for name in storage.names if name in grad_names]
+            if wanting:
+                makers = [
+                    f"bwd_{i}"
+                    for i, n in enumerate(sg.nodes)
+                    if facts[i].wants_grad and set(wanting) & set(n.inputs)
+                ]
+                size = sum(infos[name].size_bytes for name in wanting)
+                data.append(
+                    KDataNode(
+                        f"{storage.names[0]}.grad", "grad", size, tuple(makers), (f"bwd_{index}",)
+                    )
+                )
+        if fact.phantom_bytes:
+            data.append(
+                KDataNode(
+                    f"phantoms of fwd_{index}",
+                    "phantom",
+                    fact.phantom_bytes,
+                    (f"fwd_{index}",),
+                    (f"bwd_{index}",),
+                )
+            )
+    return KGraph(tuple(compute), tuple(data))
+
+
+def _compute(node: Any, index: int, kind: Any, cost: Any, overhead: int) -> KComputeNode:
+    forward = kind == "fwd"
+    return KComputeNode(
+        name=f"{kind}_{index}",
+        kind=kind,
+        node=index,
+        time_ms=cost.fwd_time_ms if forward else cost.bwd_time_ms,
+        overhead_bytes=overhead,
+        flops=cost.fwd_flops if forward else cost.bwd_flops,
+        module_path=node.module_path,
+        source=node.main.source,
+    )

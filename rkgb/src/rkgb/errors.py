@@ -1,0 +1,33 @@
+"""What rkgb refuses, and why. Each message says what was asked, what was found and what to do."""
+
+from __future__ import annotations
+
+
+class RkgbError(Exception):
+    """Base class of every error that rkgb raises on purpose."""
+
+
+class TraceError(RkgbError, RuntimeError):
+    """The module could not be captured as a graph; the cause is chained."""
+
+
+class DataDependentError(TraceError):
+    """The graph depends on the values in the input: control flow, sizes or Python numbers."""
+
+
+class SideEffectError(TraceError):
+    """The forward does something besides returning outputs that a graph cannot repeat."""
+
+
+class UnsupportedOpError(RkgbError, ValueError):
+    """An operation of the module cannot be placed exactly."""
+
+    def __init__(self, message: str, *, op: str, module_path: str, source: str) -> None:
+        super().__init__(message)
+        self.op = op
+        self.module_path = module_path
+        self.source = source
+
+
+class InvalidGraphError(RkgbError, ValueError):
+    """A graph breaks one of its own rules; this is a bug in rkgb or in a caller's hand-made graph."""

@@ -1,0 +1,91 @@
+"""Where gradients must not be summed as they arrive.
+
+Float addition is not associative, so gradients are bit-equal to autograd's only when they are added
+in its order: a value's contributions arrive there in reverse program order of its uses (the
+arguments of one operation in argument order). We run whole nodes backward, in reverse node order,
+and views that belong to a value's own node come last. For values with at least three contributions
+the two orders may differ; those are listed here, and the runner sums them in the right order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rkgb.errors import UnsupportedOpError
+from rkgb.simplified import SimplifiedGraph
+
+# One use of a value: (position of the operation in the program, index among its arguments).
+Use = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class GradientOrder:
+    """Values whose contributions are collected and sorted, and nodes split for their sake."""
+
+    collected: frozenset[str]
+    splits: Mapping[int, tuple[int, ...]]  # node -> indices of operations after which to split
+
+
+def gradient_order(sg: SimplifiedGraph) -> GradientOrder:
+    """Compare our order of summation with autograd's for every value of the graph.
+
+    Raises:
+        UnsupportedOpError: the right order would need a node to be split before an in-place
+            operation on the very value.
+    """
+    uses: dict[str, list[tuple[Use, int]]] = {}
+    for place, node in enumerate(sg.nodes):
+        for position, op in zip(node.positions, node.ops, strict=True):
+            if not op.grad_enabled or op.target_name == "detach":
+                continue
+            for index, name in enumerate(op.inputs):
+                uses.setdefault(name, []).append(((position, index), place))
+    returned = set(sg.output_names)
+    collected: set[str] = set()
+    splits: dict[int, list[int]] = {}
+    for name, found in uses.items():
+        info = sg.dataflow.infos.get(name)
+        if name not in sg.producer or info is None or not info.requires_grad:
+            continue
+        if len(found) + (name in returned) < 3:
+            continue
+        home = sg.producer[name]
+        exact = [use for use, _ in sorted(found, key=lambda u: (-u[0][0], u[0][1]))]
+        ours = [
+            use
+            for use, _ in sorted(
+                found, key=lambda u: (u[1] == home, -u[1], -u[0][0], u[0][1])
+            )
+        ]
+        if name not in returned:
+            exact[:2], ours[:2] = sorted(exact[:2]), sorted(ours[:2])  # a + b == b + a
+        if exact == ours:
+            continue
+        collected.add(name)
+        if any(place == home for _, place in found):
+            splits.setdefault(home, []).append(_split_point(sg, home, name))
+    return GradientOrder(
+        frozenset(collected), {k: tuple(sorted(set(v))) for k, v in splits.items()}
+    )
+
+
+def _split_point(sg: SimplifiedGraph, place: int, name: str) -> int:
+    node = sg.nodes[place]
+    index = next(i for i, op in enumerate(node.ops) if op.name == name)
+    written = {
+        storage
+        for position in node.positions[index + 1 :]
+        for storage in sg.dataflow.nodes[position].written
+    }
+    if sg.dataflow.infos[name].alias_of in written:
+        op = node.ops[index]
+        raise UnsupportedOpError(
+            f"cannot place '{op.target_name}' ({op.module_path or 'root'}, {op.source}): its "
+            "result is used at least three times and then overwritten in place, and the order in "
+            "which autograd adds its gradients cannot be kept. Replace the in-place operation.",
+            op=op.target_name,
+            module_path=op.module_path,
+            source=op.source,
+        )
+    return index + 1
