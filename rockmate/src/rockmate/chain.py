@@ -1,0 +1,201 @@
+"""Block-wise planning: blocks as stages of a chain, rotor over the chain, steps of the whole graph.
+
+The chain is a model: sizes rounded to slots, every block's peaks counted as if it held all it saves
+to its end. So the schedules that rotor finds above the budget are looked at too (*inflate*): what
+counts is the exact peak of their steps. What they recompute in vain is then dropped (*prune*).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rockmate.blocks import Block, find_cuts, make_blocks, merge_repeated, reserved_bytes
+from rockmate.options import BlockOption, Grid, Solver, block_options
+from rockmate.planners.edit import prune
+from rockmate.problem import Problem
+from rockmate.simulate import simulate
+from rockmate.steps import Step, Steps
+
+SMALL_BLOCK_NODES = 14  # blocks of at most so many nodes are solved to the optimum in no time
+_SLOTS = 500
+_HEADROOM = 1.5  # `reserved_bytes` is on the safe side, so look well above the budget
+_MISSES = 16  # candidates in a row that do not fit, after which no larger one is looked at
+
+
+@dataclass(frozen=True)
+class ChainModel:
+    """A problem as a chain of blocks with options; serves any number of budgets."""
+
+    problem: Problem
+    blocks: tuple[Block, ...]
+    options: dict[int, tuple[BlockOption, ...]]  # by class
+    reserved_bytes: int
+    name: str
+
+    @cached_property
+    def chain(self) -> Any:
+        """The blocks as a `rotor.Chain`."""
+        import rotor
+
+        stages = []
+        forward_peaks: dict[int, int] = {}
+        for index, block in enumerate(self.blocks):
+            if block.class_id not in forward_peaks:
+                forward_peaks[block.class_id] = _forward_peak(block.local)
+            nodes = block.local.nodes
+            fwd_time_ms = sum(node.fwd_time_ms for node in nodes)
+            bwd_time_ms = sum(node.bwd_time_ms for node in nodes)
+            order = block.local.backward_order
+            grad = nodes[order[0]].grads_before_bytes if order else 0
+            options = tuple(
+                rotor.Option(
+                    saved_bytes=option.saved_bytes,
+                    fwd_time_ms=fwd_time_ms,
+                    bwd_time_ms=bwd_time_ms + option.overhead_ms,
+                    fwd_overhead_bytes=option.fwd_peak_bytes - option.saved_bytes,
+                    bwd_overhead_bytes=max(0, option.bwd_peak_bytes - option.saved_bytes - grad),
+                    key=number,
+                )
+                for number, option in enumerate(self.options[block.class_id])
+            )
+            stages.append(
+                rotor.Stage(
+                    name=f"block {index}",
+                    options=options,
+                    output_bytes=block.boundary_bytes,
+                    output_grad_bytes=grad,
+                    forward_time_ms=fwd_time_ms,
+                    forward_peak_bytes=forward_peaks[block.class_id],
+                )
+            )
+        return rotor.Chain(tuple(stages))
+
+    def candidates(self, budget_bytes: int, *, slots: int = _SLOTS) -> list[Steps]:
+        """Return the steps of every schedule worth a look whose exact peak is within the budget."""
+        import rotor
+
+        inner = max(1, budget_bytes - self.reserved_bytes)
+        # the table reaches up to the budget and beyond even where much is reserved
+        headroom = max(_HEADROOM, 1.1 * budget_bytes / inner)
+        table = rotor.solve_table(self.chain, inner, slots=slots, headroom=min(headroom, 4.0))
+        found = []
+        misses = 0
+        for schedule in table.candidates(inner):
+            steps = self.steps_of(schedule)
+            if simulate(self.problem, steps).peak_bytes <= budget_bytes:
+                found.append(steps)
+                misses = 0
+            else:
+                misses += 1
+                if misses > _MISSES:
+                    break
+        return found
+
+    def plan(self, budget_bytes: int, *, slots: int = _SLOTS, pruned: int = 4) -> Steps | None:
+        """Return the fastest steps found within the budget; None if there are none.
+
+        The fastest few candidates are pruned, because the order may change.
+        """
+        found = self.candidates(budget_bytes, slots=slots)
+        found = [prune(self.problem, steps, budget_bytes) for steps in found[-pruned:]]
+        return min(
+            found, key=lambda steps: simulate(self.problem, steps).overhead_ms, default=None
+        )
+
+    def steps_of(self, schedule: Any) -> Steps:
+        """Return the steps of the whole problem for a schedule of the chain."""
+        import rotor
+
+        steps: list[Step] = []
+        for op in schedule.ops:
+            block = self.blocks[op.stage]
+            if isinstance(op, rotor.Backward):
+                option = self.options[block.class_id][op.option]
+                steps += (
+                    Step(kind, node + block.first)
+                    for kind, node in option.steps[len(block.local.nodes) :]
+                )
+            else:
+                steps += (Step("F", k) for k in range(block.first, block.end))
+        return _without_tail(tuple(steps))
+
+
+def chain_model(
+    problem: Problem,
+    solver: Solver,
+    *,
+    merged: bool,
+    pinned: frozenset[int] = frozenset(),
+    grid: Grid | None = None,
+    max_nodes: int = SMALL_BLOCK_NODES,
+    cache: dict[object, tuple[BlockOption, ...]] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ChainModel | None:
+    """Return the chain of a problem at one of two grains; None if it has no cut.
+
+    `merged=False` cuts wherever possible, `merged=True` joins blocks that repeat as neighbours up
+    to `max_nodes` nodes. Neither grain always wins. `cache` shares options between models.
+    """
+    cuts = find_cuts(problem, pinned)
+    blocks = make_blocks(problem, cuts, pinned)
+    if merged:
+        blocks = make_blocks(problem, merge_repeated(blocks, max_nodes), pinned)
+    if len(blocks) < 2:
+        return None
+    classes: dict[int, Block] = {}
+    for block in blocks:
+        classes.setdefault(block.class_id, block)
+    options: dict[int, tuple[BlockOption, ...]] = {}
+    for number, (class_id, block) in enumerate(classes.items()):
+        if progress is not None:
+            progress(number, len(classes))
+        times = tuple(node.fwd_time_ms for node in block.local.nodes)
+        key = (block.signature, times, grid)
+        if cache is None or key not in cache:
+            size = len(block.local.nodes)
+            # large blocks cost seconds per box: a few boxes must do
+            own = grid or (Grid(5, 8) if size <= 16 else Grid(4, 5) if size <= 32 else Grid(3, 3))
+            found = block_options(block.local, solver, own)
+            if cache is not None:
+                cache[key] = found
+        else:
+            found = cache[key]
+        options[class_id] = found
+    name = "blocks" if merged else "half blocks"
+    return ChainModel(problem, blocks, options, reserved_bytes(problem, pinned), name)
+
+
+def _forward_peak(local: Problem) -> int:
+    """Peak of the block's forward where nothing but its result is kept."""
+    nodes = tuple(
+        dataclasses.replace(
+            node,
+            has_backward=False,
+            fwd_peak_nograd_bytes=(
+                local.forward_peaks[k]
+                if node.has_backward and not local.phantom_masks[k]
+                else local.forward_peaks_nograd[k]
+            ),
+        )
+        for k, node in enumerate(local.nodes)
+    )
+    storages = tuple(
+        dataclasses.replace(storage, bwd_users=())
+        for storage in local.storages
+        if not storage.is_phantom
+    )
+    forward_only = Problem(nodes, storages)
+    return simulate(forward_only, tuple(Step("F", k) for k in range(len(nodes)))).peak_bytes
+
+
+def _without_tail(steps: Steps) -> Steps:
+    """Drop recomputations after the last backward (of blocks that have none)."""
+    end = len(steps)
+    has_backward = any(step.kind == "B" for step in steps)
+    while has_backward and end and steps[end - 1].kind == "F":
+        end -= 1
+    return steps[:end]

@@ -1,0 +1,158 @@
+"""Ways to run a block: the Pareto front of saved bytes, forward peak, backward peak and time.
+
+Every option is a plan of the block's local problem, found by a solver for a box (at most so many
+bytes at the peak, at most so many saved) and measured by the exact simulator. A box needs no
+constraint of its own: the local problem's last node stands for the end of the forward, so limiting
+what is saved is giving that node a workspace of `peak - save`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rockmate.problem import Problem
+from rockmate.simulate import simulate
+from rockmate.solvers.result import SolverResult
+from rockmate.steps import Step, Steps
+
+Solver = Callable[[Problem, int, Steps], SolverResult]  # problem, budget, hint
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOption:
+    """One way to run a block, exact for the block alone."""
+
+    saved_bytes: int
+    fwd_peak_bytes: int  # above the block's input
+    bwd_peak_bytes: int  # above the block's input; gradients and what is saved included
+    overhead_ms: float
+    steps: Steps  # of the local problem
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How finely boxes are laid over a block."""
+
+    peaks: int = 5
+    saves: int = 8
+
+
+def measure_option(local: Problem, steps: Steps) -> BlockOption:
+    """Return what the steps save, reach and cost, from the exact simulator."""
+    timeline = simulate(local, steps)
+    closing = len(local.nodes) - 1
+    return BlockOption(
+        saved_bytes=timeline.peak_during[closing],
+        fwd_peak_bytes=max(timeline.peak_during[: closing + 1]),
+        bwd_peak_bytes=max(timeline.peak_during[closing + 1 :], default=0),
+        overhead_ms=timeline.overhead_ms,
+        steps=steps,
+    )
+
+
+def boxed(local: Problem, peak_bytes: int, save_bytes: int) -> Problem:
+    """Return the local problem in which a peak within `peak_bytes` saves `save_bytes` at most."""
+    closing = dataclasses.replace(local.nodes[-1], fwd_peak_nograd_bytes=peak_bytes - save_bytes)
+    return dataclasses.replace(local, nodes=(*local.nodes[:-1], closing))
+
+
+def block_options(local: Problem, solver: Solver, grid: Grid) -> tuple[BlockOption, ...]:
+    """Return the options of a block, none of them dominated, fastest first.
+
+    Boxes are tried from large to small. A box is skipped when the optimum of a larger one fits
+    into it, or a larger one held nothing: so far fewer are solved than the grid has.
+    """
+    everything = measure_option(local, _keep_everything(local))
+    found = [everything]
+    backwards = local.backward_order
+    if not backwards:
+        return (everything,)
+    nothing = measure_option(local, _keep_nothing(local))
+    found.append(nothing)
+    boundary = _boundary_bytes(local)
+    high_peak = max(everything.fwd_peak_bytes, everything.bwd_peak_bytes)
+    low_peak = min(_floor_bytes(local), high_peak)
+    solved: list[tuple[int, int, BlockOption]] = []
+    empty: list[tuple[int, int]] = []
+    for peak in _spread(low_peak, high_peak, grid.peaks):
+        for save in _spread(boundary, min(everything.saved_bytes, peak), grid.saves):
+            if any(peak <= p and save <= s for p, s in empty):
+                continue
+            if any(
+                peak <= p and save <= s and _reach(o) <= peak and o.saved_bytes <= save
+                for p, s, o in solved
+            ):
+                continue
+            hint = min(
+                (o for o in found if _reach(o) <= peak and o.saved_bytes <= save),
+                key=lambda o: o.overhead_ms,
+                default=nothing,
+            )
+            result = solver(boxed(local, peak, save), peak, hint.steps)
+            if result.steps is None:
+                empty.append((peak, save))
+                continue
+            option = measure_option(local, result.steps)
+            found.append(option)
+            if result.status == "optimal":
+                solved.append((peak, save, option))
+    return _pareto(found)
+
+
+def _reach(option: BlockOption) -> int:
+    return max(option.fwd_peak_bytes, option.bwd_peak_bytes)
+
+
+def _spread(low: int, high: int, count: int) -> list[int]:
+    """`count` numbers from high to low, evenly, both included."""
+    if high <= low or count < 2:
+        return [max(low, high)]
+    return sorted({low + (high - low) * i // (count - 1) for i in range(count)}, reverse=True)
+
+
+def _keep_everything(local: Problem) -> Steps:
+    forwards = tuple(Step("F", k) for k in range(len(local.nodes)))
+    return forwards + tuple(Step("B", k) for k in local.backward_order)
+
+
+def _keep_nothing(local: Problem) -> Steps:
+    """Run every node that any backward needs once more, right before the first backward."""
+    forwards = tuple(Step("F", k) for k in range(len(local.nodes)))
+    needed = 0
+    for k in local.backward_order:
+        needed |= local.bwd_input_masks[k]
+    again = []
+    for k in reversed(range(len(local.nodes) - 1)):
+        if needed & local.product_masks[k] & ~local.output_mask:
+            again.append(Step("F", k))
+            needed |= local.fwd_input_masks[k]
+    return (*forwards, *reversed(again), *(Step("B", k) for k in local.backward_order))
+
+
+def _boundary_bytes(local: Problem) -> int:
+    return local.bytes_of(local.fwd_input_masks[-1])
+
+
+def _floor_bytes(local: Problem) -> int:
+    """No plan of the block peaks below this: each step needs what it reads, and its own peak."""
+    floor = 0
+    for k, node in enumerate(local.nodes[:-1]):
+        reads = local.bytes_of(local.fwd_input_masks[k])
+        floor = max(floor, reads + local.forward_peaks_nograd[k])
+        if node.has_backward:
+            reads = local.bytes_of(local.bwd_input_masks[k])
+            floor = max(floor, reads + node.grads_before_bytes + node.bwd_peak_bytes)
+    return floor
+
+
+def _pareto(options: list[BlockOption]) -> tuple[BlockOption, ...]:
+    def key(o: BlockOption) -> tuple[float, int, int, int]:
+        return o.overhead_ms, o.saved_bytes, o.fwd_peak_bytes, o.bwd_peak_bytes
+
+    kept: list[BlockOption] = []
+    for option in sorted(options, key=key):
+        if not any(all(a <= b for a, b in zip(key(o), key(option), strict=True)) for o in kept):
+            kept.append(option)
+    return tuple(kept)

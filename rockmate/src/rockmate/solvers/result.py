@@ -1,0 +1,69 @@
+"""What every solver returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rockmate.problem import Problem
+from rockmate.steps import Step, Steps
+
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class SolverResult:
+    """A status, and steps where some were found.
+
+    `optimal`, `infeasible` and `bound` speak of the solver's own class of schedules (in each stage
+    every node at most once, in order; for retention intervals also a number of runs per node), and
+    of sizes rounded up to the solver's unit.
+    """
+
+    status: Status
+    steps: Steps | None = None
+    objective: float | None = None  # overhead in ms, or peak in bytes where that is minimised
+    bound: float | None = None  # lower bound on `objective`
+    seconds: float = 0.0
+
+
+def stages_of(problem: Problem) -> dict[int, int]:
+    """Return the stage of each backward: stage s ends with the s-th backward step, from 1."""
+    return {node: s + 1 for s, node in enumerate(problem.backward_order)}
+
+
+def last_useful_stages(problem: Problem) -> list[int]:
+    """Return, for each node, the last stage in which running its forward again can be of use.
+
+    0 where it never is. An output never needs its node again: it stays alive once made.
+    """
+    stage = stages_of(problem)
+    last = [0] * len(problem.nodes)
+    for k in reversed(range(len(problem.nodes))):
+        for index in problem.products[k]:
+            storage = problem.storages[index]
+            if not storage.is_output:
+                uses = [stage[u] for u in storage.bwd_users] + [last[u] for u in storage.fwd_users]
+                last[k] = max([last[k], *uses])
+    return last
+
+
+def steps_of_stages(problem: Problem, stages: dict[int, list[int]]) -> Steps:
+    """Return the steps that recompute, in each stage, the given nodes in order."""
+    steps = [Step("F", k) for k in range(len(problem.nodes))]
+    for stage, node in enumerate(problem.backward_order, start=1):
+        steps.extend(Step("F", k) for k in sorted(set(stages.get(stage, ()))))
+        steps.append(Step("B", node))
+    return tuple(steps)
+
+
+def recomputed_by_stage(problem: Problem, steps: Steps) -> dict[int, list[int]]:
+    """Return the nodes that the steps recompute in each stage, in the order of the steps."""
+    stages: dict[int, list[int]] = {}
+    stage = 1
+    for kind, node in steps[len(problem.nodes) :]:
+        if kind == "B":
+            stage += 1
+        else:
+            stages.setdefault(stage, []).append(node)
+    return stages
