@@ -5,9 +5,11 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 PY := .venv/bin/python
 INSTALLED := .venv/.installed
+TOOLS := ruff mypy clang-format
 PACKAGES := ./rkgb ./rotor ./rockmate
 CHECKED := rkgb rotor rockmate ci benchmarks
-SOURCES := $(wildcard */pyproject.toml rotor/csrc/*) rotor/setup.py constraints.txt Makefile
+CORE := $(wildcard rotor/csrc/*.hpp rotor/csrc/*.cpp)
+SOURCES := $(wildcard */pyproject.toml) $(CORE) rotor/setup.py constraints.txt Makefile
 
 .DEFAULT_GOAL := help
 .PHONY: help install build format lint typecheck test test-rkgb test-rotor test-rockmate imports \
@@ -22,7 +24,7 @@ $(PY):
 # torch comes first and alone, so that the packages find it installed and never choose another build.
 $(INSTALLED): $(SOURCES) | $(PY)
 	$(PY) -m pip install -q -c constraints.txt torch
-	$(PY) -m pip install -q -c constraints.txt ruff mypy -e ./rkgb -e ./rotor -e './rockmate[plot,test]'
+	$(PY) -m pip install -q -c constraints.txt $(TOOLS) -e ./rkgb -e ./rotor -e './rockmate[plot,test]'
 	@touch $(INSTALLED)
 
 install: $(INSTALLED) ## create .venv with the three packages (editable) and the tools
@@ -31,9 +33,11 @@ build: $(INSTALLED) ## rebuild the C++ core in place
 format: $(INSTALLED) ## rewrite the sources in the project's format
 	$(PY) -m ruff check --fix-only -q $(CHECKED)
 	$(PY) -m ruff format $(CHECKED)
-lint: $(INSTALLED) ## style and common mistakes (ruff)
+	.venv/bin/clang-format -i $(CORE)
+lint: $(INSTALLED) ## style and common mistakes (ruff, clang-format)
 	$(PY) -m ruff check $(CHECKED)
 	$(PY) -m ruff format --check $(CHECKED)
+	.venv/bin/clang-format --dry-run -Werror $(CORE)
 typecheck: $(INSTALLED) ## types of the three packages (mypy --strict)
 	$(PY) -m mypy
 test: $(INSTALLED) ## every test
@@ -58,6 +62,7 @@ demo: $(INSTALLED) ## train a GPT-2 and a ResNet plain and at half their memory,
 planning: $(INSTALLED) ## time the phases of planning
 	$(PY) benchmarks/planning.py
 dist: $(INSTALLED) ## wheels of the three packages in dist/
+	rm -rf dist */build
 	$(PY) -m pip wheel -q --no-deps -w dist $(PACKAGES)
 clean: ## remove .venv and everything built
 	rm -rf .venv dist */build */src/*.egg-info */src/*/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

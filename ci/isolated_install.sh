@@ -15,6 +15,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 "$python" -m venv "$work/venv"
+rm -rf ./*/build  # left-overs of earlier builds would go into the wheels
 "$work/venv/bin/python" -m pip wheel -q --no-deps -w "$work/wheels" ./rkgb ./rotor ./rockmate
 wheel=$(find "$work/wheels" -name "${package/rotor/rk_rotor}-*.whl")
 "$work/venv/bin/python" -m pip install -q -c constraints.txt --find-links "$work/wheels" "$wheel[test]"
