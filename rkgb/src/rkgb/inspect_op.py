@@ -154,6 +154,7 @@ class NodeFacts:
     phantom_bytes: int
     state_bytes: int  # random state and buffer copies that a recomputation needs
     wants_grad: bool  # records an autograd graph
+    outside: tuple[str, ...]  # parameters and inputs that get a gradient, one entry per use
     fwd_overhead_bytes: int = 0  # temporary part of the forward, above what it leaves behind
     bwd_overhead_bytes: int = 0
     class_id: int = 0
@@ -255,12 +256,12 @@ class _Inspector:
             if differs:
                 runner.always_record.add(index)
             del plain
+        outside = runner.outside_uses(index, state)
         storages = self._storages(index)
         pieces = [runner.facts[index, number] for number in range(len(runner.pieces[index]))]
         phantoms = {key: size for piece in pieces for key, size in piece.phantoms.items()}
         wants_grad = any(name in runner.grad_names for name in node.outputs)
         if known is None:
-            state.graphs.pop(index, None)
             known = self._measure(key, index, wants_grad, storages, phantoms, differs)
         state.graphs.pop(index, None)
         class_id, cost, fwd_overhead, bwd_overhead, _ = known
@@ -276,6 +277,7 @@ class _Inspector:
             phantom_bytes=sum(phantoms.values()),
             state_bytes=state_bytes,
             wants_grad=wants_grad,
+            outside=outside,
             fwd_overhead_bytes=fwd_overhead,
             bwd_overhead_bytes=bwd_overhead,
             class_id=class_id,

@@ -7,25 +7,32 @@ kernels' workspace included; that is the only cheap source that sees it.
 from __future__ import annotations
 
 import contextlib
-import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 Span = Callable[[str], AbstractContextManager[None]]
 _PREFIX = "rkgb::"
 
+# The profiler's library otherwise prints a line at every start and stop.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
 
 @dataclass(frozen=True, slots=True)
 class SpanMemory:
-    """Bytes above the start of the run: when the span starts, at its highest, when it ends."""
+    """Bytes above the start of the run: when the span starts, at its highest, when it ends.
+
+    `next_peak_bytes` is the highest after its end and before the next span (or the end of the run).
+    """
 
     name: str
     start_bytes: int
     peak_bytes: int
     end_bytes: int
+    next_peak_bytes: int
 
     @property
     def added_peak_bytes(self) -> int:
@@ -47,7 +54,6 @@ def trace_memory(run: Callable[[Span], object], device: torch.device) -> MemoryT
 
     Spans must not overlap. The result of `run` is dropped after the measurement has ended.
     """
-    gc.collect()
     return _trace_cuda(run, device) if device.type == "cuda" else _trace_cpu(run)
 
 
@@ -65,18 +71,23 @@ def _trace_cuda(run: Callable[[Span], object], device: torch.device) -> MemoryTr
         torch.cuda.reset_peak_memory_stats(device)
         return peak
 
+    def close_gap() -> None:
+        peak = settle()
+        if spans:
+            spans[-1] = replace(spans[-1], next_peak_bytes=max(peak, spans[-1].end_bytes))
+
     @contextlib.contextmanager
     def span(name: str) -> Iterator[None]:
-        settle()
+        close_gap()
         start = torch.cuda.memory_allocated(device) - base
         yield
         peak = settle()
         end = torch.cuda.memory_allocated(device) - base
-        spans.append(SpanMemory(name, start, max(peak, start), end))
+        spans.append(SpanMemory(name, start, max(peak, start), end, end))
 
     torch.cuda.reset_peak_memory_stats(device)
     result = run(span)
-    settle()
+    close_gap()
     end = torch.cuda.memory_allocated(device) - base
     del result
     return MemoryTrace(highest, end, tuple(spans), ())
@@ -122,8 +133,13 @@ def _replay(memory: list[tuple[int, int]], marks: list[tuple[int, int, str]]) ->
         return highest
 
     for start, end, name in marks:
-        advance(start)
+        gap = advance(start)
+        if spans:
+            spans[-1] = replace(spans[-1], next_peak_bytes=gap)
         before = now
-        spans.append(SpanMemory(name, before, advance(end), now))
-    advance(None)
+        highest = advance(end)
+        spans.append(SpanMemory(name, before, highest, now, now))
+    gap = advance(None)
+    if spans:
+        spans[-1] = replace(spans[-1], next_peak_bytes=gap)
     return MemoryTrace(peak, now, tuple(spans), tuple(timeline))

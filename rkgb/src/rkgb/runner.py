@@ -314,6 +314,15 @@ class Runner:
                 del part
         return outside
 
+    def outside_uses(self, index: int, state: StepState) -> tuple[str, ...]:
+        """Return what `backward` will return gradients for, in its order; the node is recorded."""
+        return tuple(
+            name
+            for piece in reversed(state.graphs[index])
+            for is_external, name, _, _ in piece.in_edges
+            if is_external
+        )
+
     def _take_gradient(self, name: str, state: StepState) -> Tensor | None:
         total = state.grads.pop(name, None)
         parts = state.grad_parts.pop(name, None)

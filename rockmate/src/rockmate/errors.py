@@ -32,3 +32,30 @@ class SolverError(RockmateError, RuntimeError):
 
 class SolverUnavailableError(SolverError, ImportError):
     """A solver backend that was asked for is not installed or not licensed."""
+
+
+# --- capture and execution ------------------------------------------------------------------------
+
+
+class UnsupportedModuleError(RockmateError, ValueError):
+    """The module or its state cannot be run exactly; the text says what was found and where."""
+
+
+class BudgetFormatError(RockmateError, ValueError):
+    """A budget that cannot be read."""
+
+
+class InputMismatchError(RockmateError, ValueError):
+    """A call whose inputs, or whose module's state, differ from what was planned for."""
+
+
+class SelfTestError(RockmateError, RuntimeError):
+    """The planned module does not agree with eager PyTorch; it must not be used."""
+
+
+class BackwardTwiceError(RockmateError, RuntimeError):
+    """A second backward through one forward."""
+
+
+class ChangedTensorError(RockmateError, RuntimeError):
+    """A tensor that backward needs was changed in place after the forward."""

@@ -1,0 +1,216 @@
+"""From a module, a sample and a budget to an executor: the whole road, phase by phase.
+
+    capture      torch.export -> B -> D -> S            (rkgb)
+    measurement  time of each class of nodes            (rkgb)
+    calibration  one metered run of the executor        -> Problem
+    eager        one metered step of the eager twin     (for a fraction as budget, and the self-test)
+    options, chain, simulation, ...                      -> Plan
+    self_test    one step of the planned module against the twin, bits and bytes
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from rkgb.basic import bind_inputs, check_device, external_values, make_B
+from rkgb.dataflow import B_to_D
+from rkgb.inspect_op import CostSource, FlopCost, MeasuredTime, inspect_graph
+from rkgb.op import Ref
+from rkgb.runner import Runner
+from rkgb.simplified import D_to_S, SimplifiedGraph
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from rockmate.budget import Budget, parse_budget
+from rockmate.calibrate import Calibration, calibrate
+from rockmate.errors import SelfTestError, UnsupportedModuleError
+from rockmate.execute import Executor
+from rockmate.guards import InputSignature, ModuleGuard, refuse_ambient_modes
+from rockmate.plan import Plan
+from rockmate.planning import make_plan_for
+from rockmate.program import lower
+from rockmate.progress import Phases
+from rockmate.reference import Step, compare, run_step, twin_of
+
+_log = logging.getLogger("rockmate")
+PHASES = (
+    "capture",
+    "measurement",
+    "calibration",
+    "eager",
+    "options",
+    "chain",
+    "simulation",
+    "self_test",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to plan; see `Rockmate` for what the fields mean."""
+
+    budget: Budget
+    effort: str | float = "fast"
+    cost: Literal["measured", "flops"] = "measured"
+    self_test: bool = True
+    reserve_bytes: int = 0
+    planner: str = "auto"
+    backend: str = "cp-sat"
+    progress: bool = False
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A module planned for one kind of input."""
+
+    graph: SimplifiedGraph
+    calibration: Calibration
+    executor: Executor
+    plan: Plan
+    signature: InputSignature
+    guard: ModuleGuard
+    output_spec: pytree.TreeSpec
+    seconds: Mapping[str, float]
+    eager_peak_bytes: int | None
+    measured_peak_bytes: int | None
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the planned forward on `model` as it is now."""
+        leaves = self.signature.check(args, kwargs)
+        external = external_values(self.graph.dataflow.basic, model, tuple(leaves))
+        return self.run(external)
+
+    def run(self, external: Mapping[str, Tensor]) -> Any:
+        made = dict(
+            zip(self.graph.output_names, self.executor(external), strict=True)
+        )
+        results = [
+            (made[out.name] if out.name in made else external[out.name])
+            if isinstance(out, Ref)
+            else out
+            for out in self.graph.outputs
+        ]
+        return self.output_spec.unflatten(results)
+
+
+def plan_module(
+    model: nn.Module, sample: Any, kwargs: Mapping[str, Any] | None, settings: Settings
+) -> Planned:
+    """Plan `model` on `sample` within the budget.
+
+    The module, its buffers and gradients, and the random stream are left as they were.
+
+    Raises:
+        BudgetFormatError: the budget cannot be read.
+        InfeasibleBudgetError: no plan fits; it names the smallest budget that does.
+        rkgb.TraceError, rkgb.UnsupportedOpError: the module cannot be captured exactly.
+        UnsupportedModuleError: the module or its state cannot be run exactly.
+        SelfTestError: the planned module disagreed with eager PyTorch.
+    """
+    budget_bytes, fraction = parse_budget(settings.budget)
+    args, keywords = bind_inputs(sample, kwargs)
+    device = check_device(model, (args, keywords), None)
+    refuse_ambient_modes(device)
+    _refuse_nothing_to_do(model, args, keywords)
+    guard = ModuleGuard(model)
+    signature = InputSignature.of(args, keywords)
+    phases = Phases(PHASES, show=settings.progress)
+    leaves = tuple(pytree.tree_leaves((args, keywords)))
+
+    with phases.phase("capture"):
+        bg = make_B(model, args, device, kwargs=keywords)
+        graph = D_to_S(B_to_D(bg, model, args, device, kwargs=keywords))
+        runner = Runner(graph, device)
+    with phases.phase("measurement"):
+        source: CostSource = FlopCost() if settings.cost == "flops" else MeasuredTime(device)
+        inspection = inspect_graph(
+            runner, external_values(bg, model, leaves), source, measure_memory=False
+        )
+    with phases.phase("calibration"):
+        calibration = calibrate(graph, inspection, external_values(bg, model, leaves))
+    eager: Step | None = None
+    if settings.self_test or fraction is not None:
+        with phases.phase("eager"):
+            twin = twin_of(model)
+            eager = run_step(twin, twin, args, keywords, device, keep_bits=settings.self_test)
+            if fraction is not None:
+                budget_bytes = int(eager.peak_bytes * fraction)
+    assert budget_bytes is not None
+    allowed = budget_bytes - settings.reserve_bytes - calibration.margin_bytes
+    plan = make_plan_for(calibration.problem, allowed, settings, phases)
+    executor = Executor(
+        runner, calibration.problem, lower(calibration.problem, plan), calibration.layout
+    )
+    planned = Planned(
+        graph=graph,
+        calibration=calibration,
+        executor=executor,
+        plan=plan,
+        signature=signature,
+        guard=guard,
+        output_spec=bg.output_spec,
+        seconds=phases.seconds,
+        eager_peak_bytes=eager.peak_bytes if eager is not None else None,
+        measured_peak_bytes=None,
+    )
+    if settings.self_test and eager is not None:
+        with phases.phase("self_test"):
+            measured = _self_test(planned, model, args, keywords, eager, device, budget_bytes)
+        planned = _with(planned, measured)
+    phases.close("planned")
+    return planned
+
+
+def _with(planned: Planned, measured_peak_bytes: int) -> Planned:
+    import dataclasses
+
+    return dataclasses.replace(planned, measured_peak_bytes=measured_peak_bytes)
+
+
+def _self_test(
+    planned: Planned,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    eager: Step,
+    device: torch.device,
+    budget_bytes: int,
+) -> int:
+    """Run one planned step beside the eager one; return its measured peak."""
+    twin = twin_of(model)
+
+    def call(*call_args: Any, **call_kwargs: Any) -> Any:
+        leaves = tuple(pytree.tree_leaves((call_args, call_kwargs)))
+        return planned.run(external_values(planned.graph.dataflow.basic, twin, leaves))
+
+    ours = run_step(call, twin, args, kwargs, device)
+    compare(eager, ours, type(model).__name__)
+    if ours.peak_bytes > budget_bytes:
+        raise SelfTestError(
+            f"the planned {type(model).__name__} peaked at {ours.peak_bytes} bytes with a budget of "
+            f"{budget_bytes} and a prediction of {planned.plan.peak_bytes}. Please report it; a "
+            "smaller budget works around it."
+        )
+    return ours.peak_bytes
+
+
+def _refuse_nothing_to_do(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    leaves = [x for x in pytree.tree_leaves((args, dict(kwargs))) if isinstance(x, Tensor)]
+    if not any(p.requires_grad for p in model.parameters()) and not any(
+        x.requires_grad for x in leaves
+    ):
+        raise UnsupportedModuleError(
+            f"nothing in {type(model).__name__} or its inputs requires a gradient, so there is no "
+            "backward to plan for. Set requires_grad, or use the module without Rockmate."
+        )
+    if not model.training:
+        raise UnsupportedModuleError(
+            f"{type(model).__name__} is in eval mode, which runs the original module unplanned. "
+            "Call model.train() before wrapping it."
+        )

@@ -1,0 +1,35 @@
+"""A plan together with the problem it solves: what `rk.plan` is, and prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rockmate.plan import Plan
+from rockmate.problem import Problem
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The plan of a module; attributes are the plan's own."""
+
+    problem: Problem
+    plan: Plan
+
+    @property
+    def overhead_percent(self) -> float:
+        """Planned recomputation, in percent of a step without any."""
+        return 100 * self.plan.overhead
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to one JSON file."""
+        self.plan.save(path)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plan, name)
+
+    def __str__(self) -> str:
+        from rockmate.report import format_plan
+
+        return format_plan(self.problem, self.plan)
