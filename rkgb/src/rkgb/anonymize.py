@@ -73,9 +73,7 @@ def S_list_to_K_list_eco(
     return classes, graphs, anonymous
 
 
-def _key(
-    sg: SimplifiedGraph, nodes: Sequence[SimplifiedNode], outputs: Sequence[str]
-) -> str:
+def _key(sg: SimplifiedGraph, nodes: Sequence[SimplifiedNode], outputs: Sequence[str]) -> str:
     numbers: dict[str, int] = {}
     basic = sg.dataflow.basic
     infos = sg.dataflow.infos

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from rkgb.anonymize import AnonymousGraph, anonymize, equivalence_classes

@@ -56,9 +56,12 @@ def _no(_tensor: Any) -> bool:
 
 
 _INPLACE_OPERATORS = frozenset(
-    f"__i{name}__"
-    for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
-) | {"__setitem__", "__set__"}
+    (
+        *("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__"),
+        *("__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__"),
+        *("__ilshift__", "__irshift__"),
+    )
+)
 
 
 def _writes(name: str) -> bool:

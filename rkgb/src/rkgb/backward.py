@@ -170,9 +170,7 @@ def k_graph(sg: SimplifiedGraph, inspection: Inspection) -> KGraph:
             names = set(storage.names)
             readers = [f"fwd_{i}" for i, n in enumerate(sg.nodes) if names & set(n.inputs)]
             readers += [
-                f"bwd_{i}"
-                for i, f in enumerate(facts)
-                if f.wants_grad and names & set(f.saved)
+                f"bwd_{i}" for i, f in enumerate(facts) if f.wants_grad and names & set(f.saved)
             ]
             data.append(
                 KDataNode(

@@ -128,7 +128,9 @@ def external_values(
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    values = {name: parameters[target] for name, target in graph.parameters.items()}
+    values: dict[str, Tensor] = {
+        name: parameters[target] for name, target in graph.parameters.items()
+    }
     values.update({name: buffers[target] for name, target in graph.buffers.items()})
     values.update(graph.constants)
     values.update(

@@ -6,6 +6,7 @@ local variables, deleted after their last use so that a node peaks no higher tha
 
 from __future__ import annotations
 
+import itertools
 import keyword
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +45,7 @@ def compile_node(
     """
     bounds = [0, *splits, len(node.ops)]
     pieces = []
-    for low, high in zip(bounds, bounds[1:], strict=False):
+    for low, high in itertools.pairwise(bounds):
         ops, positions = node.ops[low:high], node.positions[low:high]
         later = {name for op in node.ops[high:] for name in op.inputs}
         outputs = tuple(op.name for op in ops if op.name in node.outputs or op.name in later)
@@ -65,9 +66,7 @@ def _compile(
         dead = [
             writer.local[name]
             for name in dict.fromkeys((*op.inputs, op.name))
-            if name in writer.local
-            and name not in outputs
-            and last_use.get(name, index) <= index
+            if name in writer.local and name not in outputs and last_use.get(name, index) <= index
         ]
         if dead:
             writer.lines.append(f"del {', '.join(dead)}")

@@ -9,7 +9,7 @@ buffers are written to only in copies, and the random stream is put back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -172,7 +172,7 @@ class _Walk:
             leaves = {name: self._leaf(name) for name in names}
             with torch.enable_grad():
                 result = run_op(op, leaves)
-        by_storage = {}
+        by_storage: dict[int, str] = {}
         for name in op.inputs:
             for tensor, root in zip(*self._tensors(name), strict=True):
                 by_storage.setdefault(storage_id(tensor), root)
@@ -235,12 +235,11 @@ class _Walk:
 
     def _mark_aliases(self, root: str) -> None:
         for name, info in list(self.infos.items()):
-            if info.alias_of == root and not info.requires_grad and name in self._op_by_name:
-                if self._op_by_name[name].target_name != "detach":
-                    self.needs_grad[name] = True
-                    self.infos[name] = TensorInfo(
-                        info.shape, info.dtype, info.stride, True, root, info.size_bytes
-                    )
+            op = self._op_by_name.get(name)
+            if info.alias_of != root or op is None or op.target_name == "detach":
+                continue
+            self.needs_grad[name] = True
+            self.infos[name] = replace(info, requires_grad=True)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -30,4 +30,4 @@ class UnsupportedOpError(RkgbError, ValueError):
 
 
 class InvalidGraphError(RkgbError, ValueError):
-    """A graph breaks one of its own rules; this is a bug in rkgb or in a caller's hand-made graph."""
+    """A graph breaks one of its own rules, or eager PyTorch would refuse it too."""

@@ -53,10 +53,7 @@ def gradient_order(sg: SimplifiedGraph) -> GradientOrder:
         home = sg.producer[name]
         exact = [use for use, _ in sorted(found, key=lambda u: (-u[0][0], u[0][1]))]
         ours = [
-            use
-            for use, _ in sorted(
-                found, key=lambda u: (u[1] == home, -u[1], -u[0][0], u[0][1])
-            )
+            use for use, _ in sorted(found, key=lambda u: (u[1] == home, -u[1], -u[0][0], u[0][1]))
         ]
         if name not in returned:
             exact[:2], ours[:2] = sorted(exact[:2]), sorted(ours[:2])  # a + b == b + a

@@ -104,7 +104,7 @@ def _trace_cpu(run: Callable[[Span], object]) -> MemoryTrace:
     del result
     memory: list[tuple[int, int]] = []
     marks: list[tuple[int, int, str]] = []
-    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in profiler.profiler.kineto_results.events():
         name = event.name()
         if name == "[memory]":
             memory.append((event.start_ns(), event.nbytes()))

@@ -15,14 +15,21 @@ _BUFFER_WRITERS = {"batch_norm": ((3, 4), 5), "instance_norm": ((3, 4), 5)}
 
 # Operations that make a tensor out of nothing but numbers.
 CONSTRUCTORS = frozenset(
-    "arange zeros ones full empty eye linspace scalar_tensor new_zeros new_ones new_full".split()
+    (
+        *("arange", "zeros", "ones", "full", "empty", "eye", "linspace", "scalar_tensor"),
+        *("new_zeros", "new_ones", "new_full"),
+    )
 )
 
 # Names that a reader recognises as 'no computation'; used for display only.
 VIEW_NAMES = frozenset(
-    "view reshape transpose permute expand unsqueeze squeeze select slice narrow split chunk "
-    "split_with_sizes unbind unflatten flatten getitem t alias detach contiguous to view_as "
-    "expand_as as_strided diagonal swapaxes movedim real imag view_as_real view_as_complex".split()
+    (
+        *("view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze", "select"),
+        *("slice", "narrow", "split", "chunk", "split_with_sizes", "unbind", "unflatten"),
+        *("flatten", "getitem", "t", "alias", "detach", "contiguous", "to", "view_as"),
+        *("expand_as", "as_strided", "diagonal", "swapaxes", "movedim", "real", "imag"),
+        *("view_as_real", "view_as_complex"),
+    )
 )
 
 
@@ -35,9 +42,7 @@ def written_inputs(op: Op) -> tuple[str, ...]:
             info = argument.alias_info
             if info is None or not info.is_write:
                 continue
-            value = (
-                op.args[position] if position < len(op.args) else op.kwargs.get(argument.name)
-            )
+            value = op.args[position] if position < len(op.args) else op.kwargs.get(argument.name)
             values = value if isinstance(value, (list, tuple)) else [value]
             written += [v.name for v in values if isinstance(v, Ref)]
     if op.target_name in _BUFFER_WRITERS:

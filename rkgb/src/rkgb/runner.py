@@ -98,9 +98,7 @@ class Runner:
             if not first:
                 overrides = {n: t.clone() for n, t in state.buffers[index].items()}
             elif keep_state:
-                state.buffers[index] = {
-                    n: state.external[n].clone() for n in self.volatile[index]
-                }
+                state.buffers[index] = {n: state.external[n].clone() for n in self.volatile[index]}
         users_stream = None
         if node.is_random:
             if not first:
@@ -191,11 +189,12 @@ class Runner:
                 return seen[-1]
 
             def unpack(handle: Any) -> Tensor:
-                return handle.tensor if handle.name is None else view_of(handle)
-
-            def view_of(handle: _Handle) -> Tensor:
-                assert handle.name is not None and handle.geometry is not None
-                return _view(values[handle.name], handle.geometry)
+                held: _Handle = handle
+                if held.name is None:
+                    assert held.tensor is not None
+                    return held.tensor
+                assert held.geometry is not None
+                return _view(values[held.name], held.geometry)
 
         else:
             plan = iter(facts.plan)
@@ -207,9 +206,10 @@ class Runner:
                 return name, _geometry(tensor)
 
             def unpack(handle: Any) -> Tensor:
-                if isinstance(handle, tuple):
-                    return _view(values[handle[0]], handle[1])
-                return handle
+                if isinstance(handle, Tensor):
+                    return handle
+                name, geometry = handle
+                return _view(values[name], geometry)
 
         with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
             results = piece.run(value, outside)
@@ -254,9 +254,9 @@ class Runner:
             assert handle.tensor is not None
             if handle.tensor._version != handle.version:
                 raise InvalidGraphError(
-                    f"'{node.name}' ({node.module_path or 'root'}, {node.main.source}) overwrites a "
-                    "tensor that its own backward needs; eager PyTorch refuses this backward too. "
-                    "Replace the in-place operation."
+                    f"'{node.name}' ({node.module_path or 'root'}, {node.main.source}) overwrites "
+                    "a tensor that its own backward needs; eager PyTorch refuses this backward "
+                    "too. Replace the in-place operation."
                 )
             key = storage_id(handle.tensor)
             if key in resident:
@@ -268,9 +268,7 @@ class Runner:
             else:
                 plan.append(None)
                 phantoms[key] = storage_bytes(handle.tensor)
-        self.facts[index, number] = SavedFacts(
-            plan=tuple(plan), phantoms=phantoms
-        )
+        self.facts[index, number] = SavedFacts(plan=tuple(plan), phantoms=phantoms)
 
     def _nothing(self, like: Tensor) -> Tensor:
         key = (like.dtype, like.device)
@@ -298,7 +296,7 @@ class Runner:
             if not edges or not piece.in_edges:
                 outside += [(name, None) for is_ext, name, _, _ in piece.in_edges if is_ext]
                 continue
-            found = list(
+            found: list[Tensor | None] = list(
                 torch.autograd.grad(
                     edges, [edge for *_, edge in piece.in_edges], grads, allow_unused=True
                 )
@@ -345,9 +343,7 @@ class Runner:
         # Autograd adds in place where it may; doing so saves one buffer and changes no bit.
         others = {storage_id(t) for key, t in state.grads.items() if key != name}
         others.update(storage_id(t) for t in pending if t is not None)
-        others.update(
-            storage_id(t) for parts in state.grad_parts.values() for _, t in parts
-        )
+        others.update(storage_id(t) for parts in state.grad_parts.values() for _, t in parts)
         others |= state.borrowed
         first, second = storage_id(old), storage_id(part)
         same_kind = old.dtype == part.dtype and old.shape == part.shape

@@ -8,6 +8,7 @@ circle are merged, so every choice of passes gives a valid graph.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -257,9 +258,9 @@ def merge_effects(groups: Groups) -> None:
     for place, index in enumerate(alive):
         node = groups.nodes[index]
         updates = node.written and not any(w in groups.dataflow.producer for w in node.written)
-        if updates and not users.get(node.op.name) and node.op.name not in returned:
-            if place + 1 < len(alive):
-                groups.merge(index, alive[place + 1])
+        unread = not users.get(node.op.name) and node.op.name not in returned
+        if updates and unread and place + 1 < len(alive):
+            groups.merge(index, alive[place + 1])
 
 
 PASSES: tuple[Pass, ...] = (
@@ -308,7 +309,7 @@ def cut(sg: SimplifiedGraph) -> list[SimplifiedGraph]:
         if len(storages) == 1 and not crossing & returned:
             cuts.append(index + 1)
     bounds = [0, *cuts, len(sg.nodes)]
-    return [_piece(sg, low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [_piece(sg, low, high) for low, high in itertools.pairwise(bounds)]
 
 
 def _piece(sg: SimplifiedGraph, low: int, high: int) -> SimplifiedGraph:

@@ -92,9 +92,7 @@ def _quiet() -> Iterator[None]:
     # Export reports its own internals through warnings and loggers; what matters is raised.
     import logging
 
-    loggers = [
-        logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._export")
-    ]
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._export")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
@@ -129,9 +127,10 @@ class _Probe(nn.Module):
             if key in before and before[key] != value:
                 path, name = key
                 raise SideEffectError(
-                    f"cannot capture {type(self.model).__name__}: its forward changes the attribute "
-                    f"'{name}' of module '{path or '(root)'}' ({before[key]!r} -> {value!r}), which "
-                    "a captured graph would freeze. Keep it in a buffer, or change it outside."
+                    f"cannot capture {type(self.model).__name__}: its forward changes the "
+                    f"attribute '{name}' of module '{path or '(root)'}' ({before[key]!r} -> "
+                    f"{value!r}), which a captured graph would freeze. Keep it in a buffer, or "
+                    "change it outside."
                 )
         _refuse_custom_functions(self.model, result)
         return result
@@ -362,8 +361,8 @@ class _Reader:
             if symbolic:
                 raise DataDependentError(
                     f"cannot capture {type(self.model).__name__}: the result of '{op_name}' "
-                    f"({path or 'root'}, {source}) has a size or value that depends on the data, so "
-                    "its memory cannot be bounded. Use masks of fixed size, or keep that part "
+                    f"({path or 'root'}, {source}) has a size or value that depends on the data, "
+                    "so its memory cannot be bounded. Use masks of fixed size, or keep that part "
                     "outside the wrapped module."
                 )
 

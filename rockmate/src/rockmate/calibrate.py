@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
+
 from rkgb.inspect_op import Inspection, NodeFacts
 from rkgb.memory import MemoryTrace, Span, trace_memory
 from rkgb.rng import RngState
 from rkgb.runner import StepState
 from rkgb.simplified import SimplifiedGraph
-from torch import Tensor
-
 from rockmate.execute import Executor, Layout, gradient_bytes
 from rockmate.problem import Node, Problem, Storage
 from rockmate.program import Instruction, lower
@@ -157,9 +158,7 @@ def _skeleton(graph: SimplifiedGraph, inspection: Inspection, layout: Layout) ->
                     is_phantom=True,
                 )
             )
-    nodes = [
-        _node(graph, fact, index, has_backward[index]) for index, fact in enumerate(facts)
-    ]
+    nodes = [_node(graph, fact, index, has_backward[index]) for index, fact in enumerate(facts)]
     return Problem(tuple(nodes), tuple(storages))
 
 
@@ -187,14 +186,14 @@ def _rounded(size_bytes: int, device: torch.device) -> int:
 
 
 def _low_memory_steps(problem: Problem, chunk_starts: Sequence[int] | None) -> tuple[Step, ...]:
-    """Return steps that recompute the forward chunk by chunk, so that every node runs in both modes."""
+    """Return steps that recompute the forward chunk by chunk: every node runs in both modes."""
     count = len(problem.nodes)
     if chunk_starts is None:
         size = max(1, math.isqrt(count))
         chunk_starts = range(0, count, size)
     bounds = sorted({0, *chunk_starts, count})
     steps = [Step("F", node) for node in range(count)]
-    for low, high in reversed(list(zip(bounds, bounds[1:], strict=False))):
+    for low, high in reversed(list(itertools.pairwise(bounds))):
         backward = [n for n in reversed(range(low, high)) if problem.nodes[n].has_backward]
         if backward:
             steps += [Step("F", node) for node in range(low, high)]

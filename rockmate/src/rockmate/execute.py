@@ -2,9 +2,9 @@
 
 The forward phase runs at once. Autograd then gets a chain of small functions, one per node that
 uses a parameter (or an input that requires a gradient), joined by an empty token. Their backwards
-run in reverse; each advances the program through its own node's backward step and hands that node's
-parameter gradients to autograd, which accumulates them right away, in eager's order: hooks, gradient
-accumulation, optimizers in backward and DDP's overlap see what they always see.
+run in reverse; each advances the program through its own node's backward step and hands that
+node's parameter gradients to autograd, which accumulates them right away, in eager's order: hooks,
+gradient accumulation, optimizers in backward and DDP's overlap see what they always see.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rkgb.runner import Runner, StepState
-from rkgb.tensor_info import storage_bytes, storage_id
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rkgb.runner import Runner, StepState
+from rkgb.tensor_info import storage_bytes, storage_id
 from rockmate.errors import BackwardTwiceError, ChangedTensorError
 from rockmate.partial_backward import active_nodes, partial_program
 from rockmate.problem import Problem
@@ -66,7 +66,9 @@ class Executor:
 
     def backward_instructions(self, given: tuple[bool, ...]) -> Sequence[Instruction]:
         """Return the backward phase for gradients that arrive at only some outputs."""
-        if all(has or not wants for has, wants in zip(given, self.layout.differentiable, strict=True)):
+        if all(
+            has or not wants for has, wants in zip(given, self.layout.differentiable, strict=True)
+        ):
             return self.program.backward_phase
         if given not in self._partial:
             start = {n for n, has in zip(self.layout.output_names, given, strict=True) if has}
@@ -144,8 +146,8 @@ class _Step:
         for name, version in self.output_versions.items():
             if self.state.values[name]._version != version:
                 raise ChangedTensorError(
-                    f"the output '{name}' of a Rockmate module was changed in place between forward "
-                    "and backward, which reads it. Work on a copy: y = y.clone()."
+                    f"the output '{name}' of a Rockmate module was changed in place between "
+                    "forward and backward, which reads it. Work on a copy: y = y.clone()."
                 )
         given = []
         for name, wants, grad in zip(

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rkgb.trace import plain_attributes
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from rkgb.trace import plain_attributes
 from rockmate.errors import InputMismatchError, UnsupportedModuleError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -49,9 +49,7 @@ class InputSignature:
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> InputSignature:
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        return cls(
-            spec, tuple(_TensorLeaf.of(x) if isinstance(x, Tensor) else x for x in leaves)
-        )
+        return cls(spec, tuple(_TensorLeaf.of(x) if isinstance(x, Tensor) else x for x in leaves))
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the leaves of a call that matches.
@@ -118,7 +116,9 @@ class ModuleGuard:
         """
         for table, name, child in self.children:
             if table.get(name) is not child:
-                raise InputMismatchError(f"submodule '{name}' was replaced since planning. {_AGAIN}")
+                raise InputMismatchError(
+                    f"submodule '{name}' was replaced since planning. {_AGAIN}"
+                )
         for path, module, training, attributes, count in self.modules:
             if module.training is not training:
                 raise InputMismatchError(
@@ -181,7 +181,7 @@ def refuse_ambient_modes(device: torch.device) -> None:
     """Raise UnsupportedModuleError inside an autocast region that the module did not open."""
     if torch.is_autocast_enabled(device.type):
         raise UnsupportedModuleError(
-            f"the call is inside an autocast region for {device.type}, and backward would recompute "
-            "outside of it. Enter autocast inside the module's forward, which is supported, or "
-            "leave the region around the call."
+            f"the call is inside an autocast region for {device.type}, and backward would "
+            "recompute outside of it. Enter autocast inside the module's forward, which is "
+            "supported, or leave the region around the call."
         )

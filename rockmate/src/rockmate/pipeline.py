@@ -1,11 +1,11 @@
 """From a module, a sample and a budget to an executor: the whole road, phase by phase.
 
-    capture      torch.export -> B -> D -> S            (rkgb)
-    measurement  time of each class of nodes            (rkgb)
-    calibration  one metered run of the executor        -> Problem
-    eager        one metered step of the eager twin     (for a fraction as budget, and the self-test)
-    options, chain, simulation, ...                      -> Plan
-    self_test    one step of the planned module against the twin, bits and bytes
+capture      torch.export -> B -> D -> S            (rkgb)
+measurement  time of each class of nodes            (rkgb)
+calibration  one metered run of the executor        -> Problem
+eager        one metered step of the eager twin     (for a fraction as budget, and the self-test)
+options, chain, simulation, ...                      -> Plan
+self_test    one step of the planned module against the twin, bits and bytes
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
 from rkgb.basic import bind_inputs, check_device, external_values, make_B
 from rkgb.dataflow import B_to_D
 from rkgb.inspect_op import CostSource, FlopCost, MeasuredTime, inspect_graph
 from rkgb.op import Ref
 from rkgb.runner import Runner
 from rkgb.simplified import D_to_S, SimplifiedGraph
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-
 from rockmate.budget import Budget, parse_budget
 from rockmate.calibrate import Calibration, calibrate
 from rockmate.errors import SelfTestError, UnsupportedModuleError
@@ -85,9 +85,7 @@ class Planned:
         return self.run(external)
 
     def run(self, external: Mapping[str, Tensor]) -> Any:
-        made = dict(
-            zip(self.graph.output_names, self.executor(external), strict=True)
-        )
+        made = dict(zip(self.graph.output_names, self.executor(external), strict=True))
         results = [
             (made[out.name] if out.name in made else external[out.name])
             if isinstance(out, Ref)
@@ -191,8 +189,8 @@ def _self_test(
     compare(eager, ours, type(model).__name__)
     if ours.peak_bytes > budget_bytes:
         raise SelfTestError(
-            f"the planned {type(model).__name__} peaked at {ours.peak_bytes} bytes with a budget of "
-            f"{budget_bytes} and a prediction of {planned.plan.peak_bytes}. Please report it; a "
+            f"the planned {type(model).__name__} peaked at {ours.peak_bytes} bytes with a budget "
+            f"of {budget_bytes} and a prediction of {planned.plan.peak_bytes}. Please report it; a "
             "smaller budget works around it."
         )
     return ours.peak_bytes

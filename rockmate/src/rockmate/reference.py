@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rkgb.memory import trace_memory
-from rkgb.rng import RngState
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from rkgb.memory import trace_memory
+from rkgb.rng import RngState
 from rockmate.errors import SelfTestError, UnsupportedModuleError
 
 
@@ -85,7 +85,7 @@ def run_step(
     for place, leaf in enumerate(pytree.tree_leaves((args, kwargs))):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             leaves[f"input {place}"] = leaf
-    found: dict[str, Tensor | None] = {name: None for name in leaves}
+    found: dict[str, Tensor | None] = dict.fromkeys(leaves)
     if keep_bits:
         space = {name: torch.empty_like(leaf) for name, leaf in leaves.items()}
     handles = []
@@ -177,7 +177,7 @@ def compare(eager: Step, ours: Step, name: str) -> None:
 
 def _equal(a: Any, b: Any) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return a is b or type(a) is type(b) and a == b
+        return a is b or (type(a) is type(b) and a == b)
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if torch.equal(a, b):
