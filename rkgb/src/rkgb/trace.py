@@ -146,11 +146,14 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
-    return {
-        (path, name): value
-        for path, module in model.named_modules()
-        for name, value in plain_attributes(module).items()
-    }
+    found: dict[tuple[str, str], Any] = {}
+    for path, module in model.named_modules():
+        for name, value in plain_attributes(module).items():
+            found[path, name] = value
+        for name, value in vars(module).items():
+            if isinstance(value, (list, dict, set)) and not name.startswith("_"):
+                found[path, name] = f"{type(value).__name__} of {len(value)}"
+    return found
 
 
 def _refuse_hidden_leaves(model: nn.Module) -> None:

@@ -57,5 +57,9 @@ class BackwardTwiceError(RockmateError, RuntimeError):
     """A second backward through one forward."""
 
 
+class DoubleBackwardError(RockmateError, RuntimeError):
+    """A backward whose result should be differentiated again."""
+
+
 class ChangedTensorError(RockmateError, RuntimeError):
     """A tensor that backward needs was changed in place after the forward."""

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rkgb.runner import Runner, StepState
 from rkgb.tensor_info import storage_bytes, storage_id
-from rockmate.errors import BackwardTwiceError, ChangedTensorError
+from rockmate.errors import BackwardTwiceError, ChangedTensorError, DoubleBackwardError
 from rockmate.partial_backward import active_nodes, partial_program
 from rockmate.problem import Problem
 from rockmate.program import Instruction, Program
@@ -227,9 +226,9 @@ class _NodeFunction(torch.autograd.Function):
         return token.detach()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-        return (None, None, grad, *ctx.step.advance(ctx.node))
+        with torch.no_grad():
+            return (None, None, grad, *ctx.step.advance(ctx.node))
 
 
 class _OutputFunction(torch.autograd.Function):
@@ -250,8 +249,13 @@ class _OutputFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # autograd enables it here for create_graph=True only
+            raise DoubleBackwardError(
+                "backward with create_graph=True was asked of a Rockmate module, whose gradients "
+                "cannot be differentiated again. Use the original module (`.original`) for that "
+                "step."
+            )
         ctx.step.start(grads)
         return None, ctx.token
 

@@ -58,9 +58,7 @@ class Rockmate(nn.Module):
         backend: str = "cp-sat",
         progress: bool = False,
     ) -> None:
-        settings = Settings(
-            budget, effort, cost, self_test, reserve, planner, backend, progress
-        )
+        settings = Settings(budget, effort, cost, self_test, reserve, planner, backend, progress)
         planned = plan_module(model, sample, kwargs, settings)
         super().__init__()
         # Not submodules: the wrapper *has* the original's tables, so that names stay the same.
@@ -94,6 +92,12 @@ class Rockmate(nn.Module):
         """The plan; printing it shows what is recomputed and at what price."""
         planned: Planned = vars(self)["_planned"]
         return PlanReport(planned.calibration.problem, planned.plan)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in bytes, fraction and reserve resolved."""
+        planned: Planned = vars(self)["_planned"]
+        return planned.budget_bytes
 
     @property
     def planning_seconds(self) -> Mapping[str, float]:
@@ -138,4 +142,3 @@ class Rockmate(nn.Module):
             f"{type(self.original).__name__}, budget {plan.budget_bytes} bytes, predicted peak "
             f"{plan.peak_bytes} bytes, overhead {100 * plan.overhead:.1f} %"
         )
-

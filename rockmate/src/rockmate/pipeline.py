@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -75,6 +75,7 @@ class Planned:
     guard: ModuleGuard
     output_spec: pytree.TreeSpec
     seconds: Mapping[str, float]
+    budget_bytes: int
     eager_peak_bytes: int | None
     measured_peak_bytes: int | None
 
@@ -120,7 +121,8 @@ def plan_module(
     leaves = tuple(pytree.tree_leaves((args, keywords)))
 
     with phases.phase("capture"):
-        bg = make_B(model, args, device, kwargs=keywords)
+        # On a copy: whatever else the forward does in Python, the user's module does not see it.
+        bg = make_B(_copy_or_itself(model), args, device, kwargs=keywords)
         graph = D_to_S(B_to_D(bg, model, args, device, kwargs=keywords))
         runner = Runner(graph, device)
     with phases.phase("measurement"):
@@ -152,21 +154,23 @@ def plan_module(
         guard=guard,
         output_spec=bg.output_spec,
         seconds=phases.seconds,
+        budget_bytes=budget_bytes,
         eager_peak_bytes=eager.peak_bytes if eager is not None else None,
         measured_peak_bytes=None,
     )
     if settings.self_test and eager is not None:
         with phases.phase("self_test"):
             measured = _self_test(planned, model, args, keywords, eager, device, budget_bytes)
-        planned = _with(planned, measured)
+        planned = replace(planned, measured_peak_bytes=measured)
     phases.close("planned")
     return planned
 
 
-def _with(planned: Planned, measured_peak_bytes: int) -> Planned:
-    import dataclasses
-
-    return dataclasses.replace(planned, measured_peak_bytes=measured_peak_bytes)
+def _copy_or_itself(model: nn.Module) -> nn.Module:
+    try:
+        return twin_of(model)
+    except UnsupportedModuleError:
+        return model
 
 
 def _self_test(

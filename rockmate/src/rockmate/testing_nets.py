@@ -1,0 +1,344 @@
+"""Small networks that exercise what makes recomputation hard, and the assertion that holds them.
+
+Each network returns its loss, so that everything it holds is inside the budget.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rkgb.basic import bind_inputs
+from rkgb.memory import trace_memory
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        parts = self.qkv(x).split(width, dim=2)
+        q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in parts)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn = Attention(width, heads, dropout)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.attn(self.ln1(x)))
+        return x + self.drop(self.mlp(self.ln2(x)))
+
+
+class TinyGPT(nn.Module):
+    """GPT-2: dropout, causal attention, the head tied to the embedding."""
+
+    def __init__(
+        self, layers: int = 3, width: int = 64, vocab: int = 120, length: int = 32, p: float = 0.1
+    ) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocab, width), nn.Embedding(length, width)
+        self.drop = nn.Dropout(p)
+        self.blocks = nn.ModuleList(Block(width, 4, p) for _ in range(layers))
+        self.ln = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.drop(self.wte(ids) + self.wpe.weight[: ids.shape[1]])
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.ln(x))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, inner: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inner, width, 1, bias=False)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        self.bn3 = nn.BatchNorm2d(4 * width)
+        self.relu = nn.ReLU(inplace=True)
+        self.down = nn.Sequential(
+            nn.Conv2d(inner, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        out += self.down(x)
+        return self.relu(out)
+
+
+class TinyResNet(nn.Module):
+    """ResNet: BatchNorm, in-place ReLU, `out += identity`."""
+
+    def __init__(self, width: int = 8, blocks: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+        )
+        inner = width
+        stages = []
+        for index in range(blocks):
+            stages.append(Bottleneck(inner, width << index, 1 + (index > 0)))
+            inner = 4 * (width << index)
+        self.stages = nn.Sequential(*stages)
+        self.fc = nn.Linear(inner, 10)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.fc(self.stages(self.stem(images)).mean((2, 3))), labels)
+
+
+class TinyUNet(nn.Module):
+    """U-Net: skip connections that make one block of the whole network."""
+
+    def __init__(self, width: int = 8, depth: int = 3) -> None:
+        super().__init__()
+
+        def double(inner: int, outer: int) -> nn.Sequential:
+            return nn.Sequential(
+                nn.Conv2d(inner, outer, 3, 1, 1), nn.BatchNorm2d(outer), nn.ReLU(inplace=True)
+            )
+
+        widths = [width << level for level in range(depth)]
+        self.down = nn.ModuleList(
+            double(a, b) for a, b in zip([3, *widths[:-1]], widths, strict=True)
+        )
+        self.up = nn.ModuleList(
+            double(widths[level] + widths[level + 1], widths[level])
+            for level in reversed(range(depth - 1))
+        )
+        self.out = nn.Conv2d(width, 4, 1)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        skips = []
+        x = images
+        for level, block in enumerate(self.down):
+            x = block(x)
+            if level < len(self.down) - 1:
+                skips.append(x)
+                x = F.max_pool2d(x, 2)
+        for block in self.up:
+            x = block(torch.cat([F.interpolate(x, scale_factor=2.0), skips.pop()], 1))
+        return F.cross_entropy(self.out(x), labels)
+
+
+class TinyTransformer(nn.Module):
+    """nn.Transformer: an encoder whose output feeds every decoder layer."""
+
+    def __init__(self, width: int = 32, layers: int = 2) -> None:
+        super().__init__()
+        self.net = nn.Transformer(width, 4, layers, layers, 64, batch_first=True)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        return self.net(source, target).square().mean()
+
+
+class TinyMixer(nn.Module):
+    """MLP-Mixer: transposed token mixing."""
+
+    def __init__(self, tokens: int = 16, width: int = 32, layers: int = 3) -> None:
+        super().__init__()
+
+        def mlp(size: int) -> nn.Sequential:
+            return nn.Sequential(
+                nn.Linear(size, 2 * size), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * size, size)
+            )
+
+        self.tokens = nn.ModuleList(mlp(tokens) for _ in range(layers))
+        self.channels = nn.ModuleList(mlp(width) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * layers))
+        self.patch = nn.Conv2d(3, width, 4, 4)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x = self.patch(images).flatten(2).transpose(1, 2)
+        for layer, (tokens, channels) in enumerate(zip(self.tokens, self.channels, strict=True)):
+            x = x + tokens(self.norms[2 * layer](x).transpose(1, 2)).transpose(1, 2)
+            x = x + channels(self.norms[2 * layer + 1](x))
+        return F.cross_entropy(self.head(x.mean(1)), labels)
+
+
+class TinyLSTM(nn.Module):
+    """LSTM language model: several outputs of one operation, kernels chosen by the grad mode."""
+
+    def __init__(self, vocab: int = 80, width: int = 48) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.lstm = nn.LSTM(width, width, num_layers=2, dropout=0.1, batch_first=True)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        out, (hidden, _) = self.lstm(self.embed(ids))
+        logits = self.head(self.norm(out) + hidden[-1].unsqueeze(1))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class TiedMLP(nn.Module):
+    """One weight used three times, transposed once, and one submodule called twice."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x))
+        y = torch.tanh(self.second(y))
+        y = torch.sigmoid(self.first(y) + x)
+        return (y @ self.first.weight.t()).square().mean()
+
+
+def tokens(batch: int, length: int, vocab: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, vocab, (batch, length + 1), generator=source)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def images(batch: int, size: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(1)
+    pixels = torch.randn(batch, 3, size, size, generator=source)
+    return pixels, torch.randint(0, 10, (batch,), generator=source)
+
+
+def _noise(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+
+def network(name: str) -> tuple[nn.Module, Any]:
+    """Return a freshly initialised network in train mode, and a sample for it."""
+    torch.manual_seed(0)
+    pixels, labels = images(4, 16)
+    builders: dict[str, tuple[Any, Any]] = {
+        "gpt": (TinyGPT, tokens(4, 32, 120)),
+        "resnet": (TinyResNet, (pixels, labels)),
+        "unet": (TinyUNet, (pixels, labels[:, None, None].expand(-1, 16, 16).contiguous() % 4)),
+        "transformer": (TinyTransformer, (_noise(3, 12, 32), _noise(3, 10, 32))),
+        "mixer": (TinyMixer, (pixels, labels)),
+        "lstm": (TinyLSTM, tokens(4, 12, 80)),
+        "tied": (TiedMLP, (_noise(16, 48),)),
+    }
+    build, sample = builders[name]
+    model: nn.Module = build()
+    return model.train(), sample
+
+
+def loss_of(result: Any) -> Tensor:
+    """Return a scalar to run backward from: the result's own loss, or a sum over its tensors."""
+    if isinstance(result, Tensor) and result.dim() == 0:
+        return result
+    if getattr(result, "loss", None) is not None:
+        loss: Tensor = result.loss
+        return loss
+    tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+    return torch.stack([t.abs().square().mean() for t in tensors]).sum()
+
+
+def assert_trains_like(
+    wrapped: nn.Module,
+    twin: nn.Module,
+    sample: Any,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    steps: int = 3,
+) -> None:
+    """Train both for some steps, never reseeding in between, and compare every bit.
+
+    `twin` is an eager copy of the module inside `wrapped`, made before its first step.
+
+    Raises:
+        AssertionError: an output, gradient, buffer, parameter or the random state differs.
+    """
+    args, keywords = bind_inputs(sample, kwargs)
+
+    def train(model: nn.Module) -> list[dict[str, Any]]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        seen = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            result = model(*args, **keywords)
+            loss_of(result).backward()
+            record: dict[str, Any] = {
+                f"output {i}": leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+                for i, leaf in enumerate(pytree.tree_leaves(result))
+            }
+            record["type"] = type(result)
+            for name, parameter in model.named_parameters():
+                grad = parameter.grad
+                record[f"gradient of {name}"] = None if grad is None else grad.clone()
+            record.update({f"buffer {n}": b.clone() for n, b in model.named_buffers()})
+            record["random state"] = torch.get_rng_state()
+            optimizer.step()
+            record.update({f"parameter {n}": p.detach().clone() for n, p in model.named_parameters()})
+            seen.append(record)
+        return seen
+
+    state = torch.get_rng_state()
+    expected = train(twin)
+    torch.set_rng_state(state)
+    found = train(wrapped)
+    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert list(ours) == list(theirs), "the two modules have other names"
+        for name, value in theirs.items():
+            same = (
+                isinstance(ours[name], Tensor) and torch.equal(ours[name], value)
+                if isinstance(value, Tensor)
+                else ours[name] is value or ours[name] == value
+            )
+            assert same, f"step {step}: {name} differs from eager's"
+
+
+def measured_peak_bytes(
+    model: nn.Module,
+    sample: Any,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    grads_exist: bool,
+) -> int:
+    """Return the allocator's peak of one step above its start, by the design's definition.
+
+    With `grads_exist` the gradients are there before the step and accumulated into; without, they
+    are made during the step, and their size is taken off.
+    """
+    args, keywords = bind_inputs(sample, kwargs)
+
+    def step(_span: Any = None) -> None:
+        loss_of(model(*args, **keywords)).backward()
+
+    step()
+    model.zero_grad(set_to_none=not grads_exist)
+    gc.collect()
+    made = 0 if grads_exist else _gradient_bytes(model)
+    return trace_memory(step, next(model.parameters()).device).peak_bytes - made
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def eager_copy(model: nn.Module) -> nn.Module:
+    """Return an independent copy, to be trained without Rockmate."""
+    return copy.deepcopy(model)

@@ -1,0 +1,486 @@
+"""The wrapper's manners: names, modes, types, budgets, and what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import rkgb
+import rockmate
+import torch
+from rockmate import (
+    BackwardTwiceError,
+    BudgetFormatError,
+    ChangedTensorError,
+    CheckpointedModule,
+    DoubleBackwardError,
+    InfeasibleBudgetError,
+    InputMismatchError,
+    Rockmate,
+    SelfTestError,
+    UnsupportedModuleError,
+)
+from rockmate.budget import parse_budget
+from rockmate.testing_nets import eager_copy, network
+from torch import Tensor, nn
+
+
+def wrap(model: nn.Module, sample: Any, budget: Any = "1MiB", **options: Any) -> Rockmate:
+    return Rockmate(model, sample, budget, cost="flops", **options)
+
+
+def still_trains(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """After a refusal the module must work as if nothing had been tried."""
+    result = model(*args, **kwargs)
+    (result.square().mean() if isinstance(result, Tensor) else result).backward()
+    assert any(p.grad is not None for p in model.parameters())
+
+
+# ---------------------------------------------------------------------- interface
+
+
+def test_the_other_published_name_is_the_same_class() -> None:
+    assert CheckpointedModule is Rockmate
+
+
+def test_parameters_buffers_and_keys_are_the_originals() -> None:
+    model, sample = network("resnet")
+    wrapped = wrap(model, sample)
+    assert [n for n, _ in wrapped.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert all(a is b for a, b in zip(wrapped.parameters(), model.parameters(), strict=True))
+    assert all(a is b for a, b in zip(wrapped.buffers(), model.buffers(), strict=True))
+    assert list(wrapped.state_dict()) == list(model.state_dict())
+    assert wrapped.fc is model.fc
+    assert wrapped.original is model
+
+
+def test_published_backward_call_is_harmless() -> None:
+    model, sample = network("tied")
+    wrapped = wrap(model, sample)
+    loss = wrapped(*sample)
+    loss.backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    wrapped.backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
+
+
+@pytest.mark.parametrize("form", ["tensor", "tuple", "dict", "kwargs"])
+def test_every_form_of_sample(form: str) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
+            return self.linear(x) * scale
+
+    model, x = Scaled(), torch.randn(3, 4)
+    samples: dict[str, tuple[Any, dict[str, Any] | None]] = {
+        "tensor": (x, None),
+        "tuple": ((x, 3.0), None),
+        "dict": ({"x": x, "scale": 3.0}, None),
+        "kwargs": (x, {"scale": 3.0}),
+    }
+    sample, kwargs = samples[form]
+    wrapped = wrap(model, sample, kwargs=kwargs)
+    call = (x,) if form == "tensor" else (x, 3.0) if form == "tuple" else ()
+    named = {"x": x, "scale": 3.0} if form == "dict" else {}
+    if form == "kwargs":
+        call, named = (x,), {"scale": 3.0}
+    assert torch.equal(wrapped(*call, **named), model(*call, **named))
+
+
+def test_eval_and_no_grad_run_the_original() -> None:
+    model, sample = network("resnet")
+    calls = []
+    wrapped = wrap(model, sample)
+    original = model.forward
+    model.forward = lambda *a: calls.append(1) or original(*a)  # type: ignore[method-assign]
+    with torch.no_grad():
+        wrapped(*sample)
+    wrapped.eval()
+    assert not model.training
+    assert not model.fc.training
+    wrapped(*sample)
+    assert len(calls) == 2
+    del model.forward
+    wrapped.train()
+    assert model.training
+    wrapped(*sample).backward()
+    assert model.fc.weight.grad is not None
+
+
+def test_outputs_keep_their_types() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is a test extra")
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=16, vocab_size=40, n_positions=16, use_cache=False,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config).train()
+    ids = torch.randint(0, 40, (2, 8))
+    wrapped = wrap(model, {"input_ids": ids, "labels": ids})
+    result = wrapped(input_ids=ids, labels=ids)
+    assert type(result) is type(model(input_ids=ids, labels=ids))
+    result.loss.backward()
+    # The sample passed one tensor twice; another pair must not be confused.
+    other = torch.randint(0, 40, (2, 8))
+    state = torch.get_rng_state()
+    ours = wrapped(input_ids=ids, labels=other).loss
+    torch.set_rng_state(state)
+    assert torch.equal(ours, model(input_ids=ids, labels=other).loss)
+
+
+def test_the_plan_prints_as_a_table() -> None:
+    model, sample = network("gpt")
+    text = str(wrap(model, sample, 0.6).plan)
+    for word in ("budget", "peak", "overhead", "blocks."):
+        assert word in text, text
+
+
+def test_import_stays_light() -> None:
+    code = (
+        "import rockmate, sys; heavy = {'gurobipy', 'graphviz', 'matplotlib', 'highspy', "
+        "'ortools', 'pulp'} & set(sys.modules); print(sorted(heavy))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "[]"
+
+
+# ---------------------------------------------------------------------- budgets
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (123, (123, None)),
+        ("2GiB", (2 * 1024**3, None)),
+        ("800 MB", (800 * 1000**2, None)),
+        ("1.5kib", (1536, None)),
+        (0.5, (None, 0.5)),
+        (1.0, (None, 1.0)),
+        ("40%", (None, 0.4)),
+    ],
+)
+def test_budgets_are_read(given: Any, meant: Any) -> None:
+    assert parse_budget(given) == meant
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (0, "not positive"),
+        (-5, "not positive"),
+        (0.0, "not positive"),
+        (1.5, "float above 1"),
+        ("much", "cannot be read"),
+        ("3 parsec", "unknown unit 'parsec'"),
+        ("", "cannot be read"),
+        ("140%", "not in"),
+        (None, "NoneType"),
+        (True, "bool"),
+        (float("nan"), "not positive"),
+    ],
+)
+def test_unreadable_budgets_are_refused(given: Any, text: str) -> None:
+    model, sample = network("tied")
+    with pytest.raises(BudgetFormatError, match=text):
+        wrap(model, sample, given)
+    still_trains(model, *sample)
+
+
+def test_an_infeasible_budget_names_the_smallest_feasible_one() -> None:
+    model, sample = network("gpt")
+    with pytest.raises(InfeasibleBudgetError) as refusal:
+        wrap(model, sample, 1000)
+    assert refusal.value.asked_bytes == 1000
+    assert str(refusal.value.minimum_bytes) in str(refusal.value)
+    still_trains(model, *sample)
+
+
+def test_reserve_is_kept_free() -> None:
+    model, sample = network("gpt")
+    full = wrap(model, sample, 0.8)
+    kept = wrap(model, sample, full.budget_bytes, reserve=full.budget_bytes // 5)
+    assert kept.plan.peak_bytes <= full.budget_bytes - full.budget_bytes // 5
+
+
+# ---------------------------------------------------------------------- refusals at planning
+
+
+class DataDependent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.sum() > 0:  # the line that the message must name
+            return y * 2
+        return y
+
+
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+double = Doubling.apply  # bound early, as tutorials do
+
+
+class CustomFunction(DataDependent):
+    def forward(self, x: Tensor) -> Tensor:
+        return double(self.linear(x))
+
+
+class Printing(DataDependent):
+    def forward(self, x: Tensor) -> Tensor:
+        print("shape", x.shape)
+        return self.linear(x)
+
+
+class Mutating(DataDependent):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return self.linear(x)
+
+
+class Raising(DataDependent):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("not today")
+
+
+class Counting(DataDependent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * self.calls
+
+
+class Logging(DataDependent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(1.0)
+        return self.linear(x) * len(self.log)
+
+
+class Selecting(DataDependent):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[x[:, 0] > 0]
+
+
+class Hidden(DataDependent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(4, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("cls", "error", "text"),
+    [
+        (DataDependent, rkgb.DataDependentError, r"control flow .* test_module\.py:\d+ \(if y.sum"),
+        (CustomFunction, rkgb.UnsupportedOpError, r"autograd\.Function 'Doubling' \(test_module"),
+        (Printing, rkgb.SideEffectError, "its forward prints"),
+        (Mutating, rkgb.SideEffectError, r"overwrites the input .*clone"),
+        (Raising, rkgb.TraceError, r"raised ValueError at test_module\.py:\d+ .*: not today"),
+        (Counting, rkgb.SideEffectError, r"changes the attribute 'calls'"),
+        (Logging, rkgb.SideEffectError, r"changes the attribute 'log'.*list of 0.*list of 1"),
+        (Selecting, rkgb.DataDependentError, "depends on the data"),
+        (Hidden, rkgb.UnsupportedOpError, "attribute 'scale'"),
+    ],
+)
+def test_modules_that_cannot_be_exact_are_refused(
+    cls: type[nn.Module], error: type[Exception], text: str
+) -> None:
+    model = cls()
+    x = torch.randn(6, 4)
+    before = x.clone()
+    with pytest.raises(error, match=text):
+        wrap(model, x)
+    assert torch.equal(x, before), "planning must not change the sample"
+    if cls is not Raising:
+        still_trains(model, x)
+
+
+def test_nothing_to_differentiate_is_refused() -> None:
+    model = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(UnsupportedModuleError, match="requires a gradient"):
+        wrap(model, torch.randn(2, 4))
+
+
+def test_eval_mode_is_refused() -> None:
+    with pytest.raises(UnsupportedModuleError, match=r"eval mode"):
+        wrap(nn.Linear(4, 4).eval(), torch.randn(2, 4))
+
+
+def test_different_devices_are_refused() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(rkgb.TraceError, match="one device.*cpu.*meta"):
+        wrap(model, torch.randn(2, 4, device="meta"))
+    still_trains(model, torch.randn(2, 4))
+
+
+def test_hooks_on_submodules_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    handle = model[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModuleError, match="module '0'.*forward_hooks"):
+        wrap(model, torch.randn(2, 4))
+    handle.remove()
+    wrapped = wrap(model, torch.randn(2, 4))
+    model[1].register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModuleError, match="module '1'.*forward_pre_hooks"):
+        wrapped(torch.randn(2, 4))
+
+
+def test_an_ambient_autocast_region_is_refused() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with torch.autocast("cpu"), pytest.raises(UnsupportedModuleError, match="autocast"):
+        wrap(model, x)
+    wrapped = wrap(model, x)
+    with torch.autocast("cpu"), pytest.raises(UnsupportedModuleError, match="autocast"):
+        wrapped(x)
+
+
+CALLS: list[int] = []
+
+
+class Unrepeatable(DataDependent):
+    """Differs between two runs in a way that neither its graph nor its attributes show."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS.append(1)
+        return self.linear(x) * len(CALLS)
+
+
+def test_the_self_test_catches_what_the_capture_cannot_see() -> None:
+    model, x = Unrepeatable(), torch.randn(2, 4)
+    with pytest.raises(SelfTestError, match="output 0"):
+        wrap(model, x)
+    assert wrap(model, x, self_test=False) is not None
+
+
+# ---------------------------------------------------------------------- refusals at a call
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ((torch.randn(5, 4),), r"planned float32\[3, 4\].*got float32\[5, 4\]"),
+        ((torch.randn(3, 4, dtype=torch.float64),), r"got float64\[3, 4\]"),
+        ((torch.randn(4, 3).t(),), "strides"),
+        ((torch.randn(3, 4, requires_grad=True),), "requiring a gradient"),
+        ((torch.randn(3, 4), 1), "another structure"),
+    ],
+)
+def test_inputs_unlike_the_sample_are_refused(call: tuple[Any, ...], text: str) -> None:
+    model = nn.Linear(4, 4)
+    wrapped = wrap(model, torch.randn(3, 4))
+    with pytest.raises(InputMismatchError, match=text):
+        wrapped(*call)
+    still_trains(model, torch.randn(3, 4))
+    wrapped(torch.randn(3, 4)).sum().backward()
+
+
+def test_a_changed_module_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    wrapped = wrap(model, x)
+    model[1].eval()
+    with pytest.raises(InputMismatchError, match="module '1' was switched to eval"):
+        wrapped(x)
+    model[1].train()
+    model[1].p = 0.1
+    with pytest.raises(InputMismatchError, match=r"attribute 'p' of module '1' was 0\.5"):
+        wrapped(x)
+    model[1].p = 0.5
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(InputMismatchError, match=r"'0\.weight'.*without gradient"):
+        wrapped(x)
+    model[0].weight.requires_grad_(True)
+    model[2] = nn.Linear(4, 4)
+    with pytest.raises(InputMismatchError, match="submodule '2' was replaced"):
+        wrapped(x)
+
+
+def test_backward_twice_is_refused() -> None:
+    model, sample = network("tied")
+    twin = eager_copy(model)
+    wrapped = wrap(model, sample)
+    loss = wrapped(*sample)
+    loss.backward(retain_graph=True)
+    with pytest.raises(BackwardTwiceError, match="second time"):
+        loss.backward()
+    twin(*sample).backward()
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
+
+
+def test_double_backward_is_refused() -> None:
+    model, sample = network("tied")
+    wrapped = wrap(model, sample)
+    with pytest.raises(DoubleBackwardError, match="create_graph"):
+        torch.autograd.grad(wrapped(*sample), list(model.parameters()), create_graph=True)
+
+
+def test_parameters_changed_before_backward_are_refused() -> None:
+    model, sample = network("tied")
+    wrapped = wrap(model, sample)
+    loss = wrapped(*sample)
+    with torch.no_grad():
+        model.first.weight.mul_(2)
+    with pytest.raises(ChangedTensorError, match="changed in place"):
+        loss.backward()
+
+
+def test_an_output_changed_before_backward_is_refused() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), torch.randn(3, 4)
+    wrapped = wrap(model, x)
+    y = wrapped(x)
+    loss = y.sum()
+    y.detach().zero_()
+    with pytest.raises(ChangedTensorError, match="output"):
+        loss.backward()
+
+
+def test_an_exception_in_backward_leaves_a_module_that_works() -> None:
+    model, sample = network("gpt")
+    twin = eager_copy(model)
+    wrapped = wrap(model, sample, 0.6)
+
+    def explode(_grad: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.blocks[1].ln1.weight.register_hook(explode)
+    with pytest.raises(KeyboardInterrupt):
+        wrapped(*sample).backward()
+    handle.remove()
+    model.zero_grad()
+    state = torch.get_rng_state()
+    wrapped(*sample).backward()
+    torch.set_rng_state(state)
+    twin(*sample).backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_names_promised_by_the_package_exist() -> None:
+    assert all(hasattr(rockmate, name) for name in rockmate.__all__)
