@@ -144,9 +144,7 @@ def test_import_stays_light() -> None:
         "import rockmate, sys; heavy = {'gurobipy', 'graphviz', 'matplotlib', 'highspy', "
         "'ortools', 'pulp'} & set(sys.modules); print(sorted(heavy))"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 
 

@@ -292,7 +292,9 @@ def assert_trains_like(
             record.update({f"buffer {n}": b.clone() for n, b in model.named_buffers()})
             record["random state"] = torch.get_rng_state()
             optimizer.step()
-            record.update({f"parameter {n}": p.detach().clone() for n, p in model.named_parameters()})
+            record.update(
+                {f"parameter {n}": p.detach().clone() for n, p in model.named_parameters()}
+            )
             seen.append(record)
         return seen
 
