@@ -150,9 +150,7 @@ def merge_repeated(blocks: Sequence[Block], max_nodes: int) -> list[int]:
 def _local_problem(
     problem: Problem, first: int, end: int, pinned: frozenset[int]
 ) -> tuple[Problem, int]:
-    nodes = [
-        dataclasses.replace(node, rerun_state_bytes=0) for node in problem.nodes[first:end]
-    ]
+    nodes = [dataclasses.replace(node, rerun_state_bytes=0) for node in problem.nodes[first:end]]
     closing = end - first
     nodes.append(Node("end of forward", 0.0, has_backward=False))
     storages = []

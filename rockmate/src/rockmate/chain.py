@@ -14,10 +14,11 @@ from functools import cached_property
 from typing import Any
 
 from rockmate.blocks import Block, find_cuts, make_blocks, merge_repeated, reserved_bytes
-from rockmate.options import BlockOption, Grid, Solver, block_options
+from rockmate.options import BlockOption, Grid, block_options
 from rockmate.planners.edit import prune
 from rockmate.problem import Problem
 from rockmate.simulate import simulate
+from rockmate.solvers.result import Solver
 from rockmate.steps import Step, Steps
 
 SMALL_BLOCK_NODES = 14  # blocks of at most so many nodes are solved to the optimum in no time
@@ -102,9 +103,24 @@ class ChainModel:
         """
         found = self.candidates(budget_bytes, slots=slots)
         found = [prune(self.problem, steps, budget_bytes) for steps in found[-pruned:]]
-        return min(
-            found, key=lambda steps: simulate(self.problem, steps).overhead_ms, default=None
-        )
+        return min(found, key=lambda steps: simulate(self.problem, steps).overhead_ms, default=None)
+
+    def smallest_plans(self) -> list[Steps]:
+        """Return steps for the smallest budget that the chain allows, and for a few above it.
+
+        With equal times for all nodes they depend on structure and bytes alone.
+        """
+        import rotor
+
+        table = rotor.solve_table(self.chain, 1, slots=1)
+        smallest = table.smallest_feasible_bytes
+        table = rotor.solve_table(self.chain, smallest, slots=_SLOTS, headroom=1.1)
+        found = []
+        for schedule in table.candidates(smallest):
+            found.append(self.steps_of(schedule))
+            if len(found) == 6:
+                break
+        return found
 
     def steps_of(self, schedule: Any) -> Steps:
         """Return the steps of the whole problem for a schedule of the chain."""

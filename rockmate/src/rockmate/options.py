@@ -9,15 +9,12 @@ what is saved is giving that node a workspace of `peak - save`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from rockmate.problem import Problem
 from rockmate.simulate import simulate
-from rockmate.solvers.result import SolverResult
+from rockmate.solvers.result import Solver
 from rockmate.steps import Step, Steps
-
-Solver = Callable[[Problem, int, Steps], SolverResult]  # problem, budget, hint
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,9 @@ class NetworkBuilder:
         """Return the finished problem."""
         chosen = set(outputs)
         last_reader = {
-            index: max((node for node, (fwd, _) in enumerate(self._reads) if index in fwd), default=-1)
+            index: max(
+                (node for node, (fwd, _) in enumerate(self._reads) if index in fwd), default=-1
+            )
             for index in range(len(self._storages))
         }
         nodes = []
@@ -200,7 +202,9 @@ def gpt_problem(
     return net.build([net.add("nll_loss", [x], 4, saves="", phantom_bytes=4)])
 
 
-def resnet_problem(stages: Sequence[int] = (2, 2, 2), *, batch: int = 8, width: int = 16) -> Problem:
+def resnet_problem(
+    stages: Sequence[int] = (2, 2, 2), *, batch: int = 8, width: int = 16
+) -> Problem:
     """Return a ResNet of bottlenecks with BatchNorm and in-place ReLU, loss included."""
     net = NetworkBuilder()
 
@@ -260,9 +264,7 @@ def unet_problem(depth: int = 4, *, batch: int = 4, width: int = 16, side: int =
                 weight_bytes=36 * channels * outer,
                 workspace_bytes=size // 2,
             )
-            source = net.add(
-                "batch_norm_relu", [source], size, saves="io", phantom_bytes=8 * outer
-            )
+            source = net.add("batch_norm_relu", [source], size, saves="io", phantom_bytes=8 * outer)
         return source
 
     net.module_path = "input"

@@ -17,8 +17,6 @@ from rockmate.solvers.intervals import Window, solve_intervals
 from rockmate.solvers.result import recomputed_by_stage, stages_of, steps_of_stages
 from rockmate.steps import Steps
 
-_WINDOW_LIMIT = 0.5  # deterministic seconds per window
-
 
 def in_node_order(problem: Problem, steps: Steps) -> Steps:
     """Return the steps with the recomputations of each stage in node order, each at most once.
@@ -34,21 +32,20 @@ def improve(
     budget_bytes: int,
     *,
     windows: int,
+    window_limit: float = 0.1,
     seed: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> Steps:
     """Return steps that are at least as fast, after trying so many windows.
 
-    Deterministic if `stop` is. Steps that do not fit the budget in node order are returned as they
-    are.
+    `window_limit` is in deterministic seconds, about four of the clock. Deterministic if `stop` is.
+    Steps that do not fit the budget in node order are returned as they are.
     """
     current = prune(problem, in_node_order(problem, steps), budget_bytes)
     timeline = simulate(problem, current)
     best = simulate(problem, steps)
     if timeline.peak_bytes > budget_bytes:
         return steps
-    if timeline.overhead_ms > best.overhead_ms and best.peak_bytes <= budget_bytes:
-        pass  # the search may still end below; the better of the two is returned
     cost = timeline.overhead_ms
     source = _windows(problem, seed)
     for _ in range(windows):
@@ -63,7 +60,7 @@ def improve(
             budget_bytes,
             window=window,
             max_runs=2,
-            deterministic_limit=_WINDOW_LIMIT,
+            deterministic_limit=window_limit,
             seed=seed,
         )
         if result.steps is None:

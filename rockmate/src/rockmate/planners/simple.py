@@ -37,6 +37,27 @@ def checkpoint_segments(problem: Problem, borders: Sequence[int]) -> Steps:
     return tuple(steps)
 
 
+def rerun_for_each(problem: Problem) -> Steps:
+    """Return the plan that keeps outputs only and runs all that each backward needs before it.
+
+    Quadratic in time: of use as a low-memory plan of short graphs only.
+    """
+    steps = [Step("F", k) for k in range(len(problem.nodes))]
+    kept = problem.output_mask
+    for node in problem.backward_order:
+        needed = problem.bwd_input_masks[node] & ~kept
+        again: list[Step] = []
+        for k in reversed(range(node + 1)):
+            if needed & problem.product_masks[k]:
+                again.append(Step("F", k))
+                needed = (needed & ~problem.product_masks[k]) | (
+                    problem.fwd_input_masks[k] & ~kept
+                )
+        steps += reversed(again)
+        steps.append(Step("B", node))
+    return tuple(steps)
+
+
 def recompute_all(problem: Problem) -> Steps:
     """Return the plan that runs every block between two cuts again: one checkpoint per block."""
     return checkpoint_segments(problem, _borders(problem))

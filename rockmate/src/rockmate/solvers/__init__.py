@@ -1,0 +1,62 @@
+"""Solvers of one problem as a whole: blocks, small graphs and windows of a plan."""
+
+from __future__ import annotations
+
+from rockmate.problem import Problem
+from rockmate.solvers.result import Solver, SolverResult
+from rockmate.steps import Steps
+
+BACKENDS = ("cp-sat", "cbc", "highs", "gurobi")
+
+# The 0/1 programs count seconds of the clock: CBC has no other limit.
+_SECONDS_PER_UNIT = 10.0
+
+
+def solve_whole(
+    problem: Problem,
+    budget_bytes: int,
+    *,
+    backend: str = "cp-sat",
+    hint: Steps | None = None,
+    deterministic_limit: float = 1.0,
+    wall_limit_s: float | None = None,
+    seed: int = 0,
+) -> SolverResult:
+    """Return the best steps that a backend finds for a problem within the budget.
+
+    Raises:
+        SolverUnavailableError: the backend is not installed or not licensed for this size.
+    """
+    if backend == "cp-sat":
+        from rockmate.solvers.intervals import solve_intervals
+
+        return solve_intervals(
+            problem,
+            budget_bytes,
+            hint=hint,
+            deterministic_limit=deterministic_limit,
+            wall_limit_s=wall_limit_s,
+            seed=seed,
+        )
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
+    from rockmate.solvers.ilp import solve_ilp
+
+    seconds = _SECONDS_PER_UNIT * deterministic_limit
+    limit = seconds if wall_limit_s is None else min(seconds, wall_limit_s)
+    return solve_ilp(problem, budget_bytes, backend=backend, time_limit_s=max(1.0, limit))
+
+
+def block_solver(backend: str, deterministic_limit: float) -> Solver:
+    """Return a backend as the solver of a block's boxes."""
+
+    def solve(problem: Problem, budget_bytes: int, hint: Steps) -> SolverResult:
+        return solve_whole(
+            problem,
+            budget_bytes,
+            backend=backend,
+            hint=hint,
+            deterministic_limit=deterministic_limit,
+        )
+
+    return solve

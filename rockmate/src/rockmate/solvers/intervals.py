@@ -64,6 +64,7 @@ def solve_intervals(
     wall_limit_s: float | None = None,
     workers: int = 1,
     relative_gap: float = 0.0,
+    linearization: int = 0,
     seed: int = 0,
 ) -> SolverResult:
     """Return the best steps found whose peak is at most the budget.
@@ -82,7 +83,7 @@ def solve_intervals(
     parameters = solver.parameters
     parameters.num_workers = workers
     parameters.random_seed = seed
-    parameters.linearization_level = 2
+    parameters.linearization_level = linearization
     parameters.max_deterministic_time = deterministic_limit
     parameters.relative_gap_limit = relative_gap
     if wall_limit_s is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,9 @@ class SolverResult:
     objective: float | None = None  # overhead in ms, or peak in bytes where that is minimised
     bound: float | None = None  # lower bound on `objective`
     seconds: float = 0.0
+
+
+Solver = Callable[[Problem, int, Steps], SolverResult]  # problem, budget, hint
 
 
 def stages_of(problem: Problem) -> dict[int, int]:

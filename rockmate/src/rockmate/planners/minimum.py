@@ -1,0 +1,189 @@
+"""The smallest budget that is accepted, and the plan that proves it.
+
+Everything here depends on structure and bytes alone: every node takes one unit of time, every limit
+counts work and not seconds. So the answer is the same at every planning of a network, whatever the
+clock said: a budget is refused exactly when it is below the peak that this procedure reaches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rockmate.blocks import find_cuts, pinned_candidates
+from rockmate.chain import chain_model
+from rockmate.options import Grid
+from rockmate.planners.edit import prune
+from rockmate.planners.search import in_node_order
+from rockmate.planners.simple import checkpoint_segments, no_recomputation, rerun_for_each
+from rockmate.problem import Problem
+from rockmate.simulate import simulate
+from rockmate.solvers.intervals import Window, solve_intervals
+from rockmate.solvers.result import SolverResult, stages_of
+from rockmate.steps import Steps
+
+WHOLE_NODES = 60  # up to so many nodes the whole graph is searched for its least peak
+_WHOLE_LIMIT = 0.3  # deterministic seconds
+_BLOCK_LIMIT = 0.05
+_WINDOW_LIMIT = 0.05
+_WINDOW_NODES = 40
+_ROUNDS = 12
+
+
+def low_memory_plan(problem: Problem) -> tuple[Steps, int]:
+    """Return a cheap plan of low peak, and its peak: milliseconds, structure and bytes only."""
+    count = len(problem.nodes)
+    borders = [0, *(c + 1 for c in find_cuts(problem))]
+    plans = [no_recomputation(problem)]
+    seen = set()
+    for parts in {1 << i for i in range(len(borders).bit_length())} | {len(borders)}:
+        chosen = tuple(borders[i * len(borders) // parts] for i in range(min(parts, len(borders))))
+        if chosen not in seen:
+            seen.add(chosen)
+            plans.append(checkpoint_segments(problem, chosen))
+    step = max(1, round(count**0.5))
+    plans.append(checkpoint_segments(problem, range(step, count, step)))
+    plans.append(checkpoint_segments(problem, range(1, count)))
+    return _lowest(problem, plans)
+
+
+def minimum_peak(problem: Problem) -> tuple[Steps, int]:
+    """Return the plan of least peak that this package finds, and its peak.
+
+    Independent of measured times. Short graphs are searched as a whole; long ones as a chain of
+    blocks with low-memory options; then the moment of the peak is improved as long as that helps.
+    """
+    unit = _unit_times(problem)
+    steps, peak = low_memory_plan(unit)
+    plans = [steps]
+    if len(problem.nodes) <= 2 * WHOLE_NODES:
+        plans.append(rerun_for_each(unit))
+    steps, peak = _lowest(unit, [prune_peak(unit, p) for p in plans])
+    floor = floor_bytes(unit)
+    if peak > floor and len(problem.nodes) <= WHOLE_NODES:
+        result = solve_intervals(
+            unit, peak, objective="peak", hint=steps, deterministic_limit=_WHOLE_LIMIT
+        )
+        if result.steps is not None:
+            steps, peak = _lowest(unit, [steps, result.steps])
+    if peak > floor:
+        plans = [prune_peak(unit, p) for p in _chain_plans(unit)]
+        steps, peak = _lowest(unit, [steps, *plans])
+    if peak > floor:
+        steps, peak = _improve_peak(unit, steps, peak, floor)
+    return prune(unit, steps, peak), peak
+
+
+def floor_bytes(problem: Problem) -> int:
+    """Return a peak that no schedule can go below: what its most demanding step needs alone."""
+    return max((size for size, _, _ in step_floors(problem)), default=0)
+
+
+def step_floors(problem: Problem) -> list[tuple[int, str, int]]:
+    """Return, for each step that must run, the bytes that it needs by itself: bytes, kind, node."""
+    floors = []
+    outputs = 0
+    for k, node in enumerate(problem.nodes):
+        reads = problem.fwd_input_masks[k] | outputs
+        own = min(problem.forward_peaks[k], problem.forward_peaks_nograd[k])
+        floors.append((problem.bytes_of(reads) + own, "F", k))
+        outputs |= problem.product_masks[k] & problem.output_mask
+        if node.has_backward:
+            reads = problem.bwd_input_masks[k] | problem.output_mask
+            own = node.grads_before_bytes + node.bwd_peak_bytes
+            floors.append((problem.bytes_of(reads) + own, "B", k))
+    return floors
+
+
+def prune_peak(problem: Problem, steps: Steps) -> Steps:
+    """Return the steps without what their own peak does not need."""
+    return prune(problem, steps, simulate(problem, steps).peak_bytes)
+
+
+def _unit_times(problem: Problem) -> Problem:
+    nodes = tuple(
+        dataclasses.replace(node, fwd_time_ms=1.0, bwd_time_ms=1.0) for node in problem.nodes
+    )
+    return dataclasses.replace(problem, nodes=nodes)
+
+
+def _lowest(problem: Problem, plans: list[Steps]) -> tuple[Steps, int]:
+    """The plan of least peak; of equal ones that with the fewest steps, then the first."""
+    peaks = [simulate(problem, steps).peak_bytes for steps in plans]
+    best = min(range(len(plans)), key=lambda i: (peaks[i], len(plans[i]), i))
+    return plans[best], peaks[best]
+
+
+def _chain_plans(problem: Problem) -> list[Steps]:
+    """Plans of least memory over the chain of blocks, at both grains and with pinned storages."""
+
+    def solver(local: Problem, budget_bytes: int, hint: Steps) -> SolverResult:
+        return solve_intervals(local, budget_bytes, hint=hint, deterministic_limit=_BLOCK_LIMIT)
+
+    plans = []
+    total = sum(problem.sizes)
+    for pinned in pinned_candidates(problem, total // 8):
+        for merged in (False, True):
+            model = chain_model(problem, solver, merged=merged, pinned=pinned, grid=Grid(4, 5))
+            if model is not None:
+                plans += model.smallest_plans()
+    return plans
+
+
+def _improve_peak(
+    problem: Problem, steps: Steps, peak: int, floor: int
+) -> tuple[Steps, int]:
+    """Lower the peak by freeing, again and again, what is alive at the moment of the peak."""
+    ordered = in_node_order(problem, steps)
+    if simulate(problem, ordered).peak_bytes > peak:
+        return steps, peak
+    current = ordered
+    for attempt in range(_ROUNDS):
+        if peak <= floor:
+            break
+        window = _peak_window(problem, current, wide=attempt % 2 == 1)
+        result = solve_intervals(
+            problem,
+            peak - 1,
+            objective="peak",
+            window=window,
+            max_runs=2,
+            deterministic_limit=_WINDOW_LIMIT,
+        )
+        if result.steps is None:
+            if attempt % 2 == 1:
+                break
+            continue
+        found = simulate(problem, result.steps).peak_bytes
+        if found >= peak:
+            break
+        current, peak = result.steps, found
+        steps = current
+    return steps, peak
+
+
+def _peak_window(problem: Problem, steps: Steps, *, wide: bool) -> Window:
+    """Free the producers of what is alive at the peak, and the nodes around it."""
+    from rockmate.liveness import live_after
+
+    timeline = simulate(problem, steps)
+    t = timeline.peak_step
+    alive = live_after(problem, steps)[t - 1] if t else 0
+    stage = stages_of(problem)
+    here = steps[t].node
+    nodes = {here}
+    by_size = sorted(
+        (i for i in range(len(problem.storages)) if alive >> i & 1),
+        key=lambda i: (-problem.sizes[i], i),
+    )
+    limit = _WINDOW_NODES if wide else _WINDOW_NODES // 2
+    for index in by_size:
+        if len(nodes) < limit:
+            nodes.add(problem.storages[index].producer)
+    reach = 1
+    while len(nodes) < min(limit, len(problem.nodes)):
+        nodes |= {max(0, here - reach), min(len(problem.nodes) - 1, here + reach)}
+        reach += 1
+        if reach > len(problem.nodes):
+            break
+    last = max((stage[k] for k in nodes if k in stage), default=1)
+    return Window(steps, frozenset(nodes), 1, max(last, 1))
