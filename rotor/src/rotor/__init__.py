@@ -1,11 +1,18 @@
 """Optimal rematerialization of sequential PyTorch networks within a memory budget."""
 
 from rotor.chain import Chain, Option, Stage
+from rotor.checkpointable import Checkpointable
 from rotor.errors import (
+    BackwardError,
     InfeasibleBudgetError,
+    InPlaceInputError,
     InvalidChainError,
     InvalidScheduleError,
+    MemoryLimitError,
+    NotMeasuredError,
+    NotSequentialError,
     RotorError,
+    StageError,
     TableTooLargeError,
 )
 from rotor.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
@@ -17,20 +24,27 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Backward",
+    "BackwardError",
     "Chain",
+    "Checkpointable",
     "ForwardCheckpoint",
     "ForwardEnableGrad",
     "ForwardNoGrad",
+    "InPlaceInputError",
     "InfeasibleBudgetError",
     "InvalidChainError",
     "InvalidScheduleError",
+    "MemoryLimitError",
     "MemoryTimeline",
+    "NotMeasuredError",
+    "NotSequentialError",
     "Op",
     "Option",
     "RotorError",
     "Schedule",
     "ScheduleTable",
     "Stage",
+    "StageError",
     "TableTooLargeError",
     "TimelineRow",
     "simulate",

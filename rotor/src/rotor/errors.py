@@ -61,3 +61,34 @@ class TableTooLargeError(RotorError, MemoryError):
 
     def __reduce__(self) -> tuple[type[TableTooLargeError], tuple[int, int, int, int]]:
         return (type(self), self._args)
+
+
+class NotSequentialError(RotorError, TypeError):
+    """The module is not an `nn.Sequential`, so its stages cannot be told apart."""
+
+
+class StageError(RotorError, RuntimeError):
+    """A stage cannot be checkpointed; `stage` is its path in the module."""
+
+    def __init__(self, message: str, stage: str) -> None:
+        self.stage = stage
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[StageError], tuple[str, str]]:
+        return (type(self), (str(self), self.stage))
+
+
+class InPlaceInputError(StageError):
+    """A stage begins by overwriting its input, which others still need."""
+
+
+class NotMeasuredError(RotorError, RuntimeError):
+    """Something was asked that needs a measurement or a schedule, and there is none."""
+
+
+class MemoryLimitError(RotorError, ValueError):
+    """The memory limit is missing where none can be found out, or is not a number of bytes."""
+
+
+class BackwardError(RotorError, RuntimeError):
+    """The backward of a checkpointed step cannot run: it has run, or its data has changed."""

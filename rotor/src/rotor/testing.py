@@ -6,11 +6,15 @@ memory states, and knows only what the four operations do.
 
 from __future__ import annotations
 
+import copy
 import heapq
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 from rotor.chain import Chain, Option, Stage
 from rotor.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
@@ -84,7 +88,8 @@ def exhaustive_search(
 
     `persistent` restricts the search to the class in which the recurrence is optimal: what is
     stored is kept until its own backward, so nothing that Fc or Fe has kept is forgotten before.
-    Without it, any boundary tensor may be dropped at any time. Exponential: up to 5 stages.
+    Without it, any boundary tensor may be dropped at any time, unless it is the input of a stage
+    that has been recorded and waits for its backward. Exponential: up to 5 stages.
     """
     start = _State(0, False, (0,), (), ())
     frontier: list[tuple[float, int, _State]] = [(0.0, 0, start)]
@@ -131,7 +136,8 @@ def _moves(
     end = len(chain) - state.backwards  # stages below this one still wait for their backward
     last = len(chain) - 1
     if not persistent:
-        for x in state.held:
+        waiting = {k for k, _ in state.saved}  # their graphs hold their inputs
+        for x in (x for x in state.held if x not in waiting):
             rest = tuple(y for y in state.held if y != x)
             yield None, 0.0, _State(state.backwards, state.output_made, rest, (), state.saved)
     for k in range(end):
@@ -166,3 +172,93 @@ def _moves(
         saved = tuple(pair for pair in state.saved if pair != (k, o))
         after = _State(state.backwards + 1, state.output_made, held, fixed, saved)
         yield Backward(k, o), option.bwd_time_ms, after
+
+
+class ResidualBlock(nn.Module):
+    """Convolution, BatchNorm, in-place ReLU and dropout, added to the input."""
+
+    def __init__(self, channels: int, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the input's shape."""
+        added: torch.Tensor = x + self.drop(self.relu(self.norm(self.conv(x))))
+        return added
+
+
+def residual_net(blocks: int = 6, channels: int = 8, dropout: float = 0.2) -> nn.Sequential:
+    """Return a nested sequential classifier of 3-channel images, with every trap in it."""
+    body = nn.Sequential(*(ResidualBlock(channels, dropout) for _ in range(blocks)))
+    return nn.Sequential(
+        nn.Conv2d(3, channels, 3, padding=1),
+        body,
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(4 * channels, 10),
+    )
+
+
+def mlp(depth: int = 8, width: int = 32, dropout: float = 0.1) -> nn.Sequential:
+    """Return a plain deep network with dropout."""
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Linear(width, width), nn.Tanh(), nn.Dropout(dropout)]
+    return nn.Sequential(*layers)
+
+
+def one_millisecond(call: Callable[[], object]) -> float:
+    """A timer that reads no clock: every call takes a millisecond."""
+    call()
+    return 1.0
+
+
+def assert_trains_like(
+    module: nn.Module, twin: nn.Module, inputs: list[Any], learning_rate: float = 1e-3
+) -> None:
+    """Train both, one step per input, and assert equal bits of everything at every step.
+
+    Outputs, gradients of the input and of parameters, buffers, parameters and the random stream.
+    The generator is never seeded in between: each step begins where the other's began.
+    """
+    optimizers = [
+        torch.optim.SGD(m.parameters(), learning_rate, momentum=0.9) for m in (module, twin)
+    ]
+    for step, value in enumerate(inputs):
+        start = torch.get_rng_state()
+        results = []
+        for m, optimizer in zip((module, twin), optimizers, strict=True):
+            torch.set_rng_state(start)
+            x = copy.deepcopy(value)
+            leaves = [t for t in (x if isinstance(x, tuple) else (x,)) if t.is_floating_point()]
+            for leaf in leaves:
+                leaf.requires_grad_()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            output = m(x)
+            outputs = output if isinstance(output, tuple | list) else (output,)
+            sum(o.square().mean() for o in outputs if o.requires_grad).backward()
+            results.append((outputs, [leaf.grad for leaf in leaves], torch.get_rng_state()))
+            grads = {name: p.grad for name, p in m.named_parameters()}
+            results[-1] += (grads,)  # type: ignore[assignment]
+            optimizer.step()
+        _assert_same(results[0], results[1], f"step {step}")
+        _assert_same(dict(module.state_dict()), dict(twin.state_dict()), f"state after {step}")
+
+
+def _assert_same(mine: Any, theirs: Any, where: str) -> None:
+    if isinstance(mine, dict):
+        assert list(mine) == list(theirs), where
+        for key in mine:
+            _assert_same(mine[key], theirs[key], f"{where}, {key}")
+    elif isinstance(mine, tuple | list):
+        assert len(mine) == len(theirs), where
+        for index, (left, right) in enumerate(zip(mine, theirs, strict=True)):
+            _assert_same(left, right, f"{where}, {index}")
+    elif mine is None or theirs is None:
+        assert mine is theirs, f"{where}: a gradient is missing"
+    else:
+        assert torch.isfinite(mine).all(), f"{where}: not finite, so equality proves nothing"
+        assert torch.equal(mine, theirs), f"{where}: values differ"

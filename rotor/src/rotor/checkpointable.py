@@ -1,0 +1,411 @@
+"""`Checkpointable`: an `nn.Sequential` that trains within a memory limit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from rotor.boundary import Tensors, pack
+from rotor.chain import Chain
+from rotor.errors import (
+    InfeasibleBudgetError,
+    MemoryLimitError,
+    NotMeasuredError,
+    format_bytes,
+)
+from rotor.execute import Program, run_program
+from rotor.measure import Measurement, Timer, measure_module
+from rotor.memory import usable_cuda_bytes
+from rotor.report import plan_text, save_timeline
+from rotor.schedule import Schedule
+from rotor.simulate import MemoryTimeline
+from rotor.solver import DEFAULT_SLOTS
+from rotor.solver.intervals import MAX_STAGES, improve_with_intervals
+from rotor.stages import flatten
+from rotor.strategies import STRATEGIES
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What is known for one kind of input: measured once, scheduled once per limit."""
+
+    measurement: Measurement
+    schedule: Schedule | None = None
+    limit_bytes: int | None = None
+    program: Program | None = None
+
+
+class Checkpointable(nn.Module):
+    """Run a sequential module so that a training step stays within a limit of activation memory.
+
+    Children, parameter names and state-dict keys are those of the given module, which is shared
+    and not changed. In `eval()` mode and under `no_grad` it is the plain module. `mem_limit` is in
+    bytes, above what is resident: parameters, buffers, the input, and parameter gradients. Left
+    out, it is what is free on the CUDA device at the first training step.
+
+    A plan is made for the sample of `measure`, or for the first input; other inputs (shape,
+    type, device, train/eval flags, frozen parameters, autocast) get plans of their own, on demand.
+    The last `max_plans` are kept. With `new_inputs="error"` such inputs are refused instead.
+
+    Raises:
+        NotSequentialError: the module is no `nn.Sequential`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        input: Any = None,  # the published name
+        mem_limit: int | None = None,
+        mem_slots: int = DEFAULT_SLOTS,
+        *,
+        force_python: bool = False,
+        preserve_rng_state: bool = True,
+        new_inputs: Literal["plan", "error"] = "plan",
+        max_plans: int = 8,
+        timer: Timer | None = None,
+    ) -> None:
+        super().__init__()
+        flatten(module)
+        if new_inputs not in ("plan", "error"):
+            raise ValueError(f"new_inputs is {new_inputs!r}. Give 'plan' or 'error'.")
+        # The very dictionaries of the module: same names, same state dict, and a child that is
+        # replaced in one is replaced in the other.
+        for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[name] = module.__dict__[name]
+        self._sequential: nn.Sequential
+        self.__dict__["_sequential"] = module  # not registered a second time
+        self.training = module.training
+        self.mem_limit = None if mem_limit is None else _checked_limit(mem_limit)
+        self.mem_slots = mem_slots
+        self.force_python = force_python
+        self.preserve_rng_state = preserve_rng_state
+        self.new_inputs = new_inputs
+        self.max_plans = max_plans
+        self._timer = timer
+        self._strategy: tuple[str, dict[str, Any]] = ("optimal", {})
+        self._plans: dict[Hashable, _Plan] = {}
+        self._current: Hashable = None
+        if input is not None:
+            self.measure(input)
+            if self.mem_limit is not None:
+                self.compute_sequence()
+
+    # -- planning ---------------------------------------------------------------------------
+
+    def measure(self, input: Any) -> None:
+        """Measure every stage on a sample, in training mode; the module is left as it was."""
+        with self._in_training_mode():
+            self._measure(input)
+
+    def compute_sequence(
+        self,
+        mem_limit: int | None = None,
+        mem_slots: int | None = None,
+        force_python: bool | None = None,
+        *,
+        strategy: str = "optimal",
+        **arguments: Any,
+    ) -> Schedule:
+        """Plan for the measured sample: the fastest schedule whose predicted peak is in the limit.
+
+        `strategy` may name another one of `rotor.strategies`, to compare with; the arguments are
+        its own. Plans for other inputs are made again, for the new limit.
+
+        Raises:
+            NotMeasuredError: nothing has been measured.
+            MemoryLimitError: no limit is given and there is no CUDA device to ask.
+            InfeasibleBudgetError: no schedule fits; the error carries the smallest limit.
+        """
+        if strategy not in STRATEGIES:
+            known = ", ".join(STRATEGIES)
+            raise ValueError(f"strategy {strategy!r} is unknown. Use one of {known}.")
+        plan = self._measured_plan()
+        limit = self.mem_limit if mem_limit is None else _checked_limit(mem_limit)
+        slots = self.mem_slots if mem_slots is None else mem_slots
+        python = self.force_python if force_python is None else force_python
+        before = (self.mem_slots, self.force_python, self._strategy)
+        self.mem_slots, self.force_python = slots, python
+        self._strategy = (strategy, arguments)
+        try:
+            schedule = self._schedule(plan, limit)
+        except Exception:
+            self.mem_slots, self.force_python, self._strategy = before
+            raise
+        self.mem_limit = limit
+        for other in self._plans.values():
+            if other is not plan:
+                other.schedule = other.program = None
+        return schedule
+
+    def use_schedule(self, schedule: Schedule) -> None:
+        """Run a schedule that was made elsewhere for `self.chain`; it is checked first."""
+        plan = self._measured_plan()
+        checked = Schedule.from_ops(plan.measurement.chain, schedule.ops, schedule.method)
+        program = self._build_program(plan.measurement, checked)
+        plan.schedule, plan.program, plan.limit_bytes = checked, program, None
+
+    def _measure(self, value: Any) -> _Plan:
+        key = self._signature(_tensors_of(value))
+        measurement = measure_module(
+            self._sequential, value, preserve_rng=self.preserve_rng_state, timer=self._timer
+        )
+        self._plans.pop(key, None)
+        while len(self._plans) >= max(self.max_plans, 1):
+            self._plans.pop(next(iter(self._plans)))
+        self._plans[key] = plan = _Plan(measurement)
+        self._current = key
+        return plan
+
+    def _schedule(self, plan: _Plan, limit: int | None) -> Schedule:
+        measurement = plan.measurement
+        name, arguments = self._strategy
+        if limit is None and (name == "optimal" or (name == "revolve" and not arguments)):
+            limit = self._free_limit(measurement.device)
+        budget = None if limit is None else limit - measurement.held_bytes
+        chain = measurement.chain
+        try:
+            if name == "optimal":
+                assert budget is not None
+                schedule = self._optimal(chain, budget, arguments)
+            else:
+                schedule = STRATEGIES[name](chain, budget, **arguments)
+        except InfeasibleBudgetError as error:
+            assert limit is not None
+            raise InfeasibleBudgetError(
+                limit,
+                error.minimum_bytes + measurement.held_bytes,
+                len(chain),
+                f"Of these, {format_bytes(measurement.held_bytes)} are held through the whole "
+                f"step (the output, and copies for recomputation).",
+            ) from None
+        plan.program = self._build_program(measurement, schedule)
+        plan.schedule, plan.limit_bytes = schedule, limit
+        log.info("%s: peak %d bytes", schedule.method, schedule.peak_bytes)
+        return schedule
+
+    def _optimal(self, chain: Chain, budget: int, arguments: dict[str, Any]) -> Schedule:
+        options = {
+            "slots": self.mem_slots,
+            "backend": "reference" if self.force_python else "compiled",
+            **arguments,
+        }
+        intervals = options.pop("intervals", len(chain) <= MAX_STAGES)
+        problem: InfeasibleBudgetError | None = None
+        schedule: Schedule | None = None
+        try:
+            schedule = STRATEGIES["optimal"](chain, budget, **options)
+        except InfeasibleBudgetError as error:
+            problem = error
+        if intervals and budget > 0:
+            schedule = improve_with_intervals(chain, budget, schedule)
+        if schedule is None:
+            assert problem is not None
+            raise problem
+        return schedule
+
+    def _build_program(self, measurement: Measurement, schedule: Schedule) -> Program:
+        return Program.build(
+            measurement.stages, schedule.ops, (measurement.device,), self.preserve_rng_state
+        )
+
+    def _free_limit(self, device: torch.device) -> int:
+        if device.type != "cuda":
+            raise MemoryLimitError(
+                f"no memory limit is given, and on the {device.type} device there is none to "
+                f"find out. Give one in bytes: Checkpointable(module, mem_limit=...) or "
+                f"compute_sequence(mem_limit=...)."
+            )
+        missing = sum(p.nbytes for p in self.parameters() if p.requires_grad and p.grad is None)
+        return usable_cuda_bytes(device, missing)
+
+    def _measured_plan(self) -> _Plan:
+        plan = self._plans.get(self._current)
+        if plan is None:
+            raise NotMeasuredError(
+                "nothing has been measured yet. Call measure(sample), or give a sample to "
+                "Checkpointable(module, sample)."
+            )
+        return plan
+
+    def _scheduled_plan(self) -> tuple[_Plan, Schedule]:
+        plan = self._measured_plan()
+        if plan.schedule is None:
+            raise NotMeasuredError(
+                "there is no schedule yet. Call compute_sequence(mem_limit), or run a training "
+                "step."
+            )
+        return plan, plan.schedule
+
+    @contextmanager
+    def _in_training_mode(self) -> Iterator[None]:
+        if self.training:
+            yield
+            return
+        modules = list(self.modules())
+        flags = [module.training for module in modules]
+        self.train()
+        try:
+            yield
+        finally:
+            for module, flag in zip(modules, flags, strict=True):
+                module.training = flag
+            self._sequential.training = self.training
+
+    # -- running ----------------------------------------------------------------------------
+
+    def forward(self, input: Any) -> Any:
+        """Return what the module returns; in training mode, ready for a plain `backward()`."""
+        if not self.training or not torch.is_grad_enabled():
+            return self._sequential(input)
+        tensors = _tensors_of(input)
+        if not any(t.requires_grad for t in (*tensors, *self.parameters())):
+            return self._sequential(input)
+        return run_program(self._program_for(input, tensors), input)
+
+    def _program_for(self, value: Any, tensors: Tensors) -> Program:
+        self._forget_plans_of_other_modules()
+        key = self._signature(tensors)
+        plan = self._plans.get(key)
+        if plan is None and self._plans and self.new_inputs == "error":
+            raise NotMeasuredError(
+                f"the input ({_describe(tensors)}) or the module's state differs from what was "
+                f"measured. Call measure() and compute_sequence() for it, or use "
+                f"new_inputs='plan'."
+            )
+        if plan is None:
+            if self.mem_limit is None and self._strategy[0] == "optimal":
+                self._free_limit(_first_device(tensors, self))  # fail before the long work
+            plan = self._measure(value)
+        self._current = key
+        if plan.program is None:
+            self._schedule(plan, self.mem_limit)
+        assert plan.program is not None
+        return plan.program
+
+    def _forget_plans_of_other_modules(self) -> None:
+        if not self._plans:
+            return
+        present = [module for _, module in flatten(self._sequential)]
+        plan = next(iter(self._plans.values()))
+        planned = [m for stage in plan.measurement.stages for m in stage.code.modules]
+        if len(present) != len(planned) or any(
+            a is not b for a, b in zip(present, planned, strict=True)
+        ):
+            self._plans.clear()
+
+    def _signature(self, tensors: Tensors) -> Hashable:
+        inputs = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors)
+        parameters = tuple((p.dtype, p.device, p.requires_grad) for p in self.parameters())
+        flags = tuple(module.training for module in self.modules())
+        kinds = sorted({"cpu", *(t.device.type for t in tensors)})
+        autocast = tuple(
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in kinds
+            if torch.is_autocast_enabled(kind)
+        )
+        return inputs, parameters, flags, autocast
+
+    def train(self, mode: bool = True) -> Checkpointable:
+        """Set the mode, of the given module too: it is the same one."""
+        super().train(mode)
+        self._sequential.training = mode
+        return self
+
+    def __len__(self) -> int:
+        return len(self._sequential)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._sequential)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a child, or a plain `nn.Sequential` of a slice of them."""
+        return self._sequential[index]
+
+    # -- looking ----------------------------------------------------------------------------
+
+    @property
+    def chain(self) -> Chain:
+        """The measured chain of stages; the output is held beside it (`held_bytes`)."""
+        return self._measured_plan().measurement.chain
+
+    @property
+    def held_bytes(self) -> int:
+        """What a step holds through its whole length, beside the chain: the output, above all."""
+        return self._measured_plan().measurement.held_bytes
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule in use, for the input measured or run last."""
+        return self._scheduled_plan()[1]
+
+    @property
+    def timeline(self) -> MemoryTimeline:
+        """The predicted memory over time, without `held_bytes`."""
+        plan, schedule = self._scheduled_plan()
+        return schedule.timeline(plan.measurement.chain)
+
+    def get_expected_makespan(self) -> float:
+        """Return the predicted time of forward and backward, in milliseconds."""
+        return self._scheduled_plan()[1].makespan_ms
+
+    def get_expected_memory(self) -> int:
+        """Return the predicted peak in bytes, to be compared with the limit."""
+        plan, schedule = self._scheduled_plan()
+        return schedule.peak_bytes + plan.measurement.held_bytes
+
+    def display(self) -> None:
+        """Print the schedule, what it is predicted to cost, and memory over time."""
+        print(self)
+
+    def save_timeline(self, path: str | Path) -> None:
+        """Write a picture of the schedule, memory over time, to an SVG file."""
+        save_timeline(self.timeline, path, self.held_bytes)
+
+    def __repr__(self) -> str:
+        plan = self._plans.get(self._current)
+        modules = len(flatten(self._sequential))
+        if plan is None:
+            return f"Checkpointable({modules} modules, not measured yet)"
+        head = f"Checkpointable({modules} modules in {len(plan.measurement.stages)} stages"
+        if plan.schedule is None:
+            return f"{head}, no schedule yet)"
+        text = plan_text(
+            plan.measurement.chain, plan.schedule, plan.measurement.held_bytes, plan.limit_bytes
+        )
+        return f"{head})\n{text}"
+
+
+def _checked_limit(limit: int) -> int:
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or limit != int(limit):
+        raise MemoryLimitError(f"mem_limit is {limit!r}. Give a whole number of bytes.")
+    if limit <= 0:
+        raise MemoryLimitError(f"mem_limit is {limit}. Give a positive number of bytes.")
+    return int(limit)
+
+
+def _tensors_of(value: Any) -> Tensors:
+    try:
+        return pack(value)[0]
+    except TypeError as error:
+        raise TypeError(
+            f"a Checkpointable takes a tensor, or a tuple or list of tensors; got {error}. "
+            f"Give what the first module's forward takes."
+        ) from None
+
+
+def _first_device(tensors: Tensors, module: nn.Module) -> torch.device:
+    devices = [t.device for t in (*tensors, *module.parameters())]
+    return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+
+
+def _describe(tensors: Tensors) -> str:
+    return ", ".join(f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in tensors)

@@ -1,0 +1,335 @@
+"""Run a schedule on real tensors, as one `torch.autograd.Function` per stage.
+
+A stage's Function takes the stage's input and its parameters, so that autograd itself carries the
+gradients from stage to stage, accumulates those of parameters, and calls their hooks. What is kept
+between forward and backward is not autograd's affair: a `Session`, one per training step, holds
+the boundary tensors and the small autograd graphs that the schedule asks for.
+
+Recomputation is invisible: it runs with the random state, the buffers, the autocast state and the
+train/eval flags of the first run, and leaves the present ones as they were.
+
+Danger: a module that keeps state in plain Python attributes, or draws from `random` or numpy, is
+run again as it is; this cannot be noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from rotor.boundary import Layout, Tensors, is_differentiable, pack, unpack
+from rotor.errors import BackwardError, InvalidScheduleError, StageError
+from rotor.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
+from rotor.rng import RngState, preserved_rng
+from rotor.stages import CodeStage, current_buffer, replaced_buffers, training_flags
+
+
+@dataclass(frozen=True, slots=True)
+class RunStage:
+    """A stage with the facts that running it again needs."""
+
+    code: CodeStage
+    mutated_buffers: tuple[tuple[nn.Module, str], ...] = ()
+    detached_outputs: frozenset[int] = frozenset()  # outputs that carry no gradient
+    always_record: bool = False  # its kernels give other bits when nothing is recorded
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A schedule cut at the points where autograd calls: one forward op and one group per stage."""
+
+    stages: tuple[RunStage, ...]
+    forward: tuple[Op, ...]
+    backward: tuple[tuple[Op, ...], ...]  # [k]: what runs between B(k+1) and the end of B(k)
+    rerun: frozenset[int]
+    devices: tuple[torch.device, ...]
+    preserve_rng: bool
+
+    @classmethod
+    def build(
+        cls,
+        stages: tuple[RunStage, ...],
+        ops: Iterable[Op],
+        devices: tuple[torch.device, ...],
+        preserve_rng: bool,
+    ) -> Program:
+        """Cut a valid schedule into a program.
+
+        Raises:
+            InvalidScheduleError: its forward phase does not run each stage once, in order.
+        """
+        todo = list(ops)
+        count = len(stages)
+        forward, rest = tuple(todo[:count]), todo[count:]
+        in_order = [op.stage for op in forward] == list(range(count))
+        if not in_order or any(isinstance(op, Backward) for op in forward):
+            raise InvalidScheduleError("the forward phase must run each stage once, in order.")
+        groups: list[tuple[Op, ...]] = []
+        group: list[Op] = []
+        for op in rest:
+            group.append(op)
+            if isinstance(op, Backward):
+                groups.append(tuple(group))
+                group = []
+        again = frozenset(op.stage for op in rest if not isinstance(op, Backward))
+        return cls(stages, forward, tuple(reversed(groups)), again, devices, preserve_rng)
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """The autograd graph of one stage: where gradients enter, and the leaves where they leave."""
+
+    edges: list[GradientEdge | None]
+    leaves: list[torch.Tensor]
+
+
+@dataclass(slots=True)
+class _FirstRun:
+    """What a stage that will run again was given the first time."""
+
+    rng: RngState | None
+    buffers: list[torch.Tensor]
+    versions: list[int]
+
+
+class Session:
+    """One training step: tensors and graphs that are alive, as the schedule says."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._inputs: dict[int, Tensors] = {}
+        self._layouts: dict[int, Layout] = {}
+        self._recorded: dict[int, _Recorded] = {}
+        self._needs: dict[int, tuple[bool, ...]] = {}
+        self._first: dict[int, _FirstRun] = {}
+        self._autocast = {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in {"cpu", *(device.type for device in program.devices)}
+        }
+        self._modules = list(dict.fromkeys(m for s in program.stages for m in s.code.submodules()))
+        self._flags = [module.training for module in self._modules]
+
+    def start(self, value: Any) -> Tensors:
+        """Return the tensors of the chain's input."""
+        tensors, self._layouts[0] = pack(value)
+        return tensors
+
+    def finish(self, tensors: Tensors) -> Any:
+        """Return the chain's output as the last stage arranged it."""
+        return unpack(tensors, self._layouts[len(self.program.stages)])
+
+    def forward_stage(self, k: int, inputs: Tensors, needs: tuple[bool, ...]) -> Tensors:
+        """Run the forward op of stage k for the first time; `needs`: inputs, then parameters."""
+        op = self.program.forward[k]
+        self._needs[k] = needs
+        if isinstance(op, ForwardCheckpoint | ForwardEnableGrad):
+            self._inputs[k] = tuple(tensor.detach() for tensor in inputs)
+        again = k in self.program.rerun
+        before = self._remember(k) if again else None
+        with self._autocast_state():
+            outputs = self._run(k, inputs, recording=isinstance(op, ForwardEnableGrad))
+        if before is not None and before.rng is not None:
+            drew_none = RngState.now(self.program.devices).same_as(before.rng)
+            before.rng = None if drew_none else before.rng
+        if before is not None:
+            self._first[k] = before
+        return outputs
+
+    def backward_stage(
+        self, k: int, grads: tuple[torch.Tensor | None, ...]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Run what the schedule has before B(k), then B(k): gradients of inputs and parameters."""
+        if all(grad is None for grad in grads):
+            return (None,) * len(self._needs[k])
+        for op in self.program.backward[k][:-1]:
+            self._run_again(op)
+        return self._run_backward(k, grads)
+
+    def _remember(self, k: int) -> _FirstRun:
+        stage = self.program.stages[k]
+        return _FirstRun(
+            rng=RngState.now(self.program.devices) if self.program.preserve_rng else None,
+            buffers=[current_buffer(*where).clone() for where in stage.mutated_buffers],
+            versions=[parameter._version for parameter in stage.code.parameters()],
+        )
+
+    def _run(self, k: int, inputs: Tensors, *, recording: bool) -> Tensors:
+        code = self.program.stages[k].code
+        recording = recording and any(self._needs[k])
+        if not recording and not (self.program.stages[k].always_record and any(self._needs[k])):
+            # Parameters keep requires_grad: some kernels are chosen by it, and would differ.
+            with torch.no_grad():
+                value = code(unpack(tuple(t.detach() for t in inputs), self._layouts[k]))
+            outputs, self._layouts[k + 1] = pack_output(value, code)
+            return tuple(tensor.detach() for tensor in outputs)
+        with torch.enable_grad():
+            leaves = [
+                tensor.detach().requires_grad_(need)
+                for tensor, need in zip(inputs, self._needs[k], strict=False)
+            ]
+            outputs, self._layouts[k + 1] = pack_output(
+                code(unpack(tuple(leaves), self._layouts[k])), code
+            )
+        if recording:
+            edges = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
+            self._recorded[k] = _Recorded(edges, leaves)
+        return tuple(tensor.detach() for tensor in outputs)
+
+    def _run_again(self, op: Op) -> None:
+        k = op.stage
+        recording = isinstance(op, ForwardEnableGrad)
+        inputs = self._inputs[k]
+        with self._as_the_first_time(k):
+            outputs = self._run(k, inputs, recording=recording)
+        if isinstance(op, ForwardNoGrad):
+            del self._inputs[k]
+        if k + 1 < len(self.program.stages):
+            self._inputs[k + 1] = outputs
+
+    @contextmanager
+    def _as_the_first_time(self, k: int) -> Iterator[None]:
+        first, stage = self._first[k], self.program.stages[k]
+        parameters = stage.code.parameters()
+        if [parameter._version for parameter in parameters] != first.versions:
+            raise BackwardError(
+                f"stage {stage.code.name} has to be recomputed for its backward, and its "
+                f"parameters have been changed since its forward. Call backward() before the "
+                f"optimizer's step."
+            )
+        with ExitStack() as stack:
+            if first.rng is not None:
+                stack.enter_context(preserved_rng(self.program.devices))
+                first.rng.restore()
+            if stage.mutated_buffers:
+                copies = [value.clone() for value in first.buffers]
+                stack.enter_context(replaced_buffers(list(stage.mutated_buffers), copies))
+            stack.enter_context(training_flags(self._modules, self._flags))
+            stack.enter_context(self._autocast_state())
+            yield
+
+    @contextmanager
+    def _autocast_state(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for kind, (enabled, dtype) in self._autocast.items():
+                if enabled or torch.is_autocast_enabled(kind):
+                    # No cache: a weight cast without grad must not serve a run that records.
+                    stack.enter_context(
+                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+                    )
+            yield
+
+    def _run_backward(
+        self, k: int, grads: tuple[torch.Tensor | None, ...]
+    ) -> tuple[torch.Tensor | None, ...]:
+        needs = self._needs[k]
+        recorded = self._recorded.pop(k)
+        for index in (k, k + 1):
+            self._inputs.pop(index, None)
+        self._first.pop(k, None)
+        pairs = [
+            (edge, grad)
+            for edge, grad in zip(recorded.edges, grads, strict=True)
+            if edge is not None and grad is not None
+        ]
+        variables = [*recorded.leaves, *self.program.stages[k].code.parameters()]
+        wanted = [v for v, need in zip(variables, needs, strict=True) if need]
+        if not pairs or not wanted:
+            return (None,) * len(needs)
+        results = iter(stage_gradients([e for e, _ in pairs], wanted, [g for _, g in pairs]))
+        return tuple(next(results) if need else None for need in needs)
+
+
+class _StageFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, session: Session, k: int, count: int, *tensors: torch.Tensor) -> Tensors:
+        ctx.session, ctx.stage = session, k
+        ctx.set_materialize_grads(False)
+        outputs = session.forward_stage(k, tensors[:count], ctx.needs_input_grad[3:])
+        detached = session.program.stages[k].detached_outputs
+        ctx.mark_non_differentiable(
+            *(t for i, t in enumerate(outputs) if i in detached or not is_differentiable(t))
+        )
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        session: Session | None = ctx.session
+        if session is None:
+            raise BackwardError(
+                "the backward of this checkpointed step has already run, and what it needs is "
+                "gone (retain_graph does not keep it). Run the forward again."
+            )
+        ctx.session = None
+        return (None, None, None, *session.backward_stage(ctx.stage, grads))
+
+
+def run_program(program: Program, value: Any) -> Any:
+    """Return the output of the chain for `value`, ready for a plain backward."""
+    session = Session(program)
+    tensors = session.start(value)
+    count = len(tensors)
+    for k, stage in enumerate(program.stages):
+        tensors = _StageFunction.apply(  # type: ignore[no-untyped-call]
+            session, k, count, *tensors, *stage.code.parameters()
+        )
+        count = len(tensors)
+    return session.finish(tensors)
+
+
+def pack_output(value: Any, code: CodeStage) -> tuple[Tensors, Layout]:
+    """Return what a stage has returned as tensors, or refuse it by the stage's name."""
+    try:
+        return pack(value)
+    except TypeError as error:
+        raise StageError(
+            f"stage {code.name} must return a tensor, or a tuple or list of tensors; it returned "
+            f"{error}. Change the stage, or join it with the next one into a module.",
+            code.name,
+        ) from None
+
+
+def stage_gradients(
+    edges: list[GradientEdge], wanted: list[torch.Tensor], grads: list[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of `wanted`, each as autograd can take it over without a copy."""
+    with _quiet_hooks(wanted):
+        found = torch.autograd.grad(edges, wanted, grads, allow_unused=True)
+    # Autograd would copy a parameter's gradient of other strides while it accumulates, outside of
+    # what has been measured.
+    return tuple(
+        _with_strides_of(variable, grad) if isinstance(variable, torch.nn.Parameter) else grad
+        for variable, grad in zip(wanted, found, strict=True)
+    )
+
+
+def _with_strides_of(parameter: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
+    if grad is None or grad.layout != torch.strided or grad.stride() == parameter.stride():
+        return grad
+    return torch.empty_like(parameter).copy_(grad)
+
+
+@contextmanager
+def _quiet_hooks(variables: list[torch.Tensor]) -> Iterator[None]:
+    """Silence tensor hooks of parameters: they are for the gradient that autograd accumulates.
+
+    They would run twice otherwise, on the gradient inside the stage and on the one it returns.
+    """
+    silenced = []
+    for variable in variables:
+        hooks = variable._backward_hooks
+        if hooks:
+            silenced.append((hooks, list(hooks.items())))
+            hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, items in silenced:
+            hooks.update(items)

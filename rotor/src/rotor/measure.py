@@ -1,0 +1,401 @@
+"""From a module and a sample to a `Chain`: what each stage costs, measured on real values.
+
+Stages are measured one at a time, in forward order, each on the output of the one before, so that
+a module whose activations do not fit in memory together can still be measured. Memory comes from
+the allocator (see `memory`), time from a clock that the caller may replace.
+
+The module is left as it was: parameters, gradients, buffers, random state and train/eval flags.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from rotor.boundary import Layout, Tensors, is_differentiable, pack, unpack
+from rotor.chain import Chain, Option, Stage
+from rotor.errors import InPlaceInputError, StageError
+from rotor.execute import RunStage, pack_output, stage_gradients
+from rotor.memory import MemoryMeter, storage_bytes
+from rotor.rng import RngState, preserved_rng
+from rotor.stages import CodeStage, current_buffer, flatten, replaced_buffers
+
+Timer: TypeAlias = Callable[[Callable[[], object]], float]
+"""Runs a call and returns how long it took, in milliseconds."""
+
+TIMED_RUNS = 3  # the fastest counts: whatever disturbs a run makes it longer
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A module's stages with their chain, and what a step holds beside the chain.
+
+    `held_bytes` is alive through the whole step whatever the schedule: the output, which its user
+    keeps; random states and buffer copies for recomputation; and the partial gradients of
+    parameters that several stages share. The chain does not count the output again.
+    """
+
+    stages: tuple[RunStage, ...]
+    chain: Chain
+    held_bytes: int
+    device: torch.device
+
+
+def measure_module(
+    module: nn.Module, sample: Any, *, preserve_rng: bool = True, timer: Timer | None = None
+) -> Measurement:
+    """Return what the stages of a sequential module cost on `sample`, with its present flags.
+
+    Gradients of the sample are counted where its numbers have any, so that a plan made for a
+    sample that requires none holds for data that does.
+
+    Raises:
+        NotSequentialError: the module has no stages.
+        InPlaceInputError: a stage begins by overwriting its input.
+        StageError: a stage fails, returns something else than tensors, or uses a tensor that
+            requires gradients and is neither its input nor its parameter.
+    """
+    modules = flatten(module)
+    try:
+        inputs, layout = pack(sample)
+    except TypeError as error:
+        raise TypeError(
+            f"the sample must be a tensor, or a tuple or list of tensors; got {error}. "
+            f"Give what the module's forward takes."
+        ) from None
+    device = _device_of(module, inputs)
+    with _harmless(module, device):
+        codes = _join_views(modules, inputs, layout)
+    probes = [_Probe(code, device, is_last=code is codes[-1]) for code in codes]
+    with _harmless(module, device), MemoryMeter(device) as meter:
+        _follow(probes, inputs, layout, lambda probe, flow: probe.weigh(meter, *flow))
+    for probe in probes:
+        probe.read(meter)
+    clock = timer or _clock(device)
+    with _harmless(module, device):
+        _follow(probes, inputs, layout, lambda probe, flow: probe.time(clock, *flow))
+    return _assemble(probes, device, preserve_rng)
+
+
+def _device_of(module: nn.Module, inputs: Tensors) -> torch.device:
+    """The device whose memory is bounded: the one CUDA device in use, else the CPU."""
+    devices = {t.device for t in (*inputs, *module.parameters(), *module.buffers())}
+    found = sorted((d for d in devices if d.type == "cuda"), key=str)
+    if len(found) > 1:
+        raise StageError(
+            f"the module and its sample are spread over {', '.join(map(str, found))}. A memory "
+            f"limit is about one device: move both to the same one.",
+            "",
+        )
+    return found[0] if found else torch.device("cpu")
+
+
+@contextmanager
+def _harmless(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run with copies of all buffers, and put the buffers and the random state back at exit.
+
+    Each pass over the module has its own, so that each sees what the first training step will see.
+    """
+    whole = CodeStage(("",), (module,))
+    buffers = whole.buffers()
+    copies = [current_buffer(*where).clone() for where in buffers]
+    with preserved_rng([device]), replaced_buffers(buffers, copies):
+        yield
+
+
+def _join_views(
+    modules: list[tuple[str, nn.Module]], inputs: Tensors, layout: Layout
+) -> list[CodeStage]:
+    """Group the modules into stages, so that no boundary lies behind a pure view of its input.
+
+    `Flatten`, `Identity` or a `Dropout(0)` hand on the memory they got: a boundary there would be
+    counted twice. Such a module joins the stage before it, or the next one at the very beginning.
+    """
+    groups: list[list[tuple[str, nn.Module]]] = []
+    begins_with_views = True
+    for name, module in modules:
+        code = CodeStage((name,), (module,))
+        outputs, next_layout = _call(code, _leaves(inputs), layout, recording=True)
+        storages = {t.untyped_storage().data_ptr() for t in inputs}
+        is_view = all(t.untyped_storage().data_ptr() in storages for t in outputs)
+        if groups and (is_view or begins_with_views):
+            groups[-1].append((name, module))
+        else:
+            groups.append([(name, module)])
+        begins_with_views = begins_with_views and is_view
+        inputs, layout = tuple(t.detach() for t in outputs), next_layout
+    return [CodeStage(tuple(n for n, _ in g), tuple(m for _, m in g)) for g in groups]
+
+
+def _follow(
+    probes: list[_Probe],
+    inputs: Tensors,
+    layout: Layout,
+    visit: Callable[[_Probe, tuple[Tensors, Layout]], tuple[Tensors, Layout]],
+) -> None:
+    """Visit the probes in forward order, each with the output of the one before."""
+    flow = (tuple(tensor.detach() for tensor in inputs), layout)
+    for probe in probes:
+        flow = visit(probe, flow)
+
+
+def _call(
+    code: CodeStage, inputs: Tensors, layout: Layout, *, recording: bool
+) -> tuple[Tensors, Layout]:
+    """Run a stage; say which one it was if it fails."""
+    versions = [tensor._version for tensor in inputs]
+    try:
+        with torch.set_grad_enabled(recording):
+            value = code(unpack(inputs, layout))
+    except Exception as error:
+        if "leaf Variable that requires grad" in str(error) and "in-place" in str(error):
+            raise _in_place(code) from error
+        raise StageError(
+            f"stage {code.name} failed on the output of the stages before it: "
+            f"{type(error).__name__}: {error}. Check that the module runs on this sample.",
+            code.name,
+        ) from error
+    if [tensor._version for tensor in inputs] != versions:
+        raise _in_place(code)
+    return pack_output(value, code)
+
+
+def _leaves(inputs: Tensors) -> Tensors:
+    # Whole numbers cannot be leaves that refuse to be overwritten, so they are copied.
+    return tuple(t.detach().requires_grad_() if is_differentiable(t) else t.clone() for t in inputs)
+
+
+def _in_place(code: CodeStage) -> InPlaceInputError:
+    return InPlaceInputError(
+        f"the first computation of stage {code.name} overwrites its input, which other stages "
+        f"still need. Put it into one module with the layer before it (for a ReLU: "
+        f"rotor.models.utils.ReLUAtEnd), or use inplace=False.",
+        code.name,
+    )
+
+
+class _Backward:
+    """The recorded graph of one run of a stage, and the call that runs its backward."""
+
+    def __init__(self, code: CodeStage, leaves: Tensors, outputs: Tensors) -> None:
+        self.leaves = leaves
+        recorded = [t for t in outputs if t.requires_grad]
+        self.edges = [get_gradient_edge(t) for t in recorded]
+        self.grads = [torch.ones_like(t) for t in recorded]
+        self.wanted = [t for t in (*leaves, *code.parameters()) if t.requires_grad]
+
+    def __call__(self) -> tuple[torch.Tensor | None, ...]:
+        if not self.edges or not self.wanted:
+            return ()
+        return stage_gradients(self.edges, self.wanted, self.grads)
+
+
+class _Probe:
+    """The measurements of one stage."""
+
+    def __init__(self, code: CodeStage, device: torch.device, *, is_last: bool) -> None:
+        self.code = code
+        self.device = device
+        self.is_last = is_last
+        self.detached_outputs: frozenset[int] = frozenset()
+        self.mutated: tuple[tuple[nn.Module, str], ...] = ()
+        self.draws_random = False
+        self.always_record = False
+        self.output_bytes = self.grad_bytes = self.input_grad_bytes = 0
+        self.saved = self.fwd_overhead = self.bwd_overhead = self.forward_peak = 0
+        self.fwd_ms = self.bwd_ms = self.forward_ms = 0.0
+
+    def label(self, what: str) -> str:
+        """A name for the meter that no other stage has."""
+        return f"{what} {self.code.name}"
+
+    def weigh(self, meter: MemoryMeter, inputs: Tensors, layout: Layout) -> tuple[Tensors, Layout]:
+        """Run forward, backward and plain forward under the meter; return the stage's output."""
+        code = self.code
+        rng = RngState.now([self.device])
+        buffers = code.buffers()
+        originals = [current_buffer(*where) for where in buffers]
+        leaves = _leaves(inputs)
+        copies = [value.clone() for value in originals]
+        with replaced_buffers(buffers, copies):
+            outputs, _ = meter.run(
+                self.label("record"), lambda: _call(code, leaves, layout, recording=True)
+            )
+            self.draws_random = not RngState.now([self.device]).same_as(rng)
+            self.mutated = tuple(
+                where
+                for where, copy, original in zip(buffers, copies, originals, strict=True)
+                if _is_written(where, copy, original)
+            )
+            _refuse_foreign_leaves(code, leaves, outputs)
+            self.output_bytes = storage_bytes(outputs)
+            self.detached_outputs = frozenset(
+                i for i, t in enumerate(outputs) if not t.requires_grad
+            )
+            self.grad_bytes = sum(
+                t.numel() * t.element_size() for t in outputs if is_differentiable(t)
+            )
+            backward = _Backward(code, leaves, outputs)
+            alive = list(outputs)
+            del outputs
+            # Before B(k) the executor has dropped x[k+1], unless it is the chain's output.
+            release = (lambda: None) if self.is_last else alive.clear
+            meter.run(self.label("release"), release)
+            found = meter.run(self.label("backward"), backward)
+            inward = (g for g in found[: sum(t.requires_grad for t in leaves)] if g is not None)
+            self.input_grad_bytes = storage_bytes(inward)
+            del found, backward, alive
+        rng.restore()
+        return meter.run(
+            self.label("forward"), lambda: _call(code, inputs, layout, recording=False)
+        )
+
+    def read(self, meter: MemoryMeter) -> None:
+        """Take the results of `weigh` out of the meter, which has ended."""
+        record = meter.usage(self.label("record"))
+        released = meter.usage(self.label("release")).kept_bytes
+        backward = meter.usage(self.label("backward"))
+        forward = meter.usage(self.label("forward"))
+        self.saved = max(record.kept_bytes, self.output_bytes)
+        self.fwd_overhead = max(record.peak_bytes - self.saved, 0)
+        self.bwd_overhead = max(record.kept_bytes + released + backward.peak_bytes - self.saved, 0)
+        self.forward_peak = max(forward.peak_bytes, self.output_bytes)
+
+    def time(self, clock: Timer, inputs: Tensors, layout: Layout) -> tuple[Tensors, Layout]:
+        """Time the stage's forward with and without recording and its backward."""
+        rng = RngState.now([self.device])
+        rounds = [self._time_once(clock, inputs, layout) for _ in range(TIMED_RUNS)]
+        self.fwd_ms, self.bwd_ms, self.forward_ms = (
+            min(times) for times in zip(*rounds, strict=True)
+        )
+        rng.restore()
+        outputs, next_layout = _call(self.code, inputs, layout, recording=False)
+        rng.restore()
+        recorded, _ = _call(self.code, _leaves(inputs), layout, recording=True)
+        if not all(torch.equal(a, b) for a, b in zip(outputs, recorded, strict=True)):
+            # Some kernels (LSTM on the CPU) are others without grad, and differ in the last bits.
+            self.always_record = True
+            self.forward_ms = self.fwd_ms
+            self.forward_peak = max(self.forward_peak, self.saved + self.fwd_overhead)
+        return tuple(tensor.detach() for tensor in recorded), next_layout
+
+    def _time_once(
+        self, clock: Timer, inputs: Tensors, layout: Layout
+    ) -> tuple[float, float, float]:
+        leaves = _leaves(inputs)
+        results: list[tuple[Tensors, Layout]] = []
+        forward_ms = clock(
+            lambda: results.append(_call(self.code, inputs, layout, recording=False))
+        )
+        results.clear()
+        fwd_ms = clock(lambda: results.append(_call(self.code, leaves, layout, recording=True)))
+        backward = _Backward(self.code, leaves, results.pop()[0])
+        return fwd_ms, clock(backward), forward_ms
+
+
+def _is_written(where: tuple[nn.Module, str], copy: torch.Tensor, original: torch.Tensor) -> bool:
+    """Return whether a stage has written to a buffer, of which it was given a fresh copy."""
+    module = where[0]
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        # Its kernel writes without raising the version, and may write what was there before.
+        return module.training and module.track_running_stats
+    now = current_buffer(*where)
+    return now is not copy or copy._version > 0 or not torch.equal(now, original)
+
+
+def _refuse_foreign_leaves(code: CodeStage, leaves: Tensors, outputs: Tensors) -> None:
+    """Refuse a stage whose graph reaches a tensor that would silently get no gradient."""
+    own = {id(tensor) for tensor in (*leaves, *code.parameters())}
+    seen: set[Any] = set()
+    todo: list[Any] = [get_gradient_edge(t).node for t in outputs if t.requires_grad]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in own:
+            raise StageError(
+                f"stage {code.name} uses a tensor of shape {tuple(variable.shape)} that requires "
+                f"gradients and is neither its input nor a registered parameter: its gradient "
+                f"would be lost. Register it as a parameter of a module of the stage, or detach "
+                f"it.",
+                code.name,
+            )
+        todo.extend(following for following, _ in node.next_functions if following is not None)
+
+
+def _assemble(probes: list[_Probe], device: torch.device, preserve_rng: bool) -> Measurement:
+    stages = []
+    for probe, following in zip(probes, [*probes[1:], None], strict=True):
+        # The output of the chain is held by its user: counted beside the chain, not in it.
+        output = 0 if probe.is_last else probe.output_bytes
+        outside = probe.output_bytes - output
+        option = Option(
+            saved_bytes=probe.saved - outside,
+            fwd_time_ms=probe.fwd_ms,
+            bwd_time_ms=probe.bwd_ms,
+            fwd_overhead_bytes=probe.fwd_overhead,
+            bwd_overhead_bytes=probe.bwd_overhead,
+        )
+        inward = 0 if following is None else following.input_grad_bytes
+        stages.append(
+            Stage(
+                name=probe.code.name,
+                options=(option,),
+                output_bytes=output,
+                output_grad_bytes=max(probe.grad_bytes, inward),
+                forward_time_ms=probe.forward_ms,
+                forward_peak_bytes=probe.forward_peak - outside,
+            )
+        )
+    runs = tuple(RunStage(p.code, p.mutated, p.detached_outputs, p.always_record) for p in probes)
+    held = probes[-1].output_bytes + _rerun_bytes(probes, device, preserve_rng)
+    held += _shared_parameter_bytes(probes)
+    return Measurement(runs, Chain(tuple(stages)), held, device)
+
+
+def _rerun_bytes(probes: list[_Probe], device: torch.device, preserve_rng: bool) -> int:
+    """What recomputing every stage needs beside tensors of the chain."""
+    buffers = [current_buffer(*where) for probe in probes for where in probe.mutated]
+    # One copy from the first run to the last, and the one that the last run writes to.
+    held = 2 * sum(buffer.nbytes for buffer in buffers)
+    if preserve_rng and device.type != "cuda":  # CUDA states are kept on the host
+        # One for each stage that draws; and the state before, the state after, the user's.
+        held += (sum(probe.draws_random for probe in probes) + 3) * torch.get_rng_state().nbytes
+    return held
+
+
+def _shared_parameter_bytes(probes: list[_Probe]) -> int:
+    """Gradients that wait, between the backwards of two stages, for their other part."""
+    users: dict[nn.Parameter, int] = {}
+    for probe in probes:
+        for parameter in probe.code.parameters():
+            users[parameter] = users.get(parameter, 0) + 1
+    return sum(p.nbytes for p, count in users.items() if count > 1 and p.requires_grad)
+
+
+def _clock(device: torch.device) -> Timer:
+    def on_cpu(call: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        call()
+        return 1000 * (time.perf_counter() - begin)
+
+    def on_cuda(call: Callable[[], object]) -> float:
+        with torch.cuda.device(device):
+            begin: Any = torch.cuda.Event(enable_timing=True)
+            end: Any = torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            return float(begin.elapsed_time(end))
+
+    return on_cuda if device.type == "cuda" else on_cpu

@@ -1,0 +1,153 @@
+"""How much memory a call takes: CUDA allocator counters, or the profiler's events on the CPU.
+
+On a CPU torch has no allocator statistics, and resident set size sees neither reuse nor small
+tensors. The `[memory]` events of `torch.profiler` see every tensor and every kernel's workspace.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+T = TypeVar("T")
+# Only what the allocator reports free is offered, less a share for fragmentation, which no
+# schedule controls.
+USABLE_SHARE_OF_FREE = 0.9
+_LABEL = "rotor.memory:"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a call did to the device's memory, against the moment before it."""
+
+    peak_bytes: int  # highest number of bytes above the start
+    kept_bytes: int  # bytes above the start when it returned; negative if it released some
+
+
+class MemoryMeter:
+    """Measure calls one by one; the results can be read once the `with` block has ended.
+
+    One meter at a time: on the CPU it is a profiler session, and torch allows a single one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._usage: dict[str, Usage] = {}
+        self._labels: list[str] = []
+        self._profile: profile | None = None
+
+    def __enter__(self) -> MemoryMeter:
+        gc.collect()  # garbage freed during a call would look like memory that it gave back
+        if self._device.type != "cuda":
+            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self._profile.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._profile is None:
+            return
+        self._profile.stop()
+        if error is None:
+            self._read_events(self._profile)
+        self._profile = None
+
+    def run(self, label: str, call: Callable[[], T]) -> T:
+        """Return `call()`, measured under `label`."""
+        if self._device.type == "cuda":
+            return self._run_cuda(label, call)
+        name = f"{_LABEL}{len(self._labels)}"
+        self._labels.append(label)
+        with record_function(name):
+            return call()
+
+    def usage(self, label: str) -> Usage:
+        """Return what the call of that label used."""
+        return self._usage[label]
+
+    def _run_cuda(self, label: str, call: Callable[[], T]) -> T:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        result = call()
+        torch.cuda.synchronize(self._device)
+        peak = torch.cuda.max_memory_allocated(self._device) - before
+        kept = torch.cuda.memory_allocated(self._device) - before
+        self._usage[label] = Usage(peak, kept)
+        return result
+
+    def _read_events(self, finished: profile) -> None:
+        recorded = finished.profiler
+        assert recorded is not None
+        assert recorded.kineto_results is not None
+        changes: list[tuple[int, int]] = []
+        spans: dict[int, tuple[int, int]] = {}
+        events: Iterable[Any] = recorded.kineto_results.events()
+        for event in events:
+            name = event.name()
+            if name == "[memory]":
+                changes.append((event.start_ns(), event.nbytes()))
+            elif name.startswith(_LABEL):
+                start = event.start_ns()
+                spans[int(name.removeprefix(_LABEL))] = (start, start + event.duration_ns())
+        changes.sort(key=lambda change: change[0])
+        position = 0
+        for index, label in enumerate(self._labels):
+            start, end = spans[index]
+            while position < len(changes) and changes[position][0] < start:
+                position += 1
+            held = peak = 0
+            while position < len(changes) and changes[position][0] <= end:
+                held += changes[position][1]
+                peak = max(peak, held)
+                position += 1
+            self._usage[label] = Usage(peak, held)
+
+
+def peak_of(call: Callable[[], object], device: torch.device) -> int:
+    """Return the highest number of bytes that `call` holds on the device above the start."""
+    with MemoryMeter(device) as meter:
+        meter.run("call", call)
+    return meter.usage("call").peak_bytes
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the distinct storages behind the tensors."""
+    sizes = {t.untyped_storage().data_ptr() or id(t): t.untyped_storage().nbytes() for t in tensors}
+    return sum(sizes.values())
+
+
+def share_storage(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) -> bool:
+    """Return whether some tensor of the first and some of the second are the same memory."""
+    pointers = {t.untyped_storage().data_ptr() for t in first if t.untyped_storage().nbytes()}
+    return any(
+        t.untyped_storage().nbytes() and t.untyped_storage().data_ptr() in pointers for t in second
+    )
+
+
+def usable_cuda_bytes(device: torch.device, missing_grad_bytes: int) -> int:
+    """Return what a step may use now: free memory, less the parameter gradients yet to be made."""
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(USABLE_SHARE_OF_FREE * (free + cached)) - missing_grad_bytes
+
+
+def peak_resident_bytes() -> int | None:
+    """Return the largest resident set of this process so far, or None where it is not known."""
+    try:
+        import resource
+    except ImportError:  # not a Unix system
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
