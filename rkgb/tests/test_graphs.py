@@ -6,15 +6,16 @@ import copy
 import random
 
 import pytest
-import rkgb
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+
+import rkgb
 from rkgb.anonymize import anonymize, equivalence_classes
 from rkgb.dataflow import B_to_D, DataFlowGraph
 from rkgb.simplified import PASSES, D_to_S, cut
 from rkgb.testing import EXAMPLES, Residual, assert_same_as_module, example
-from torch import nn
 
 
 def graphs(name: str) -> tuple[nn.Module, tuple[object, ...], rkgb.BasicGraph, DataFlowGraph]:

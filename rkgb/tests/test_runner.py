@@ -9,6 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
 from rkgb.basic import bind_inputs, external_values, make_B
 from rkgb.dataflow import B_to_D
 from rkgb.inspect_op import FlopCost, inspect_graph
@@ -17,8 +20,6 @@ from rkgb.runner import Runner, StepState
 from rkgb.simplified import D_to_S
 from rkgb.tensor_info import storage_bytes, storage_id
 from rkgb.testing import EXAMPLES, example
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 CPU = torch.device("cpu")
 

@@ -7,9 +7,11 @@ import sys
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+
 import rkgb
 import rockmate
-import torch
 from rockmate import (
     BackwardTwiceError,
     BudgetFormatError,
@@ -24,7 +26,6 @@ from rockmate import (
 )
 from rockmate.budget import parse_budget
 from rockmate.testing_nets import eager_copy, network
-from torch import Tensor, nn
 
 
 def wrap(model: nn.Module, sample: Any, budget: Any = "1MiB", **options: Any) -> Rockmate:
@@ -330,7 +331,7 @@ def test_eval_mode_is_refused() -> None:
 
 def test_different_devices_are_refused() -> None:
     model = nn.Linear(4, 4)
-    with pytest.raises(rkgb.TraceError, match="one device.*cpu.*meta"):
+    with pytest.raises(rkgb.TraceError, match=r"one device.*cpu.*meta"):
         wrap(model, torch.randn(2, 4, device="meta"))
     still_trains(model, torch.randn(2, 4))
 
@@ -338,12 +339,12 @@ def test_different_devices_are_refused() -> None:
 def test_hooks_on_submodules_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     handle = model[0].register_forward_hook(lambda *_: None)
-    with pytest.raises(UnsupportedModuleError, match="module '0'.*forward_hooks"):
+    with pytest.raises(UnsupportedModuleError, match=r"module '0'.*forward_hooks"):
         wrap(model, torch.randn(2, 4))
     handle.remove()
     wrapped = wrap(model, torch.randn(2, 4))
     model[1].register_forward_pre_hook(lambda *_: None)
-    with pytest.raises(UnsupportedModuleError, match="module '1'.*forward_pre_hooks"):
+    with pytest.raises(UnsupportedModuleError, match=r"module '1'.*forward_pre_hooks"):
         wrapped(torch.randn(2, 4))
 
 

@@ -79,7 +79,7 @@ class MeasuredTime:
 
     def _time(self, run: Callable[[], None]) -> float:
         if self.device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             run()
             end.record()
@@ -91,11 +91,11 @@ class MeasuredTime:
 
 
 def _sdpa_forward(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(q, k, v))  # type: ignore[no-untyped-call]
+    return int(sdpa_flop_count(q, k, v))
 
 
 def _sdpa_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad, q, k, v))  # type: ignore[no-untyped-call]
+    return int(sdpa_backward_flop_count(grad, q, k, v))
 
 
 # torch has no formula for the CPU's flash attention; without one attention looks free.

@@ -34,9 +34,7 @@ def parse_budget(budget: Budget) -> tuple[int | None, float | None]:
         BudgetFormatError: the value is not positive, a float above 1, or unreadable.
     """
     if isinstance(budget, bool) or not isinstance(budget, (Real, str)):
-        raise BudgetFormatError(
-            f"budget {budget!r} is a {type(budget).__name__}. Give {_FORMS}."
-        )
+        raise BudgetFormatError(f"budget {budget!r} is a {type(budget).__name__}. Give {_FORMS}.")
     if isinstance(budget, str):
         return _from_text(budget)
     if not budget > 0:

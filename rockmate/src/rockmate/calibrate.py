@@ -272,18 +272,17 @@ def _measured(
             extra = 0 if instruction.is_rerun else skeleton.nodes[node].rerun_state_bytes
             nograd[node] = max(nograd[node], span.added_peak_bytes + extra)
     waiting = _waiting_gradients(skeleton, layout, external)
-    nodes = []
-    for index, node in enumerate(skeleton.nodes):
-        nodes.append(
-            replace(
-                node,
-                fwd_peak_bytes=max(record[index], nograd[index]),
-                fwd_peak_nograd_bytes=max(nograd[index], 0) or record[index],
-                bwd_peak_bytes=backward[index],
-                grads_before_bytes=observed.gradient_bytes[index] + waiting[index],
-            )
+    nodes = tuple(
+        replace(
+            node,
+            fwd_peak_bytes=record[index] or nograd[index],
+            fwd_peak_nograd_bytes=nograd[index] or record[index],
+            bwd_peak_bytes=backward[index],
+            grads_before_bytes=observed.gradient_bytes[index] + waiting[index],
         )
-    return Problem(tuple(nodes), skeleton.storages)
+        for index, node in enumerate(skeleton.nodes)
+    )
+    return Problem(nodes, skeleton.storages)
 
 
 def _margin(problem: Problem, steps: Sequence[Step], trace: MemoryTrace) -> int:

@@ -4,7 +4,7 @@ capture      torch.export -> B -> D -> S            (rkgb)
 measurement  time of each class of nodes            (rkgb)
 calibration  one metered run of the executor        -> Problem
 eager        one metered step of the eager twin     (for a fraction as budget, and the self-test)
-options, chain, simulation, ...                      -> Plan
+planning     options, chain, simulation, search     -> Plan
 self_test    one step of the planned module against the twin, bits and bytes
 """
 
@@ -27,14 +27,15 @@ from rkgb.runner import Runner
 from rkgb.simplified import D_to_S, SimplifiedGraph
 from rockmate.budget import Budget, parse_budget
 from rockmate.calibrate import Calibration, calibrate
-from rockmate.errors import SelfTestError, UnsupportedModuleError
+from rockmate.errors import InfeasibleBudgetError, SelfTestError, UnsupportedModuleError
 from rockmate.execute import Executor
 from rockmate.guards import InputSignature, ModuleGuard, refuse_ambient_modes
 from rockmate.plan import Plan
-from rockmate.planning import make_plan_for
+from rockmate.planners import plan as make_plan
 from rockmate.program import lower
 from rockmate.progress import Phases
 from rockmate.reference import Step, compare, run_step, twin_of
+from rockmate.stopwatch import stopwatch
 
 _log = logging.getLogger("rockmate")
 PHASES = (
@@ -42,9 +43,7 @@ PHASES = (
     "measurement",
     "calibration",
     "eager",
-    "options",
-    "chain",
-    "simulation",
+    "planning",
     "self_test",
 )
 
@@ -140,8 +139,7 @@ def plan_module(
             if fraction is not None:
                 budget_bytes = int(eager.peak_bytes * fraction)
     assert budget_bytes is not None
-    allowed = budget_bytes - settings.reserve_bytes - calibration.margin_bytes
-    plan = make_plan_for(calibration.problem, allowed, settings, phases)
+    plan = _plan_within(calibration, budget_bytes, settings, phases)
     executor = Executor(
         runner, calibration.problem, lower(calibration.problem, plan), calibration.layout
     )
@@ -164,6 +162,38 @@ def plan_module(
         planned = replace(planned, measured_peak_bytes=measured)
     phases.close("planned")
     return planned
+
+
+def _plan_within(
+    calibration: Calibration, budget_bytes: int, settings: Settings, phases: Phases
+) -> Plan:
+    """Plan with what is left of the budget once reserve and margin are set aside."""
+    aside = settings.reserve_bytes + calibration.margin_bytes
+    with phases.phase("planning"), stopwatch() as parts:
+        try:
+            plan = make_plan(
+                calibration.problem,
+                budget_bytes - aside,
+                effort=settings.effort,
+                planner=settings.planner,
+                backend=settings.backend,
+                progress=lambda _fraction, text: phases.note(text),
+            )
+        except InfeasibleBudgetError as error:
+            if not aside:
+                raise
+            minimum = error.minimum_bytes + aside
+            raise InfeasibleBudgetError(
+                f"of the budget of {budget_bytes} bytes, {aside} are set aside (reserve, and what "
+                f"calibration could not attribute), and in the rest {error}. With what is set "
+                f"aside that makes {minimum} bytes",
+                asked_bytes=budget_bytes,
+                minimum_bytes=minimum,
+            ) from None
+    # What is neither options, chain nor simulation: segments, whole graph, windows, bound.
+    parts["search"] = max(0.0, phases.seconds.pop("planning") - sum(parts.values()))
+    phases.seconds.update(parts)
+    return plan
 
 
 def _copy_or_itself(model: nn.Module) -> nn.Module:

@@ -81,7 +81,9 @@ def run_step(
     gradients only. The random stream is put back.
     """
     args, kwargs = detached_inputs((args, dict(kwargs)))
-    leaves = {f"parameter '{n}'": p for n, p in twin.named_parameters() if p.requires_grad}
+    leaves: dict[str, Tensor] = {
+        f"parameter '{n}'": p for n, p in twin.named_parameters() if p.requires_grad
+    }
     for place, leaf in enumerate(pytree.tree_leaves((args, kwargs))):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             leaves[f"input {place}"] = leaf

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from rkgb.basic import bind_inputs
-from rkgb.memory import trace_memory
+import torch.nn.functional as F  # noqa: N812 (the name everybody uses)
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from rkgb.basic import bind_inputs
+from rkgb.memory import trace_memory
 
 
 class Attention(nn.Module):

@@ -1,0 +1,25 @@
+"""Shared by all tests: make torchvision importable beside a CPU build of torch."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+
+def _declare_missing_operators() -> None:
+    # torchvision's wheel registers these two only together with its compiled library, which a CPU
+    # build of torch cannot load; importing it (as transformers does) fails without the schemas.
+    if importlib.util.find_spec("torchvision") is None or torch.cuda.is_available():
+        return
+    for name in ("nms", "qnms"):
+        try:
+            torch.library.define(
+                f"torchvision::{name}",
+                "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+            )
+        except RuntimeError:  # declared already: this torchvision has its library
+            return
+
+
+_declare_missing_operators()
