@@ -1,5 +1,6 @@
 """Optimal rematerialization of sequential PyTorch networks within a memory budget."""
 
+from rotor import models, strategies
 from rotor.chain import Chain, Option, Stage
 from rotor.checkpointable import Checkpointable
 from rotor.errors import (
@@ -15,6 +16,7 @@ from rotor.errors import (
     StageError,
     TableTooLargeError,
 )
+from rotor.models import densenet, inception, resnet, vgg
 from rotor.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
 from rotor.schedule import Schedule
 from rotor.simulate import MemoryTimeline, TimelineRow, simulate
@@ -47,7 +49,13 @@ __all__ = [
     "StageError",
     "TableTooLargeError",
     "TimelineRow",
+    "densenet",
+    "inception",
+    "models",
+    "resnet",
     "simulate",
     "solve",
     "solve_table",
+    "strategies",
+    "vgg",
 ]

@@ -3,8 +3,9 @@
 The recurrence keeps what it stores until its backward. Here a boundary tensor may be dropped and
 made again: each stage has one forward in the first sweep and up to two more (four in short
 chains), placed anywhere before its backward, and every tensor a *retention interval* from one of
-them to its last use (after Bartan et al., *MOCCASIN: efficient tensor rematerialization for neural networks*, ICML
-2023). What a stage saves for its backward is kept from the last of its forwards, as anywhere.
+them to its last use (after Bartan et al., *MOCCASIN: efficient tensor rematerialization for neural
+networks*, ICML 2023). What a stage saves for its backward is kept from the last of its forwards, as
+anywhere.
 
 Time is cut into gaps, one before each backward; in a gap stages run in forward order. So the moment
 of stage k in gap g is `g * (n + 1) + k`, and the backward that ends the gap comes last. Memory is

@@ -1,0 +1,306 @@
+"""Inception v3 as a sequential module, with torchvision's names, outputs and weights.
+
+Szegedy, Vanhoucke, Ioffe, Shlens, Wojna: *Rethinking the inception architecture for computer
+vision*, 2015 (arXiv:1512.00567). In training mode the auxiliary classifier runs in the middle; from
+there on its logits travel with the tensor from stage to stage, and come out with the others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rotor.models.utils import class_count_of, hide_inner_name, load_weights
+
+__all__ = ["Inception3", "InceptionOutputs", "inception_v3"]
+
+# A convolution: name, output channels, kernel (height, width), stride.
+Conv = tuple[str, int, tuple[int, int], int]
+
+
+class InceptionOutputs(NamedTuple):
+    """What the network returns in training mode."""
+
+    logits: torch.Tensor
+    aux_logits: torch.Tensor | None
+
+
+class BasicConv2d(nn.Module):
+    """Convolution, batch normalisation, in-place ReLU."""
+
+    def __init__(self, in_channels: int, out_channels: int, **kwargs: Any) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, bias=False, **kwargs)
+        self.bn = nn.BatchNorm2d(out_channels, eps=0.001)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the activated features."""
+        return functional.relu(self.bn(self.conv(x)), inplace=True)
+
+
+class Mixed(nn.Module):
+    """Branches of convolutions beside each other, concatenated in the order they are given.
+
+    A branch is a list of convolution names; a last element that is a tuple of names is run side by
+    side. The name "avg" stands for average pooling and "max" for the pooling that halves the size.
+    Size-preserving convolutions are padded by half their kernel, those of stride 2 not at all.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        convs: Sequence[Conv],
+        branches: Sequence[Sequence[str | tuple[str, ...]]],
+    ) -> None:
+        super().__init__()
+        self.branches = tuple(tuple(branch) for branch in branches)
+        widths = {name: width for name, width, _, _ in convs}
+        before = self._inputs_of(inputs, widths)
+        for name, width, kernel, stride in convs:
+            padding = (kernel[0] // 2, kernel[1] // 2) if stride == 1 else (0, 0)
+            conv = BasicConv2d(
+                before[name], width, kernel_size=kernel, stride=stride, padding=padding
+            )
+            setattr(self, name, conv)
+
+    def _inputs_of(self, inputs: int, widths: Mapping[str, int]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for branch in self.branches:
+            channels = inputs
+            for step in branch:
+                for name in step if isinstance(step, tuple) else (step,):
+                    found[name] = channels
+                if isinstance(step, str) and step in widths:
+                    channels = widths[step]
+        return found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all branches in one tensor."""
+        return torch.cat([self._run(branch, x) for branch in self.branches], 1)
+
+    def _run(self, branch: tuple[str | tuple[str, ...], ...], x: torch.Tensor) -> torch.Tensor:
+        for step in branch:
+            if isinstance(step, tuple):
+                x = torch.cat([getattr(self, name)(x) for name in step], 1)
+            elif step == "avg":
+                x = functional.avg_pool2d(x, kernel_size=3, stride=1, padding=1)
+            elif step == "max":
+                x = functional.max_pool2d(x, kernel_size=3, stride=2)
+            else:
+                x = getattr(self, step)(x)
+        return x
+
+
+def mixed_5(inputs: int, pool: int) -> Mixed:
+    """35 x 35: kernels 1, 5 and twice 3."""
+    convs: list[Conv] = [
+        ("branch1x1", 64, (1, 1), 1),
+        ("branch5x5_1", 48, (1, 1), 1),
+        ("branch5x5_2", 64, (5, 5), 1),
+        ("branch3x3dbl_1", 64, (1, 1), 1),
+        ("branch3x3dbl_2", 96, (3, 3), 1),
+        ("branch3x3dbl_3", 96, (3, 3), 1),
+        ("branch_pool", pool, (1, 1), 1),
+    ]
+    double = ("branch3x3dbl_1", "branch3x3dbl_2", "branch3x3dbl_3")
+    branches = [("branch1x1",), ("branch5x5_1", "branch5x5_2"), double, ("avg", "branch_pool")]
+    return Mixed(inputs, convs, branches)
+
+
+def mixed_6a(inputs: int) -> Mixed:
+    """35 x 35 to 17 x 17."""
+    convs: list[Conv] = [
+        ("branch3x3", 384, (3, 3), 2),
+        ("branch3x3dbl_1", 64, (1, 1), 1),
+        ("branch3x3dbl_2", 96, (3, 3), 1),
+        ("branch3x3dbl_3", 96, (3, 3), 2),
+    ]
+    double = ("branch3x3dbl_1", "branch3x3dbl_2", "branch3x3dbl_3")
+    return Mixed(inputs, convs, [("branch3x3",), double, ("max",)])
+
+
+def mixed_6(inputs: int, width: int) -> Mixed:
+    """17 x 17: kernels of 7 in one direction at a time."""
+    rows, columns = (1, 7), (7, 1)
+    convs: list[Conv] = [
+        ("branch1x1", 192, (1, 1), 1),
+        ("branch7x7_1", width, (1, 1), 1),
+        ("branch7x7_2", width, rows, 1),
+        ("branch7x7_3", 192, columns, 1),
+        ("branch7x7dbl_1", width, (1, 1), 1),
+        ("branch7x7dbl_2", width, columns, 1),
+        ("branch7x7dbl_3", width, rows, 1),
+        ("branch7x7dbl_4", width, columns, 1),
+        ("branch7x7dbl_5", 192, rows, 1),
+        ("branch_pool", 192, (1, 1), 1),
+    ]
+    single = tuple(f"branch7x7_{i}" for i in range(1, 4))
+    double = tuple(f"branch7x7dbl_{i}" for i in range(1, 6))
+    return Mixed(inputs, convs, [("branch1x1",), single, double, ("avg", "branch_pool")])
+
+
+def mixed_7a(inputs: int) -> Mixed:
+    """17 x 17 to 8 x 8."""
+    convs: list[Conv] = [
+        ("branch3x3_1", 192, (1, 1), 1),
+        ("branch3x3_2", 320, (3, 3), 2),
+        ("branch7x7x3_1", 192, (1, 1), 1),
+        ("branch7x7x3_2", 192, (1, 7), 1),
+        ("branch7x7x3_3", 192, (7, 1), 1),
+        ("branch7x7x3_4", 192, (3, 3), 2),
+    ]
+    long = tuple(f"branch7x7x3_{i}" for i in range(1, 5))
+    return Mixed(inputs, convs, [("branch3x3_1", "branch3x3_2"), long, ("max",)])
+
+
+def mixed_7(inputs: int) -> Mixed:
+    """8 x 8: branches that split into rows and columns."""
+    rows, columns = (1, 3), (3, 1)
+    convs: list[Conv] = [
+        ("branch1x1", 320, (1, 1), 1),
+        ("branch3x3_1", 384, (1, 1), 1),
+        ("branch3x3_2a", 384, rows, 1),
+        ("branch3x3_2b", 384, columns, 1),
+        ("branch3x3dbl_1", 448, (1, 1), 1),
+        ("branch3x3dbl_2", 384, (3, 3), 1),
+        ("branch3x3dbl_3a", 384, rows, 1),
+        ("branch3x3dbl_3b", 384, columns, 1),
+        ("branch_pool", 192, (1, 1), 1),
+    ]
+    branches: list[tuple[str | tuple[str, ...], ...]] = [
+        ("branch1x1",),
+        ("branch3x3_1", ("branch3x3_2a", "branch3x3_2b")),
+        ("branch3x3dbl_1", "branch3x3dbl_2", ("branch3x3dbl_3a", "branch3x3dbl_3b")),
+        ("avg", "branch_pool"),
+    ]
+    return Mixed(inputs, convs, branches)
+
+
+class TransformInput(nn.Module):
+    """Images normalised for torchvision's other models, renormalised for these weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the image in this network's scale."""
+        scale = (0.229 / 0.5, 0.224 / 0.5, 0.225 / 0.5)
+        shift = ((0.485 - 0.5) / 0.5, (0.456 - 0.5) / 0.5, (0.406 - 0.5) / 0.5)
+        planes = [
+            torch.unsqueeze(x[:, c], 1) * factor + offset
+            for c, (factor, offset) in enumerate(zip(scale, shift, strict=True))
+        ]
+        return torch.cat(planes, 1)
+
+
+class AuxiliaryClassifier(nn.Module):
+    """Hands its input on; in training mode, with logits of its own beside it."""
+
+    def __init__(self, in_channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.conv0 = BasicConv2d(in_channels, 128, kernel_size=1)
+        self.conv1 = BasicConv2d(128, 768, kernel_size=5)
+        self.fc = nn.Linear(768, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return x, or x and the logits."""
+        if not self.training:
+            return x
+        aux = functional.avg_pool2d(x, kernel_size=5, stride=3)
+        aux = functional.adaptive_avg_pool2d(self.conv1(self.conv0(aux)), (1, 1))
+        return x, self.fc(torch.flatten(aux, 1))
+
+
+class Beside(nn.Module):
+    """Runs a layer on the first of two tensors and hands on the second; or on a single one.
+
+    Its state-dict keys are those of the layer.
+    """
+
+    def __init__(self, module: nn.Module, *, is_last: bool = False) -> None:
+        super().__init__()
+        self.module = module
+        self.is_last = is_last
+        hide_inner_name(self)
+
+    def forward(self, x: Any) -> Any:
+        """Return what the layer makes of x, and what came with x."""
+        if isinstance(x, torch.Tensor):
+            return self.module(x)
+        main, aux = self.module(x[0]), x[1]
+        return InceptionOutputs(main, aux) if self.is_last else (main, aux)
+
+
+class Inception3(nn.Sequential):
+    """Inception v3 for images of 299 x 299 (75 x 75 at least)."""
+
+    def __init__(
+        self,
+        num_classes: int = 1000,
+        aux_logits: bool = True,
+        transform_input: bool = False,
+        init_weights: bool = True,
+        dropout: float = 0.5,
+    ) -> None:
+        parts: OrderedDict[str, nn.Module] = OrderedDict()
+        if transform_input:
+            parts["transform_input"] = TransformInput()
+        parts["Conv2d_1a_3x3"] = BasicConv2d(3, 32, kernel_size=3, stride=2)
+        parts["Conv2d_2a_3x3"] = BasicConv2d(32, 32, kernel_size=3)
+        parts["Conv2d_2b_3x3"] = BasicConv2d(32, 64, kernel_size=3, padding=1)
+        parts["maxpool1"] = nn.MaxPool2d(3, stride=2)
+        parts["Conv2d_3b_1x1"] = BasicConv2d(64, 80, kernel_size=1)
+        parts["Conv2d_4a_3x3"] = BasicConv2d(80, 192, kernel_size=3)
+        parts["maxpool2"] = nn.MaxPool2d(3, stride=2)
+        parts["Mixed_5b"] = mixed_5(192, 32)
+        parts["Mixed_5c"] = mixed_5(256, 64)
+        parts["Mixed_5d"] = mixed_5(288, 64)
+        parts["Mixed_6a"] = mixed_6a(288)
+        parts["Mixed_6b"] = mixed_6(768, 128)
+        parts["Mixed_6c"] = mixed_6(768, 160)
+        parts["Mixed_6d"] = mixed_6(768, 160)
+        parts["Mixed_6e"] = mixed_6(768, 192)
+        if aux_logits:
+            parts["AuxLogits"] = AuxiliaryClassifier(768, num_classes)
+        tail: OrderedDict[str, nn.Module] = OrderedDict(
+            Mixed_7a=mixed_7a(768),
+            Mixed_7b=mixed_7(1280),
+            Mixed_7c=mixed_7(2048),
+            avgpool=nn.AdaptiveAvgPool2d((1, 1)),
+            dropout=nn.Dropout(dropout),
+            flatten=nn.Flatten(1),
+            fc=nn.Linear(2048, num_classes),
+        )
+        for name, module in tail.items():
+            parts[name] = Beside(module, is_last=name == "fc") if aux_logits else module
+        super().__init__(parts)
+        if init_weights:
+            self._initialise()
+
+    def _initialise(self) -> None:
+        narrow = {"AuxLogits.conv1.conv": 0.01, "AuxLogits.fc": 0.001}
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                deviation = narrow.get(name, 0.1)
+                nn.init.trunc_normal_(module.weight, mean=0.0, std=deviation, a=-2, b=2)
+            elif isinstance(module, nn.BatchNorm2d):
+                nn.init.ones_(module.weight)
+                nn.init.zeros_(module.bias)
+
+
+def inception_v3(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> Inception3:
+    """Inception v3; `weights` is a state dict or an entry of torchvision's.
+
+    Torchvision's entries were trained on images in another scale: they switch `transform_input` on.
+    """
+    arguments = class_count_of(weights, kwargs)
+    if weights is not None:
+        arguments = {"init_weights": False, **arguments}
+        if not isinstance(weights, Mapping):
+            arguments = {"transform_input": True, **arguments}
+            weights = weights.get_state_dict(progress=progress, check_hash=True)
+        if not arguments.get("aux_logits", True):
+            weights = {k: v for k, v in weights.items() if not k.startswith("AuxLogits.")}
+    return load_weights(Inception3(**arguments), weights, progress)
