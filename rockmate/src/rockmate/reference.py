@@ -123,14 +123,18 @@ def run_step(
 
 
 def seed_backward(outputs: Sequence[Tensor]) -> None:
-    """Run backward with fixed pseudo-random gradients, each freed by autograd once it is used.
+    """Run backward as a user would: from a scalar directly, from a tensor through a loss.
 
-    Gradients given to `torch.autograd.backward` would stay alive to the end, unlike those of a
-    loss, and would be counted.
+    The gradient that starts a backward is held to its end, and so is that of a scalar output here.
+    A tensor's gradient comes from a loss that the user computes, and is freed once it is used: it
+    is made by a function in front of the output. Its values are pseudo-random but fixed.
     """
-    seed = _Seed.apply(*outputs)
+    roots = [t for t in outputs if t.dim() == 0]
+    tensors = [t for t in outputs if t.dim() > 0]
     del outputs
-    torch.autograd.backward(seed, torch.empty_like(seed))
+    if tensors:
+        roots.append(_Seed.apply(*tensors))
+    torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
 
 
 class _Seed(torch.autograd.Function):
