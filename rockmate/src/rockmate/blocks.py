@@ -10,6 +10,7 @@ reads), and their bytes are taken off the budget.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -128,7 +129,7 @@ def merge_repeated(blocks: Sequence[Block], max_nodes: int) -> list[int]:
     while True:
         count: dict[tuple[int, int], int] = {}
         size: dict[tuple[int, int], int] = {}
-        for left, right in zip(parts, parts[1:], strict=False):
+        for left, right in itertools.pairwise(parts):
             if right[2] - left[1] <= max_nodes:
                 pair = left[0], right[0]
                 count[pair] = count.get(pair, 0) + 1

@@ -1,6 +1,20 @@
-"""A plan as plain text."""
+"""A plan as plain text: what it costs, how good it is, and what it recomputes."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rockmate.simulate import recompute_counts, simulate
+
+if TYPE_CHECKING:
+    from rockmate.plan import Plan, Trial
+    from rockmate.problem import Problem
+    from rockmate.steps import Steps
+
+_ROWS = 40  # rows of the table of recomputations
+_WIDTH = 88
 
 
 def format_bytes(count: int) -> str:
@@ -11,3 +25,194 @@ def format_bytes(count: int) -> str:
             return f"{count} bytes" if unit == "bytes" else f"{value:.2f} {unit}"
         value /= 1024
     return f"{value:.2f} GiB"
+
+
+def format_ms(value: float) -> str:
+    """Return a time with three or four significant digits: `12.3 ms`, `1.23 s`."""
+    if value >= 1000:
+        return f"{value / 1000:.2f} s"
+    if value >= 100:
+        return f"{value:.0f} ms"
+    if value >= 10:
+        return f"{value:.1f} ms"
+    return f"{value:.2f} ms" if value >= 0.1 or value == 0 else f"{value * 1000:.1f} us"
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedRow:
+    """Nodes of one operation in repeated layers, and what running them again costs."""
+
+    where: str  # module path, repeated layers folded
+    op: str
+    nodes: int
+    runs: int  # forwards beyond the first, of all the nodes
+    total_ms: float
+
+
+def format_plan(problem: Problem, plan: Plan) -> str:
+    """Return a table of a plan: budget, peak, overhead, certificate, and what is recomputed."""
+    from rockmate.planners.simple import no_recomputation
+
+    timeline = simulate(problem, plan.steps)
+    everything = simulate(problem, no_recomputation(problem)).peak_bytes
+    used = 100 * plan.peak_bytes / plan.budget_bytes if plan.budget_bytes else 0.0
+    lines = [
+        _rule("Plan"),
+        _field("budget", format_bytes(plan.budget_bytes)),
+        _field("predicted peak", f"{format_bytes(plan.peak_bytes)}  ({used:.1f} % of the budget)"),
+        _field("reached in", _where(problem, plan.steps, timeline.peak_step)),
+        _field("keeping all", format_bytes(everything)),
+        _field(
+            "step time",
+            f"{format_ms(plan.time_ms)}  ({format_ms(plan.base_time_ms)} and "
+            f"{format_ms(plan.overhead_ms)} of recomputation)",
+        ),
+        _field("overhead", f"{100 * plan.overhead:.2f} %"),
+        _field("distance", _certificate(plan)),
+        _field("planner", f"{plan.planner}, {plan.plan_seconds:.1f} s of planning"),
+    ]
+    if len(plan.tried) > 1:
+        lines += ["", _rule("Planners tried"), *_trial_lines(plan.tried, plan.base_time_ms)]
+    rows = recomputed_rows(problem, plan.steps)
+    lines += ["", _rule("Recomputed")]
+    lines += _recomputed_lines(rows, plan.overhead_ms) if rows else ["  nothing"]
+    return "\n".join(lines)
+
+
+def recomputed_rows(problem: Problem, steps: Steps) -> list[RecomputedRow]:
+    """Return what the steps recompute, by module path and operation, dearest first."""
+    counts = recompute_counts(problem, steps)
+    groups: dict[tuple[str, str], list[int]] = {}
+    for k, count in enumerate(counts):
+        if count > 0:
+            node = problem.nodes[k]
+            groups.setdefault((node.module_path, node.op or node.name), []).append(k)
+    folded: dict[tuple[str, str], list[int]] = {}
+    labels: dict[tuple[str, str], list[str]] = {}
+    for (path, op), label in _fold(list(groups)).items():
+        folded.setdefault((label, op), []).extend(groups[path, op])
+        labels.setdefault((label, op), []).append(path)
+    rows = [
+        RecomputedRow(
+            where=_spell(label, labels[label, op]),
+            op=op,
+            nodes=len(nodes),
+            runs=sum(counts[k] for k in nodes),
+            total_ms=sum(counts[k] * problem.nodes[k].fwd_time_ms for k in nodes),
+        )
+        for (label, op), nodes in folded.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.total_ms, row.where, row.op))
+
+
+def _rule(title: str) -> str:
+    return f"-- {title} " + "-" * (_WIDTH - len(title) - 4)
+
+
+def _field(name: str, value: str) -> str:
+    return f"  {name:<16}{value}"
+
+
+def _where(problem: Problem, steps: Steps, t: int) -> str:
+    if t < 0:
+        return "no step"
+    kind, k = steps[t]
+    node = problem.nodes[k]
+    phase = "backward" if kind == "B" else "forward" if t < len(problem.nodes) else "recomputation"
+    place = f" of {node.module_path}" if node.module_path else ""
+    return f"the {phase} of {node.op or node.name}{place}"
+
+
+def _certificate(plan: Plan) -> str:
+    gap = plan.gap
+    if gap is None:
+        return "not known: no bound was computed"
+    if plan.status == "optimal":
+        return "none: proven optimal"
+    return f"at most {_round_up(100 * gap)} % above the optimum"
+
+
+def _round_up(percent: float) -> str:
+    """Two decimals, rounded up: a bound must not look better than it is."""
+    return f"{-(-percent * 100 // 1) / 100:.2f}"
+
+
+def _trial_lines(tried: Sequence[Trial], base_ms: float) -> list[str]:
+    lines = [f"  {'planner':<34}{'overhead':>10}{'peak':>14}{'seconds':>10}  note"]
+    for trial in tried:
+        overhead = "-"
+        if trial.overhead_ms is not None:
+            overhead = f"{100 * trial.overhead_ms / base_ms if base_ms else 0:.2f} %"
+        peak = "-" if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
+        line = f"  {trial.planner:<34}{overhead:>10}{peak:>14}{trial.seconds:>10.2f}  {trial.note}"
+        lines.append(line.rstrip())
+    return lines
+
+
+def _recomputed_lines(rows: Sequence[RecomputedRow], overhead_ms: float) -> list[str]:
+    shown = rows[:_ROWS]
+    width = min(44, max(len(row.where) for row in shown) + 2)
+    width = max(width, 8)
+    op_width = min(24, max(len(row.op) for row in shown) + 2)
+    lines = [f"  {'module':<{width}}{'op':<{op_width}}{'runs':>6}{'time':>11}{'share':>9}"]
+    for row in shown:
+        where = row.where or "(top)"
+        if len(where) > width - 1:
+            where = where[: width - 4] + "..."
+        share = 100 * row.total_ms / overhead_ms if overhead_ms else 0.0
+        lines.append(
+            f"  {where:<{width}}{_cut(row.op, op_width):<{op_width}}{'x' + str(row.runs):>6}"
+            f"{format_ms(row.total_ms):>11}{share:>7.1f} %"
+        )
+    rest = rows[_ROWS:]
+    if rest:
+        total = format_ms(sum(row.total_ms for row in rest))
+        lines.append(f"  and {len(rest)} more rows, {total} together")
+    return lines
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) < width else text[: width - 4] + "..."
+
+
+def _fold(groups: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return, for each (path, op), its path with at most one layer number replaced by `{}`.
+
+    The number that is replaced is the one in which most paths of the same operation differ.
+    """
+    options: dict[tuple[str, str], list[str]] = {}
+    members: dict[tuple[str, str], int] = {}
+    for path, op in groups:
+        parts = path.split(".")
+        options[path, op] = []
+        for i, part in enumerate(parts):
+            if part.isdigit():
+                label = ".".join([*parts[:i], "{}", *parts[i + 1 :]])
+                options[path, op].append(label)
+                members[label, op] = members.get((label, op), 0) + 1
+    folded = {}
+    for (path, op), labels in options.items():
+        best = max(labels, key=lambda label: members[label, op], default=None)
+        alone = best is None or members[best, op] == 1
+        folded[path, op] = path if best is None or alone else best
+    return folded
+
+
+def _spell(label: str, paths: Iterable[str]) -> str:
+    """Write the numbers that `{}` stands for: `blocks.{0..11}.mlp`."""
+    if "{}" not in label:
+        return label
+    position = label.split(".").index("{}")
+    numbers = sorted({int(path.split(".")[position]) for path in paths})
+    if len(numbers) == 1:
+        return label.replace("{}", str(numbers[0]))
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    spelled = ",".join(
+        str(a) if a == b else f"{a},{b}" if b == a + 1 else f"{a}..{b}" for a, b in runs
+    )
+    return label.replace("{}", "{" + spelled + "}")

@@ -10,7 +10,7 @@ import heapq
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from rockmate.problem import Node, Problem, Storage
 from rockmate.steps import Step, Steps, backward, forward
@@ -358,6 +358,11 @@ def small_problems(max_nodes: int = 5) -> SearchStrategy[Problem]:
 # --- the oracle -----------------------------------------------------------------------------------
 
 
+# forwards and backwards done; storages held; rerun states held; last node run again since the last
+# backward; runs per node (where they are limited)
+_State: TypeAlias = tuple[int, frozenset[int], frozenset[int], int, tuple[int, ...]]
+
+
 def exhaustive_search(
     problem: Problem, budget_bytes: int, *, ascending: bool = False, max_runs: int | None = None
 ) -> tuple[float, Steps] | None:
@@ -381,12 +386,10 @@ def exhaustive_search(
             nodes[k].rerun_state_bytes for k in states
         )
 
-    # position: forwards and backwards done; last: last recomputed node since then; runs per node
-    State = tuple[int, frozenset[int], frozenset[int], int, tuple[int, ...]]
-    start: State = (0, frozenset(), frozenset(), -1, (1,) * count if max_runs else ())
-    best: dict[State, float] = {start: 0.0}
-    came: dict[State, tuple[State, Step | None]] = {}
-    heap: list[tuple[float, int, State]] = [(0.0, 0, start)]
+    start: _State = (0, frozenset(), frozenset(), -1, (1,) * count if max_runs else ())
+    best: dict[_State, float] = {start: 0.0}
+    came: dict[_State, tuple[_State, Step | None]] = {}
+    heap: list[tuple[float, int, _State]] = [(0.0, 0, start)]
     ticket = 0
     while heap:
         cost, _, state = heapq.heappop(heap)
@@ -400,7 +403,7 @@ def exhaustive_search(
                 if step is not None:
                     steps.append(step)
             return cost, tuple(reversed(steps))
-        following: list[tuple[float, State, Step | None]] = []
+        following: list[tuple[float, _State, Step | None]] = []
         in_forward = position < count
         grads = 0 if in_forward else nodes[order[position - count]].grads_before_bytes
         # drop one thing, for nothing
@@ -427,10 +430,7 @@ def exhaustive_search(
                 own_phantoms = made[k] & phantoms
                 if with_graph and not own_phantoms:
                     continue
-                if own_phantoms:
-                    recorded = with_graph
-                else:
-                    recorded = in_forward and nodes[k].has_backward
+                recorded = with_graph if own_phantoms else in_forward and nodes[k].has_backward
                 peak = nodes[k].fwd_peak_bytes if recorded else nodes[k].fwd_peak_nograd_bytes
                 new = held | (made[k] if with_graph else made[k] - phantoms)
                 for keep_state in (False, True) if in_forward else (False,):
@@ -440,7 +440,7 @@ def exhaustive_search(
                     if held_bytes(held, now) + grads + peak > budget_bytes:
                         continue
                     extra = 0.0 if in_forward else nodes[k].fwd_time_ms
-                    after: State
+                    after: _State
                     if in_forward:
                         after = (position + 1, new, now, -1, runs)
                     else:

@@ -61,7 +61,9 @@ class EditablePlan:
         """Drop the recomputation at index t if the peak stays within the budget; say whether."""
         problem = self.problem
         step = self._steps[t]
-        assert step is not None and step.kind == "F" and t >= len(problem.nodes)
+        assert step is not None
+        assert step.kind == "F"
+        assert t >= len(problem.nodes)
         k = step.node
         changes: list[tuple[int, int, int]] = []  # from, to (inclusive), bytes
         runs = self._runs[k]

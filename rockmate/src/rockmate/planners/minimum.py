@@ -129,9 +129,7 @@ def _chain_plans(problem: Problem) -> list[Steps]:
     return plans
 
 
-def _improve_peak(
-    problem: Problem, steps: Steps, peak: int, floor: int
-) -> tuple[Steps, int]:
+def _improve_peak(problem: Problem, steps: Steps, peak: int, floor: int) -> tuple[Steps, int]:
     """Lower the peak by freeing, again and again, what is alive at the moment of the peak."""
     ordered = in_node_order(problem, steps)
     if simulate(problem, ordered).peak_bytes > peak:

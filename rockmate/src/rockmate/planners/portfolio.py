@@ -1,8 +1,8 @@
 """Planning: several planners on one problem and one budget, each judged by the exact simulator.
 
-    keep everything → fits: done
-    budget below a cheap low-memory plan → smallest feasible budget → refuse, or have a fallback
-    equal segments → whole graph (small) → chain at both grains → search in windows → bound
+keep everything → fits: done
+budget below a cheap low-memory plan → smallest feasible budget → refuse, or have a fallback
+equal segments → whole graph (small) → chain at both grains → search in windows → bound
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class _Planning:
     # --- the budget -------------------------------------------------------------------------------
 
     def _feasible(self) -> Steps | None:
-        """Refuse a budget below the smallest feasible one; return a plan where it is close to it."""
+        """Refuse a budget below the smallest feasible one; return a low-memory plan."""
         steps, peak = low_memory_plan(self.problem)
         if self.budget >= peak:
             return steps
@@ -228,7 +228,8 @@ class _Planning:
             wall_limit_s=self._seconds_left(),
             seed=self.seed,
         )
-        self._consider(f"whole graph ({self.backend})", result.steps, begin, result.status)
+        note = "best of its class" if result.status == "optimal" else result.status
+        self._consider(f"whole graph ({self.backend})", result.steps, begin, note)
         return result.status == "optimal"
 
     def _chains(self, *, classic: bool = False) -> None:

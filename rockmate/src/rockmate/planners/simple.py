@@ -50,9 +50,7 @@ def rerun_for_each(problem: Problem) -> Steps:
         for k in reversed(range(node + 1)):
             if needed & problem.product_masks[k]:
                 again.append(Step("F", k))
-                needed = (needed & ~problem.product_masks[k]) | (
-                    problem.fwd_input_masks[k] & ~kept
-                )
+                needed = (needed & ~problem.product_masks[k]) | (problem.fwd_input_masks[k] & ~kept)
         steps += reversed(again)
         steps.append(Step("B", node))
     return tuple(steps)

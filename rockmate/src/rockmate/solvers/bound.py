@@ -23,10 +23,15 @@ in each of several phases would count as little as a fraction recomputed once.
 Outputs and phantoms: an output is held from its production on; the phantoms of a node count as one
 storage whose maker is the node. The workspace of recomputations is left out, which keeps the bound
 valid. Solved by CLP with a time limit; GLOP was seen to hang on these programs.
+
+For small graphs with a few huge storages the linear program is loose. There the same rows are
+solved with 0/1 variables (which is what they stand for), and the solver's own bound is taken: it
+holds for every schedule, unlike that of a solver whose class of schedules is smaller.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +40,9 @@ from rockmate.problem import Problem
 from rockmate.solvers.result import stages_of
 
 _TIME_LIMIT_MS = 8000
+_INTEGER_NODES = 70  # up to so many nodes the 0/1 program is tried
+_INTEGER_LIMIT = 0.3  # its deterministic seconds, for each number of cuts
+_INTEGER_CUTS = (1, 3, 6)
 _SAFETY = 1e-6  # relative: what the linear program's tolerances may add
 
 
@@ -51,7 +59,12 @@ def lower_bound(problem: Problem, budget_bytes: int, *, cuts: int = 2) -> float 
         if found is not None:
             best = max(best, found)
         if best == math.inf:
-            break
+            return best
+    if len(problem.nodes) <= _INTEGER_NODES:
+        for count in _INTEGER_CUTS:
+            heavy = sorted(_heavy_stages(problem, count))
+            found = _solve(problem, budget_bytes, heavy, integer=True)
+            best = max(best, found or 0.0)
     return best
 
 
@@ -70,12 +83,20 @@ def _heavy_stages(problem: Problem, cuts: int) -> list[int]:
     return chosen
 
 
-def _solve(problem: Problem, budget_bytes: int, cut_stages: Sequence[int]) -> float | None:
+def _solve(
+    problem: Problem, budget_bytes: int, cut_stages: Sequence[int], *, integer: bool = False
+) -> float | None:
     """Solve the program for these cuts: bound in ms, infinity if infeasible, None if not solved."""
     from ortools.linear_solver import pywraplp
 
-    solver = pywraplp.Solver.CreateSolver("CLP")
-    solver.SetTimeLimit(_TIME_LIMIT_MS)
+    solver = pywraplp.Solver.CreateSolver("SAT" if integer else "CLP")
+    if integer:
+        solver.SetSolverSpecificParametersAsString(
+            f"num_workers:1 max_deterministic_time:{_INTEGER_LIMIT}"
+        )
+    else:
+        solver.SetTimeLimit(_TIME_LIMIT_MS)
+    variable = solver.BoolVar if integer else functools.partial(solver.NumVar, 0, 1)
     count = len(problem.nodes)
     stage = stages_of(problem)
     phases = len(cut_stages) + 1
@@ -99,17 +120,15 @@ def _solve(problem: Problem, budget_bytes: int, cut_stages: Sequence[int]) -> fl
         return sum(1 for cut in cut_stages if cut < stage[node])
 
     held: list[list[Any]] = [
-        [solver.NumVar(0, 1, "") for _ in storages] for _ in range(phases)
+        [variable("") for _ in storages] for _ in range(phases)
     ]  # S[c]; S[phases] is never needed
-    again: list[list[Any]] = [
-        [solver.NumVar(0, 1, "") for _ in range(count)] for _ in range(phases)
-    ]  # R[c]
+    again: list[list[Any]] = [[variable("") for _ in range(count)] for _ in range(phases)]  # R[c]
     suffix: list[list[Any]] = []  # A[c]
     for c in range(phases):
         if c == phases - 1:
             suffix.append(again[c])
             continue
-        suffix.append([solver.NumVar(0, 1, "") for _ in range(count)])
+        suffix.append([variable("") for _ in range(count)])
         for k in range(count):
             solver.Add(suffix[c][k] <= solver.Sum([again[d][k] for d in range(c, phases)]))
 
@@ -149,6 +168,12 @@ def _solve(problem: Problem, budget_bytes: int, cut_stages: Sequence[int]) -> fl
     status = solver.Solve()
     if status == pywraplp.Solver.INFEASIBLE:
         return math.inf
-    if status != pywraplp.Solver.OPTIMAL:
+    if integer:
+        value = float(solver.Objective().BestBound())
+    elif status == pywraplp.Solver.OPTIMAL:
+        value = float(solver.Objective().Value())
+    else:
         return None
-    return max(0.0, float(solver.Objective().Value()) * scale * (1 - _SAFETY) - 1e-9 * scale)
+    if math.isnan(value):
+        return None
+    return max(0.0, value * scale * (1 - _SAFETY) - 1e-9 * scale)

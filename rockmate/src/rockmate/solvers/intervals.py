@@ -22,17 +22,20 @@ background. That is how plans of networks too large for one model are improved.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from rockmate.problem import Problem
 from rockmate.solvers.result import (
     SolverResult,
+    Status,
     last_useful_stages,
     recomputed_by_stage,
+    recomputed_ms,
     stages_of,
     steps_of_stages,
 )
@@ -95,14 +98,13 @@ def solve_intervals(
     if code not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return SolverResult("unknown", seconds=seconds)
     found = model.read(solver)
-    status = "optimal" if code == cp_model.OPTIMAL else "feasible"
-    return SolverResult(
-        status,  # type: ignore[arg-type]
-        found,
-        model.to_objective(solver.objective_value),
-        model.to_objective(solver.best_objective_bound),
-        seconds,
-    )
+    status: Status = "optimal" if code == cp_model.OPTIMAL else "feasible"
+    value = model.to_objective(solver.objective_value)
+    bound = model.to_objective(solver.best_objective_bound)
+    if objective == "time":
+        value = recomputed_ms(problem, found)  # exact, where the program's costs are rounded
+        bound = value if status == "optimal" else min(bound, value)
+    return SolverResult(status, found, value, bound, seconds)
 
 
 @dataclass(slots=True, eq=False)
@@ -303,6 +305,12 @@ class _Model:
         if not kept:
             return
         self.cp.add_exactly_one([item.present for item in kept])
+        for item, following in itertools.pairwise(runs):
+            # [Constraint] it is the last run before the backward: a later one would replace them
+            literals = [item.records]
+            if not following.fixed:
+                literals.append(following.present)
+            self.cp.add(following.start > backward_time).only_enforce_if(literals)
         if self.hinted is not None:
             times = self._hinted_times(self.runs[k])
             for item in kept:
@@ -317,9 +325,7 @@ class _Model:
             if run.fixed:
                 interval = self.cp.new_interval_var(run.start, size, end, "")
             else:
-                interval = self.cp.new_optional_interval_var(
-                    run.start, size, end, run.present, ""
-                )
+                interval = self.cp.new_optional_interval_var(run.start, size, end, run.present, "")
             self.demands.append((interval, size_bytes))
             # [Constraint] a run replaces what the runs before it made
             if run.fixed:
@@ -331,7 +337,7 @@ class _Model:
         return kept
 
     def _add_reader(self, kept: list[_Kept], reader: _Run) -> None:
-        """[Constraint] a reader at time t finds one interval that starts before t, ends after it."""
+        """[Constraint] a reader at time t finds an interval that starts before t and ends after."""
         candidates = [item for item in kept if item.run.earliest < reader.latest]
         if reader.fixed:
             fixed = [item for item in candidates if item.run.fixed]
@@ -416,7 +422,7 @@ class _Model:
             if start is not None:
                 self.cp.add_hint(item.end, max([start, *item.uses]) + 1)
 
-    # --- workspaces, gradients, state --------------------------------------------------------------
+    # --- workspaces, gradients, state -----------------------------------------------------------
 
     def _add_workspaces(self) -> None:
         """What each step needs beyond the storages that it reads and makes."""
@@ -429,11 +435,11 @@ class _Model:
                 made = problem.bytes_of(mask if i == 0 else mask & ~problem.output_mask) - phantom
                 recording = problem.forward_peaks[k] - made - phantom
                 plain = problem.forward_peaks_nograd[k] - made
-                if run.records is None or isinstance(run.records, bool):
-                    records = i == 0 and node.has_backward if not phantom else bool(run.records)
-                    if not problem.phantom_masks[k]:
-                        records = i == 0 and node.has_backward
+                if not problem.phantom_masks[k]:
+                    records = i == 0 and node.has_backward
                     self._add_moment(run, None, recording if records else plain)
+                elif isinstance(run.records, bool):
+                    self._add_moment(run, None, recording if run.records else plain)
                 else:
                     self._add_moment(run, run.records, recording)
                     skips = self.cp.new_bool_var("")
@@ -505,7 +511,7 @@ class _Model:
             demand = self.fixed_demand[moment]
             if merged and merged[-1][2] == demand:
                 merged[-1][1] = moment + 1
-            elif merged and self._closed_between(merged[-1][1], moment + 1):
+            elif merged and self._is_quiet(merged[-1][0], moment):
                 merged[-1][1] = moment + 1
                 merged[-1][2] = max(merged[-1][2], demand)
             else:
@@ -518,7 +524,6 @@ class _Model:
     def _moments(self) -> list[int]:
         """Times at which a step runs or may run."""
         times = {stage * self.width + self.count for stage in self.stage.values()}
-        self._event_times: list[int] = []
         events: set[int] = set()
         for k, runs in enumerate(self.runs):
             for run in runs:
@@ -544,15 +549,12 @@ class _Model:
         self._event_times = sorted(events)
         return sorted(times)
 
-    def _closed_between(self, begin: int, end: int) -> bool:
-        """Whether no interval of the model can start or end, and no optional run be, in a span."""
-        import bisect
+    def _is_quiet(self, begin: int, end: int) -> bool:
+        """Whether no interval of the model can start or end in a span, both ends included."""
+        events = self._event_times
+        return bisect.bisect_left(events, begin) == bisect.bisect_right(events, end)
 
-        return bisect.bisect_left(self._event_times, begin - 1) == bisect.bisect_left(
-            self._event_times, end
-        )
-
-    # --- capacity and objective --------------------------------------------------------------------
+    # --- capacity and objective -----------------------------------------------------------------
 
     def _units(self, size_bytes: int) -> int:
         return -(-size_bytes // self.unit)
@@ -607,9 +609,8 @@ class _Model:
 
 def _unit_bytes(problem: Problem, budget_bytes: int) -> int:
     """Return the unit in which memory is counted: exact where the numbers stay small."""
-    sizes: Collection[int] = problem.sizes
     exact = math.gcd(
-        *sizes,
+        *problem.sizes,
         *problem.forward_peaks,
         *problem.forward_peaks_nograd,
         *(node.bwd_peak_bytes for node in problem.nodes),

@@ -71,3 +71,12 @@ def recomputed_by_stage(problem: Problem, steps: Steps) -> dict[int, list[int]]:
         else:
             stages.setdefault(stage, []).append(node)
     return stages
+
+
+def recomputed_ms(problem: Problem, steps: Steps) -> float:
+    """Return the time of every forward beyond each node's first."""
+    return sum(
+        problem.nodes[step.node].fwd_time_ms
+        for step in steps[len(problem.nodes) :]
+        if step.kind == "F"
+    )

@@ -1,0 +1,58 @@
+"""The certificate: never above the true optimum, and tight on long chains."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rockmate.planners import plan
+from rockmate.planners.simple import no_recomputation
+from rockmate.simulate import simulate
+from rockmate.solvers.bound import lower_bound
+from rockmate.testing import exhaustive_search, gpt_problem, random_problem
+
+
+@pytest.mark.parametrize("seed", range(500, 560))
+def test_never_above_the_optimum_of_all_schedules(seed: int) -> None:
+    problem = random_problem(seed, 2 + seed % 5)
+    peak = simulate(problem, no_recomputation(problem)).peak_bytes
+    for budget in (9 * peak // 10, 3 * peak // 4, 3 * peak // 5, peak // 2):
+        oracle = exhaustive_search(problem, budget)
+        for cuts in (0, 2):
+            bound = lower_bound(problem, budget, cuts=cuts)
+            if oracle is None:
+                assert bound >= 0
+            else:
+                assert bound <= oracle[0] + 1e-9
+
+
+def test_some_budgets_are_proven_infeasible_and_some_bounds_are_exact() -> None:
+    proven = exact = 0
+    for seed in range(40):
+        problem = random_problem(seed, 5)
+        peak = simulate(problem, no_recomputation(problem)).peak_bytes
+        for budget in (3 * peak // 4, 3 * peak // 5):
+            oracle = exhaustive_search(problem, budget)
+            bound = lower_bound(problem, budget)
+            proven += oracle is None and bound == math.inf
+            exact += oracle is not None and oracle[0] > 0 and bound >= 0.999 * oracle[0]
+    assert proven >= 20
+    assert exact >= 10
+
+
+def test_long_chains_are_planned_close_to_the_bound() -> None:
+    problem = gpt_problem(12)
+    peak = simulate(problem, no_recomputation(problem)).peak_bytes
+    for fraction in (0.7, 0.45):
+        found = plan(problem, int(fraction * peak), effort="fast")
+        assert found.gap is not None
+        assert 0 < found.gap < 0.01
+
+
+def test_more_cuts_never_weaken_the_bound() -> None:
+    problem = gpt_problem(6)
+    peak = simulate(problem, no_recomputation(problem)).peak_bytes
+    bounds = [lower_bound(problem, int(0.4 * peak), cuts=cuts) for cuts in (0, 1, 2)]
+    assert bounds == sorted(bounds)
+    assert bounds[1] > 1.2 * bounds[0]

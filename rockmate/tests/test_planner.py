@@ -1,0 +1,152 @@
+"""plan(): budgets kept or refused, determinism, planners by name, efforts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from rockmate.errors import InfeasibleBudgetError
+from rockmate.planners import PLANNERS, minimum_peak, plan
+from rockmate.planners.simple import no_recomputation
+from rockmate.problem import Problem
+from rockmate.simulate import simulate
+from rockmate.testing import (
+    exhaustive_search,
+    gpt_problem,
+    random_problem,
+    resnet_problem,
+    unet_problem,
+)
+
+
+def keeping_all(problem: Problem) -> int:
+    return simulate(problem, no_recomputation(problem)).peak_bytes
+
+
+NETWORKS = {
+    "gpt": gpt_problem(6),
+    "naive gpt": gpt_problem(3, attention="naive"),
+    "resnet": resnet_problem((1, 2, 1)),
+    "unet": unet_problem(3),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_within_their_budgets(name: str) -> None:
+    problem = NETWORKS[name]
+    whole = keeping_all(problem)
+    last = -1.0
+    for fraction in (1.0, 0.75, 0.55):
+        found = plan(problem, int(fraction * whole), effort="fast")
+        found.check(problem)
+        assert found.peak_bytes <= found.budget_bytes
+        assert found.overhead_ms == simulate(problem, found.steps).overhead_ms
+        assert found.gap is not None
+        assert found.gap < 0.04
+        assert found.overhead_ms > last
+        last = found.overhead_ms
+    assert plan(problem, whole).status == "optimal"
+
+
+@pytest.mark.parametrize("seed", range(400, 430))
+def test_the_smallest_budget_works_and_one_byte_less_is_refused(seed: int) -> None:
+    problem = random_problem(seed, 2 + seed % 5)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan(problem, 1, effort="fast")
+    least = caught.value.minimum_bytes
+    assert caught.value.asked_bytes == 1
+    assert plan(problem, least, effort="fast").peak_bytes <= least
+    with pytest.raises(InfeasibleBudgetError, match=f"at least {least} bytes"):
+        plan(problem, least - 1, effort="fast")
+    # and it is the truth, up to schedules outside the solvers' class
+    assert exhaustive_search(problem, least) is not None
+    assert exhaustive_search(problem, least - 1, ascending=True, max_runs=3) is None
+
+
+@pytest.mark.parametrize("name", ["gpt", "unet"])
+def test_the_smallest_budget_of_networks_ignores_times(name: str) -> None:
+    problem = NETWORKS[name]
+    steps, least = minimum_peak(problem)
+    assert simulate(problem, steps).peak_bytes <= least < 0.5 * keeping_all(problem)
+    scrambled = dataclasses.replace(
+        problem,
+        nodes=tuple(
+            dataclasses.replace(node, fwd_time_ms=1.0 + (7 * k) % 5)
+            for k, node in enumerate(problem.nodes)
+        ),
+    )
+    assert minimum_peak(scrambled) == (steps, least)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan(scrambled, least - 1, effort="fast")
+    assert caught.value.minimum_bytes == least
+    assert plan(scrambled, least, effort="fast").peak_bytes <= least
+
+
+def test_the_refusal_names_the_node() -> None:
+    with pytest.raises(InfeasibleBudgetError, match=r"the backward of \w+ in (loss|head|blocks)"):
+        plan(NETWORKS["gpt"], 1000)
+
+
+def test_two_plannings_agree() -> None:
+    problem = NETWORKS["gpt"]
+    budget = int(0.5 * keeping_all(problem))
+    first = plan(problem, budget, effort="fast")
+    assert plan(problem, budget, effort="fast").steps == first.steps
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_planners_by_name(planner: str) -> None:
+    problem = gpt_problem(2)
+    whole = keeping_all(problem)
+    budget = whole if planner == "none" else int(0.9 * whole)
+    found = plan(problem, budget, planner=planner, effort="fast")
+    assert found.peak_bytes <= budget
+    found.check(problem)
+
+
+def test_the_whole_portfolio_is_at_least_as_good_as_its_parts() -> None:
+    problem = NETWORKS["gpt"]
+    budget = int(0.6 * keeping_all(problem))
+    best = plan(problem, budget, effort="fast").overhead_ms
+    for planner in ("segments", "rockmate"):
+        assert best <= plan(problem, budget, planner=planner, effort="fast").overhead_ms + 1e-9
+
+
+def test_a_single_plan_that_does_not_fit_says_so() -> None:
+    problem = NETWORKS["gpt"]
+    whole = keeping_all(problem)
+    with pytest.raises(InfeasibleBudgetError, match="this planner has a single plan") as caught:
+        plan(problem, whole - 1, planner="none")
+    assert caught.value.minimum_bytes == whole
+
+
+def test_efforts() -> None:
+    problem = gpt_problem(2)
+    budget = int(0.6 * keeping_all(problem))
+    fractions: list[float] = []
+    found = plan(problem, budget, effort=2.0, progress=lambda done, text: fractions.append(done))
+    assert found.peak_bytes <= budget
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+    with pytest.raises(ValueError, match="effort 'quick' is unknown; choose fast, balanced, best"):
+        plan(problem, budget, effort="quick")
+    with pytest.raises(ValueError, match="positive number of seconds"):
+        plan(problem, budget, effort=-1)
+    with pytest.raises(ValueError, match="planner 'magic' is unknown"):
+        plan(problem, budget, planner="magic")
+
+
+def test_a_problem_without_backward() -> None:
+    problem = NETWORKS["unet"]
+    forward_only = dataclasses.replace(
+        problem,
+        nodes=tuple(dataclasses.replace(node, has_backward=False) for node in problem.nodes),
+        storages=tuple(
+            dataclasses.replace(s, bwd_users=()) for s in problem.storages if not s.is_phantom
+        ),
+    )
+    found = plan(forward_only, keeping_all(forward_only))
+    assert found.status == "optimal"
+    with pytest.raises(InfeasibleBudgetError):
+        plan(forward_only, keeping_all(forward_only) - 1)

@@ -1,0 +1,188 @@
+"""The exact simulator against an exhaustive search; editing, lowering and saving plans."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rockmate.errors import InvalidPlanError
+from rockmate.plan import Plan, make_plan
+from rockmate.planners.edit import EditablePlan, prune
+from rockmate.planners.simple import checkpoint_segments, no_recomputation, rerun_for_each
+from rockmate.problem import Node, Problem, Storage
+from rockmate.program import lower
+from rockmate.simulate import simulate
+from rockmate.steps import Step, backward, forward, steps_from_text, steps_to_text
+from rockmate.testing import exhaustive_search, gpt_problem, random_problem, small_problems
+
+
+def two_nodes() -> Problem:
+    """a makes s (10) and phantom p (3); b reads s in both directions and returns y (2)."""
+    return Problem(
+        nodes=(
+            Node("a", 1.0, 2.0, True, 15, 12, 7, 5, rerun_state_bytes=1),
+            Node("b", 2.0, 2.0, True, 4, 4, 6, 2),
+        ),
+        storages=(
+            Storage("s", 10, 0, (1,), (1,)),
+            Storage("p", 3, 0, (), (0,), is_phantom=True),
+            Storage("y", 2, 1, is_output=True),
+        ),
+    )
+
+
+def test_timeline_by_hand() -> None:
+    problem = two_nodes()
+    kept = simulate(problem, (forward(0), forward(1), backward(1), backward(0)))
+    # F0 records: 15. F1: s + p alive, own 4. B1: s, p, y, gradients 2, own 6. B0: p, y, 5, own 7.
+    assert kept.peak_during == (15, 17, 23, 17)
+    assert kept.bytes_after == (13, 17, 10, 2)
+    assert kept.overhead_ms == 0
+    again = simulate(problem, (forward(0), forward(1), forward(0), backward(1), backward(0)))
+    # the first F0 records nothing and keeps its state; the second makes s and p anew
+    assert again.peak_during == (13, 15, 20, 23, 17)
+    assert again.overhead_ms == 1.0
+    assert again.peak_step == 3
+
+
+def test_recording_and_frees_of_the_program() -> None:
+    problem = two_nodes()
+    steps = (forward(0), forward(1), forward(0), backward(1), backward(0))
+    program = lower(problem, steps)
+    first, second, rerun, *_ = program.instructions
+    assert (first.record, first.saves_state, first.frees) == (False, True, ())
+    assert (second.record, second.frees) == (True, (0,))
+    assert (rerun.record, rerun.is_rerun, rerun.frees_state) == (True, True, True)
+    assert [i.frees for i in program.backward_phase[1:]] == [(0,), (1,)]
+    assert program.forward_length == 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_predictions_equal_the_exhaustive_semantics(seed: int) -> None:
+    problem = random_problem(seed, 2 + seed % 4)
+    peak = simulate(problem, no_recomputation(problem)).peak_bytes
+    for budget in (peak, 3 * peak // 4, 3 * peak // 5):
+        found = exhaustive_search(problem, budget)
+        if found is not None:
+            timeline = simulate(problem, found[1], budget_bytes=budget)
+            assert timeline.overhead_ms == found[0]
+            # one byte less than the steps' own peak and the search must pay more, or give up
+            tighter = exhaustive_search(problem, timeline.peak_bytes)
+            assert tighter is not None
+            assert tighter[0] == found[0]
+
+
+@given(small_problems(), st.randoms(use_true_random=False))
+def test_program_replay_keeps_what_is_read(problem: Problem, draw: random.Random) -> None:
+    """Execute the program on sets: everything a step reads is there, nothing is freed twice."""
+    steps = random_steps(problem, draw)
+    held: set[int] = set()
+    graphs: set[int] = set()
+    for instruction in lower(problem, steps).instructions:
+        k = instruction.node
+        if instruction.kind == "F":
+            assert held >= set(problem.fwd_inputs[k])
+            phantoms = {i for i in problem.products[k] if problem.storages[i].is_phantom}
+            held |= set(problem.products[k]) - (set() if instruction.record else phantoms)
+            if instruction.record:
+                graphs.add(k)
+        else:
+            assert held >= set(problem.bwd_inputs[k])
+            assert k in graphs
+        assert held >= set(instruction.frees)
+        held -= set(instruction.frees)
+    assert held == {i for i, s in enumerate(problem.storages) if s.is_output}
+
+
+def random_steps(problem: Problem, draw: random.Random) -> tuple[Step, ...]:
+    count = len(problem.nodes)
+    steps = [forward(k) for k in range(count)]
+    for node in problem.backward_order:
+        steps += [forward(draw.randrange(count)) for _ in range(draw.randint(0, 3))]
+        steps.append(backward(node))
+    return tuple(steps)
+
+
+@given(small_problems(7), st.randoms(use_true_random=False))
+def test_incremental_drops_equal_a_fresh_simulation(problem: Problem, draw: random.Random) -> None:
+    steps = random_steps(problem, draw)
+    plan = EditablePlan(problem, steps)
+    budget = simulate(problem, steps).peak_bytes
+    left = dict(enumerate(steps))
+    for t in draw.sample(plan.recomputations(), len(plan.recomputations())):
+        without = tuple(step for i, step in left.items() if i != t)
+        fresh = simulate(problem, without)
+        dropped = plan.drop(t, budget)
+        assert dropped or fresh.peak_bytes > budget
+        if dropped:
+            del left[t]
+            assert plan.steps == without
+            assert tuple(plan.peaks[list(left)]) == fresh.peak_during
+
+
+@given(small_problems(6), st.randoms(use_true_random=False))
+def test_prune_never_raises_peak_or_time(problem: Problem, draw: random.Random) -> None:
+    steps = random_steps(problem, draw)
+    before = simulate(problem, steps)
+    after = simulate(problem, prune(problem, steps, before.peak_bytes))
+    assert after.peak_bytes <= before.peak_bytes
+    assert after.overhead_ms <= before.overhead_ms
+
+
+GOOD = (forward(0), forward(1), backward(1), backward(0))
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (GOOD[1:], "step 0 of the plan must be F0"),
+        (GOOD[:1], "must be F1.*the end of the plan"),
+        ((*GOOD[:2], GOOD[3], GOOD[2]), "expected B1: backwards run once each"),
+        (GOOD[:3], "the plan ends before B0"),
+        ((*GOOD, forward(0)), "after the last backward"),
+        ((*GOOD, backward(0)), "expected no further backward"),
+        ((*GOOD[:3], forward(7), GOOD[3]), "the problem has nodes 0 to 1"),
+    ],
+)
+def test_invalid_plans_are_refused_with_the_reason(steps, message) -> None:
+    with pytest.raises(InvalidPlanError, match=message):
+        simulate(two_nodes(), steps)
+
+
+def test_a_plan_above_its_budget_is_refused() -> None:
+    with pytest.raises(InvalidPlanError, match=r"step 2 \(B1, b\) needs 23"):
+        simulate(two_nodes(), GOOD, budget_bytes=22)
+
+
+def test_plans_are_saved_and_checked_on_loading(tmp_path) -> None:
+    problem = two_nodes()
+    plan = make_plan(problem, GOOD, 30, "by hand", bound_ms=7.0)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json", problem) == plan
+    assert plan.gap == 0.0
+    with pytest.raises(InvalidPlanError, match="made for a network with fingerprint"):
+        Plan.load(tmp_path / "plan.json", gpt_problem(1))
+    with pytest.raises(InvalidPlanError, match="expected a plan in format"):
+        Plan.from_json("{}")
+    with pytest.raises(InvalidPlanError, match="expected a saved plan"):
+        Plan.from_json("no json")
+
+
+def test_steps_as_text() -> None:
+    assert steps_to_text(GOOD) == "F0 F1 B1 B0"
+    assert steps_from_text("F0 F1 B1 B0") == GOOD
+    with pytest.raises(ValueError, match="'X3' is no step"):
+        steps_from_text("F0 X3")
+
+
+def test_segments_and_reruns_lower_the_peak() -> None:
+    problem = gpt_problem(4)
+    everything = simulate(problem, no_recomputation(problem)).peak_bytes
+    segments = simulate(problem, checkpoint_segments(problem, (10, 20, 30))).peak_bytes
+    assert segments < everything
+    lean = simulate(problem, rerun_for_each(problem))
+    assert lean.peak_bytes < everything
+    assert lean.overhead_ms > problem.base_time_ms
