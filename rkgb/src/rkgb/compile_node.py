@@ -33,6 +33,7 @@ class Piece:
     outputs: tuple[str, ...]
     uses: tuple[Use, ...]  # key of each numbered use, in the order of execution
     source: str
+    operations: int
 
 
 def compile_node(
@@ -75,7 +76,7 @@ def _compile(
     source = "def piece(value, external):\n" + "".join(f"    {line}\n" for line in body)
     scope = dict(writer.scope)
     exec(compile(source, "<rkgb node>", "exec"), scope)
-    return Piece(scope["piece"], outputs, tuple(writer.uses), source)
+    return Piece(scope["piece"], outputs, tuple(writer.uses), source, len(ops))
 
 
 class _Writer:

@@ -38,10 +38,43 @@ class SavedFacts:
     phantoms: Mapping[int, int]  # storage id -> bytes, of what belongs to nobody else
 
 
+class _Handover(torch.autograd.Function):
+    """Feeds gradients to a graph of several operations from inside the engine.
+
+    Gradients given to `torch.autograd.grad` are held until it returns; these are moved, and freed
+    like eager's as soon as the operation that reads them has run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, box: list[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.box = box
+        return outputs[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        grads = (None, *ctx.box)
+        ctx.box.clear()
+        return grads
+
+
 @dataclass(slots=True)
 class _Recorded:
     out_edges: list[tuple[str, GradientEdge]]
     in_edges: list[tuple[bool, str, Use, GradientEdge]]  # (is_external, name, use, edge)
+    box: list[Tensor]
+    handover: GradientEdge | None  # of a graph of several operations
+
+    def run(self, edges: list[GradientEdge], grads: list[Tensor]) -> list[Tensor | None]:
+        """Return the gradients of all in_edges; `grads` is emptied."""
+        inputs = [edge for *_, edge in self.in_edges]
+        if self.handover is not None and len(edges) == len(self.out_edges):
+            self.box.extend(grads)
+            grads.clear()
+            root = torch.empty(0, dtype=self.box[0].dtype, device=self.box[0].device)
+            return list(torch.autograd.grad([self.handover], inputs, [root], allow_unused=True))
+        found = torch.autograd.grad(edges, inputs, grads, allow_unused=True)
+        grads.clear()
+        return list(found)
 
 
 @dataclass(slots=True)
@@ -214,6 +247,13 @@ class Runner:
         with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
             results = piece.run(value, outside)
         out_edges = []
+        box: list[Tensor] = []
+        handover = None
+        wanting = [result for result in results if result.requires_grad]
+        if wanting and piece.operations > 1:
+            with torch.enable_grad():
+                handover = get_gradient_edge(_Handover.apply(box, *wanting))
+        del wanting
         for name, result in zip(piece.outputs, results, strict=True):
             if result.requires_grad:
                 out_edges.append((name, get_gradient_edge(result)))
@@ -226,7 +266,7 @@ class Runner:
             leaf.data = self._nothing(leaf)
         if len(self.graph.nodes[index].ops) > 1:
             in_edges.sort(key=lambda edge: (-edge[2][0], edge[2][1]))
-        return _Recorded(out_edges, in_edges)
+        return _Recorded(out_edges, in_edges, box, handover)
 
     @property
     def grad_names(self) -> set[str]:
@@ -296,12 +336,8 @@ class Runner:
             if not edges or not piece.in_edges:
                 outside += [(name, None) for is_ext, name, _, _ in piece.in_edges if is_ext]
                 continue
-            found: list[Tensor | None] = list(
-                torch.autograd.grad(
-                    edges, [edge for *_, edge in piece.in_edges], grads, allow_unused=True
-                )
-            )
-            del grad, grads
+            del grad
+            found = piece.run(edges, grads)
             for place, (is_external, name, use, _) in enumerate(piece.in_edges):
                 part = found[place]
                 found[place] = None

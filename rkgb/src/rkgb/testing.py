@@ -11,9 +11,12 @@ from torch.utils import _pytree as pytree
 
 from rkgb.basic import BasicGraph, bind_inputs, external_values, run_op
 from rkgb.dataflow import DataFlowGraph, _device_of
+from rkgb.inspect_op import FlopCost, inspect_graph
 from rkgb.op import Op, Ref
 from rkgb.rng import RngState
+from rkgb.runner import Runner, StepState
 from rkgb.simplified import SimplifiedGraph
+from rkgb.tensor_info import storage_id
 
 Graph = BasicGraph | DataFlowGraph | SimplifiedGraph
 
@@ -82,13 +85,121 @@ def assert_same_as_module(
     try:
         assert len(found) == len(expected), f"{len(found)} outputs, expected {len(expected)}"
         for place, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            same = torch.equal(ours, theirs) if isinstance(ours, Tensor) else ours == theirs
-            assert same, f"output {place} differs from the module's"
+            assert same_bits(ours, theirs), f"output {place} differs from the module's"
         assert RngState.save(device).equals(end), "the random state differs from the module's"
         for name, buffer in model.named_buffers():
-            assert torch.equal(buffer, updated[name]), f"buffer '{name}' differs"
+            assert same_bits(buffer, updated[name]), f"buffer '{name}' differs"
     finally:
         restore()
+
+
+def same_bits(ours: Any, theirs: Any) -> bool:
+    """Return whether two results are equal: type, shape and every element; NaN equals NaN."""
+    if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
+        return bool(ours == theirs) and isinstance(ours, Tensor) == isinstance(theirs, Tensor)
+    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        return False
+    if torch.equal(ours, theirs):
+        return True
+    return bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
+
+
+def gradients_of_module(
+    model: nn.Module, sample: Any, *, kwargs: Mapping[str, Any] | None = None
+) -> list[Tensor | None]:
+    """Return autograd's gradients of the sum of all results, for parameters, then for inputs."""
+    args, keywords = bind_inputs(sample, kwargs)
+    outputs = [t for t in pytree.tree_leaves(model(*args, **keywords)) if isinstance(t, Tensor)]
+    outputs = list({id(t): t for t in outputs if t.requires_grad}.values())
+    wanted = _leaves_that_want(model, (args, keywords))
+    if not outputs or not wanted:
+        return [None] * len(wanted)
+    ones = [torch.ones_like(t) for t in outputs]
+    return list(torch.autograd.grad(outputs, wanted, ones, allow_unused=True))
+
+
+def gradients_by_runner(
+    runner: Runner,
+    model: nn.Module,
+    sample: Any,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    recompute: int = 1,
+) -> list[Tensor | None]:
+    """Return the same gradients, from nodes run one by one on a runner that has been inspected.
+
+    The forward runs without graphs, then `recompute` times again, the last time recorded.
+    """
+    bound = bind_inputs(sample, kwargs)
+    external = external_values(runner.graph.dataflow.basic, model, tuple(pytree.tree_leaves(bound)))
+    state = StepState(external)
+    nodes = range(len(runner.graph.nodes))
+    for index in nodes:
+        runner.forward(index, state, record=False, keep_state=True)
+    for round_ in range(1 + recompute):
+        for index in nodes:
+            runner.forward(index, state, record=round_ == recompute, keep_state=False)
+    for name in runner.graph.output_names:
+        if name in runner.grad_names:
+            state.grads[name] = torch.ones_like(state.values[name])
+            state.borrowed.add(storage_id(state.grads[name]))
+    found: dict[int, Tensor] = {}
+    for out in runner.graph.outputs:  # a parameter or input that is returned as it is
+        if isinstance(out, Ref) and out.name in external and external[out.name].requires_grad:
+            found[id(external[out.name])] = torch.ones_like(external[out.name])
+    for index in reversed(nodes):
+        for name, grad in runner.backward(index, state):
+            key = id(external[name])
+            if grad is not None:
+                found[key] = found[key] + grad if key in found else grad
+    assert not state.grads, f"gradients left over: {', '.join(state.grads)}"
+    assert not state.grad_parts, f"gradients left over: {', '.join(state.grad_parts)}"
+    return [found.get(id(t)) for t in _leaves_that_want(model, bound)]
+
+
+def _leaves_that_want(model: nn.Module, bound: Any) -> list[Tensor]:
+    inputs = [t for t in pytree.tree_leaves(bound) if isinstance(t, Tensor) and t.requires_grad]
+    tensors = [*(p for p in model.parameters() if p.requires_grad), *inputs]
+    return list({id(t): t for t in tensors}.values())
+
+
+def assert_same_gradients(
+    sg: SimplifiedGraph,
+    model: nn.Module,
+    sample: Any,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Assert that the graph's nodes, each run backward alone, give autograd's gradients bit for bit.
+
+    The module's buffers and the random stream are as before afterwards.
+
+    Raises:
+        AssertionError: a gradient differs, or only one of the two has it.
+    """
+    device = _device_of(model, None)
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    stream = RngState.save(device)
+
+    def restore() -> None:
+        stream.restore()
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+
+    try:
+        expected = gradients_of_module(model, sample, kwargs=kwargs)
+        restore()
+        runner = Runner(sg, device)
+        leaves = tuple(pytree.tree_leaves(bind_inputs(sample, kwargs)))
+        external = external_values(sg.dataflow.basic, model, leaves)
+        inspect_graph(runner, external, FlopCost(), measure_memory=False)
+        found = gradients_by_runner(runner, model, sample, kwargs=kwargs)
+    finally:
+        restore()
+    for place, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert (ours is None) == (theirs is None), f"gradient {place} exists only on one side"
+        assert ours is None or same_bits(ours, theirs), f"gradient {place} differs from autograd's"
 
 
 class Convolutional(nn.Module):
