@@ -53,6 +53,12 @@ void take_split(float* ROTOR_RESTRICT out, const float* ROTOR_RESTRICT next,
     }
 }
 
+// out[i] = min(out[i], value)
+ROTOR_VECTOR_CLONES
+void take_constant(float* out, float value, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) out[i] = value < out[i] ? value : out[i];
+}
+
 // The same order of additions as above, so that a walk finds the minima that were stored.
 float add_split(float next, float then, float time) { return (next + then) + time; }
 
@@ -79,7 +85,7 @@ ChainCells::ChainCells(std::vector<Stage> stages, std::int64_t unit_bytes, bool 
     // Divisions are slow beside the rows they guard: the ones that repeat are done once.
     for (const Stage& stage : stages_) output_slots_.push_back(round_up(stage.output));
     name_cells(share);
-    find_floors();
+    find_ranges();
 }
 
 void ChainCells::name_cells(bool share) {
@@ -158,14 +164,19 @@ void ChainCells::for_each_choice(std::int32_t a, std::int32_t b, Visit visit) co
     }
 }
 
-void ChainCells::find_floors() {
+void ChainCells::find_ranges() {
     floor_.resize(place_of_.size());
+    top_.resize(place_of_.size());
     tight_time_.resize(place_of_.size());
     // Cells were named column by column, right to left: all parts of a cell come before it.
     for (std::size_t c = 0; c < place_of_.size(); ++c) {
         std::int64_t floor = std::numeric_limits<std::int64_t>::max();
+        std::int64_t top = 0;
         double tight = std::numeric_limits<double>::infinity();
         for_each_choice(place_of_[c].a, place_of_[c].b, [&](const Choice& choice) {
+            top = std::max(top, choice.least);
+            if (choice.next >= 0) top = std::max(top, choice.held + top_[choice.next]);
+            if (choice.then >= 0) top = std::max(top, top_[choice.then]);
             if (choice.least > floor) return;
             double time = choice.time;
             if (choice.next >= 0) time += tight_time_[choice.next];
@@ -174,6 +185,7 @@ void ChainCells::find_floors() {
             floor = choice.least;
         });
         floor_[c] = floor;
+        top_[c] = top;
         tight_time_[c] = tight;
     }
 }
@@ -242,11 +254,12 @@ ChainTable::ChainTable(std::vector<Stage> stages, std::int64_t unit_bytes, std::
         const Place &p = place_of_[left], &q = place_of_[right];
         return p.a != q.a ? p.a < q.a : p.b < q.b;
     });
+    for (std::int64_t& top : top_) top = std::min(top, slots_);
     offset_.resize(floor_.size());
     for (const std::int32_t c : order) {
         offset_[c] = table_floats_;
         if (floor_[c] <= slots_)
-            table_floats_ += padded_row(static_cast<std::uint64_t>(slots_ - floor_[c] + 1));
+            table_floats_ += padded_row(static_cast<std::uint64_t>(top_[c] - floor_[c] + 1));
     }
 }
 
@@ -265,24 +278,43 @@ void ChainTable::fill() {
 
 void ChainTable::fill_cell(std::int32_t c) {
     float* out = row(c);
-    const std::int64_t floor = floor_[c];
-    std::fill(out, out + (slots_ - floor + 1), std::numeric_limits<float>::infinity());
+    const std::int64_t floor = floor_[c], top = top_[c];
+    std::fill(out, out + (top - floor + 1), std::numeric_limits<float>::infinity());
     for_each_choice(place_of_[c].a, place_of_[c].b, [&](const Choice& choice) {
-        const std::int64_t count = slots_ - choice.least + 1;
-        if (count <= 0) return;
-        updates_ += static_cast<std::uint64_t>(count);
-        float* from = out + (choice.least - floor);
+        if (choice.least > top) return;
+        updates_ += static_cast<std::uint64_t>(top - choice.least + 1);
         const auto time = static_cast<float>(choice.time);
-        if (choice.next < 0) {
-            for (std::int64_t i = 0; i < count; ++i) from[i] = std::min(from[i], time);
-            return;
+        // Above its top a row is constant. So the slots from `least` on fall into three pieces:
+        // both parts vary, one of them does, none does.
+        const bool has_next = choice.next >= 0, has_then = choice.then >= 0;
+        const std::int64_t next_end = has_next ? choice.held + top_[choice.next] : -1;
+        const std::int64_t then_end = has_then ? top_[choice.then] : -1;
+        std::int64_t m = choice.least;
+        if (has_next && has_then) {
+            const std::int64_t end = std::min({next_end, then_end, top});
+            if (end >= m) {
+                take_split(out + (m - floor), entry(choice.next, m - choice.held),
+                           entry(choice.then, m), time, end - m + 1);
+                m = end + 1;
+            }
         }
-        const float* next = row(choice.next) + (choice.least - choice.held - floor_[choice.next]);
-        if (choice.then < 0)
-            take_option(from, next, time, count);
-        else
-            take_split(from, next, row(choice.then) + (choice.least - floor_[choice.then]), time,
-                       count);
+        if (has_next && m <= std::min(next_end, top)) {
+            const float rest = has_then ? value(choice.then, m) + time : time;
+            const std::int64_t end = std::min(next_end, top);
+            take_option(out + (m - floor), entry(choice.next, m - choice.held), rest, end - m + 1);
+            m = end + 1;
+        } else if (has_then && m <= std::min(then_end, top)) {
+            const float rest = value(choice.next, m - choice.held) + time;
+            const std::int64_t end = std::min(then_end, top);
+            take_option(out + (m - floor), entry(choice.then, m), rest, end - m + 1);
+            m = end + 1;
+        }
+        if (m <= top) {
+            float total = time;
+            if (has_next) total += value(choice.next, m - choice.held);
+            if (has_then) total += value(choice.then, m);
+            take_constant(out + (m - floor), total, top - m + 1);
+        }
     });
 }
 

@@ -4,8 +4,9 @@
 // one and both or neither end the chain: they share one cell. L identical stages need 2L of them
 // instead of L²/2.
 //
-// Table. One row of float32 per cell, over consecutive slots m = floor..slots, where floor is the
-// smallest feasible m: what is infeasible takes no memory. Rows start on a cache line and fill an
+// Table. One row of float32 per cell, over consecutive slots m = floor..top, where floor is the
+// smallest feasible m, and top one above which no choice gets cheaper: what is infeasible and what
+// is constant takes neither memory nor time. Rows start on a cache line and fill an
 // odd number of them, because rows a power of two apart compete for the same cache sets. There is
 // no table of back pointers: the path through the recurrence is found by taking its minima again.
 #pragma once
@@ -54,7 +55,7 @@ class ChainCells {
     std::int32_t root() const { return cell(0, length_ - 1); }
 
     void name_cells(bool share);
-    void find_floors();
+    void find_ranges();
 
     struct Place {
         std::int32_t a, b;
@@ -67,6 +68,7 @@ class ChainCells {
     std::vector<std::int32_t> cell_of_;    // triangular index of (a, b) -> cell
     std::vector<Place> place_of_;          // cell -> the first (a, b) that it stands for
     std::vector<std::int64_t> floor_;      // cell -> smallest feasible m
+    std::vector<std::int64_t> top_;        // cell -> no choice gets cheaper above this m
     std::vector<double> tight_time_;       // cell -> ms of one schedule at its floor
 };
 
@@ -87,7 +89,12 @@ class ChainTable : public ChainCells {
     };
 
     float* row(std::int32_t cell) const { return table_.get() + offset_[cell]; }
-    float value(std::int32_t cell, std::int64_t m) const { return row(cell)[m - floor_[cell]]; }
+    const float* entry(std::int32_t cell, std::int64_t m) const {
+        return row(cell) + (m - floor_[cell]);
+    }
+    float value(std::int32_t cell, std::int64_t m) const {
+        return *entry(cell, m < top_[cell] ? m : top_[cell]);
+    }
     void fill_cell(std::int32_t cell);
 
     std::int64_t slots_;

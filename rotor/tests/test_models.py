@@ -4,6 +4,7 @@ torchvision is needed by these tests alone. On a CPU build of torch its wheel im
 operators that it lacks have been declared.
 """
 
+import contextlib
 import copy
 import importlib
 import subprocess

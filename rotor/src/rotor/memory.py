@@ -7,6 +7,7 @@ tensors. The `[memory]` events of `torch.profiler` see every tensor and every ke
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ class MemoryMeter:
     def __enter__(self) -> MemoryMeter:
         gc.collect()  # garbage freed during a call would look like memory that it gave back
         if self._device.type != "cuda":
+            # Otherwise the profiler's library writes a line to stderr at every start and stop.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._profile.start()
         return self
