@@ -35,7 +35,7 @@ def planned(name: str) -> tuple[nn.Module, Any, Planned]:
     if name not in _planned:
         model, sample = network(name)
         wrapped = Rockmate(model, sample, "1GiB", cost="flops", self_test=False)
-        _planned[name] = (model, sample, vars(wrapped)["_planned"])
+        _planned[name] = (model, sample, vars(wrapped)["_plans"][0])
     return _planned[name]
 
 

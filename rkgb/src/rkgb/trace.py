@@ -79,7 +79,24 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             f"cannot capture {type(model).__name__}: its forward prints ({text!r}), and a captured "
             "graph would print nothing. Remove the print, or move it out of forward."
         )
-    return _Reader(program, model).read(args, kwargs)
+    return _Reader(program, model, _ambient_autocast(model, (args, kwargs))).read(args, kwargs)
+
+
+def _ambient_autocast(model: nn.Module, sample: Any) -> Autocast | None:
+    """Return the autocast region that the capture runs in.
+
+    The capture records operations as they are before autocast looks at them, so the region must be
+    entered again wherever they run.
+    """
+    tensors = [*model.parameters(), *(x for x in pytree.tree_leaves(sample) if _is_tensor(x))]
+    kind = tensors[0].device.type if tensors else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return None
+    return Autocast(kind, torch.get_autocast_dtype(kind), True)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def _distinct(tensor: Tensor) -> Tensor:
@@ -231,6 +248,7 @@ class _Reader:
 
     program: Any
     model: nn.Module
+    ambient: Autocast | None
     ops: list[Op] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
 
@@ -271,7 +289,7 @@ class _Reader:
             name if isinstance(leaf, Tensor) else None
             for name, leaf in zip(inputs, leaves, strict=True)
         )
-        result = self._walk(self.program.graph_module, env, constants, True, None, "")
+        result = self._walk(self.program.graph_module, env, constants, True, self.ambient, "")
         used = {name for op in self.ops for name in op.inputs}
         return Trace(
             ops=tuple(self.ops),

@@ -45,11 +45,13 @@ class InputSignature:
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
+    autocast: tuple[str, torch.dtype] | None  # the region that the call is in
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> InputSignature:
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        return cls(spec, tuple(_TensorLeaf.of(x) if isinstance(x, Tensor) else x for x in leaves))
+        kinds = tuple(_TensorLeaf.of(x) if isinstance(x, Tensor) else x for x in leaves)
+        return cls(spec, kinds, _ambient_autocast())
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the leaves of a call that matches.
@@ -58,6 +60,11 @@ class InputSignature:
             InputMismatchError: it does not; the text says what was planned and what came.
         """
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        if _ambient_autocast() != self.autocast:
+            raise InputMismatchError(
+                f"the call is in autocast region {_ambient_autocast()}, and was planned for "
+                f"{self.autocast}. {_ADVICE}"
+            )
         if spec != self.spec:
             raise InputMismatchError(
                 "the inputs have another structure than the sample: planned "
@@ -76,8 +83,8 @@ class InputSignature:
 
 
 _ADVICE = (
-    "A plan holds for the sample's shapes, types, strides and Python values. Call with such "
-    "inputs, build another Rockmate for this kind, or call `.original` for an unbounded step."
+    "A plan holds for the sample's shapes, types, strides, Python values and autocast region. Call "
+    "with such inputs, allow more plans (`max_plans=`), or call `.original` for an unbounded step."
 )
 
 
@@ -177,11 +184,8 @@ def _refuse_hook(path: str, module: nn.Module) -> None:
     )
 
 
-def refuse_ambient_modes(device: torch.device) -> None:
-    """Raise UnsupportedModuleError inside an autocast region that the module did not open."""
-    if torch.is_autocast_enabled(device.type):
-        raise UnsupportedModuleError(
-            f"the call is inside an autocast region for {device.type}, and backward would "
-            "recompute outside of it. Enter autocast inside the module's forward, which is "
-            "supported, or leave the region around the call."
-        )
+def _ambient_autocast() -> tuple[str, torch.dtype] | None:
+    for kind in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(kind):
+            return kind, torch.get_autocast_dtype(kind)
+    return None

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from rockmate.budget import Budget
-from rockmate.guards import refuse_ambient_modes
+from rockmate.errors import InputMismatchError, RockmateError
+from rockmate.guards import ModuleGuard
 from rockmate.pipeline import Planned, Settings, plan_module
 from rockmate.plan_report import PlanReport
+
+_log = logging.getLogger("rockmate")
 
 
 class Rockmate(nn.Module):
@@ -33,8 +39,11 @@ class Rockmate(nn.Module):
         cost: what to minimise: "measured" time, or deterministic "flops".
         self_test: run one step against eager PyTorch after planning and compare bits and bytes.
         reserve: bytes of the budget to leave to a loss computed outside the module.
+        max_plans: how many kinds of input to plan for. A call unlike all planned ones (another
+            batch size, another autocast region) is planned on the spot, within the same budget in
+            bytes, until so many plans exist; then it is refused. 1 refuses all but the sample's.
         planner: "auto", or the name of one strategy, for comparisons.
-        backend: solver of the block problems, "cp-sat" or "cbc".
+        backend: solver of the block problems: "cp-sat", "cbc", "highs" or "gurobi".
         progress: show a progress bar while planning.
 
     Raises:
@@ -54,16 +63,25 @@ class Rockmate(nn.Module):
         cost: Literal["measured", "flops"] = "measured",
         self_test: bool = True,
         reserve: int = 0,
+        max_plans: int = 4,
         planner: str = "auto",
         backend: str = "cp-sat",
         progress: bool = False,
     ) -> None:
-        settings = Settings(budget, effort, cost, self_test, reserve, planner, backend, progress)
+        settings = Settings(
+            budget, effort, cost, self_test, reserve, planner, backend, progress, max_plans
+        )
         planned = plan_module(model, sample, kwargs, settings)
         super().__init__()
+        # Later plans get the same bytes, whatever a fraction of *their* eager peak would be.
+        self._adopt(model, replace(settings, budget=planned.budget_bytes), [planned])
+
+    def _adopt(self, model: nn.Module, settings: Settings, plans: list[Planned]) -> None:
         # Not submodules: the wrapper *has* the original's tables, so that names stay the same.
         vars(self)["original"] = model
-        vars(self)["_planned"] = planned
+        vars(self)["_settings"] = settings
+        vars(self)["_plans"] = plans
+        vars(self)["_guard"] = ModuleGuard(model)
         self._parameters = model._parameters
         self._buffers = model._buffers
         self._modules = model._modules
@@ -77,10 +95,25 @@ class Rockmate(nn.Module):
         original: nn.Module = self.original
         if not self.training or not torch.is_grad_enabled():
             return original(*args, **kwargs)
-        planned: Planned = vars(self)["_planned"]
-        planned.guard.check()
-        refuse_ambient_modes(planned.executor.runner.device)
-        return planned(original, args, kwargs)
+        vars(self)["_guard"].check()
+        return self._planned_for(args, kwargs)(original, args, kwargs)
+
+    def _planned_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Planned:
+        plans: list[Planned] = vars(self)["_plans"]
+        settings: Settings = vars(self)["_settings"]
+        refusal: InputMismatchError | None = None
+        for planned in plans:
+            try:
+                planned.signature.check(args, kwargs)
+            except InputMismatchError as error:
+                refusal = refusal or error
+            else:
+                return planned
+        if refusal is not None and len(plans) >= settings.max_plans:
+            raise refusal
+        _log.info("planning for another kind of input: %s", refusal)
+        plans.append(plan_module(self.original, args, kwargs, settings))
+        return plans[-1]
 
     def backward(self) -> None:
         """Do nothing: `loss.backward()` has done it all. Kept for the published examples."""
@@ -88,28 +121,34 @@ class Rockmate(nn.Module):
     # ------------------------------------------------------------------ the plan
 
     @property
+    def _first(self) -> Planned:
+        plans: list[Planned] = vars(self)["_plans"]
+        if not plans:
+            raise RockmateError(
+                "this Rockmate module was loaded from a file and has not been planned here yet; "
+                "run one training step first."
+            )
+        return plans[0]
+
+    @property
     def plan(self) -> PlanReport:
-        """The plan; printing it shows what is recomputed and at what price."""
-        planned: Planned = vars(self)["_planned"]
-        return PlanReport(planned.calibration.problem, planned.plan)
+        """The plan for the sample; printing it shows what is recomputed and at what price."""
+        return PlanReport(self._first.calibration.problem, self._first.plan)
 
     @property
     def budget_bytes(self) -> int:
-        """The budget in bytes, fraction and reserve resolved."""
-        planned: Planned = vars(self)["_planned"]
-        return planned.budget_bytes
+        """The budget in bytes, fraction resolved."""
+        return self._first.budget_bytes
 
     @property
     def planning_seconds(self) -> Mapping[str, float]:
         """Seconds that each phase of planning took."""
-        planned: Planned = vars(self)["_planned"]
-        return planned.seconds
+        return self._first.seconds
 
     @property
     def eager_peak_bytes(self) -> int | None:
         """Measured activation peak of the eager module; None if no eager step was run."""
-        planned: Planned = vars(self)["_planned"]
-        return planned.eager_peak_bytes
+        return self._first.eager_peak_bytes
 
     # ------------------------------------------------------------------ manners of the original
 
@@ -120,6 +159,19 @@ class Rockmate(nn.Module):
             if "original" not in vars(self):
                 raise
             return getattr(vars(self)["original"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rockmate:
+        """Copy the module; plans hold no tensors and are shared."""
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        nn.Module.__init__(new)
+        plans: list[Planned] = vars(self)["_plans"]
+        new._adopt(copy.deepcopy(self.original, memo), vars(self)["_settings"], list(plans))
+        return new
+
+    def __reduce__(self) -> Any:
+        """Save the module and the settings; the first training step after loading plans anew."""
+        return _load, (self.original, vars(self)["_settings"])
 
     def train(self, mode: bool = True) -> Rockmate:
         """Switch the wrapper, the original and all submodules."""
@@ -137,8 +189,17 @@ class Rockmate(nn.Module):
 
     def extra_repr(self) -> str:
         """Name what is wrapped and how."""
-        plan = vars(self)["_planned"].plan
+        if not vars(self)["_plans"]:
+            return f"{type(self.original).__name__}, not planned yet"
+        plan = self._first.plan
         return (
-            f"{type(self.original).__name__}, budget {plan.budget_bytes} bytes, predicted peak "
+            f"{type(self.original).__name__}, budget {self.budget_bytes} bytes, predicted peak "
             f"{plan.peak_bytes} bytes, overhead {100 * plan.overhead:.1f} %"
         )
+
+
+def _load(model: nn.Module, settings: Settings) -> Rockmate:
+    module = Rockmate.__new__(Rockmate)
+    nn.Module.__init__(module)
+    module._adopt(model, settings, [])
+    return module

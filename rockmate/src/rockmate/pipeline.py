@@ -29,7 +29,7 @@ from rockmate.budget import Budget, parse_budget
 from rockmate.calibrate import Calibration, calibrate
 from rockmate.errors import InfeasibleBudgetError, SelfTestError, UnsupportedModuleError
 from rockmate.execute import Executor
-from rockmate.guards import InputSignature, ModuleGuard, refuse_ambient_modes
+from rockmate.guards import InputSignature, refuse_hooks
 from rockmate.plan import Plan
 from rockmate.planners import plan as make_plan
 from rockmate.program import lower
@@ -60,6 +60,7 @@ class Settings:
     planner: str = "auto"
     backend: str = "cp-sat"
     progress: bool = False
+    max_plans: int = 4
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,6 @@ class Planned:
     executor: Executor
     plan: Plan
     signature: InputSignature
-    guard: ModuleGuard
     output_spec: pytree.TreeSpec
     seconds: Mapping[str, float]
     budget_bytes: int
@@ -112,9 +112,8 @@ def plan_module(
     budget_bytes, fraction = parse_budget(settings.budget)
     args, keywords = bind_inputs(sample, kwargs)
     device = check_device(model, (args, keywords), None)
-    refuse_ambient_modes(device)
     _refuse_nothing_to_do(model, args, keywords)
-    guard = ModuleGuard(model)
+    refuse_hooks(model)
     signature = InputSignature.of(args, keywords)
     phases = Phases(PHASES, show=settings.progress)
     leaves = tuple(pytree.tree_leaves((args, keywords)))
@@ -149,7 +148,6 @@ def plan_module(
         executor=executor,
         plan=plan,
         signature=signature,
-        guard=guard,
         output_spec=bg.output_spec,
         seconds=phases.seconds,
         budget_bytes=budget_bytes,

@@ -1,0 +1,160 @@
+"""Other kinds of input, precisions and copies of the wrapper."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rockmate import InputMismatchError, Rockmate, RockmateError
+from rockmate.testing_nets import assert_trains_like, eager_copy, network
+
+
+def wrap(model: nn.Module, sample: Any, budget: Any = 0.8, **options: Any) -> Rockmate:
+    return Rockmate(model, sample, budget, cost="flops", **options)
+
+
+def same_gradients(first: nn.Module, second: nn.Module) -> None:
+    for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
+        assert ours.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_the_last_smaller_batch_of_an_epoch_just_works() -> None:
+    model, (ids, targets) = network("gpt")
+    twin = eager_copy(model)
+    wrapped = wrap(model, (ids, targets), 0.7)
+    for rows in (4, 3, 4, 3):
+        state = torch.get_rng_state()
+        wrapped(ids[:rows], targets[:rows]).backward()
+        torch.set_rng_state(state)
+        twin(ids[:rows], targets[:rows]).backward()
+        same_gradients(model, twin)
+    assert len(vars(wrapped)["_plans"]) == 2
+
+
+def test_the_number_of_plans_is_limited() -> None:
+    model = nn.Linear(4, 4)
+    wrapped = wrap(model, torch.randn(3, 4), "1MiB", max_plans=2)
+    wrapped(torch.randn(5, 4))
+    with pytest.raises(InputMismatchError, match=r"planned float32\[3, 4\].*max_plans"):
+        wrapped(torch.randn(6, 4))
+    wrapped(torch.randn(5, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gpt", "mixer"])
+def test_other_precisions(name: str, dtype: torch.dtype) -> None:
+    model, sample = network(name)
+    model.to(dtype)
+    inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in sample)
+    twin = eager_copy(model)
+    assert_trains_like(wrap(model, inputs, 0.8), twin, inputs)
+
+
+@pytest.mark.parametrize("name", ["gpt", "unet"])
+def test_autocast_around_the_call(name: str) -> None:
+    model, sample = network(name)
+    twin = eager_copy(model)
+    wrapped = wrap(model, sample, 1.0)
+    state = torch.get_rng_state()
+    for module in (twin, wrapped):
+        torch.set_rng_state(state)
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = module(*sample)
+            loss.backward()
+    same_gradients(model, twin)
+    kinds = [planned.signature.autocast for planned in vars(wrapped)["_plans"]]
+    assert kinds == [None, ("cpu", torch.bfloat16)]
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = torch.tanh(self.first(x))
+        with torch.no_grad():
+            scale = y.float().abs().mean()
+        return self.second(y.float() / scale)
+
+
+def test_autocast_and_no_grad_regions_inside() -> None:
+    torch.manual_seed(0)
+    model, x = Inside(), torch.randn(32, 16)
+    twin = eager_copy(model)
+    assert_trains_like(wrap(model, x, "1MiB"), twin, x)
+
+
+def test_channels_last_inputs() -> None:
+    model, (pixels, labels) = network("resnet")
+    model.to(memory_format=torch.channels_last)
+    pixels = pixels.contiguous(memory_format=torch.channels_last)
+    twin = eager_copy(model)
+    assert_trains_like(wrap(model, (pixels, labels), 0.8), twin, (pixels, labels))
+
+
+def test_frozen_parameters_and_adapters() -> None:
+    model, sample = network("gpt")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("attn.qkv" in name)
+    twin = eager_copy(model)
+    wrapped = wrap(model, sample, 0.8)
+    state = torch.get_rng_state()
+    for module in (twin, wrapped):
+        torch.set_rng_state(state)
+        module(*sample).backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+    model.head.weight.requires_grad_(True)
+    with pytest.raises(InputMismatchError, match="without gradient"):
+        wrapped(*sample)
+
+
+def test_a_deep_copy_is_independent() -> None:
+    model, sample = network("resnet")
+    wrapped = wrap(model, sample)
+    other = copy.deepcopy(wrapped)
+    twin = eager_copy(model)
+    assert all(a is not b for a, b in zip(other.parameters(), wrapped.parameters(), strict=True))
+    assert_trains_like(other, twin, sample)
+    untouched = network("resnet")[0]
+    for ours, theirs in zip(model.parameters(), untouched.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.grad is None
+
+
+def test_saved_and_loaded_it_plans_at_the_first_step() -> None:
+    model, sample = network("tied")
+    wrapped = wrap(model, sample, 1.0)
+    loaded = pickle.loads(pickle.dumps(wrapped))
+    file = io.BytesIO()
+    torch.save(wrapped, file)
+    file.seek(0)
+    assert list(torch.load(file, weights_only=False).state_dict()) == list(model.state_dict())
+    with pytest.raises(RockmateError, match="not been planned"):
+        _ = loaded.plan
+    loaded(*sample).backward()
+    wrapped(*sample).backward()
+    same_gradients(loaded, model)
+    assert loaded.budget_bytes == wrapped.budget_bytes
+
+
+def test_loading_weights_and_changing_precision_of_the_data_in_place() -> None:
+    model, sample = network("tied")
+    wrapped = wrap(model, sample, 1.0)
+    torch.manual_seed(5)
+    other = type(model)()
+    wrapped.load_state_dict(other.state_dict())
+    wrapped(*sample).backward()
+    other(*sample).backward()
+    same_gradients(model, other)
