@@ -219,10 +219,13 @@ def _refuse_custom_functions(model: nn.Module, result: Any) -> None:
 
 
 def _user_frame(error: BaseException) -> str:
-    """Return 'file.py:12 (code)' of the innermost frame that belongs neither to torch nor to us."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((_TORCH_DIR, _HERE, "<")):
-            return f"{Path(frame.filename).name}:{frame.lineno} ({(frame.line or '').strip()})"
+    """Return 'file.py:12 (code)' of the innermost frame of the user's code, or else of torch.nn."""
+    frames = list(reversed(traceback.extract_tb(error.__traceback__)))
+    modules = str(Path(_TORCH_DIR) / "nn")
+    users = [f for f in frames if not f.filename.startswith((_TORCH_DIR, _HERE, "<"))]
+    inside = [f for f in frames if f.filename.startswith(modules) and f.name == "forward"]
+    for frame in (*users, *inside):
+        return f"{Path(frame.filename).name}:{frame.lineno} ({(frame.line or '').strip()})"
     return "unknown source"
 
 
