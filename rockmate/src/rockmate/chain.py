@@ -20,6 +20,7 @@ from rockmate.problem import Problem
 from rockmate.simulate import simulate
 from rockmate.solvers.result import Solver
 from rockmate.steps import Step, Steps
+from rockmate.stopwatch import timed
 
 SMALL_BLOCK_NODES = 14  # blocks of at most so many nodes are solved to the optimum in no time
 _SLOTS = 500
@@ -82,18 +83,23 @@ class ChainModel:
         inner = max(1, budget_bytes - self.reserved_bytes)
         # the table reaches up to the budget and beyond even where much is reserved
         headroom = max(_HEADROOM, 1.1 * budget_bytes / inner)
-        table = rotor.solve_table(self.chain, inner, slots=slots, headroom=min(headroom, 4.0))
+        with timed("chain"):
+            table = rotor.solve_table(self.chain, inner, slots=slots, headroom=min(headroom, 4.0))
+            schedules = iter(table.candidates(inner))
         found = []
         misses = 0
-        for schedule in table.candidates(inner):
-            steps = self.steps_of(schedule)
-            if simulate(self.problem, steps).peak_bytes <= budget_bytes:
-                found.append(steps)
-                misses = 0
-            else:
-                misses += 1
-                if misses > _MISSES:
-                    break
+        while misses <= _MISSES:
+            with timed("chain"):
+                schedule = next(schedules, None)
+            if schedule is None:
+                break
+            with timed("simulation"):
+                steps = self.steps_of(schedule)
+                if simulate(self.problem, steps).peak_bytes <= budget_bytes:
+                    found.append(steps)
+                    misses = 0
+                else:
+                    misses += 1
         return found
 
     def plan(self, budget_bytes: int, *, slots: int = _SLOTS, pruned: int = 4) -> Steps | None:
@@ -175,7 +181,8 @@ def chain_model(
             size = len(block.local.nodes)
             # large blocks cost seconds per box: a few boxes must do
             own = grid or (Grid(5, 8) if size <= 16 else Grid(4, 5) if size <= 32 else Grid(3, 3))
-            found = block_options(block.local, solver, own)
+            with timed("options"):
+                found = block_options(block.local, solver, own)
             if cache is not None:
                 cache[key] = found
         else:

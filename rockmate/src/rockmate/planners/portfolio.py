@@ -36,6 +36,8 @@ from rockmate.steps import Steps
 
 logger = logging.getLogger(__name__)
 
+_CLOSE_ENOUGH = 2e-4  # relative to the step time: far below what can be measured
+
 Progress = Callable[[float, str], None]  # fraction done, what is being done
 
 PLANNERS = (
@@ -52,6 +54,11 @@ PLANNERS = (
 )
 
 
+# Names and sizes of blocks, in nodes; 0: cut wherever possible. Neither of the first two always wins;
+# the third takes long and wins where memory is tight.
+GRAINS = (("half blocks", 0), ("blocks", SMALL_BLOCK_NODES), ("double blocks", 26))
+
+
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How much work planning may take; all limits but `seconds` are deterministic."""
@@ -61,14 +68,15 @@ class Effort:
     block_limit: float
     windows: int
     window_limit: float
+    grains: int
     bound_cuts: int
     seconds: float | None = None
 
 
 EFFORTS = {
-    "fast": Effort(55, 0.3, 0.05, 10, 0.02, 1),
-    "balanced": Effort(80, 0.6, 0.2, 60, 0.05, 2),
-    "best": Effort(120, 2.0, 0.5, 400, 0.1, 3),
+    "fast": Effort(55, 0.2, 0.05, 24, 0.02, 2, 1),
+    "balanced": Effort(80, 0.6, 0.2, 60, 0.05, 2, 2),
+    "best": Effort(120, 2.0, 0.5, 400, 0.1, 3, 3),
 }
 
 
@@ -107,7 +115,7 @@ def effort_of(effort: str | float) -> Effort:
         return EFFORTS[effort]
     if isinstance(effort, bool) or not effort > 0:
         raise ValueError(f"effort is {effort!r}; give a positive number of seconds or a name")
-    return Effort(120, 2.0, 0.05 if effort < 15 else 0.2, 1_000_000, 0.05, 2, float(effort))
+    return Effort(120, 2.0, 0.05 if effort < 15 else 0.2, 1_000_000, 0.05, 2, 2, float(effort))
 
 
 @dataclass
@@ -124,7 +132,7 @@ class _Planning:
     best_ms: float = float("inf")
     best_planner: str = ""
     tried: list[Trial] = field(default_factory=list)
-    proven_ms: float | None = None
+    bound_ms: float | None = None  # under the overhead of every schedule
     begin: float = field(default_factory=time.perf_counter)
 
     def run(self, planner: str) -> Plan:
@@ -148,7 +156,7 @@ class _Planning:
                 f"planner {planner!r} was asked for a plan within {format_bytes(budget)} and found "
                 f"none, although the budget is feasible; use planner='auto'"
             )
-        return self._finish(self.best, self.best_planner, self.proven_ms)
+        return self._finish(self.best, self.best_planner, self.bound_ms)
 
     # --- the budget -------------------------------------------------------------------------------
 
@@ -236,21 +244,20 @@ class _Planning:
         problem = self.problem
         solver = block_solver(self.backend, self.effort.block_limit)
         cache: dict[object, tuple[BlockOption, ...]] = {}
-        pinned_sets = pinned_candidates(problem, self.budget // 4)
-        for pinned in pinned_sets[:1] if classic else pinned_sets[:3]:
-            for merged in (False, True):
-                if self._stopped() or (classic and merged):
+        for pinned in [frozenset[int]()] if classic else self._pinned_sets():
+            for grain, max_nodes in GRAINS[:1] if classic else GRAINS[: self.effort.grains]:
+                if self._stopped():
                     return
                 begin = time.perf_counter()
-                name = "rotor" if classic else f"chain of {'blocks' if merged else 'half blocks'}"
+                name = "rotor" if classic else f"chain of {grain}"
                 name += f", {len(pinned)} pinned" if pinned else ""
                 model = chain_model(
                     problem,
                     _no_options if classic else solver,
-                    merged=merged,
+                    merged=max_nodes > 0,
                     pinned=pinned,
                     cache=None if classic else cache,
-                    max_nodes=SMALL_BLOCK_NODES,
+                    max_nodes=max_nodes,
                 )
                 if model is None:
                     self.tried.append(Trial(name, time.perf_counter() - begin, note="no cut"))
@@ -258,8 +265,19 @@ class _Planning:
                 steps = model.plan(self.budget, pruned=1 if classic else 4)
                 self._consider(name, steps, begin)
 
+    def _pinned_sets(self) -> list[frozenset[int]]:
+        """Sets of storages to keep all the time: none, or the few that make it a chain at all.
+
+        Where next to nothing is pinned, and there are far more cuts for it, only that is worth it.
+        """
+        sets = pinned_candidates(self.problem, self.budget // 4)[:3]
+        for pinned in reversed(sets[1:]):
+            if sum(self.problem.sizes[i] for i in pinned) <= self.budget // 10:
+                return [pinned]
+        return sets
+
     def _search(self) -> None:
-        if self.best is None:
+        if self.best is None or self._is_proven():
             return
         begin = time.perf_counter()
         windows = self.effort.windows
@@ -281,6 +299,14 @@ class _Planning:
             stop=stop,
         )
         self._consider("search in windows", steps, begin)
+
+    def _is_proven(self) -> bool:
+        """Whether the best plan is so close to the bound that there is nothing left to find."""
+        if self.bound_ms is None:
+            self.bound_ms = lower_bound(self.problem, self.budget, cuts=self.effort.bound_cuts)
+        base = self.problem.base_time_ms
+        least = base + (self.bound_ms or 0.0)
+        return base + self.best_ms <= least * (1 + _CLOSE_ENOUGH)
 
     # --- bookkeeping ------------------------------------------------------------------------------
 

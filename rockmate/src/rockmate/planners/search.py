@@ -1,14 +1,15 @@
 """Large-neighbourhood search: free a part of the current plan, let CP-SAT put it back better.
 
 A window frees some nodes in some stages; the rest of the plan is a fixed background, so a window of
-a network of any length is a small program. Windows are drawn deterministically: one run of
-neighbouring nodes, or two runs that then can exchange memory with each other.
+a network of any length is a small program. Windows are drawn by a seeded generator: one run of
+neighbouring nodes, or two runs that then can exchange memory with each other. Laying them around
+what the plan recomputes was tried and found no better.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from rockmate.planners.edit import prune
 from rockmate.problem import Problem
@@ -16,6 +17,9 @@ from rockmate.simulate import simulate
 from rockmate.solvers.intervals import Window, solve_intervals
 from rockmate.solvers.result import recomputed_by_stage, stages_of, steps_of_stages
 from rockmate.steps import Steps
+
+_SIZES = (16, 24, 36)  # nodes of a window: what CP-SAT solves in a fraction of a second
+_ONE_RUN = 0.4  # share of windows that are one run of neighbouring nodes
 
 
 def in_node_order(problem: Problem, steps: Steps) -> Steps:
@@ -47,12 +51,11 @@ def improve(
     if timeline.peak_bytes > budget_bytes:
         return steps
     cost = timeline.overhead_ms
-    source = _windows(problem, seed)
+    draw = random.Random(seed)
     for _ in range(windows):
         if stop() or cost <= 0:
             break
-        nodes, size = next(source)
-        window = _window(problem, current, nodes, size)
+        window = _window(problem, current, _draw_nodes(len(problem.nodes), draw))
         if window is None:
             continue
         result = solve_intervals(
@@ -72,24 +75,20 @@ def improve(
     return current if cost <= best.overhead_ms else steps
 
 
-def _windows(problem: Problem, seed: int) -> Iterator[tuple[frozenset[int], int]]:
-    """Yield sets of nodes to free, without end."""
-    draw = random.Random(seed)
-    count = len(problem.nodes)
-    while True:
-        size = draw.choice((16, 24, 36))
-        if draw.random() < 0.4:
-            first = draw.randrange(max(1, count - size + 1))
-            yield frozenset(range(first, min(count, first + size))), size
-        else:
-            half = size // 2
-            one = draw.randrange(max(1, count - half + 1))
-            two = draw.randrange(max(1, count - half + 1))
-            nodes = {*range(one, min(count, one + half)), *range(two, min(count, two + half))}
-            yield frozenset(nodes), size
+def _draw_nodes(count: int, draw: random.Random) -> frozenset[int]:
+    """Draw the nodes to free: one run of neighbours, or two."""
+
+    def run_of(size: int) -> range:
+        first = draw.randrange(max(1, count - size + 1))
+        return range(first, min(count, first + size))
+
+    size = draw.choice(_SIZES)
+    if draw.random() < _ONE_RUN:
+        return frozenset(run_of(size))
+    return frozenset({*run_of(size // 2), *run_of(size // 2)})
 
 
-def _window(problem: Problem, steps: Steps, nodes: frozenset[int], size: int) -> Window | None:
+def _window(problem: Problem, steps: Steps, nodes: frozenset[int]) -> Window | None:
     """The window of these nodes: the stages of their own backwards and of their recomputations."""
     stage = stages_of(problem)
     own = [stage[k] for k in nodes if k in stage]
