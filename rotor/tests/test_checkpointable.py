@@ -12,7 +12,7 @@ from torch import nn
 import rotor
 from rotor import Checkpointable, InfeasibleBudgetError
 from rotor.memory import peak_of
-from rotor.ops import Backward
+from rotor.ops import Backward, ForwardCheckpoint, ForwardEnableGrad
 from rotor.testing import (
     ResidualBlock,
     assert_trains_like,
@@ -82,6 +82,70 @@ def test_a_deep_network_at_its_least_memory():
     chk = Checkpointable(copy.deepcopy(twin), torch.randn(16, 32), timer=one_millisecond)
     at_fraction(chk, 0.0)
     assert_trains_like(chk, twin, [torch.randn(16, 32) for _ in range(3)])
+
+
+def forgetful_schedule(count):
+    """Each second of three stages forgets its input, which the first makes again in backward."""
+    forward, backward = [], []
+    for k in range(count):
+        position = k % 3
+        whole = k - position + 2 < count
+        if whole and position == 0:
+            forward.append(ForwardCheckpoint(k))
+            backward.append([Backward(k)])
+        elif whole and position == 1:
+            forward.append(ForwardEnableGrad(k, forget_input=True))
+            backward.append([ForwardEnableGrad(k - 1), Backward(k)])
+        else:
+            forward.append(ForwardEnableGrad(k))
+            backward.append([Backward(k)])
+    return forward + [op for group in reversed(backward) for op in group]
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(lambda: residual_net(6), (6, 3, 16, 16)), (lambda: mlp(6, 64), (256, 64))],
+)
+def test_recorded_stages_may_forget_their_input(make, shape):
+    twin = make()
+    chk = Checkpointable(copy.deepcopy(twin), torch.randn(*shape), timer=one_millisecond)
+    ops = forgetful_schedule(len(chk.chain))
+    assert any("Fe*" in str(op) for op in ops)
+    chk.use_schedule(rotor.Schedule.from_ops(chk.chain, ops, "by hand"))
+    assert_trains_like(chk, twin, [torch.randn(*shape) for _ in range(3)])
+    chk.zero_grad(set_to_none=False)
+    x = torch.randn(*shape)
+    loss_bytes = 2 * chk(x).nbytes
+    peak = peak_of(lambda: training_step(chk, x), CPU)
+    assert peak <= chk.get_expected_memory() + loss_bytes
+    # The input is really gone in between: kept, the prediction would be exceeded.
+    keeping = [
+        ForwardEnableGrad(op.stage) if isinstance(op, ForwardEnableGrad) else op for op in ops
+    ]
+    with pytest.raises(rotor.InvalidScheduleError, match="already held"):
+        rotor.simulate(chk.chain, keeping)
+
+
+def test_tight_limits_are_met_by_retention_intervals_when_installed():
+    pytest.importorskip("ortools", reason="the extra 'intervals' is not installed")
+    twin = mlp(4, 64, dropout=0.2)
+    chk = Checkpointable(copy.deepcopy(twin), torch.randn(256, 64), timer=one_millisecond)
+    least = rotor.solve_table(chk.chain, 1).smallest_feasible_bytes + chk.held_bytes
+    for percent in range(90, 130, 4):
+        limit = least * percent // 100
+        try:
+            recurrence = chk.compute_sequence(limit, intervals=False).makespan_ms
+        except InfeasibleBudgetError:
+            recurrence = float("inf")
+        try:
+            chk.compute_sequence(limit)
+        except InfeasibleBudgetError:
+            assert recurrence == float("inf")
+            continue
+        assert chk.get_expected_makespan() <= recurrence
+        assert chk.get_expected_memory() <= limit
+        if chk.schedule.method == "retention intervals":
+            assert_trains_like(chk, copy.deepcopy(chk._sequential), [torch.randn(256, 64)])
 
 
 def test_forward_counts_are_those_of_the_schedule():
@@ -515,6 +579,15 @@ def test_a_replaced_child_is_noticed():
     chk(x).sum().backward()
     expected = nn.Sequential(*chk.children())(x)
     assert torch.equal(chk(x), expected)
+
+
+def test_a_module_exchanged_deep_inside_is_noticed():
+    twin = residual_net(4)
+    chk = Checkpointable(copy.deepcopy(twin), images(1)[0], timer=one_millisecond)
+    at_fraction(chk, 0.0)
+    norm = nn.BatchNorm2d(8, momentum=0.5)
+    chk[1][2].norm, twin[1][2].norm = copy.deepcopy(norm), norm
+    assert_trains_like(chk, twin, images(2))
 
 
 def test_lazy_measurement_at_the_first_training_step():

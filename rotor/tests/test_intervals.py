@@ -4,7 +4,7 @@ import random
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rotor import InfeasibleBudgetError, simulate, solve, solve_table
@@ -66,6 +66,7 @@ def test_it_can_beat_the_recurrence_and_the_plan_says_so():
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(chains(14, options=2, largest=50), st.floats(1.0, 1.6))
+@example(random_chain(random.Random(8), 11, options=2, largest=50), 1.0625)  # had an idle run
 def test_the_better_one_is_kept(chain, factor):
     budget = int(factor * max(1, solve_table(chain, 1).smallest_feasible_bytes))
     schedule = solve(chain, budget, slots=200)
@@ -73,6 +74,20 @@ def test_the_better_one_is_kept(chain, factor):
     assert better.makespan_ms <= schedule.makespan_ms
     assert better.peak_bytes <= budget
     assert better.method == METHOD or better is schedule
+
+
+def test_inputs_are_kept_where_the_executor_needs_them():
+    """Without forgetting inputs, every schedule keeps what it did, and never gets faster."""
+    forgotten = 0
+    for seed in range(40):
+        chain = random_chain(random.Random(seed), 5, options=2, largest=6)
+        budget = solve_table(chain, 1).smallest_feasible_bytes
+        keeping = solve_intervals(chain, budget, forget_inputs=False)
+        free = solve_intervals(chain, budget)
+        assert "Fe*" not in str(keeping)
+        assert free.makespan_ms <= keeping.makespan_ms
+        forgotten += "Fe*" in str(free)
+    assert forgotten > 0
 
 
 def test_same_answer_every_time():

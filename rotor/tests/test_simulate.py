@@ -68,6 +68,23 @@ def test_bytes_of_a_checkpointed_run():
     assert timeline.rows[1].after_bytes == 100  # x[1] has been forgotten
 
 
+def test_bytes_of_a_stage_that_forgets_its_input():
+    ops = [Fc(0), Fe(1, forget_input=True), B(1), Fe(0), B(0)]
+    with pytest.raises(InvalidScheduleError, match=r"x\[1\] is not held"):
+        simulate(plain_chain(2), ops)
+    ops = [Fc(0), Fe(1, forget_input=True), Fe(0), B(1), B(0)]
+    timeline = simulate(plain_chain(2), ops)
+    assert [row.after_bytes for row in timeline.rows] == [
+        100,
+        300,  # x[1] is gone
+        10000 + 300 + 300,
+        10000 + 300,
+        0,
+    ]
+    with pytest.raises(InvalidScheduleError, match="belongs to a saved stage"):
+        simulate(plain_chain(2), [Fe(0), Fe(1, forget_input=True)])
+
+
 @pytest.mark.parametrize(
     ("ops", "position", "reason"),
     [

@@ -82,6 +82,7 @@ class Checkpointable(nn.Module):
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[name] = module.__dict__[name]
         self._sequential: nn.Sequential
+        self._planned_modules: list[nn.Module]
         self.__dict__["_sequential"] = module  # not registered a second time
         self.training = module.training
         self.mem_limit = None if mem_limit is None else _checked_limit(mem_limit)
@@ -94,6 +95,7 @@ class Checkpointable(nn.Module):
         self._strategy: tuple[str, dict[str, Any]] = ("optimal", {})
         self._plans: dict[Hashable, _Plan] = {}
         self._current: Hashable = None
+        self.__dict__["_planned_modules"] = list(module.modules())
         if input is not None:
             self.measure(input)
             if self.mem_limit is not None:
@@ -154,6 +156,7 @@ class Checkpointable(nn.Module):
         plan.schedule, plan.program, plan.limit_bytes = checked, program, None
 
     def _measure(self, value: Any) -> _Plan:
+        self._forget_plans_of_other_modules()
         key = self._signature(_tensors_of(value))
         measurement = measure_module(
             self._sequential, value, preserve_rng=self.preserve_rng_state, timer=self._timer
@@ -175,7 +178,7 @@ class Checkpointable(nn.Module):
         try:
             if name == "optimal":
                 assert budget is not None
-                schedule = self._optimal(chain, budget, arguments)
+                schedule = self._optimal(measurement, budget, arguments)
             else:
                 schedule = STRATEGIES[name](chain, budget, **arguments)
         except InfeasibleBudgetError as error:
@@ -192,7 +195,10 @@ class Checkpointable(nn.Module):
         log.info("%s: peak %d bytes", schedule.method, schedule.peak_bytes)
         return schedule
 
-    def _optimal(self, chain: Chain, budget: int, arguments: dict[str, Any]) -> Schedule:
+    def _optimal(
+        self, measurement: Measurement, budget: int, arguments: dict[str, Any]
+    ) -> Schedule:
+        chain = measurement.chain
         options = {
             "slots": self.mem_slots,
             "backend": "reference" if self.force_python else "compiled",
@@ -206,7 +212,10 @@ class Checkpointable(nn.Module):
         except InfeasibleBudgetError as error:
             problem = error
         if intervals and budget > 0:
-            schedule = improve_with_intervals(chain, budget, schedule)
+            # An input that lives on in the stage's output is not freed by forgetting it.
+            schedule = improve_with_intervals(
+                chain, budget, schedule, forget_inputs=not measurement.hands_on_inputs
+            )
         if schedule is None:
             assert problem is not None
             raise problem
@@ -292,15 +301,11 @@ class Checkpointable(nn.Module):
         return plan.program
 
     def _forget_plans_of_other_modules(self) -> None:
-        if not self._plans:
-            return
-        present = [module for _, module in flatten(self._sequential)]
-        plan = next(iter(self._plans.values()))
-        planned = [m for stage in plan.measurement.stages for m in stage.code.modules]
-        if len(present) != len(planned) or any(
-            a is not b for a, b in zip(present, planned, strict=True)
-        ):
+        # A module that was exchanged, at any depth, would otherwise run in its old form.
+        present = list(self._sequential.modules())
+        if present != self._planned_modules:
             self._plans.clear()
+            self.__dict__["_planned_modules"] = present
 
     def _signature(self, tensors: Tensors) -> Hashable:
         inputs = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors)

@@ -14,19 +14,19 @@ run again as it is; this cannot be noticed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from rotor.boundary import Layout, Tensors, is_differentiable, pack, unpack
 from rotor.errors import BackwardError, InvalidScheduleError, StageError
-from rotor.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
+from rotor.ops import Backward, ForwardEnableGrad, ForwardNoGrad, Op
 from rotor.rng import RngState, preserved_rng
 from rotor.stages import CodeStage, current_buffer, replaced_buffers, training_flags
 
@@ -49,6 +49,7 @@ class Program:
     forward: tuple[Op, ...]
     backward: tuple[tuple[Op, ...], ...]  # [k]: what runs between B(k+1) and the end of B(k)
     rerun: frozenset[int]
+    modules: tuple[nn.Module, ...]  # all, whose train/eval flags a recomputation needs
     devices: tuple[torch.device, ...]
     preserve_rng: bool
 
@@ -79,15 +80,53 @@ class Program:
                 groups.append(tuple(group))
                 group = []
         again = frozenset(op.stage for op in rest if not isinstance(op, Backward))
-        return cls(stages, forward, tuple(reversed(groups)), again, devices, preserve_rng)
+        modules = tuple(dict.fromkeys(m for stage in stages for m in stage.code.submodules()))
+        back = tuple(reversed(groups))
+        return cls(stages, forward, back, again, modules, devices, preserve_rng)
 
 
 @dataclass(slots=True)
 class _Recorded:
-    """The autograd graph of one stage: where gradients enter, and the leaves where they leave."""
+    """The autograd graph of one stage: where gradients enter, and where they leave."""
 
     edges: list[GradientEdge | None]
-    leaves: list[torch.Tensor]
+    leaves: list[torch.Tensor | GradientEdge]
+    inputs: _Inputs | None = None  # where the graph finds what it has not been allowed to keep
+
+
+class _Inputs:
+    """Stands in a graph for the inputs of its stage, which are dropped and made again."""
+
+    def __init__(self, inputs: Tensors) -> None:
+        self.now: Tensors | None = None  # set for the backward
+        self._places = {
+            (t.untyped_storage().data_ptr(), t.dtype): index
+            for index, t in enumerate(inputs)
+            if t.untyped_storage().nbytes()
+        }
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _InputView:
+        """Return the tensor itself, or, if it is an input or a view of one, its place there."""
+        place = self._places.get((tensor.untyped_storage().data_ptr(), tensor.dtype))
+        if place is None:
+            return tensor
+        return _InputView(place, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, kept: torch.Tensor | _InputView) -> torch.Tensor:
+        """Return what was packed, from the inputs of now."""
+        if isinstance(kept, torch.Tensor):
+            return kept
+        assert self.now is not None
+        base = self.now[kept.place]
+        return base.as_strided(kept.size, kept.stride, kept.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class _InputView:
+    place: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 @dataclass(slots=True)
@@ -113,8 +152,9 @@ class Session:
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in {"cpu", *(device.type for device in program.devices)}
         }
-        self._modules = list(dict.fromkeys(m for s in program.stages for m in s.code.submodules()))
-        self._flags = [module.training for module in self._modules]
+        self._flags = [module.training for module in program.modules]
+        # Looked up at every step, never kept: parameters may be exchanged between steps.
+        self.parameters = [stage.code.parameters() for stage in program.stages]
 
     def start(self, value: Any) -> Tensors:
         """Return the tensors of the chain's input."""
@@ -129,12 +169,12 @@ class Session:
         """Run the forward op of stage k for the first time; `needs`: inputs, then parameters."""
         op = self.program.forward[k]
         self._needs[k] = needs
-        if isinstance(op, ForwardCheckpoint | ForwardEnableGrad):
+        if not _forgets_input(op):
             self._inputs[k] = tuple(tensor.detach() for tensor in inputs)
         again = k in self.program.rerun
         before = self._remember(k) if again else None
         with self._autocast_state():
-            outputs = self._run(k, inputs, recording=isinstance(op, ForwardEnableGrad))
+            outputs = self._run(op, inputs)
         if before is not None and before.rng is not None:
             drew_none = RngState.now(self.program.devices).same_as(before.rng)
             before.rng = None if drew_none else before.rng
@@ -157,38 +197,42 @@ class Session:
         return _FirstRun(
             rng=RngState.now(self.program.devices) if self.program.preserve_rng else None,
             buffers=[current_buffer(*where).clone() for where in stage.mutated_buffers],
-            versions=[parameter._version for parameter in stage.code.parameters()],
+            versions=[parameter._version for parameter in self.parameters[k]],
         )
 
-    def _run(self, k: int, inputs: Tensors, *, recording: bool) -> Tensors:
+    def _run(self, op: Op, inputs: Tensors) -> Tensors:
+        k = op.stage
         code = self.program.stages[k].code
-        recording = recording and any(self._needs[k])
+        recording = isinstance(op, ForwardEnableGrad) and any(self._needs[k])
         if not recording and not (self.program.stages[k].always_record and any(self._needs[k])):
             # Parameters keep requires_grad: some kernels are chosen by it, and would differ.
             with torch.no_grad():
                 value = code(unpack(tuple(t.detach() for t in inputs), self._layouts[k]))
             outputs, self._layouts[k + 1] = pack_output(value, code)
             return tuple(tensor.detach() for tensor in outputs)
-        with torch.enable_grad():
-            leaves = [
-                tensor.detach().requires_grad_(need)
-                for tensor, need in zip(inputs, self._needs[k], strict=False)
-            ]
+        leaves = [
+            tensor.detach().requires_grad_(need)
+            for tensor, need in zip(inputs, self._needs[k], strict=False)
+        ]
+        source = _Inputs(inputs) if recording and _forgets_input(op) else None
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            if source is not None:
+                stack.enter_context(saved_tensors_hooks(source.pack, source.unpack))
             outputs, self._layouts[k + 1] = pack_output(
                 code(unpack(tuple(leaves), self._layouts[k])), code
             )
         if recording:
             edges = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
-            self._recorded[k] = _Recorded(edges, leaves)
+            self._recorded[k] = _Recorded(edges, _ends(leaves, emptied=source is not None), source)
         return tuple(tensor.detach() for tensor in outputs)
 
     def _run_again(self, op: Op) -> None:
         k = op.stage
-        recording = isinstance(op, ForwardEnableGrad)
         inputs = self._inputs[k]
         with self._as_the_first_time(k):
-            outputs = self._run(k, inputs, recording=recording)
-        if isinstance(op, ForwardNoGrad):
+            outputs = self._run(op, inputs)
+        if _forgets_input(op):
             del self._inputs[k]
         if k + 1 < len(self.program.stages):
             self._inputs[k + 1] = outputs
@@ -196,8 +240,7 @@ class Session:
     @contextmanager
     def _as_the_first_time(self, k: int) -> Iterator[None]:
         first, stage = self._first[k], self.program.stages[k]
-        parameters = stage.code.parameters()
-        if [parameter._version for parameter in parameters] != first.versions:
+        if [parameter._version for parameter in self.parameters[k]] != first.versions:
             raise BackwardError(
                 f"stage {stage.code.name} has to be recomputed for its backward, and its "
                 f"parameters have been changed since its forward. Call backward() before the "
@@ -210,7 +253,7 @@ class Session:
             if stage.mutated_buffers:
                 copies = [value.clone() for value in first.buffers]
                 stack.enter_context(replaced_buffers(list(stage.mutated_buffers), copies))
-            stack.enter_context(training_flags(self._modules, self._flags))
+            stack.enter_context(training_flags(self.program.modules, self._flags))
             stack.enter_context(self._autocast_state())
             yield
 
@@ -230,15 +273,17 @@ class Session:
     ) -> tuple[torch.Tensor | None, ...]:
         needs = self._needs[k]
         recorded = self._recorded.pop(k)
-        for index in (k, k + 1):
-            self._inputs.pop(index, None)
+        inputs = self._inputs.pop(k)
+        if recorded.inputs is not None:
+            recorded.inputs.now = inputs
+        self._inputs.pop(k + 1, None)
         self._first.pop(k, None)
         pairs = [
             (edge, grad)
             for edge, grad in zip(recorded.edges, grads, strict=True)
             if edge is not None and grad is not None
         ]
-        variables = [*recorded.leaves, *self.program.stages[k].code.parameters()]
+        variables = [*recorded.leaves, *self.parameters[k]]
         wanted = [v for v, need in zip(variables, needs, strict=True) if need]
         if not pairs or not wanted:
             return (None,) * len(needs)
@@ -276,9 +321,9 @@ def run_program(program: Program, value: Any) -> Any:
     session = Session(program)
     tensors = session.start(value)
     count = len(tensors)
-    for k, stage in enumerate(program.stages):
+    for k, parameters in enumerate(session.parameters):
         tensors = _StageFunction.apply(  # type: ignore[no-untyped-call]
-            session, k, count, *tensors, *stage.code.parameters()
+            session, k, count, *tensors, *parameters
         )
         count = len(tensors)
     return session.finish(tensors)
@@ -296,12 +341,32 @@ def pack_output(value: Any, code: CodeStage) -> tuple[Tensors, Layout]:
         ) from None
 
 
+def _forgets_input(op: Op) -> bool:
+    return isinstance(op, ForwardNoGrad) or (isinstance(op, ForwardEnableGrad) and op.forget_input)
+
+
+def _ends(leaves: list[torch.Tensor], *, emptied: bool) -> list[torch.Tensor | GradientEdge]:
+    """Return where gradients leave a graph; emptied leaves no longer own their memory."""
+    if not emptied:
+        return list(leaves)
+    ends: list[torch.Tensor | GradientEdge] = []
+    for leaf in leaves:
+        ends.append(get_gradient_edge(leaf) if leaf.requires_grad else leaf)
+        leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+    return ends
+
+
 def stage_gradients(
-    edges: list[GradientEdge], wanted: list[torch.Tensor], grads: list[torch.Tensor]
+    edges: list[GradientEdge],
+    wanted: Sequence[torch.Tensor | GradientEdge],
+    grads: list[torch.Tensor],
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of `wanted`, each as autograd can take it over without a copy."""
     with _quiet_hooks(wanted):
-        found = torch.autograd.grad(edges, wanted, grads, allow_unused=True)
+        # Tensors and edges may be mixed, which the annotation does not know.
+        found = torch.autograd.grad(
+            edges, cast("list[torch.Tensor]", wanted), grads, allow_unused=True
+        )
     # Autograd would copy a parameter's gradient of other strides while it accumulates, outside of
     # what has been measured.
     return tuple(
@@ -317,14 +382,14 @@ def _with_strides_of(parameter: torch.Tensor, grad: torch.Tensor | None) -> torc
 
 
 @contextmanager
-def _quiet_hooks(variables: list[torch.Tensor]) -> Iterator[None]:
+def _quiet_hooks(variables: Sequence[torch.Tensor | GradientEdge]) -> Iterator[None]:
     """Silence tensor hooks of parameters: they are for the gradient that autograd accumulates.
 
     They would run twice otherwise, on the gradient inside the stage and on the one it returns.
     """
     silenced = []
     for variable in variables:
-        hooks = variable._backward_hooks
+        hooks = getattr(variable, "_backward_hooks", None)
         if hooks:
             silenced.append((hooks, list(hooks.items())))
             hooks.clear()

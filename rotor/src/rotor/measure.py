@@ -23,7 +23,7 @@ from rotor.boundary import Layout, Tensors, is_differentiable, pack, unpack
 from rotor.chain import Chain, Option, Stage
 from rotor.errors import InPlaceInputError, StageError
 from rotor.execute import RunStage, pack_output, stage_gradients
-from rotor.memory import MemoryMeter, storage_bytes
+from rotor.memory import MemoryMeter, share_storage, storage_bytes
 from rotor.rng import RngState, preserved_rng
 from rotor.stages import CodeStage, current_buffer, flatten, replaced_buffers
 
@@ -31,6 +31,7 @@ Timer: TypeAlias = Callable[[Callable[[], object]], float]
 """Runs a call and returns how long it took, in milliseconds."""
 
 TIMED_RUNS = 3  # the fastest counts: whatever disturbs a run makes it longer
+ENOUGH_MS = 500.0  # of one stage: a run that is long is disturbed little
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Measurement:
     chain: Chain
     held_bytes: int
     device: torch.device
+    hands_on_inputs: bool = False  # some stage's output shares memory with its input
 
 
 def measure_module(
@@ -208,6 +210,7 @@ class _Probe:
         self.mutated: tuple[tuple[nn.Module, str], ...] = ()
         self.draws_random = False
         self.always_record = False
+        self.hands_on_input = False
         self.output_bytes = self.grad_bytes = self.input_grad_bytes = 0
         self.saved = self.fwd_overhead = self.bwd_overhead = self.forward_peak = 0
         self.fwd_ms = self.bwd_ms = self.forward_ms = 0.0
@@ -236,6 +239,7 @@ class _Probe:
             )
             _refuse_foreign_leaves(code, leaves, outputs)
             self.output_bytes = storage_bytes(outputs)
+            self.hands_on_input = share_storage(inputs, outputs)
             self.detached_outputs = frozenset(
                 i for i, t in enumerate(outputs) if not t.requires_grad
             )
@@ -271,7 +275,9 @@ class _Probe:
     def time(self, clock: Timer, inputs: Tensors, layout: Layout) -> tuple[Tensors, Layout]:
         """Time the stage's forward with and without recording and its backward."""
         rng = RngState.now([self.device])
-        rounds = [self._time_once(clock, inputs, layout) for _ in range(TIMED_RUNS)]
+        rounds: list[tuple[float, float, float]] = []
+        while len(rounds) < TIMED_RUNS and sum(map(sum, rounds)) < ENOUGH_MS:
+            rounds.append(self._time_once(clock, inputs, layout))
         self.fwd_ms, self.bwd_ms, self.forward_ms = (
             min(times) for times in zip(*rounds, strict=True)
         )
@@ -359,7 +365,8 @@ def _assemble(probes: list[_Probe], device: torch.device, preserve_rng: bool) ->
     runs = tuple(RunStage(p.code, p.mutated, p.detached_outputs, p.always_record) for p in probes)
     held = probes[-1].output_bytes + _rerun_bytes(probes, device, preserve_rng)
     held += _shared_parameter_bytes(probes)
-    return Measurement(runs, Chain(tuple(stages)), held, device)
+    hands_on = any(probe.hands_on_input for probe in probes)
+    return Measurement(runs, Chain(tuple(stages)), held, device, hands_on)
 
 
 def _rerun_bytes(probes: list[_Probe], device: torch.device, preserve_rng: bool) -> int:

@@ -40,14 +40,19 @@ class ForwardEnableGrad:
     """Run a stage in the way of one of its options, keeping what its backward needs.
 
     `ForwardEnableGrad(3, 1)` is read as: compute `x[4]` from `x[3]` as option 1 of stage 3 says,
-    hold `x[3]`, and hold what the option saves (`x[4]` is part of it).
+    hold `x[3]`, and hold what the option saves (`x[4]` is part of it). With `forget_input` it is
+    `Fe*(3, 1)`: drop `x[3]`, which has to be made again before `Backward(3, 1)`.
     """
 
     stage: int
     option: int = 0
+    forget_input: bool = False
 
     def __str__(self) -> str:
-        return f"Fe({self.stage})" if self.option == 0 else f"Fe({self.stage},{self.option})"
+        name = "Fe*" if self.forget_input else "Fe"
+        return (
+            f"{name}({self.stage})" if self.option == 0 else f"{name}({self.stage},{self.option})"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from rotor.simulate import MemoryTimeline
 BAR_WIDTH = 48
 LEGEND = (
     "Fn: forward, input forgotten   Fc: forward, input kept   "
-    "Fe: forward, kept for backward   B: backward"
+    "Fe: forward, kept for backward (Fe*: without its input)   B: backward"
 )
 
 
@@ -76,7 +76,7 @@ def save_timeline(timeline: MemoryTimeline, path: str | Path, held_bytes: int = 
     width, height = 900, 260
     total_ms = timeline.makespan_ms or 1.0
     highest = max(timeline.peak_bytes + held_bytes, 1)
-    colours = {"Fn": "#9aa5b1", "Fc": "#5b8def", "Fe": "#2f9e6e", "B": "#d9822b"}
+    colours = {"Fn": "#9aa5b1", "Fc": "#5b8def", "Fe": "#2f9e6e", "Fe*": "#1b6e4b", "B": "#d9822b"}
     shapes = []
     x = 0.0
     for row in timeline.rows:
@@ -107,7 +107,7 @@ def _kind(op: Op) -> str:
         case ForwardCheckpoint():
             return "Fc"
         case ForwardEnableGrad():
-            return "Fe"
+            return "Fe*" if op.forget_input else "Fe"
         case Backward():
             return "B"
 

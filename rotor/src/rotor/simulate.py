@@ -112,6 +112,8 @@ class _Replay:
         peak = self.total() + option.saved_bytes + option.fwd_overhead_bytes
         self.held["saved", op.stage] = option.saved_bytes
         self.option_of[op.stage] = op.option
+        if op.forget_input and self.held.pop(("x", op.stage), None) is None:
+            raise self.fail(op, f"x[{op.stage}] belongs to a saved stage and cannot be forgotten.")
         self.output_made |= op.stage == self.last
         return peak, option.fwd_time_ms
 

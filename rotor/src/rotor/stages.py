@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +122,7 @@ def replaced_buffers(
 
 
 @contextmanager
-def training_flags(modules: list[nn.Module], flags: list[bool]) -> Iterator[None]:
+def training_flags(modules: Sequence[nn.Module], flags: list[bool]) -> Iterator[None]:
     """Run with the given train/eval flags, and put the present ones back at exit."""
     present = [module.training for module in modules]
     if present == flags:

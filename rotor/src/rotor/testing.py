@@ -18,6 +18,7 @@ from torch import nn
 
 from rotor.chain import Chain, Option, Stage
 from rotor.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
+from rotor.rng import RngState
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -88,8 +89,7 @@ def exhaustive_search(
 
     `persistent` restricts the search to the class in which the recurrence is optimal: what is
     stored is kept until its own backward, so nothing that Fc or Fe has kept is forgotten before.
-    Without it, any boundary tensor may be dropped at any time, unless it is the input of a stage
-    that has been recorded and waits for its backward. Exponential: up to 5 stages.
+    Without it, any boundary tensor may be dropped at any time. Exponential: up to 5 stages.
     """
     start = _State(0, False, (0,), (), ())
     frontier: list[tuple[float, int, _State]] = [(0.0, 0, start)]
@@ -136,8 +136,7 @@ def _moves(
     end = len(chain) - state.backwards  # stages below this one still wait for their backward
     last = len(chain) - 1
     if not persistent:
-        waiting = {k for k, _ in state.saved}  # their graphs hold their inputs
-        for x in (x for x in state.held if x not in waiting):
+        for x in state.held:
             rest = tuple(y for y in state.held if y != x)
             yield None, 0.0, _State(state.backwards, state.output_made, rest, (), state.saved)
     for k in range(end):
@@ -227,11 +226,12 @@ def assert_trains_like(
     optimizers = [
         torch.optim.SGD(m.parameters(), learning_rate, momentum=0.9) for m in (module, twin)
     ]
+    devices = {parameter.device for parameter in twin.parameters()}
     for step, value in enumerate(inputs):
-        start = torch.get_rng_state()
+        start = RngState.now(devices)
         results = []
         for m, optimizer in zip((module, twin), optimizers, strict=True):
-            torch.set_rng_state(start)
+            start.restore()
             x = copy.deepcopy(value)
             leaves = [t for t in (x if isinstance(x, tuple) else (x,)) if t.is_floating_point()]
             for leaf in leaves:

@@ -13,7 +13,9 @@ one cumulative constraint over intervals.
 
 The number of forwards per stage is bounded: where more are needed, or where the deterministic time
 limit ends the search, the result may be worse than the recurrence's, and the better one is to be
-kept (`improve_with_intervals`). Needs `ortools`, loaded at the first call.
+kept (`improve_with_intervals`). A recorded stage may forget its input as well (`Fe*`), to have it
+made again before its backward; `forget_inputs=False` is for executors that cannot. Needs
+`ortools`, loaded at the first call.
 """
 
 from __future__ import annotations
@@ -58,7 +60,12 @@ class _Run:
 
 
 def improve_with_intervals(
-    chain: Chain, budget_bytes: int, schedule: Schedule | None, *, effort: float = DEFAULT_EFFORT
+    chain: Chain,
+    budget_bytes: int,
+    schedule: Schedule | None,
+    *,
+    effort: float = DEFAULT_EFFORT,
+    forget_inputs: bool = True,
 ) -> Schedule | None:
     """Return the better of a schedule (None: none fits) and what the interval model finds.
 
@@ -68,7 +75,7 @@ def improve_with_intervals(
     if len(chain) > MAX_STAGES or (schedule and schedule.forward_count == len(chain)):
         return schedule
     try:
-        found = _search(chain, budget_bytes, schedule, effort)
+        found = _search(chain, budget_bytes, schedule, effort, forget_inputs)
     except IntervalsUnavailableError as error:
         log.info("%s", error)
         return schedule
@@ -77,14 +84,20 @@ def improve_with_intervals(
     return found
 
 
-def solve_intervals(chain: Chain, budget_bytes: int, *, effort: float = DEFAULT_EFFORT) -> Schedule:
+def solve_intervals(
+    chain: Chain,
+    budget_bytes: int,
+    *,
+    effort: float = DEFAULT_EFFORT,
+    forget_inputs: bool = True,
+) -> Schedule:
     """Return a fast schedule within the budget, boundary tensors being dropped where it helps.
 
     Raises:
         IntervalsUnavailableError: `ortools` is not installed.
         InfeasibleBudgetError: none was found; `minimum_bytes` is that of the recurrence.
     """
-    found = _search(chain, budget_bytes, None, effort)
+    found = _search(chain, budget_bytes, None, effort, forget_inputs)
     if found is None:
         from rotor.solver import solve_table
 
@@ -94,7 +107,7 @@ def solve_intervals(chain: Chain, budget_bytes: int, *, effort: float = DEFAULT_
 
 
 def _search(
-    chain: Chain, budget_bytes: int, hint: Schedule | None, effort: float
+    chain: Chain, budget_bytes: int, hint: Schedule | None, effort: float, forget_inputs: bool
 ) -> Schedule | None:
     if budget_bytes <= 0:
         return None
@@ -105,7 +118,7 @@ def _search(
             f"solving by retention intervals needs ortools, which cannot be loaded ({error}). "
             f"Install it: pip install 'rk-rotor[intervals]'."
         ) from error
-    model = _Model(cp_model, chain, budget_bytes)
+    model = _Model(cp_model, chain, budget_bytes, forget_inputs)
     if hint is not None:
         model.add_hint(hint)
     solver = cp_model.CpSolver()
@@ -116,17 +129,17 @@ def _search(
     status = solver.solve(model.model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
+    # The checker has the last word. Sizes round up, so that the peak is never above the budget.
     schedule = Schedule.from_ops(chain, model.ops(solver), METHOD)
-    if schedule.peak_bytes > budget_bytes:  # never, since sizes round up; the checker decides
-        log.warning("the interval model was wrong about its peak; its schedule is not used")
-        return None
+    assert schedule.peak_bytes <= budget_bytes
     return schedule
 
 
 class _Model:
     """Variables and constraints. Legend: k stage, j its j-th forward, g gap, o option."""
 
-    def __init__(self, cp_model: Any, chain: Chain, budget_bytes: int) -> None:
+    def __init__(self, cp_model: Any, chain: Chain, budget_bytes: int, forget_inputs: bool) -> None:
+        self.forget_inputs = forget_inputs
         self.model = cp_model.CpModel()
         self.chain = chain
         self.count = len(chain)
@@ -210,24 +223,39 @@ class _Model:
             self.demands.append(demand)
 
     def _add_inputs(self, k: int) -> None:
-        """Every run of stage k reads an x[k] that is alive, and a recorded one keeps it."""
+        """Every run of stage k reads an x[k] that is alive, and so does its backward."""
         model, back = self.model, self._backward_time(k)
         for run in self.runs[k]:
-            sources = []
-            for producer in self.runs[k - 1]:
-                from_plain = model.new_bool_var("")
-                model.add_implication(from_plain, producer.plain)
-                model.add(producer.gap <= run.gap).only_enforce_if(from_plain)
-                model.add(producer.end >= run.start + 1).only_enforce_if(from_plain)
-                for literal in run.recorded:
-                    model.add(producer.end >= back + 1).only_enforce_if(from_plain, literal)
-                # What stage k-1 saved holds x[k] until after B(k).
-                from_saved = model.new_bool_var("")
-                model.add_bool_or(*producer.recorded).only_enforce_if(from_saved)
-                model.add(producer.gap <= run.gap).only_enforce_if(from_saved)
-                sources += [from_plain, from_saved]
+            sources = self._sources(k, run.gap, run.start + 1)
             for literal in (run.plain, *run.recorded):
-                model.add_bool_or(*sources).only_enforce_if(literal)
+                model.add_bool_or(*(alive for alive, _ in sources)).only_enforce_if(literal)
+            if not self.forget_inputs:
+                # The recorded run's x[k] is in its graph, and must be the one that B(k) finds.
+                for alive, producer in sources:
+                    if producer is not None:
+                        for literal in run.recorded:
+                            model.add(producer.end >= back + 1).only_enforce_if(alive, literal)
+        if self.forget_inputs:
+            sources = self._sources(k, self.count - 1 - k, back + 1)
+            model.add_bool_or(*(alive for alive, _ in sources))
+
+    def _sources(self, k: int, gap: Any, until: Any) -> list[tuple[Any, _Run | None]]:
+        """Literals that say where x[k] is alive in a gap, until a moment: a copy, or None if saved.
+
+        What stage k-1 saved holds x[k] until after B(k).
+        """
+        model = self.model
+        sources: list[tuple[Any, _Run | None]] = []
+        for producer in self.runs[k - 1]:
+            from_plain = model.new_bool_var("")
+            model.add_implication(from_plain, producer.plain)
+            model.add(producer.gap <= gap).only_enforce_if(from_plain)
+            model.add(producer.end >= until).only_enforce_if(from_plain)
+            from_saved = model.new_bool_var("")
+            model.add_bool_or(*producer.recorded).only_enforce_if(from_saved)
+            model.add(producer.gap <= gap).only_enforce_if(from_saved)
+            sources += [(from_plain, producer), (from_saved, None)]
+        return sources
 
     def _add_objective(self) -> None:
         fastest = zip(self.chain.stages, self.chain.fastest_options, strict=True)
@@ -277,22 +305,41 @@ class _Model:
                         order.append((moment, ForwardEnableGrad(k, o)))
                         order.append((self._backward_time(k), Backward(k, o)))
         order.sort(key=lambda pair: pair[0])
-        return _forget_early([op for _, op in order])
+        return _forget_early(_without_idle_runs([op for _, op in order]))
+
+
+def _without_idle_runs(ops: list[Op]) -> list[Op]:
+    """Leave out runs whose output nothing reads; a search that was cut short may contain some."""
+    kept = list(ops)
+    for position in reversed(range(len(kept))):
+        op = kept[position]
+        if not isinstance(op, ForwardCheckpoint):
+            continue
+        for later in kept[position + 1 :]:
+            if later.stage == op.stage + 1:
+                break
+            if later.stage == op.stage:
+                del kept[position]
+                break
+    return kept
 
 
 def _forget_early(ops: list[Op]) -> list[Op]:
-    """Turn each Fc whose input is not read again before it is made again into an Fn."""
+    """Let each forward drop its input if that is made again before anything else reads it."""
     kept = list(ops)
     saved: set[int] = set()
     for position, op in enumerate(ops):
         if isinstance(op, ForwardEnableGrad):
             saved.add(op.stage)
-        if not isinstance(op, ForwardCheckpoint) or op.stage == 0 or op.stage - 1 in saved:
+        if isinstance(op, Backward) or op.stage == 0 or op.stage - 1 in saved:
             continue
         for later in ops[position + 1 :]:
             if later.stage == op.stage:
                 break
             if later.stage == op.stage - 1 and not isinstance(later, Backward):
-                kept[position] = ForwardNoGrad(op.stage)
+                if isinstance(op, ForwardEnableGrad):
+                    kept[position] = ForwardEnableGrad(op.stage, op.option, forget_input=True)
+                else:
+                    kept[position] = ForwardNoGrad(op.stage)
                 break
     return kept
