@@ -44,10 +44,9 @@ def test_some_budgets_are_proven_infeasible_and_some_bounds_are_exact() -> None:
 def test_long_chains_are_planned_close_to_the_bound() -> None:
     problem = gpt_problem(12)
     peak = simulate(problem, no_recomputation(problem)).peak_bytes
-    for fraction in (0.7, 0.45):
-        found = plan(problem, int(fraction * peak), effort="fast")
-        assert found.gap is not None
-        assert 0 < found.gap < 0.01
+    found = plan(problem, int(0.6 * peak), effort="fast")
+    assert found.gap is not None
+    assert 0 < found.gap < 0.01
 
 
 def test_more_cuts_never_weaken_the_bound() -> None:

@@ -36,7 +36,7 @@ def test_networks_within_their_budgets(name: str) -> None:
     problem = NETWORKS[name]
     whole = keeping_all(problem)
     last = -1.0
-    for fraction in (1.0, 0.75, 0.55):
+    for fraction in (1.0, 0.6):
         found = plan(problem, int(fraction * whole), effort="fast")
         found.check(problem)
         assert found.peak_bytes <= found.budget_bytes
@@ -88,8 +88,8 @@ def test_the_refusal_names_the_node() -> None:
 
 
 def test_two_plannings_agree() -> None:
-    problem = gpt_problem(3)
-    budget = int(0.6 * keeping_all(problem))
+    problem = gpt_problem(2)
+    budget = int(0.7 * keeping_all(problem))
     first = plan(problem, budget, effort="fast")
     assert plan(problem, budget, effort="fast").steps == first.steps
 
@@ -105,8 +105,8 @@ def test_planners_by_name(planner: str) -> None:
 
 
 def test_the_whole_portfolio_is_at_least_as_good_as_its_parts() -> None:
-    problem = NETWORKS["gpt"]
-    budget = int(0.6 * keeping_all(problem))
+    problem = NETWORKS["resnet"]
+    budget = int(0.75 * keeping_all(problem))
     best = plan(problem, budget, effort="fast").overhead_ms
     for planner in ("segments", "rotor"):
         assert best <= plan(problem, budget, planner=planner, effort="fast").overhead_ms + 1e-9

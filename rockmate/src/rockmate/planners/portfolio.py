@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from rockmate.blocks import pinned_candidates
 from rockmate.chain import SMALL_BLOCK_NODES, chain_model
-from rockmate.errors import InfeasibleBudgetError, RockmateError
+from rockmate.errors import InfeasibleBudgetError, SolverError
 from rockmate.options import BlockOption
 from rockmate.plan import Plan, Trial, make_plan
 from rockmate.planners.edit import prune
@@ -54,8 +54,8 @@ PLANNERS = (
 )
 
 
-# Names and sizes of blocks, in nodes; 0: cut wherever possible. Neither of the first two always wins;
-# the third takes long and wins where memory is tight.
+# Names and sizes of blocks, in nodes; 0: cut wherever possible. Neither of the first two always
+# wins; the third takes long and wins where memory is tight.
 GRAINS = (("half blocks", 0), ("blocks", SMALL_BLOCK_NODES), ("double blocks", 26))
 
 
@@ -74,7 +74,7 @@ class Effort:
 
 
 EFFORTS = {
-    "fast": Effort(55, 0.2, 0.05, 24, 0.02, 2, 1),
+    "fast": Effort(55, 0.1, 0.05, 24, 0.02, 2, 1),
     "balanced": Effort(80, 0.6, 0.2, 60, 0.05, 2, 2),
     "best": Effort(120, 2.0, 0.5, 400, 0.1, 3, 3),
 }
@@ -152,7 +152,7 @@ class _Planning:
         else:
             self._single(planner, fallback)
         if self.best is None:
-            raise RockmateError(
+            raise SolverError(
                 f"planner {planner!r} was asked for a plan within {format_bytes(budget)} and found "
                 f"none, although the budget is feasible; use planner='auto'"
             )
