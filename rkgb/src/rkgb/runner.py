@@ -150,8 +150,12 @@ class Runner:
 
     def _run_only(self, index: int, state: StepState, overrides: Mapping[str, Tensor]) -> None:
         if index in self.always_record:
+            kept = state.graphs.get(index)
             self._record(index, state, overrides)
-            del state.graphs[index]
+            if kept is None:
+                del state.graphs[index]
+            else:
+                state.graphs[index] = kept
             return
         values, external = state.values, state.external
 

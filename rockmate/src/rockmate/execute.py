@@ -19,7 +19,12 @@ from torch import Tensor
 
 from rkgb.runner import Runner, StepState
 from rkgb.tensor_info import storage_bytes, storage_id
-from rockmate.errors import BackwardTwiceError, ChangedTensorError, DoubleBackwardError
+from rockmate.errors import (
+    BackwardTwiceError,
+    ChangedTensorError,
+    DoubleBackwardError,
+    InvalidPlanError,
+)
 from rockmate.partial_backward import active_nodes, partial_program
 from rockmate.problem import Problem
 from rockmate.program import Instruction, Program
@@ -90,8 +95,9 @@ class _Step:
         self.instructions: Sequence[Instruction] = ()
         self.position = 0
         self.started = False
+        self.last_backward = len(executor.problem.nodes)
         self.found: dict[int, list[tuple[str, Tensor | None]]] = {}
-        self.seen: dict[str, tuple[int, int]] = {}  # external -> (version, address)
+        self.seen: dict[str, tuple[int, int]] = {}  # external -> (version, storage)
         self.output_versions: dict[str, int] = {}
 
     # ------------------------------------------------------------------ instructions
@@ -106,9 +112,16 @@ class _Step:
         runner, state, node = self.executor.runner, self.state, instruction.node
         if instruction.kind == "B":
             self._check_unchanged(node)
-            self.found[node] = runner.backward(node, state) if node in state.graphs else []
+            if node not in state.graphs or node >= self.last_backward:
+                # Skipping it would lose gradients without a word.
+                raise InvalidPlanError(f"the backward of node {node} cannot run at this place")
+            self.last_backward = node
+            self.found[node] = runner.backward(node, state)
             return
         if not instruction.is_rerun:
+            if node != len(state.ran):
+                # Random draws and buffer updates happen once, in the order of the program.
+                raise InvalidPlanError(f"the first forward of node {node} is out of order")
             runner.forward(
                 node, state, record=instruction.record, keep_state=instruction.saves_state
             )
@@ -188,7 +201,7 @@ class _Step:
         volatile = {name for names in self.executor.runner.volatile for name in names}
         for name, tensor in state.external.items():
             if name not in volatile and not tensor.is_inference():
-                self.seen[name] = (tensor._version, tensor.data_ptr())
+                self.seen[name] = (tensor._version, storage_id(tensor))
         read = {
             name
             for storage, names in zip(
@@ -208,7 +221,7 @@ class _Step:
             if name not in self.seen:
                 continue
             tensor = self.state.external[name]
-            if (tensor._version, tensor.data_ptr()) != self.seen[name]:
+            if (tensor._version, storage_id(tensor)) != self.seen[name]:
                 raise ChangedTensorError(
                     f"'{name}' was changed in place between the forward and the backward of a "
                     "Rockmate module, and the backward needs its old content. Change parameters "

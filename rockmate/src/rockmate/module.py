@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -88,9 +89,16 @@ class Rockmate(nn.Module):
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training = model.training
 
+        # Trainers look at the signature of forward; torch.compile must not trace the executor.
+        @functools.wraps(model.forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._forward(*args, **kwargs)
+
+        vars(self)["forward"] = torch.compiler.disable(forward)
+
     # ------------------------------------------------------------------ running
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; bounded when it trains, the original when it does not."""
         original: nn.Module = self.original
         if not self.training or not torch.is_grad_enabled():
