@@ -271,6 +271,63 @@ def test_weights_shared_between_stages():
     assert chk.held_bytes >= sum(p.nbytes for p in shared.parameters())
 
 
+class AttentionBlock(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 4, batch_first=True, dropout=0.1)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.mlp(x)
+
+
+class TiedHead(nn.Module):
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, x):
+        return x @ self.embedding.weight.t()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.4])
+def test_a_transformer_with_a_tied_embedding(fraction):
+    embedding = nn.Embedding(40, 16)
+    twin = nn.Sequential(
+        embedding, *(AttentionBlock(16) for _ in range(4)), nn.LayerNorm(16), TiedHead(embedding)
+    )
+    tokens = [torch.randint(0, 40, (4, 12)) for _ in range(3)]
+    chk = Checkpointable(copy.deepcopy(twin), tokens[0], timer=one_millisecond)
+    at_fraction(chk, fraction)
+    assert_trains_like(chk, twin, tokens)
+
+
+def test_as_a_part_of_another_module():
+    class Whole(nn.Module):
+        def __init__(self, body):
+            super().__init__()
+            self.stem, self.body, self.head = nn.Linear(8, 32), body, nn.Linear(32, 3)
+
+        def forward(self, x):
+            return self.head(self.body(self.stem(x).relu()))
+
+    body = mlp(5)
+    chk = Checkpointable(copy.deepcopy(body), torch.randn(4, 32), timer=one_millisecond)
+    at_fraction(chk, 0.0)
+    whole = Whole(chk)
+    twin = copy.deepcopy(whole)
+    twin.body = body
+    assert list(whole.state_dict()) == list(twin.state_dict())
+    assert_trains_like(whole, twin, [torch.randn(4, 8) for _ in range(3)])
+    whole.eval()
+    assert not any(module.training for module in chk._sequential.modules())
+
+
 class Counting(nn.Module):
     """A buffer whose value is used, and changes with every forward."""
 
