@@ -43,6 +43,12 @@ def find_cuts(problem: Problem, pinned: frozenset[int] = frozenset()) -> list[in
     return cuts
 
 
+def largest_block(problem: Problem, pinned: frozenset[int] = frozenset()) -> int:
+    """Return the number of nodes of the largest block between two cuts."""
+    borders = [0, *(c + 1 for c in find_cuts(problem, pinned)), len(problem.nodes)]
+    return max(end - first for first, end in itertools.pairwise(borders))
+
+
 def pinned_candidates(problem: Problem, limit_bytes: int) -> list[frozenset[int]]:
     """Return sets of long-lived storages that are worth keeping all the time, the empty set first.
 

@@ -23,6 +23,7 @@ from rockmate.steps import Step, Steps
 from rockmate.stopwatch import timed
 
 SMALL_BLOCK_NODES = 14  # blocks of at most so many nodes are solved to the optimum in no time
+LARGE_BLOCK_NODES = 24  # from here on a box takes so long that a small graph is better solved whole
 _SLOTS = 500
 _HEADROOM = 1.5  # `reserved_bytes` is on the safe side, so look well above the budget
 _MISSES = 16  # candidates in a row that do not fit, after which no larger one is looked at
@@ -180,7 +181,7 @@ def chain_model(
         if cache is None or key not in cache:
             size = len(block.local.nodes)
             # large blocks cost seconds per box: a few boxes must do
-            own = grid or (Grid(5, 8) if size <= 16 else Grid(4, 5) if size <= 32 else Grid(3, 3))
+            own = grid or (Grid(5, 8) if size <= 16 else Grid(4, 5) if size <= 32 else Grid(2, 3))
             with timed("options"):
                 found = block_options(block.local, solver, own)
             if cache is not None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from rockmate.blocks import find_cuts, pinned_candidates
-from rockmate.chain import chain_model
+from rockmate.blocks import find_cuts, largest_block, pinned_candidates
+from rockmate.chain import LARGE_BLOCK_NODES, chain_model
 from rockmate.options import Grid
 from rockmate.planners.edit import prune
 from rockmate.planners.search import in_node_order
@@ -122,6 +122,9 @@ def _chain_plans(problem: Problem) -> list[Steps]:
     plans = []
     total = sum(problem.sizes)
     for pinned in pinned_candidates(problem, total // 8):
+        small = len(problem.nodes) <= WHOLE_NODES  # has been searched as a whole
+        if small and largest_block(problem, pinned) > LARGE_BLOCK_NODES:
+            continue
         for merged in (False, True):
             model = chain_model(problem, solver, merged=merged, pinned=pinned, grid=Grid(4, 5))
             if model is not None:

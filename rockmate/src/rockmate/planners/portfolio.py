@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rockmate.blocks import pinned_candidates
-from rockmate.chain import SMALL_BLOCK_NODES, chain_model
+from rockmate.blocks import largest_block, pinned_candidates
+from rockmate.chain import LARGE_BLOCK_NODES, SMALL_BLOCK_NODES, chain_model
 from rockmate.errors import InfeasibleBudgetError, SolverError
 from rockmate.options import BlockOption
 from rockmate.plan import Plan, Trial, make_plan
@@ -74,7 +74,7 @@ class Effort:
 
 
 EFFORTS = {
-    "fast": Effort(55, 0.1, 0.05, 24, 0.02, 2, 1),
+    "fast": Effort(55, 0.2, 0.05, 24, 0.02, 2, 1),
     "balanced": Effort(80, 0.6, 0.2, 60, 0.05, 2, 2),
     "best": Effort(120, 2.0, 0.5, 400, 0.1, 3, 3),
 }
@@ -210,7 +210,7 @@ class _Planning:
         if planner == "segments":
             self._try("segments", lambda: best_segments(problem, self.budget))
         elif planner in ("rotor", "rockmate"):
-            self._chains(classic=planner == "rotor")
+            self._chains(classic=planner == "rotor", asked=True)
         elif planner in ("checkmate", "intervals"):
             if planner == "checkmate" and self.backend == "cp-sat":
                 self.backend = "cbc"
@@ -240,11 +240,15 @@ class _Planning:
         self._consider(f"whole graph ({self.backend})", result.steps, begin, note)
         return result.status == "optimal"
 
-    def _chains(self, *, classic: bool = False) -> None:
+    def _chains(self, *, classic: bool = False, asked: bool = False) -> None:
         problem = self.problem
         solver = block_solver(self.backend, self.effort.block_limit)
         cache: dict[object, tuple[BlockOption, ...]] = {}
         for pinned in [frozenset[int]()] if classic else self._pinned_sets():
+            small = not asked and len(problem.nodes) <= self.effort.whole_nodes
+            if small and largest_block(problem, pinned) > LARGE_BLOCK_NODES:
+                self.tried.append(Trial("chain", 0.0, note="blocks too large"))
+                continue
             for grain, max_nodes in GRAINS[:1] if classic else GRAINS[: self.effort.grains]:
                 if self._stopped():
                     return
