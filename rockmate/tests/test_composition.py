@@ -1,0 +1,299 @@
+"""Rockmate inside and around other people's wrappers and trainers."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import rkgb
+from rockmate import Rockmate
+from rockmate.testing_nets import eager_copy, network, tokens
+
+
+def wrap(model: nn.Module, sample: Any, budget: Any = 0.8, **options: Any) -> Rockmate:
+    return Rockmate(model, sample, budget, cost="flops", **options)
+
+
+def same_gradients(first: nn.Module, second: nn.Module) -> None:
+    for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
+        assert ours.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def same_parameters(first: nn.Module, second: nn.Module) -> None:
+    for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+# ---------------------------------------------------------------------- one process
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inside_activation_checkpointing(reentrant: bool) -> None:
+    model, (pixels, labels) = network("mixer")
+    twin = eager_copy(model)
+    pixels.requires_grad_()
+    wrapped = wrap(model, (pixels, labels))
+    state = torch.get_rng_state()
+    for module in (twin, wrapped):
+        torch.set_rng_state(state)
+        checkpoint(module, pixels, labels, use_reentrant=reentrant).backward()
+    same_gradients(model, twin)
+
+
+def test_several_in_one_model() -> None:
+    torch.manual_seed(0)
+
+    def part() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 8))
+
+    model = nn.Sequential(part(), nn.Tanh(), part())
+    twin = eager_copy(model)
+    keys = list(model.state_dict())
+    x = torch.randn(64, 8)
+    model[0] = wrap(model[0], x)
+    model[2] = wrap(model[2], x.clone().requires_grad_())
+    assert list(model.state_dict()) == keys
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in twin.named_parameters()]
+    state = torch.get_rng_state()
+    for module in (twin, model):
+        torch.set_rng_state(state)
+        for _ in range(2):
+            module(x).square().sum().backward()
+    same_gradients(model, twin)
+    model.load_state_dict(twin.state_dict())
+
+
+def test_compile_around_falls_back_to_running_it() -> None:
+    model, sample = network("mixer")
+    twin = eager_copy(model)
+    compiled = torch.compile(wrap(model, sample), backend="eager")
+    state = torch.get_rng_state()
+    for module in (twin, compiled):
+        torch.set_rng_state(state)
+        module(*sample).backward()
+    same_gradients(model, twin)
+
+
+def test_compiled_modules_inside_are_refused() -> None:
+    model = nn.Sequential(torch.compile(nn.Linear(8, 8), backend="eager"), nn.Tanh())
+    with pytest.raises(rkgb.TraceError, match="dynamo-optimized"):
+        wrap(model, torch.randn(4, 8), "1MiB")
+
+
+# ---------------------------------------------------------------------- two processes
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _join(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+    )
+
+
+def _distributed(rank: int, port: int) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    _join(rank, port)
+    model, (ids, targets) = network("gpt")
+    twin = eager_copy(model)
+    sample = ((ids + rank) % 120, targets)
+    wrapped = wrap(model, sample, 0.6)
+    order: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    ours = DistributedDataParallel(wrapped, bucket_cap_mb=0.05)
+    theirs = DistributedDataParallel(twin, bucket_cap_mb=0.05)
+    reduced: list[int] = []
+
+    def reduce(_state, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations
+        reduced.append(len(order))
+        return torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook(
+            None, bucket
+        )
+
+    ours.register_comm_hook(None, reduce)
+    theirs.register_comm_hook(
+        None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook
+    )
+    for _ in range(2):
+        state = torch.get_rng_state()
+        theirs(*sample).backward()
+        torch.set_rng_state(state)
+        order.clear()
+        reduced.clear()
+        ours(*sample).backward()
+        same_gradients(model, twin)
+        for module in (model, twin):
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter -= 0.05 * parameter.grad
+            module.zero_grad()
+    assert reduced[0] < len(order), "the first bucket must be sent while backward still runs"
+    torch.distributed.destroy_process_group()
+
+
+def _sharded(rank: int, port: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    _join(rank, port)
+    mesh = init_device_mesh("cpu", (2,))
+    model, sample = network("gpt")
+    twin = eager_copy(model)
+    x = torch.randn(4, 32, 64, requires_grad=True)
+    model.blocks = nn.ModuleList(wrap(block, x) for block in model.blocks)
+    for net in (model, twin):
+        for block in net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    for _ in range(2):
+        state = torch.get_rng_state()
+        twin(*sample).backward()
+        torch.set_rng_state(state)
+        model(*sample).backward()
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+        model.zero_grad()
+        twin.zero_grad()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", ["_distributed", "_sharded"])
+def test_two_processes_agree_with_eager(work: str) -> None:
+    port = _free_port()
+    code = "import runpy, sys; path, work, rank, port = sys.argv[1:]; "
+    code += "runpy.run_path(path)[work](int(rank), int(port))"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", code, __file__, work, str(rank), str(port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+
+
+# ---------------------------------------------------------------------- trainers
+
+
+def _tiny_gpt2() -> Any:
+    transformers = pytest.importorskip("transformers", reason="transformers is a test extra")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=32, vocab_size=90, n_positions=32, use_cache=False,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """42 sequences: the last batch of an epoch is smaller."""
+
+    def __init__(self) -> None:
+        self.ids, _ = tokens(42, 24, 90)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_hugging_face_trainer() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is a test extra")
+    pytest.importorskip("accelerate", reason="accelerate is a test extra")
+
+    def train(model: nn.Module) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = transformers.TrainingArguments(
+                output_dir=folder, max_steps=12, per_device_train_batch_size=4, report_to=[],
+                save_strategy="no", seed=3, use_cpu=True, disable_tqdm=True,
+            )  # fmt: skip
+            transformers.Trainer(model=model, args=arguments, train_dataset=Texts()).train()
+
+    plain, model = _tiny_gpt2(), _tiny_gpt2()
+    ids, _ = tokens(4, 24, 90)
+    wrapped = wrap(model, {"input_ids": ids, "labels": ids})
+    train(plain)
+    train(wrapped)
+    same_parameters(model, plain)
+    assert len(vars(wrapped)["_plans"]) > 1, "the smaller last batch must have been planned"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is a test extra")
+
+    def train(model: nn.Module) -> None:
+        accelerator = accelerate.Accelerator(cpu=True)
+        loader = torch.utils.data.DataLoader(Texts(), batch_size=4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        torch.manual_seed(1)
+        for _, batch in zip(range(10), loader, strict=False):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain, model = _tiny_gpt2(), _tiny_gpt2()
+    ids, _ = tokens(4, 24, 90)
+    train(plain)
+    train(wrap(model, {"input_ids": ids, "labels": ids}))
+    same_parameters(model, plain)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch", reason="lightning is a test extra")
+
+    class Task(lightning.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: dict[str, Tensor], _index: int) -> Tensor:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train(model: nn.Module) -> None:
+        torch.manual_seed(1)
+        trainer = lightning.Trainer(
+            max_steps=10, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(Task(model), torch.utils.data.DataLoader(Texts(), batch_size=4))
+
+    plain, model = _tiny_gpt2(), _tiny_gpt2()
+    ids, _ = tokens(4, 24, 90)
+    wrapped = wrap(model, {"input_ids": ids, "labels": ids})
+    train(plain)
+    train(wrapped)
+    same_parameters(model, plain)
