@@ -24,7 +24,7 @@ $(PY):
 # torch comes first and alone, so that the packages find it installed and never choose another build.
 $(INSTALLED): $(SOURCES) | $(PY)
 	$(PY) -m pip install -q -c constraints.txt torch
-	$(PY) -m pip install -q -c constraints.txt $(TOOLS) -e ./rkgb -e ./rotor -e './rockmate[plot,test]'
+	$(PY) -m pip install -q -c constraints.txt $(TOOLS) -e './rkgb[test]' -e './rotor[test]' -e './rockmate[plot,test]'
 	@touch $(INSTALLED)
 
 install: $(INSTALLED) ## create .venv with the three packages (editable) and the tools

@@ -107,6 +107,7 @@ def _join(rank: int, port: int) -> None:
 
 
 def _distributed(rank: int, port: int) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel
 
     _join(rank, port)
@@ -123,14 +124,10 @@ def _distributed(rank: int, port: int) -> None:
 
     def reduce(_state, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations
         reduced.append(len(order))
-        return torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook(
-            None, bucket
-        )
+        return allreduce_hook(None, bucket)
 
     ours.register_comm_hook(None, reduce)
-    theirs.register_comm_hook(
-        None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook
-    )
+    theirs.register_comm_hook(None, allreduce_hook)
     for _ in range(2):
         state = torch.get_rng_state()
         theirs(*sample).backward()
