@@ -147,7 +147,7 @@ class RandomNet(nn.Module):
             return layer(a)
         match kind:
             case "relu_":
-                return F.relu(a * 1.5).add_(0.1).relu_()
+                return (a * 1.5).add_(0.1).relu_()
             case "tanh":
                 return torch.tanh(a)
             case "add":

@@ -256,7 +256,8 @@ class Runner:
         wanting = [result for result in results if result.requires_grad]
         if wanting and piece.operations > 1:
             with torch.enable_grad():
-                handover = get_gradient_edge(_Handover.apply(box, *wanting))
+                root = _Handover.apply(box, *wanting)  # type: ignore[no-untyped-call]
+                handover = get_gradient_edge(root)
         del wanting
         for name, result in zip(piece.outputs, results, strict=True):
             if result.requires_grad:

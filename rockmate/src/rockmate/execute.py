@@ -63,9 +63,10 @@ class Executor:
         token = torch.empty(0, device=self.runner.device, requires_grad=True)
         for node, names in enumerate(self.layout.outside):
             if names and self.problem.nodes[node].has_backward:
-                token = _NodeFunction.apply(step, node, token, *(external[n] for n in names))
+                tensors = [external[name] for name in names]
+                token = _NodeFunction.apply(step, node, token, *tensors)  # type: ignore[no-untyped-call]
         step.remember_versions()
-        outputs = _OutputFunction.apply(step, token)
+        outputs = _OutputFunction.apply(step, token)  # type: ignore[no-untyped-call]
         return list(outputs)
 
     def backward_instructions(self, given: tuple[bool, ...]) -> Sequence[Instruction]:

@@ -133,7 +133,7 @@ def seed_backward(outputs: Sequence[Tensor]) -> None:
     tensors = [t for t in outputs if t.dim() > 0]
     del outputs
     if tensors:
-        roots.append(_Seed.apply(*tensors))
+        roots.append(_Seed.apply(*tensors))  # type: ignore[no-untyped-call]
     torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
 
 
