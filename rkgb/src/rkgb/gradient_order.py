@@ -60,29 +60,38 @@ def gradient_order(sg: SimplifiedGraph) -> GradientOrder:
         if exact == ours:
             continue
         collected.add(name)
-        if any(place == home for _, place in found):
-            splits.setdefault(home, []).append(_split_point(sg, home, name))
+        # Uses inside the value's own node are added last. Where they come last in autograd's order
+        # too, sorting the others is enough; else the node is split in front of them.
+        inside = {use for use, place in found if place == home}
+        if inside and set(exact[-len(inside) :]) != inside:
+            split = _split_point(sg, home, name)
+            early = {use for use in inside if use[0] <= sg.nodes[home].positions[split - 1]}
+            if early and set(exact[-len(early) :]) != early:
+                raise _refusal(sg, home, name)
+            splits.setdefault(home, []).append(split)
     return GradientOrder(
         frozenset(collected), {k: tuple(sorted(set(v))) for k, v in splits.items()}
     )
 
 
 def _split_point(sg: SimplifiedGraph, place: int, name: str) -> int:
+    """Return the index after the operation that gives `name` its last content."""
     node = sg.nodes[place]
-    index = next(i for i, op in enumerate(node.ops) if op.name == name)
-    written = {
-        storage
-        for position in node.positions[index + 1 :]
-        for storage in sg.dataflow.nodes[position].written
-    }
-    if sg.dataflow.infos[name].alias_of in written:
-        op = node.ops[index]
-        raise UnsupportedOpError(
-            f"cannot place '{op.target_name}' ({op.module_path or 'root'}, {op.source}): its "
-            "result is used at least three times and then overwritten in place, and the order in "
-            "which autograd adds its gradients cannot be kept. Replace the in-place operation.",
-            op=op.target_name,
-            module_path=op.module_path,
-            source=op.source,
-        )
-    return index + 1
+    storage = sg.dataflow.infos[name].alias_of
+    last = next(i for i, op in enumerate(node.ops) if op.name == name)
+    for index, position in enumerate(node.positions):
+        if index > last and storage in sg.dataflow.nodes[position].written:
+            last = index
+    return last + 1
+
+
+def _refusal(sg: SimplifiedGraph, place: int, name: str) -> UnsupportedOpError:
+    op = next(op for op in sg.nodes[place].ops if op.name == name)
+    return UnsupportedOpError(
+        f"cannot place '{op.target_name}' ({op.module_path or 'root'}, {op.source}): its result is "
+        "used at least three times, before and after it is overwritten in place, and the order in "
+        "which autograd adds its gradients cannot be kept. Replace the in-place operation.",
+        op=op.target_name,
+        module_path=op.module_path,
+        source=op.source,
+    )
