@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from rkgb.compile_node import Piece, compile_node
 from rkgb.errors import InvalidGraphError
@@ -60,13 +60,13 @@ class _Handover(torch.autograd.Function):
 @dataclass(slots=True)
 class _Recorded:
     out_edges: list[tuple[str, GradientEdge]]
-    in_edges: list[tuple[bool, str, Use, GradientEdge]]  # (is_external, name, use, edge)
+    leaves: list[tuple[bool, str, Use, Tensor]]  # (is_external, name, use, leaf), to be summed so
     box: list[Tensor]
     handover: GradientEdge | None  # of a graph of several operations
 
     def run(self, edges: list[GradientEdge], grads: list[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of all in_edges; `grads` is emptied."""
-        inputs = [edge for *_, edge in self.in_edges]
+        """Return the gradients of all leaves; `grads` is emptied."""
+        inputs = [leaf for *_, leaf in self.leaves]
         if self.handover is not None and len(edges) == len(self.out_edges):
             self.box.extend(grads)
             grads.clear()
@@ -199,15 +199,13 @@ class Runner:
         piece = self.pieces[index][number]
         facts = self.facts.get((index, number))
         values, external, grad_names = state.values, state.external, self.grad_names
-        leaves: list[Tensor] = []
-        in_edges: list[tuple[bool, str, Use, GradientEdge]] = []
+        leaves: list[tuple[bool, str, Use, Tensor]] = []
 
         def value(name: str, use: int) -> Tensor:
             leaf = values[name].detach()
             if name in grad_names:
                 leaf.requires_grad_()
-                leaves.append(leaf)
-                in_edges.append((False, name, piece.uses[use], get_gradient_edge(leaf)))
+                leaves.append((False, name, piece.uses[use], leaf))
             return leaf
 
         def outside(name: str, use: int) -> Tensor:
@@ -215,7 +213,7 @@ class Runner:
             if not tensor.requires_grad:
                 return tensor
             leaf = tensor.detach().requires_grad_()
-            in_edges.append((True, name, piece.uses[use], get_gradient_edge(leaf)))
+            leaves.append((True, name, piece.uses[use], leaf))
             return leaf
 
         seen: list[_Handle] = []
@@ -257,21 +255,22 @@ class Runner:
         if wanting and piece.operations > 1:
             with torch.enable_grad():
                 root = _Handover.apply(box, *wanting)  # type: ignore[no-untyped-call]
-                handover = get_gradient_edge(root)
+                handover = _edge(root)
         del wanting
         for name, result in zip(piece.outputs, results, strict=True):
             if result.requires_grad:
-                out_edges.append((name, get_gradient_edge(result)))
+                out_edges.append((name, _edge(result)))
                 grad_names.add(name)
             values[name] = result.detach()
             inner.append(name)
         if facts is None:
             self._classify(index, number, state, seen, inner, overrides)
-        for leaf in leaves:  # the graph must not own its input
-            leaf.data = self._nothing(leaf)
-        if len(self.graph.nodes[index].ops) > 1:
-            in_edges.sort(key=lambda edge: (-edge[2][0], edge[2][1]))
-        return _Recorded(out_edges, in_edges, box, handover)
+        for is_external, _, _, leaf in leaves:
+            if not is_external:  # the graph must not own its input
+                leaf.data = self._nothing(leaf)
+        if piece.operations > 1:
+            leaves.sort(key=lambda leaf: (-leaf[2][0], leaf[2][1]))
+        return _Recorded(out_edges, leaves, box, handover)
 
     @property
     def grad_names(self) -> set[str]:
@@ -338,12 +337,12 @@ class Runner:
                 if grad is not None:
                     edges.append(edge)
                     grads.append(grad)
-            if not edges or not piece.in_edges:
-                outside += [(name, None) for is_ext, name, _, _ in piece.in_edges if is_ext]
+            if not edges or not piece.leaves:
+                outside += [(name, None) for is_ext, name, _, _ in piece.leaves if is_ext]
                 continue
             del grad
             found = piece.run(edges, grads)
-            for place, (is_external, name, use, _) in enumerate(piece.in_edges):
+            for place, (is_external, name, use, _) in enumerate(piece.leaves):
                 part = found[place]
                 found[place] = None
                 if is_external:
@@ -358,7 +357,7 @@ class Runner:
         return tuple(
             name
             for piece in reversed(state.graphs[index])
-            for is_external, name, _, _ in piece.in_edges
+            for is_external, name, _, _ in piece.leaves
             if is_external
         )
 
@@ -402,6 +401,12 @@ class _Handle:
     name: str | None
     version: int
     geometry: Geometry | None = None
+
+
+def _edge(result: Tensor) -> GradientEdge:
+    # What get_gradient_edge does for a tensor that is no leaf, without its checks.
+    assert result.grad_fn is not None
+    return GradientEdge(result.grad_fn, result.output_nr)
 
 
 def _geometry(tensor: Tensor) -> Geometry:
