@@ -12,12 +12,13 @@ on copies of what the first run saw.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from rkgb.compile_node import Piece, compile_node
@@ -28,6 +29,7 @@ from rkgb.simplified import SimplifiedGraph
 from rkgb.tensor_info import storage_bytes, storage_id
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+Leaf = tuple[bool, str, Use, Tensor]  # (is_external, name, use, leaf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,61 @@ class SavedFacts:
 
     plan: tuple[str | None, ...]  # per saved tensor: the table's value it is a view of, or None
     phantoms: Mapping[int, int]  # storage id -> bytes, of what belongs to nobody else
+    direct: DirectCall | None  # how to call the graph's only node without the engine
+
+
+@dataclass(frozen=True, slots=True)
+class DirectCall:
+    """A graph of one node whose inputs are all leaves can be called like a function.
+
+    The engine costs several times what a small operation does. Beside calling the node it only
+    reduces broadcast gradients and converts their type, which is done here as well.
+    """
+
+    gradients: int  # how many gradients the node takes
+    place: int  # which of them is ours
+    results: tuple[tuple[int, torch.Size, torch.dtype], ...]  # per leaf: place, shape and type
+
+    @classmethod
+    def of(
+        cls, result: Tensor, leaves: Sequence[tuple[bool, str, Use, Tensor]]
+    ) -> DirectCall | None:
+        """Return how to call the node that made `result`; None where the engine is needed."""
+        node = result.grad_fn
+        metadata = getattr(node, "_input_metadata", None)
+        if node is None or metadata is None or isinstance(node, BackwardCFunction):
+            return None
+        places: dict[int, int] = {}
+        for place, (source, _) in enumerate(node.next_functions):
+            if source is None:
+                continue
+            variable = getattr(source, "variable", None)
+            if variable is None or id(variable) in places:
+                return None
+            places[id(variable)] = place
+        if set(places) != {id(leaf) for *_, leaf in leaves}:
+            return None
+        return cls(
+            gradients=len(metadata),
+            place=result.output_nr,
+            results=tuple((places[id(t)], t.shape, t.dtype) for *_, t in leaves),
+        )
+
+    def __call__(self, node: Any, gradient: Tensor) -> list[Tensor | None]:
+        given: list[Tensor | None] = [None] * self.gradients
+        given[self.place] = gradient
+        made = node(*given)
+        if not isinstance(made, tuple):
+            made = (made,)
+        found: list[Tensor | None] = []
+        for place, shape, dtype in self.results:
+            grad = made[place]
+            if grad is not None and grad.shape != shape:
+                grad = grad.sum_to_size(shape)
+            if grad is not None and grad.dtype != dtype:
+                grad = grad.to(dtype)
+            found.append(grad)
+        return found
 
 
 class _Handover(torch.autograd.Function):
@@ -60,12 +117,17 @@ class _Handover(torch.autograd.Function):
 @dataclass(slots=True)
 class _Recorded:
     out_edges: list[tuple[str, GradientEdge]]
-    leaves: list[tuple[bool, str, Use, Tensor]]  # (is_external, name, use, leaf), to be summed so
+    leaves: list[Leaf]  # in the order in which their gradients are summed
     box: list[Tensor]
     handover: GradientEdge | None  # of a graph of several operations
+    direct: DirectCall | None
 
     def run(self, edges: list[GradientEdge], grads: list[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of all leaves; `grads` is emptied."""
+        """Return the gradients of all leaves; the graph and both lists are given up."""
+        if self.direct is not None:
+            node = edges.pop().node
+            self.out_edges.clear()
+            return self.direct(node, grads.pop())
         inputs = [leaf for *_, leaf in self.leaves]
         if self.handover is not None and len(edges) == len(self.out_edges):
             self.box.extend(grads)
@@ -199,7 +261,7 @@ class Runner:
         piece = self.pieces[index][number]
         facts = self.facts.get((index, number))
         values, external, grad_names = state.values, state.external, self.grad_names
-        leaves: list[tuple[bool, str, Use, Tensor]] = []
+        leaves: list[Leaf] = []
 
         def value(name: str, use: int) -> Tensor:
             leaf = values[name].detach()
@@ -264,13 +326,17 @@ class Runner:
             values[name] = result.detach()
             inner.append(name)
         if facts is None:
-            self._classify(index, number, state, seen, inner, overrides)
+            direct = None
+            if piece.operations == 1 and len(out_edges) == 1:
+                direct = next(DirectCall.of(t, leaves) for t in results if t.requires_grad)
+            self._classify(index, number, state, seen, inner, overrides, direct)
         for is_external, _, _, leaf in leaves:
             if not is_external:  # the graph must not own its input
                 leaf.data = self._nothing(leaf)
         if piece.operations > 1:
             leaves.sort(key=lambda leaf: (-leaf[2][0], leaf[2][1]))
-        return _Recorded(out_edges, leaves, box, handover)
+        direct = self.facts[index, number].direct
+        return _Recorded(out_edges, leaves, box, handover, direct)
 
     @property
     def grad_names(self) -> set[str]:
@@ -285,6 +351,7 @@ class Runner:
         seen: list[_Handle],
         inner: list[str],
         overrides: Mapping[str, Tensor],
+        direct: DirectCall | None,
     ) -> None:
         """Decide for every saved tensor who owns its memory, now that the piece has run."""
         node = self.graph.nodes[index]
@@ -312,7 +379,7 @@ class Runner:
             else:
                 plan.append(None)
                 phantoms[key] = storage_bytes(handle.tensor)
-        self.facts[index, number] = SavedFacts(plan=tuple(plan), phantoms=phantoms)
+        self.facts[index, number] = SavedFacts(tuple(plan), phantoms, direct)
 
     def _nothing(self, like: Tensor) -> Tensor:
         key = (like.dtype, like.device)
@@ -328,6 +395,10 @@ class Runner:
         Gradients of values are added to `state`. Returns the gradients of parameters and inputs of
         the model, one entry per use, in the order in which autograd would add them.
         """
+        with torch.no_grad():
+            return self._backward(index, state)
+
+    def _backward(self, index: int, state: StepState) -> list[tuple[str, Tensor | None]]:
         recorded = state.graphs.pop(index)
         outside: list[tuple[str, Tensor | None]] = []
         for piece in reversed(recorded):
