@@ -29,7 +29,7 @@ import harness
 from harness import MemoryTrace, RandomState, in_mib
 from models.GPT import GPT2WithLoss
 from models.loss import WithLoss
-from models.resnet import resnet18
+from models.resnet import resnet50
 from rockmate import Rockmate
 
 TRACED = (2, 3, 4)  # steps whose memory is traced; the others but the first are timed
@@ -132,9 +132,9 @@ def tasks(device: torch.device, steps: int) -> list[Task]:
             lambda parameters: torch.optim.AdamW(parameters, lr=6e-4),
         ),
         Task(
-            "resnet18",
-            "ResNet-18, BatchNorm, in-place ReLU",
-            lambda: WithLoss(resnet18(width=32, num_classes=3)),
+            "resnet50",
+            "ResNet-50, BatchNorm, in-place ReLU",
+            lambda: WithLoss(resnet50(width=32, num_classes=3)),
             to_device(data.image_batches(steps, batch=16, size=96)),
             lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
         ),
