@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rockmate import BackwardTwiceError, InputMismatchError, Rockmate, UnsupportedModuleError
 from rockmate.testing_nets import assert_trains_like, eager_copy, network
@@ -284,3 +285,61 @@ def test_part_of_the_model_in_eval_mode() -> None:
     model.drop.eval()
     twin = eager_copy(model)
     assert_trains_like(wrap(model, sample), twin, sample)
+
+
+class _Bomb(TorchDispatchMode):
+    """Raises at the n-th operation, as an allocation that fails would."""
+
+    def __init__(self, count: int, error: type[BaseException]) -> None:
+        super().__init__()
+        self.count, self.error = count, error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count -= 1
+        if self.count == 0:
+            raise self.error("in the middle")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("count", [3, 40, 90])
+def test_an_exception_anywhere_leaves_a_module_that_works(
+    error: type[BaseException], count: int
+) -> None:
+    model, sample = network("resnet")
+    wrapped = wrap(model, sample)
+    buffers = [b.clone() for b in model.buffers()]
+    with pytest.raises(error), _Bomb(count, error):
+        wrapped(*sample).backward()
+    with torch.no_grad():  # as far as it came the forward has updated them, like eager's
+        for buffer, old in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(old)
+    model.zero_grad()
+    gc.collect()
+    twin = eager_copy(model)
+    assert_trains_like(wrapped, twin, sample)
+
+
+def test_other_manners_of_a_module() -> None:
+    model, sample = network("tied")
+    wrapped = wrap(model, sample, 1.0)
+    assert isinstance(wrapped, nn.Module)
+    assert not isinstance(wrapped, type(model)), "the README says so: use .original for that"
+    assert "TiedMLP" in repr(wrapped)
+    assert "predicted peak" in repr(wrapped)
+    seen: list[nn.Module] = []
+    wrapped.apply(seen.append)
+    assert model.first in seen
+    wrapped.share_memory()
+    assert model.first.weight.is_shared()
+    wrapped.half()
+    assert model.first.weight.dtype == torch.float16
+    wrapped.float()
+    wrapped.requires_grad_(True)
+    wrapped(*sample).backward()
+    unwrapped = wrapped.original
+    assert unwrapped is model
+    assert not any(
+        vars(m)[h] for m in model.modules() for h in ("_forward_hooks", "_backward_hooks")
+    )
+    unwrapped(*sample).backward()
