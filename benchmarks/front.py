@@ -1,0 +1,130 @@
+"""FLOPs against memory on the network of the peers' table, ours beside the best peer.
+
+An 8-layer GPT (width 256, 4 heads, 8 x 256 tokens, vocabulary 1024, no dropout) with its loss
+inside, planned with `cost="flops"` and executed; the peak is what the allocator counted during the
+self-test. The peers' figures are facts that were measured once, with torch 2.13 on a CPU, for this
+very network: the fewest FLOPs of any peer (activation checkpointing in all forms, selective
+checkpointing, torch.compile with a memory budget) whose real peak is within the budget.
+
+    $ .venv/bin/python benchmarks/front.py [--effort best] [--budgets 57 100]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
+
+import harness
+from harness import MIB
+from rkgb.inspect_op import EXTRA_FLOP_FORMULAS
+from rockmate import InfeasibleBudgetError, Rockmate
+
+# budget in MiB -> FLOPs over eager's of the best peer within it
+PEERS = {
+    40: None, 45: None, 51: 1.6966, 57: 1.6966, 61: 1.6966, 71: 1.2022, 85: 1.1798, 100: 1.1404,
+    114: 1.1404, 128: 1.1011, 142: 1.0899, 156: 1.0618, 171: 1.0449, 184: 1.0000, 199: 1.0000,
+}  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc, self.out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        parts = self.qkv(self.ln1(x)).split(width, dim=2)
+        q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).contiguous().view(batch, length, width))
+        return x + self.out(F.gelu(self.fc(self.ln2(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """The network of the peers' table, its loss inside."""
+
+    def __init__(self, layers: int = 8, width: int = 256, length: int = 256) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(1024, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1024, bias=False)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.blocks(self.tokens(ids) + self.positions.weight[: ids.shape[1]])
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def step_flops(model: nn.Module, sample: tuple[Tensor, Tensor]) -> int:
+    """Count the FLOPs of one forward and backward, as they are executed."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False, custom_mapping=EXTRA_FLOP_FORMULAS) as counter:
+        model(*sample).backward()
+    return int(counter.get_total_flops())
+
+
+def main() -> int:
+    """Print the table, write it as CSV, and fail when a measured peak is above its budget."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--effort", default="fast")
+    parser.add_argument("--budgets", type=int, nargs="*", default=list(PEERS))
+    parser.add_argument("--out", type=Path, default=harness.RESULTS / "latest/front.csv")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    model = GPT().train()
+    ids = torch.randint(0, 1024, (8, 256))
+    sample = (ids, ids)
+    eager = step_flops(model, sample)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    rows = []
+    print(
+        "budget MiB | measured | predicted | FLOPs x | best peer | gap % | seconds | nodes rerun | planner"
+    )
+    for budget in options.budgets:
+        try:
+            rk = Rockmate(model, sample, budget * MIB, cost="flops", effort=options.effort)
+        except InfeasibleBudgetError as error:
+            print(f"{budget:10} | infeasible; smallest {error.minimum_bytes / MIB:.2f} MiB")
+            continue
+        measured = rk.measured_peak_bytes or 0
+        ours = step_flops(rk, sample) / eager
+        peer = PEERS.get(budget)
+        runs = Counter(step.node for step in rk.plan.steps if step.kind == "F")
+        rows.append(
+            {
+                "budget_mib": budget,
+                "measured_mib": f"{measured / MIB:.2f}",
+                "predicted_mib": f"{rk.plan.peak_bytes / MIB:.2f}",
+                "flops_ratio": f"{ours:.4f}",
+                "peer_flops_ratio": "" if peer is None else f"{peer:.4f}",
+                "gap_percent": f"{100 * (rk.plan.gap or 0):.2f}",
+                "plan_seconds": f"{rk.plan.plan_seconds:.1f}",
+                "recomputed_nodes": sum(count > 1 for count in runs.values()),
+                "planner": rk.plan.planner,
+                "effort": options.effort,
+            }
+        )
+        print(" | ".join(str(value) for key, value in rows[-1].items() if key != "effort"))
+        sys.stdout.flush()
+        if measured > budget * MIB:
+            print("measured peak above the budget", file=sys.stderr)
+            return 1
+    with options.out.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
