@@ -87,9 +87,7 @@ def main() -> int:
     eager = step_flops(model, sample)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
-    print(
-        "budget MiB | measured | predicted | FLOPs x | best peer | gap % | seconds | nodes rerun | planner"
-    )
+    print("budget MiB | measured | predicted | FLOPs | best peer | gap % | seconds | rerun | by")
     for budget in options.budgets:
         try:
             rk = Rockmate(model, sample, budget * MIB, cost="flops", effort=options.effort)
