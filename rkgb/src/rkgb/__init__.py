@@ -8,9 +8,6 @@ from rkgb import simplified as Stools
 from rkgb.api import (
     RkgbResult,
     make_all_graphs,
-    print_all_graphs,
-    print_graph,
-    print_graph_list,
     test_rkgb,
 )
 from rkgb.backward import KGraph
@@ -24,6 +21,7 @@ from rkgb.errors import (
     TraceError,
     UnsupportedOpError,
 )
+from rkgb.render import print_all_graphs, print_graph, print_graph_list
 from rkgb.simplified import SimplifiedGraph
 
 __version__ = "0.1.0"

@@ -102,23 +102,3 @@ def test_rkgb(model: nn.Module, sample: Any, **options: Any) -> RkgbResult:
 
 
 test_rkgb.__test__ = False  # type: ignore[attr-defined]  # a public function, not a pytest test
-
-
-def print_graph(graph: Any) -> None:
-    """Print one graph as text."""
-    print(graph)
-
-
-def print_graph_list(graphs: Any) -> None:
-    """Print several graphs as text, with their positions."""
-    for index, graph in enumerate(graphs):
-        print(f"--- {index} ---\n{graph}")
-
-
-def print_all_graphs(
-    result: RkgbResult, name: str | None = None, render_format: str | None = None
-) -> None:
-    """Print every graph of `result` as text."""
-    title = name or result.B_graph.model_name
-    for graph in (result.B_graph, result.D_graph, result.S_graph, result.K_graph):
-        print(f"=== {title}: {type(graph).__name__} ===\n{graph}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -31,6 +32,7 @@ class KComputeNode:
     flops: int = 0
     module_path: str = ""
     source: str = ""
+    op: str = ""  # the main operation of the simplified node
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,4 +216,29 @@ def _compute(node: Any, index: int, kind: Any, cost: Any, overhead: int) -> KCom
         flops=cost.fwd_flops if forward else cost.bwd_flops,
         module_path=node.module_path,
         source=node.main.source,
+        op=node.main.target_name,
     )
+
+
+def print_K_graph(
+    kg: KGraph,
+    name: str | None = None,
+    open: bool = False,
+    render_format: str = "svg",
+) -> Path | None:
+    """Draw one forward-backward graph into a file; see `rkgb.print_graph`."""
+    from rkgb.render import print_graph
+
+    return print_graph(kg, name, open, render_format)
+
+
+def print_K_graph_list(
+    list_kg: Sequence[KGraph],
+    name: str | None = None,
+    open: bool = False,
+    render_format: str = "svg",
+) -> Path | None:
+    """Draw the graphs of a list of pieces into a file; see `rkgb.print_graph`."""
+    from rkgb.render import print_graph
+
+    return print_graph(list_kg, name, open, render_format)

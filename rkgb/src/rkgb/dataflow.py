@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -289,3 +290,15 @@ def _linked(
             last_write[storage] = index
             readers[storage] = [index]
     return tuple(nodes)
+
+
+def print_D_graph(
+    dg: DataFlowGraph,
+    name: str | None = None,
+    open: bool = False,
+    render_format: str = "svg",
+) -> Path | None:
+    """Draw one data-flow graph into a file; see `rkgb.print_graph`."""
+    from rkgb.render import print_graph
+
+    return print_graph(dg, name, open, render_format)

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -406,3 +407,27 @@ def _tuple_length(groups: Groups, name: str) -> int:
     while f"{name}[{length}]" in groups.dataflow.infos:
         length += 1
     return length
+
+
+def print_S_graph(
+    sg: SimplifiedGraph,
+    name: str | None = None,
+    open: bool = False,
+    render_format: str = "svg",
+) -> Path | None:
+    """Draw one simplified graph into a file; see `rkgb.print_graph`."""
+    from rkgb.render import print_graph
+
+    return print_graph(sg, name, open, render_format)
+
+
+def print_S_graph_list(
+    list_sg: Sequence[SimplifiedGraph],
+    name: str | None = None,
+    open: bool = False,
+    render_format: str = "svg",
+) -> Path | None:
+    """Draw a list of pieces into a file; see `rkgb.print_graph`."""
+    from rkgb.render import print_graph
+
+    return print_graph(list_sg, name, open, render_format)

@@ -170,7 +170,7 @@ def assert_same_gradients(
     *,
     kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Assert that the graph's nodes, each run backward alone, give autograd's gradients bit for bit.
+    """Assert that the graph's nodes, run backward one by one, give autograd's gradients.
 
     The module's buffers and the random stream are as before afterwards.
 

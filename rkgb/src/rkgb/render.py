@@ -1,0 +1,148 @@
+"""Draw graphs with Graphviz: every kind of graph through `print_graph`.
+
+The picture is described in the DOT language by the `graphviz` package, imported only here and only
+when something is drawn. Drawing itself is done by the program `dot`; without it the description is
+written, and the message says how to get the program.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rkgb.backward import KGraph
+from rkgb.basic import BasicGraph
+from rkgb.dataflow import DataFlowGraph
+from rkgb.draw import draw
+from rkgb.simplified import SimplifiedGraph
+from rkgb.sketch import (
+    Sketch,
+    sketch_dataflow,
+    sketch_k,
+    sketch_list,
+    sketch_simplified,
+)
+
+FORMATS = ("svg", "pdf", "png")
+INSTALL = (
+    "apt-get install graphviz (Debian, Ubuntu), brew install graphviz (macOS) or "
+    "conda install -c conda-forge graphviz"
+)
+
+
+def print_graph(
+    g: Any,
+    name: str | None = None,
+    open: bool = False,  # the published name of the option
+    render_format: str = "svg",
+    folder: str | Path = ".",
+) -> Path | None:
+    """Draw a D, S or K graph, a list of blocks or an `RkgbResult` into a file; return its path.
+
+    A B graph is a raw list, not a graph: it is printed as text. `open` shows the picture.
+
+    Raises:
+        ValueError: `render_format` is none of svg, pdf, png.
+    """
+    if isinstance(g, BasicGraph):
+        print(g)
+        return None
+    sketch = sketch_of(g, name)
+    return _write(sketch, name or _file_name(g), open, render_format, Path(folder))
+
+
+def print_graph_list(
+    gl: Sequence[Any],
+    name: str | None = None,
+    open: bool = False,
+    render_format: str = "svg",
+    folder: str | Path = ".",
+) -> Path | None:
+    """Draw a list of blocks into one file: their chain, and the inside of each class once."""
+    return print_graph(list(gl), name, open, render_format, folder)
+
+
+def print_all_graphs(
+    result: Any,
+    name: str | None = None,
+    open: bool = False,
+    render_format: str = "svg",
+    folder: str | Path = ".",
+) -> list[Path]:
+    """Draw D, S, K and the blocks of `result`, each into a file of its own; return their paths."""
+    title = name or result.B_graph.model_name
+    graphs = {
+        "D_graph": result.D_graph,
+        "S_graph": result.S_graph,
+        "K_graph": result.K_graph,
+        "blocks": list(result.S_graph_list),
+    }
+    paths = [
+        print_graph(graph, f"{title}_{kind}", open, render_format, folder)
+        for kind, graph in graphs.items()
+    ]
+    return [path for path in paths if path is not None]
+
+
+def dot_source(g: Any, name: str | None = None) -> str:
+    """Return the description of the picture of `g` in the DOT language; `dot` is not needed."""
+    return str(draw(sketch_of(g, name)).source)
+
+
+def sketch_of(g: Any, name: str | None = None) -> Sketch:
+    """Return what a picture of `g` shows.
+
+    Raises:
+        TypeError: `g` is nothing that can be drawn.
+    """
+    if isinstance(g, DataFlowGraph):
+        return sketch_dataflow(g)
+    if isinstance(g, SimplifiedGraph):
+        return sketch_simplified(g)
+    if isinstance(g, KGraph):
+        return sketch_k(g)
+    if hasattr(g, "S_graph_list"):
+        return sketch_list(g.S_graph_list, f"{name or g.B_graph.model_name}: blocks")
+    if (
+        isinstance(g, (list, tuple))
+        and g
+        and all(isinstance(x, (SimplifiedGraph, KGraph)) for x in g)
+    ):
+        return sketch_list(g, f"{name}: blocks" if name else "blocks")
+    raise TypeError(
+        f"cannot draw a {type(g).__name__}: give a D, S or K graph, a list of S or K graphs, or "
+        "what make_all_graphs returned."
+    )
+
+
+def _file_name(g: Any) -> str:
+    if isinstance(g, DataFlowGraph):
+        return f"{g.basic.model_name}_D_graph"
+    if isinstance(g, SimplifiedGraph):
+        return f"{g.dataflow.basic.model_name}_S_graph"
+    if isinstance(g, KGraph):
+        return "K_graph"
+    return f"{g.B_graph.model_name}_blocks" if hasattr(g, "B_graph") else "blocks"
+
+
+def _write(sketch: Sketch, name: str, show: bool, render_format: str, folder: Path) -> Path:
+    if render_format not in FORMATS:
+        raise ValueError(
+            f"render_format {render_format!r} was asked for; choose one of {', '.join(FORMATS)}."
+        )
+    drawing = draw(sketch)
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / f"{name}.gv"
+    if shutil.which("dot") is None:
+        source.write_text(drawing.source, encoding="utf-8")
+        print(
+            f"wrote {source}; the program 'dot' that makes a {render_format} of it was not found. "
+            f"Install Graphviz: {INSTALL}; then: dot -T{render_format} -O '{source}'"
+        )
+        return source
+    picture = folder / f"{name}.{render_format}"
+    drawing.render(outfile=str(picture), filename=str(source), cleanup=True, view=show)
+    print(f"wrote {picture}")
+    return picture
