@@ -1,0 +1,172 @@
+"""Try rkgb on many modules and write the table of what works into its README.
+
+$ python benchmarks/rkgb_breadth.py                     # everything: minutes; rewrites the table
+$ python benchmarks/rkgb_breadth.py --only vision       # one group, printed only
+$ python benchmarks/rkgb_breadth.py --only text --match Bert
+
+Every case is run in train mode on the CPU: the simplified graph must return the module's bits and
+leave its random state and buffers, and its nodes, run backward one by one after a recomputation,
+must give autograd's gradients bit for bit. `refused` is an error that rkgb raises on purpose;
+anything else is `wrong` and a bug.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+import rkgb
+from breadth_cases import GROUPS, Case
+from rkgb.testing import (
+    assert_same_as_module,
+    assert_same_gradients,
+    gradients_of_module,
+    same_bits,
+)
+
+README = Path(__file__).resolve().parent.parent / "rkgb" / "README.md"
+BEGIN, END = "<!-- breadth: begin -->\n", "<!-- breadth: end -->\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one case."""
+
+    case: Case
+    status: Literal["works", "refused", "wrong", "not tried"]
+    message: str = ""
+    nodes: int = 0
+    seconds: float = 0.0
+
+
+def check(case: Case) -> Outcome:
+    """Build the graphs of one case and hold them against the module."""
+    began = time.perf_counter()
+    torch.manual_seed(0)
+    try:
+        model, args, kwargs = case.build()
+        reason = _eager_problem(model, args, kwargs)
+    except Exception as error:  # eager itself fails: nothing to compare with
+        reason = f"eager raises {type(error).__name__}: {_first_line(error)}"
+    if reason:
+        return Outcome(case, "not tried", reason)
+    try:
+        bg = rkgb.Btools.make_B(model, args, kwargs=kwargs)
+        sg = rkgb.Stools.D_to_S(rkgb.Dtools.B_to_D(bg, model, args, kwargs=kwargs))
+        assert_same_as_module(sg, model, args, kwargs=kwargs)
+        assert_same_gradients(sg, model, args, kwargs=kwargs)
+    except rkgb.RkgbError as error:
+        return Outcome(case, "refused", str(error))
+    except Exception as error:
+        return Outcome(case, "wrong", f"{type(error).__name__}: {_first_line(error)}")
+    return Outcome(case, "works", "", len(sg.nodes), time.perf_counter() - began)
+
+
+def _eager_problem(model: Any, args: Any, kwargs: Any) -> str:
+    """Return why eager cannot serve as the reference, or nothing when it can."""
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
+        leaves = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs))
+        results = pytree.tree_leaves(model(*leaves[0], **leaves[1]))
+        gradients = gradients_of_module(model, leaves[0], kwargs=leaves[1])
+        runs.append([*results, *gradients])
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+    same = all(same_bits(a, b) for a, b in zip(*runs, strict=True))
+    return "" if same else "two eager runs of it differ"
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else ""
+
+
+def run(cases: Iterable[Case]) -> Iterator[Outcome]:
+    """Check the cases one after the other and report each as it ends."""
+    for case in cases:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            outcome = check(case)
+        print(f"{outcome.status:9} {case.group:15} {case.name}  {outcome.message}", flush=True)
+        yield outcome
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Return the Markdown that goes into the README."""
+    stamp = f"Tried with torch {torch.__version__.split('+')[0]}"
+    transformers = sys.modules.get("transformers")
+    if transformers is not None:
+        stamp += f" and transformers {transformers.__version__}"
+    lines = [f"{stamp}, CPU, train mode, small configurations.", ""]
+    lines += ["| group | works | refused | wrong | not tried |", "| --- | --- | --- | --- | --- |"]
+    groups = list(dict.fromkeys(o.case.group for o in outcomes))
+    for group in groups:
+        mine = [o for o in outcomes if o.case.group == group]
+        counts = [
+            sum(o.status == s for o in mine) for s in ("works", "refused", "wrong", "not tried")
+        ]
+        lines.append(f"| {group} | {' | '.join(map(str, counts))} |")
+    for group in groups:
+        mine = [o for o in outcomes if o.case.group == group]
+        good = dict.fromkeys(o.case.title for o in mine if o.status == "works")
+        bad = {o.case.title for o in mine if o.status in ("refused", "wrong")}
+        lines += ["", f"**{group}**: {', '.join(t for t in good if t not in bad)}."]
+    rest = [o for o in outcomes if o.status != "works"]
+    lines += ["", "What does not work, each with the message that rkgb gives:", ""]
+    lines += ["| module | | message |", "| --- | --- | --- |"]
+    shown: set[tuple[str, str]] = set()
+    for outcome in rest:
+        key = (outcome.case.title, outcome.message)
+        if key not in shown:
+            shown.add(key)
+            text = outcome.message.replace("|", "\\|").replace("\n", " ")
+            lines.append(f"| {outcome.case.title} | {outcome.status} | {text} |")
+    return "\n".join(lines)
+
+
+def with_table(readme: str, text: str) -> str:
+    """Return the README with what is between its markers replaced."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
+        raise ValueError(f"the README must hold {BEGIN.strip()} and {END.strip()} once each")
+    before, rest = readme.split(BEGIN)
+    return f"{before}{BEGIN}\n{text}\n\n{END}{rest.split(END)[1]}"
+
+
+def main() -> int:
+    """Run what was asked for; rewrite the README only after a run of everything."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=[*GROUPS], help="one group, without writing the README")
+    parser.add_argument("--match", default="", help="only cases whose name contains this")
+    options = parser.parse_args()
+    cases = [
+        case
+        for group, make in GROUPS.items()
+        if options.only in (None, group)
+        for case in make()
+        if options.match in case.name
+    ]
+    outcomes = list(run(cases))
+    if options.only is None and not options.match:
+        text = with_table(README.read_text(encoding="utf-8"), table(outcomes))
+        README.write_text(text, encoding="utf-8")
+    return int(any(outcome.status == "wrong" for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
