@@ -153,3 +153,29 @@ def test_storage_helpers_follow_views() -> None:
     base = torch.zeros(10)
     assert storage_id(base[2:4]) == storage_id(base)
     assert storage_bytes(base[2:4]) == 40
+
+
+def test_nodes_run_inside_an_outer_gradient_for_chosen_inputs() -> None:
+    """An outer autograd.grad tells every node which results it needs, ours included."""
+    model, sample, runner = prepared("residual")
+    collected: list[Tensor | None] = []
+
+    class Outer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            collected.extend(our_gradients(model, sample, runner, 0))
+            return grad
+
+    torch.manual_seed(3)
+    expected = eager_gradients(model, sample)
+    torch.manual_seed(3)
+    x = torch.ones(1, requires_grad=True)
+    torch.autograd.grad(Outer.apply(x).sum(), [x])
+    for ours, theirs in zip(collected, expected, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours, theirs)

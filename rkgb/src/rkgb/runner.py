@@ -28,7 +28,8 @@ from rkgb.rng import RngState
 from rkgb.simplified import SimplifiedGraph
 from rkgb.tensor_info import storage_bytes, storage_id
 
-Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+# Shape, strides, offset, type, and whether it is read as its conjugate or its negative.
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, bool, bool]
 Leaf = tuple[bool, str, Use, Tensor]  # (is_external, name, use, leaf)
 
 
@@ -46,7 +47,8 @@ class DirectCall:
     """A graph of one node whose inputs are all leaves can be called like a function.
 
     The engine costs several times what a small operation does. Beside calling the node it only
-    reduces broadcast gradients and converts their type, which is done here as well.
+    reduces broadcast gradients and converts their type, which is done here as well. A result that
+    is None may have been left out for a reason that lies outside (see `_Recorded.run`).
     """
 
     gradients: int  # how many gradients the node takes
@@ -125,9 +127,14 @@ class _Recorded:
     def run(self, edges: list[GradientEdge], grads: list[Tensor]) -> list[Tensor | None]:
         """Return the gradients of all leaves; the graph and both lists are given up."""
         if self.direct is not None:
-            node = edges.pop().node
-            self.out_edges.clear()
-            return self.direct(node, grads.pop())
+            made = self.direct(edges[0].node, grads[0])
+            # Inside an outer autograd.grad(inputs=...) a node believes that the outer engine does
+            # not need its results and leaves them out; ask our own engine then.
+            if all(grad is not None for grad in made):
+                edges.clear()
+                grads.clear()
+                self.out_edges.clear()
+                return made
         inputs = [leaf for *_, leaf in self.leaves]
         if self.handover is not None and len(edges) == len(self.out_edges):
             self.box.extend(grads)
@@ -481,10 +488,19 @@ def _edge(result: Tensor) -> GradientEdge:
 
 
 def _geometry(tensor: Tensor) -> Geometry:
-    return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+    return (
+        *(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())),
+        *(tensor.dtype, tensor.is_conj(), tensor.is_neg()),
+    )
 
 
 def _view(base: Tensor, geometry: Geometry) -> Tensor:
     if _geometry(base) == geometry:
         return base
-    return base.as_strided(*geometry)
+    shape, stride, offset, dtype, conj, neg = geometry
+    if dtype == base.dtype and not (conj or neg or base.is_conj() or base.is_neg()):
+        return base.as_strided(shape, stride, offset)
+    view = torch.empty(0, dtype=dtype, device=base.device)
+    view = view.set_(base.untyped_storage(), offset, shape, stride)  # type: ignore[call-overload]
+    view = view.conj() if conj else view
+    return torch._neg_view(view) if neg else view
