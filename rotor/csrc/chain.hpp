@@ -32,7 +32,12 @@ struct Stage {
     }
 };
 
-enum class OpKind : std::int32_t { kForwardNoGrad, kForwardCheckpoint, kForwardEnableGrad, kBackward };
+enum class OpKind : std::int32_t {
+    kForwardNoGrad,
+    kForwardCheckpoint,
+    kForwardEnableGrad,
+    kBackward
+};
 
 struct Op {
     OpKind kind;

@@ -155,8 +155,8 @@ void ChainCells::for_each_choice(std::int32_t a, std::int32_t b, Visit visit) co
         choice.held = output_slots_[k];
         choice.next = cell(j, b);
         choice.then = cell(a, k);
-        choice.least = std::max(
-            {peak_slots, choice.held + floor_[choice.next], floor_[choice.then]});
+        choice.least =
+            std::max({peak_slots, choice.held + floor_[choice.next], floor_[choice.then]});
         choice.time = time;
         choice.split = j;
         choice.option = -1;

@@ -65,11 +65,11 @@ class ChainCells {
     std::int64_t unit_;
     std::int32_t length_;
     std::vector<std::int64_t> output_slots_;
-    std::vector<std::int32_t> cell_of_;    // triangular index of (a, b) -> cell
-    std::vector<Place> place_of_;          // cell -> the first (a, b) that it stands for
-    std::vector<std::int64_t> floor_;      // cell -> smallest feasible m
-    std::vector<std::int64_t> top_;        // cell -> no choice gets cheaper above this m
-    std::vector<double> tight_time_;       // cell -> ms of one schedule at its floor
+    std::vector<std::int32_t> cell_of_;  // triangular index of (a, b) -> cell
+    std::vector<Place> place_of_;        // cell -> the first (a, b) that it stands for
+    std::vector<std::int64_t> floor_;    // cell -> smallest feasible m
+    std::vector<std::int64_t> top_;      // cell -> no choice gets cheaper above this m
+    std::vector<double> tight_time_;     // cell -> ms of one schedule at its floor
 };
 
 class ChainTable : public ChainCells {
