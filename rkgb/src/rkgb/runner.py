@@ -501,6 +501,6 @@ def _view(base: Tensor, geometry: Geometry) -> Tensor:
     if dtype == base.dtype and not (conj or neg or base.is_conj() or base.is_neg()):
         return base.as_strided(shape, stride, offset)
     view = torch.empty(0, dtype=dtype, device=base.device)
-    view = view.set_(base.untyped_storage(), offset, shape, stride)  # type: ignore[call-overload]
+    view = view.set_(base.untyped_storage(), offset, shape, stride)
     view = view.conj() if conj else view
     return torch._neg_view(view) if neg else view
