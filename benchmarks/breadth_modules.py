@@ -80,6 +80,35 @@ def _autocast(m: Any, x: Tensor) -> Tensor:
     return m.other(y.float())
 
 
+def _autocast_uncached(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        y = m.linear(m.linear(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = m.linear(m.linear(m.linear(y.float())))
+    return y.float()
+
+
+def _autocast_no_grad(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            target = m.other(x)
+        y = m.linear(m.linear(x))
+        with torch.no_grad():
+            target = target * 2
+        y = m.linear(y) - target
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        z = m.other(x)
+    return (y + z).float()
+
+
+def _enable_inside(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = m.other(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad():
+            z = m.linear(x)
+    return (y + z).float()
+
+
 def _no_grad(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         target = m.other(x)
@@ -251,6 +280,19 @@ def _transformer() -> Made:
     return model, (torch.randn(2, 7, 16), torch.randn(2, 5, 16)), {"tgt_mask": mask}
 
 
+def _masked_transformer() -> Made:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Transformer(16, 2, 2, 2, 32, batch_first=True)
+
+        def forward(self, source: Tensor, target: Tensor) -> Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+            return self.net(source, target, tgt_mask=mask, tgt_is_causal=True)
+
+    return Masked(), (torch.randn(2, 7, 16), torch.randn(2, 5, 16)), {}
+
+
 def _packed() -> Made:
     class Packed(nn.Module):
         def __init__(self) -> None:
@@ -280,7 +322,8 @@ def _nested_sample() -> Any:
 FEATURES: dict[str, Callable[[], Made]] = {
     "FFT layer, complex parameter": lambda: (FourierMixer(), (torch.randn(2, 8, 8),), {}),
     "complex arithmetic": _made(_complex_linear),
-    "nn.Transformer with a mask": _transformer,
+    "nn.Transformer, causal mask made inside": _masked_transformer,
+    "nn.Transformer, mask among its arguments": _transformer,
     "nn.TransformerEncoder": lambda: _sequence(
         nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
     ),
@@ -295,6 +338,9 @@ FEATURES: dict[str, Callable[[], Made]] = {
     "nested inputs and outputs": lambda: (Function(_nested), (_nested_sample(),), {}),
     "non-tensor arguments": _made(_scaled, 0.5, "one", times=3),
     "autocast regions, nested": _made(_autocast),
+    "autocast with one weight used repeatedly": _made(_autocast_uncached),
+    "no_grad inside autocast and around it": _made(_autocast_no_grad),
+    "enable_grad inside autocast inside no_grad": _made(_enable_inside),
     "no_grad and enable_grad regions": _made(_no_grad),
     "buffer written in place": _made(_buffer),
     "buffer assigned anew": _made(_buffer_assigned),

@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -23,9 +24,31 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rkgb.op_kinds import CONSTRUCTORS
 
 _VALUE = "_rkgb_value"
+MODE = "rkgb_mode"  # key in a node's metadata: the Mode in which its call was made
 _MAX_ELEMENTS = 1 << 22
 # How Python asks for the value of a tensor.
 _READS = frozenset(("__bool__", "item", "__int__", "__float__", "__index__", "tolist"))
+
+
+# What a captured graph would not do again, and what to do instead.
+_NOT_CAPTURED = {
+    "register_hook": "registers a hook on a tensor, which would not be called. Put it on a "
+    "parameter, outside of forward",
+    "grad": "calls torch.autograd.grad. Keep that part outside the wrapped module",
+    "backward": "calls backward. Keep that part outside the wrapped module",
+}
+
+
+class Mode(NamedTuple):
+    """What a call was made in; export loses some of it where regions are nested."""
+
+    grad_enabled: bool
+    autocast_region: int  # counts how often the cache of casts has been emptied
+    autocast_cached: bool
+
+
+class NotCapturedError(Exception):
+    """The forward does something that is no operation; the text completes 'its forward …'."""
 
 
 @contextlib.contextmanager
@@ -37,22 +60,44 @@ def as_eager() -> Iterator[None]:
     # transformers asks besides whether a tensor is a fake one.
     hugging = sys.modules.get("transformers.utils.import_utils")
     old_check = getattr(hugging, "is_fake_tensor", None)
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    # It looks at the data, only to give a warning.
+    old_warning = getattr(base, "warn_if_padding_and_no_attention_mask", None)
+    old_cache, old_clear = torch.is_autocast_cache_enabled(), torch.clear_autocast_cache
     try:
+        # Export switches the cache off, and a region would be recorded as if its user had.
+        torch.set_autocast_cache_enabled(True)
         for flag in old:
             setattr(compiler, flag, False)
         if old_check is not None:
             hugging.is_fake_tensor = _no  # type: ignore[union-attr]
-        with _KnownValues():
+        if base is not None and old_warning is not None:
+            base.warn_if_padding_and_no_attention_mask = _no_warning
+        with _KnownValues() as watch:
+
+            def clear_cache() -> None:
+                watch.autocast_region += 1
+                old_clear()
+
+            torch.clear_autocast_cache = clear_cache
             yield
     finally:
+        torch.clear_autocast_cache = old_clear
+        torch.set_autocast_cache_enabled(old_cache)
         for flag, value in old.items():
             setattr(compiler, flag, value)
         if old_check is not None:
             hugging.is_fake_tensor = old_check  # type: ignore[union-attr]
+        if base is not None and old_warning is not None:
+            base.warn_if_padding_and_no_attention_mask = old_warning
 
 
 def _no(_tensor: Any) -> bool:
     return False
+
+
+def _no_warning(*_args: Any, **_kwargs: Any) -> None:
+    return None
 
 
 _INPLACE_OPERATORS = frozenset(
@@ -74,6 +119,8 @@ class _KnownValues(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.generation = 0
+        self.autocast_region = 0
+        self.ambient_grad = torch.is_grad_enabled()
 
     def __torch_function__(
         self,
@@ -84,6 +131,8 @@ class _KnownValues(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if name in _NOT_CAPTURED and getattr(func, "__module__", "").startswith("torch"):
+            raise NotCapturedError(_NOT_CAPTURED[name])
         leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         known = all(self._value(t) is not None for t in leaves)
         if name in _READS and leaves and known:
@@ -91,7 +140,13 @@ class _KnownValues(TorchFunctionMode):
                 return func(*self._real(args), **self._real(kwargs))
         if not known and (_writes(name) or "out" in kwargs):
             self.generation += 1  # something known may have been overwritten: trust no value
-        result = func(*args, **kwargs)
+        mode = Mode(
+            torch.is_grad_enabled() or not self.ambient_grad,
+            self.autocast_region,
+            torch.is_autocast_cache_enabled(),
+        )
+        with annotate({MODE: mode}):
+            result = func(*args, **kwargs)
         if known and (leaves or name in CONSTRUCTORS or name == "tensor"):
             self._follow(func, args, kwargs, result)
         return result

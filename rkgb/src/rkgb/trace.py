@@ -13,7 +13,6 @@ import inspect
 import io
 import operator
 import random
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,11 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import BackwardCFunction
+from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
-from rkgb.as_eager import as_eager
+from rkgb.as_eager import MODE, Mode, NotCapturedError, as_eager
+from rkgb.autocast_cache import Scope, share_casts
 from rkgb.errors import DataDependentError, SideEffectError, TraceError, UnsupportedOpError
 from rkgb.op import Autocast, Op, Ref
+from rkgb.refusals import refuse_backward_hooks, refuse_new_buffers, where_raised
 
 _SET_GRAD = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"
@@ -60,12 +62,13 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         TraceError: anything else that stops the capture; the cause is chained.
     """
     _refuse_hidden_leaves(model)
+    refuse_backward_hooks(model)
     args, kwargs = pytree.tree_map_only(Tensor, _distinct, (args, dict(kwargs)))
     probe = _Probe(model)
     printed = io.StringIO()
     state = random.getstate()
     try:
-        with contextlib.redirect_stdout(printed), _quiet():
+        with contextlib.redirect_stdout(printed), _quiet(), preserve_node_meta():
             program = torch.export.export(probe, args, kwargs, strict=False)
     except (SideEffectError, UnsupportedOpError):
         raise
@@ -133,8 +136,10 @@ class _Probe(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         before = _plain_attributes(self.model)
         state = random.getstate()
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with as_eager():
             result = self.model(*args, **kwargs)
+        refuse_new_buffers(self.model, buffers)
         if random.getstate() != state:
             raise SideEffectError(
                 f"cannot capture {type(self.model).__name__}: its forward draws from Python's "
@@ -218,26 +223,22 @@ def _refuse_custom_functions(model: nn.Module, result: Any) -> None:
                 stack.append(child)
 
 
-def _user_frame(error: BaseException) -> str:
-    """Return 'file.py:12 (code)' of the innermost frame of the user's code, or else of torch.nn."""
-    frames = list(reversed(traceback.extract_tb(error.__traceback__)))
-    modules = str(Path(_TORCH_DIR) / "nn")
-    users = [f for f in frames if not f.filename.startswith((_TORCH_DIR, _HERE, "<"))]
-    inside = [f for f in frames if f.filename.startswith(modules) and f.name == "forward"]
-    for frame in (*users, *inside):
-        return f"{Path(frame.filename).name}:{frame.lineno} ({(frame.line or '').strip()})"
-    return "unknown source"
-
-
 def _explained(model: nn.Module, error: Exception) -> TraceError:
     kinds = {cls.__name__ for cls in type(error).__mro__}
-    where = _user_frame(error)
+    where = where_raised(model, error)
     name = type(model).__name__
+    if isinstance(error, NotCapturedError):
+        return SideEffectError(f"cannot capture {name}: its forward {error} (at {where}).")
     if "GuardOnDataDependentSymNode" in kinds or "data-dependent" in str(error).lower():
         return DataDependentError(
             f"cannot capture {name}: control flow depends on the values of a tensor at {where}. "
             "A captured graph would freeze one branch. Use torch.where or torch.cond, or keep that "
             "decision outside the wrapped module."
+        )
+    if "DynamicOutputShapeException" in kinds:
+        return DataDependentError(
+            f"cannot capture {name}: the size of what {error} returns depends on the data "
+            f"at {where}, so its memory cannot be bounded. Keep it outside the wrapped module."
         )
     return TraceError(
         f"cannot capture {name}: its forward raised {type(error).__name__} at {where}: "
@@ -254,6 +255,7 @@ class _Reader:
     ambient: Autocast | None
     ops: list[Op] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
+    scopes: list[Scope | None] = field(default_factory=list)  # one per operation
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
         graph: fx.Graph = self.program.graph_module.graph
@@ -294,8 +296,9 @@ class _Reader:
         )
         result = self._walk(self.program.graph_module, env, constants, True, self.ambient, "")
         used = {name for op in self.ops for name in op.inputs}
+        own = dict(self.model.named_parameters(remove_duplicate=False))
         return Trace(
-            ops=tuple(self.ops),
+            ops=share_casts(self.ops, self.scopes, {k: own[v] for k, v in parameters.items()}),
             parameters=parameters,
             buffers=buffers,
             constants={k: v for k, v in constants.items() if k in used or Ref(k) in result},
@@ -360,8 +363,19 @@ class _Reader:
                 continue
             source = _source(node)
             self._refuse_symbols(node, op_name, path, source)
+            mode: Mode | None = (node.meta.get("custom") or {}).get(MODE)
+            if mode is not None and mode.grad_enabled and not grad_enabled:
+                raise UnsupportedOpError(
+                    f"cannot place '{op_name}' ({path or 'root'}, {source}): regions with and "
+                    "without gradient are nested in a way that a capture loses. Do not nest "
+                    "torch.enable_grad and torch.autocast inside torch.no_grad.",
+                    op=op_name,
+                    module_path=path,
+                    source=source,
+                )
             name = self._fresh(node.name)
             env[node] = Ref(name)
+            self.scopes.append(None if mode is None else Scope(mode[1], mode[2]))
             self.ops.append(
                 Op(
                     name=name,
@@ -370,7 +384,7 @@ class _Reader:
                     kwargs=dict(call_kwargs),
                     module_path=path,
                     source=source,
-                    grad_enabled=grad_enabled,
+                    grad_enabled=grad_enabled and (mode is None or mode.grad_enabled),
                     autocast=autocast,
                 )
             )

@@ -1,0 +1,79 @@
+"""Look for what a capture would lose silently, and say where in the module something happened."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from rkgb.errors import SideEffectError, UnsupportedOpError
+
+_TORCH_DIR = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+
+
+def where_raised(model: nn.Module, error: BaseException) -> str:
+    """Return 'file.py:12 (code) in module 'path'' of the innermost place in the user's code.
+
+    That is a line outside torch and rkgb; failing that one of torch's own modules.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    path, own, torchs = "", "", ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        filename = frame.f_code.co_filename
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and names.get(id(module)):
+            path = names[id(module)]
+        if filename.startswith((_HERE, "<")):
+            continue
+        text = f"{Path(filename).name}:{line}"
+        if not filename.startswith(_TORCH_DIR):
+            summary = traceback.FrameSummary(filename, line, frame.f_code.co_name)
+            own = f"{text} ({(summary.line or '').strip()})"
+        elif filename.startswith(f"{_TORCH_DIR}/nn/"):
+            torchs = f"torch/{Path(filename).relative_to(_TORCH_DIR).as_posix()}:{line}"
+    return f"{own or torchs or 'unknown source'} in module '{path or '(root)'}'"
+
+
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Refuse modules with backward hooks: nothing in a captured graph would call them.
+
+    Raises:
+        UnsupportedOpError: a module, the model included, has one.
+    """
+    for path, module in model.named_modules():
+        for kind in _HOOKS:
+            hooks = getattr(module, kind, None)
+            if hooks:
+                hook = next(iter(hooks.values()))
+                code = getattr(hook, "__code__", None)
+                source = f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
+                raise UnsupportedOpError(
+                    f"cannot capture {type(model).__name__}: module '{path or '(root)'}' has a "
+                    f"backward hook ({source or 'unknown source'}), which would not be called. "
+                    "Remove it, or put it on the gradient of a parameter.",
+                    op=kind.strip("_"),
+                    module_path=path,
+                    source=source,
+                )
+
+
+def refuse_new_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Refuse a forward that put another tensor in the place of a buffer.
+
+    Raises:
+        SideEffectError: a buffer is another object than `before`.
+    """
+    after = dict(model.named_buffers(remove_duplicate=False))
+    for name in dict.fromkeys((*before, *after)):
+        if before.get(name) is not after.get(name):
+            path, _, buffer = name.rpartition(".")
+            raise SideEffectError(
+                f"cannot capture {type(model).__name__}: its forward assigns a new tensor to the "
+                f"buffer '{buffer}' of module '{path or '(root)'}', which a captured graph would "
+                f"not do. Write into it instead: self.{buffer}.copy_(…)."
+            )
