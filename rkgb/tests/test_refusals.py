@@ -56,6 +56,20 @@ def item(m: Any, x: Tensor) -> Tensor:
     return m.linear(x) * x.sum().item()
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+def custom(m: Any, x: Tensor) -> Tensor:
+    return Doubled.apply(m.linear(x))
+
+
 @pytest.mark.parametrize(
     ("body", "kind", "message"),
     [
@@ -67,6 +81,7 @@ def item(m: Any, x: Tensor) -> Tensor:
             r"calls torch\.autograd\.grad.* outside the",
         ),
         (assigned, rkgb.SideEffectError, r"new tensor to the buffer 'total' .*total\.copy_"),
+        (custom, rkgb.UnsupportedOpError, r"'Doubled' at test_refusals\.py:\d+ \(return Doubled"),
         (failing, rkgb.TraceError, r"raised KeyError at test_refusals\.py:\d+ \(raise KeyError"),
         (item, rkgb.DataDependentError, r"'item' \(1, test_refusals\.py:\d+\) .* depends on the"),
     ],

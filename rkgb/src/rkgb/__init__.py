@@ -21,6 +21,7 @@ from rkgb.errors import (
     TraceError,
     UnsupportedOpError,
 )
+from rkgb.recording import RecordedCosts
 from rkgb.render import print_all_graphs, print_graph, print_graph_list
 from rkgb.simplified import SimplifiedGraph
 
@@ -39,6 +40,7 @@ __all__ = [
     "InvalidGraphError",
     "KGraph",
     "Ktools",
+    "RecordedCosts",
     "RkgbError",
     "RkgbResult",
     "SideEffectError",

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
+from rkgb import serialize
 from rkgb.anonymize import AnonymousGraph, anonymize, equivalence_classes
-from rkgb.backward import KGraph, inspect_model, k_graph
+from rkgb.backward import CostChoice, KGraph, inspect_model, k_graph
 from rkgb.basic import BasicGraph, bind_inputs, check_device, make_B
 from rkgb.dataflow import B_to_D, DataFlowGraph
+from rkgb.errors import InvalidGraphError
 from rkgb.inspect_op import Inspection
+from rkgb.recording import RecordedCosts
+from rkgb.runner import Runner
 from rkgb.simplified import D_to_S, SimplifiedGraph, cut
 
 
@@ -30,6 +37,48 @@ class RkgbResult:
     list_ano_S: tuple[AnonymousGraph, ...]
     inspection: Inspection
 
+    @property
+    def costs(self) -> RecordedCosts:
+        """What each kind of node costs; to be saved and used as `cost=` elsewhere."""
+        return RecordedCosts.of(self.S_graph, self.inspection)
+
+    def save(self, path: str | Path) -> None:
+        """Write the graphs and their costs into a JSON file.
+
+        Raises:
+            InvalidGraphError: an operation has no name that another process would know.
+        """
+        inspection = self.inspection
+        rows = {
+            "format": serialize.FORMAT,
+            "graph": serialize.graph_to_json(self.S_graph),
+            "device": str(inspection.runner.device),
+            "facts": [asdict(fact) for fact in inspection.facts],
+            "classes": inspection.classes,
+            "grad_names": sorted(inspection.runner.grad_names),
+            "seconds": inspection.seconds,
+        }
+        Path(path).write_text(json.dumps(rows), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> RkgbResult:
+        """Read a file that `save` wrote: neither the model nor its device is needed.
+
+        Raises:
+            InvalidGraphError: the file is something else, or holds operators unknown here.
+        """
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(rows, dict) or rows.get("format") != serialize.FORMAT:
+            raise InvalidGraphError(
+                f"'{path}' is no file of graphs: expected format '{serialize.FORMAT}'."
+            )
+        sg = serialize.graph_from_json(rows["graph"])
+        runner = Runner(sg, torch.device(rows["device"]))
+        runner.grad_names.update(rows["grad_names"])
+        facts = tuple(serialize.facts_from_json(row) for row in rows["facts"])
+        classes = tuple(map(tuple, rows["classes"]))
+        return _assemble(sg, Inspection(runner, facts, classes, rows["seconds"]))
+
     def __str__(self) -> str:
         return (
             f"{self.B_graph.model_name}: {len(self.B_graph.ops)} operations, "
@@ -43,11 +92,13 @@ def make_all_graphs(
     sample: Any,
     *,
     kwargs: Mapping[str, Any] | None = None,
-    cost: Literal["measured", "flops"] = "measured",
+    cost: CostChoice = "measured",
 ) -> RkgbResult:
     """Return every graph of `model` on `sample`: a tensor, a tuple of arguments, or a dict.
 
-    The model is captured in the mode it is in (train or eval) and left as it was.
+    The model is captured in the mode it is in (train or eval) and left as it was. `cost` says where
+    times come from: "measured" here and now, "flops" (deterministic), or `RecordedCosts` of a run
+    elsewhere.
 
     Raises:
         TraceError, UnsupportedOpError: the model cannot be captured exactly; see the message.
@@ -57,13 +108,17 @@ def make_all_graphs(
     bg = make_B(model, args, device, kwargs=keywords)
     dg = B_to_D(bg, model, args, device, kwargs=keywords)
     sg = D_to_S(dg, model, device)
+    inspection = inspect_model(sg, model, device, inputs=args, kwargs=keywords, cost=cost)
+    return _assemble(sg, inspection)
+
+
+def _assemble(sg: SimplifiedGraph, inspection: Inspection) -> RkgbResult:
     pieces = cut(sg)
     anonymous = [anonymize(piece) for piece in pieces]
     classes = equivalence_classes([graph.key for graph in anonymous])
-    inspection = inspect_model(sg, model, device, inputs=args, kwargs=keywords, cost=cost)
     return RkgbResult(
-        B_graph=bg,
-        D_graph=dg,
+        B_graph=sg.dataflow.basic,
+        D_graph=sg.dataflow,
         S_graph=sg,
         K_graph=k_graph(sg, inspection),
         S_graph_list=tuple(pieces),

@@ -14,10 +14,19 @@ from torch.utils import _pytree as pytree
 
 from rkgb.basic import bind_inputs, external_values
 from rkgb.dataflow import _device_of
-from rkgb.inspect_op import CostSource, FlopCost, Inspection, MeasuredTime, inspect_graph
+from rkgb.inspect_op import (
+    CostSource,
+    FlopCost,
+    Inspection,
+    KnownCosts,
+    MeasuredTime,
+    inspect_graph,
+)
 from rkgb.runner import Runner
 from rkgb.simplified import SimplifiedGraph
 from rkgb.tensor_info import TensorInfo
+
+CostChoice = Literal["measured", "flops"] | KnownCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +112,7 @@ def S_to_K(
     *,
     inputs: Any = None,
     kwargs: Mapping[str, Any] | None = None,
-    cost: Literal["measured", "flops"] = "measured",
+    cost: CostChoice = "measured",
 ) -> KGraph:
     """Measure `sg` and return its forward-backward graph.
 
@@ -121,7 +130,7 @@ def inspect_model(
     *,
     inputs: Any = None,
     kwargs: Mapping[str, Any] | None = None,
-    cost: Literal["measured", "flops"] = "measured",
+    cost: CostChoice = "measured",
     measure_memory: bool = True,
 ) -> Inspection:
     """Run and measure every class of nodes of `sg` on the sample."""
@@ -135,13 +144,29 @@ def inspect_model(
     else:
         leaves = tuple(pytree.tree_leaves(bind_inputs(inputs, kwargs)))
     values = {name: _stand_in(infos[name], place) for name in sg.input_names}
-    source: CostSource = FlopCost() if cost == "flops" else MeasuredTime(place)
     return inspect_graph(
         Runner(sg, place),
         external_values(basic, model, leaves),
-        source,
+        cost_source(cost, place),
         values=values,
         measure_memory=measure_memory,
+    )
+
+
+def cost_source(cost: CostChoice, device: torch.device) -> CostSource | KnownCosts:
+    """Return the source of costs that the user chose by name, or the recording itself.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if isinstance(cost, KnownCosts):
+        return cost
+    if cost == "measured":
+        return MeasuredTime(device)
+    if cost == "flops":
+        return FlopCost()
+    raise ValueError(
+        f"cost {cost!r} was asked for; choose 'measured', 'flops', or RecordedCosts.load(path)."
     )
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import linecache
+import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,22 +26,46 @@ def where_raised(model: nn.Module, error: BaseException) -> str:
 
     That is a line outside torch and rkgb; failing that one of torch's own modules.
     """
+    path, source = _place(model, traceback.walk_tb(error.__traceback__))
+    return f"{source} in module '{path or '(root)'}'"
+
+
+def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
+    """Return (module path, 'file.py:12 (code)') of the last of `frames` that says most."""
     names = {id(module): name for name, module in model.named_modules()}
     path, own, torchs = "", "", ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
+    for frame, line in frames:
         filename = frame.f_code.co_filename
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and names.get(id(module)):
             path = names[id(module)]
         if filename.startswith((_HERE, "<")):
             continue
-        text = f"{Path(filename).name}:{line}"
         if not filename.startswith(_TORCH_DIR):
-            summary = traceback.FrameSummary(filename, line, frame.f_code.co_name)
-            own = f"{text} ({(summary.line or '').strip()})"
+            code = linecache.getline(filename, line).strip()
+            own = f"{Path(filename).name}:{line} ({code})"
         elif filename.startswith(f"{_TORCH_DIR}/nn/"):
             torchs = f"torch/{Path(filename).relative_to(_TORCH_DIR).as_posix()}:{line}"
-    return f"{own or torchs or 'unknown source'} in module '{path or '(root)'}'"
+    return path, own or torchs or "unknown source"
+
+
+@contextlib.contextmanager
+def watch_functions(model: nn.Module) -> Iterator[dict[type, tuple[str, str]]]:
+    """While active, note in the result where each class of autograd.Function is first called."""
+    original = torch.autograd.Function.__dict__["apply"]
+    places: dict[type, tuple[str, str]] = {}
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls not in places:
+            frames = list(traceback.walk_stack(sys._getframe(1)))
+            places[cls] = _place(model, reversed(frames))
+        return original.__func__(cls, *args, **kwargs)
+
+    setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010 (a class's method)
+    try:
+        yield places
+    finally:
+        setattr(torch.autograd.Function, "apply", original)  # noqa: B010
 
 
 def refuse_backward_hooks(model: nn.Module) -> None:

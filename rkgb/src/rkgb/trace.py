@@ -9,7 +9,6 @@ attributes, custom `autograd.Function`s, values that depend on data.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import operator
 import random
@@ -29,7 +28,12 @@ from rkgb.as_eager import MODE, Mode, NotCapturedError, as_eager
 from rkgb.autocast_cache import Scope, share_casts
 from rkgb.errors import DataDependentError, SideEffectError, TraceError, UnsupportedOpError
 from rkgb.op import Autocast, Op, Ref
-from rkgb.refusals import refuse_backward_hooks, refuse_new_buffers, where_raised
+from rkgb.refusals import (
+    refuse_backward_hooks,
+    refuse_new_buffers,
+    watch_functions,
+    where_raised,
+)
 
 _SET_GRAD = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"
@@ -137,7 +141,7 @@ class _Probe(nn.Module):
         before = _plain_attributes(self.model)
         state = random.getstate()
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        with as_eager():
+        with as_eager(), watch_functions(self.model) as places:
             result = self.model(*args, **kwargs)
         refuse_new_buffers(self.model, buffers)
         if random.getstate() != state:
@@ -154,7 +158,7 @@ class _Probe(nn.Module):
                     f"{value!r}), which a captured graph would freeze. Keep it in a buffer, or "
                     "change it outside."
                 )
-        _refuse_custom_functions(self.model, result)
+        _refuse_custom_functions(self.model, result, places)
         return result
 
 
@@ -193,7 +197,9 @@ def _refuse_hidden_leaves(model: nn.Module) -> None:
                 )
 
 
-def _refuse_custom_functions(model: nn.Module, result: Any) -> None:
+def _refuse_custom_functions(
+    model: nn.Module, result: Any, places: Mapping[type, tuple[str, str]]
+) -> None:
     """Find custom backward nodes; export keeps their forward and silently loses their backward."""
     leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
     stack = [t.grad_fn for t in leaves if t.grad_fn is not None]
@@ -203,18 +209,14 @@ def _refuse_custom_functions(model: nn.Module, result: Any) -> None:
         if isinstance(node, BackwardCFunction):
             forward_cls = getattr(type(node), "_forward_cls", type(node))
             name = forward_cls.__name__
-            try:
-                source = f"{Path(inspect.getfile(forward_cls)).name}"
-                source += f":{inspect.getsourcelines(forward_cls)[1]}"
-            except (OSError, TypeError):
-                source = "unknown source"
+            path, source = places.get(forward_cls, ("", "unknown source"))
             raise UnsupportedOpError(
-                f"cannot capture {type(model).__name__}: it calls the custom autograd.Function "
-                f"'{name}' ({source}), whose backward a captured graph would lose, so gradients "
-                "would be wrong. Write it with differentiable torch operations, or keep that part "
-                "outside the wrapped module.",
+                f"cannot capture {type(model).__name__}: module '{path or '(root)'}' calls the "
+                f"custom autograd.Function '{name}' at {source}, whose backward a captured graph "
+                "would lose, so gradients would be wrong. Write it with differentiable torch "
+                "operations, or keep that part outside the wrapped module.",
                 op=name,
-                module_path="",
+                module_path=path,
                 source=source,
             )
         for child, _ in node.next_functions:

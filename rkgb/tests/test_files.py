@@ -1,0 +1,117 @@
+"""Graphs and costs go into a file and come back, without the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rkgb
+from rkgb.runner import Runner
+from rkgb.serialize import decode, encode
+from rkgb.testing import EXAMPLES, assert_same_as_module, example, gradients_of_module
+from rkgb.testing import gradients_by_runner as by_runner
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_graphs_and_costs_come_back_from_a_file(name: str, tmp_path: Path) -> None:
+    model, sample = example(name)
+    result = rkgb.make_all_graphs(model, sample, cost="flops")
+    result.save(tmp_path / "graphs.json")
+    loaded = rkgb.RkgbResult.load(tmp_path / "graphs.json")
+    for ours, theirs in (
+        (loaded.B_graph, result.B_graph),
+        (loaded.D_graph, result.D_graph),
+        (loaded.S_graph, result.S_graph),
+    ):
+        assert str(ours) == str(theirs)
+    assert loaded.K_graph == result.K_graph
+    assert loaded.K_graph_list == result.K_graph_list
+    assert loaded.equivalent_classes == result.equivalent_classes
+    assert loaded.list_ano_S == result.list_ano_S
+    assert loaded.inspection.facts == result.inspection.facts
+    assert loaded.inspection.classes == result.inspection.classes
+
+
+@pytest.mark.parametrize("name", ["residual", "mixed", "spectral", "averaging"])
+def test_loaded_graphs_run_again_with_the_model(name: str, tmp_path: Path) -> None:
+    model, sample = example(name)
+    rkgb.make_all_graphs(model, sample, cost="flops").save(tmp_path / "graphs.json")
+    loaded = rkgb.RkgbResult.load(tmp_path / "graphs.json")
+    for graph in (loaded.B_graph, loaded.D_graph, loaded.S_graph):
+        assert_same_as_module(graph, model, sample)
+
+
+def test_recorded_costs_are_used_in_place_of_measurements(tmp_path: Path) -> None:
+    model, sample = example("residual")
+    measured = rkgb.make_all_graphs(model, sample)
+    measured.costs.save(tmp_path / "costs.json")
+    recorded = rkgb.RecordedCosts.load(tmp_path / "costs.json")
+    assert recorded == measured.costs
+    again = rkgb.make_all_graphs(model, sample, cost=recorded)
+    assert again.K_graph == measured.K_graph
+    assert again.inspection.facts == measured.inspection.facts
+    twin, _ = example("residual")
+    start = torch.get_rng_state()
+    expected = gradients_of_module(twin, sample)
+    torch.set_rng_state(start)
+    runner: Runner = again.inspection.runner
+    found = by_runner(runner, twin, sample)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True) if a is not None)
+
+
+def test_costs_of_another_model_are_refused_by_name() -> None:
+    model, sample = example("residual")
+    recorded = rkgb.make_all_graphs(model, sample, cost="flops").costs
+    with pytest.raises(
+        rkgb.InvalidGraphError, match=r"none for 'linear' \(0, .*\.py:\d+\)\. Record them"
+    ):
+        rkgb.make_all_graphs(nn.Sequential(nn.Linear(3, 3)), torch.randn(2, 3), cost=recorded)
+
+
+def test_an_unknown_cost_source_is_refused() -> None:
+    with pytest.raises(ValueError, match="'guess' was asked for; choose 'measured', 'flops', or"):
+        rkgb.make_all_graphs(nn.Linear(2, 2), torch.randn(1, 2), cost="guess")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        float("inf"),
+        complex(1, -2),
+        [1, (2.5, None)],
+        slice(None, 3, 2),
+        torch.bfloat16,
+        torch.channels_last,
+        torch.device("cpu"),
+        {"a": [True, "x"]},
+    ],
+    ids=str,
+)
+def test_arguments_come_back_as_they_were(value: object) -> None:
+    assert decode(json.loads(json.dumps(encode(value)))) == value
+
+
+def test_tensors_come_back_with_their_bits() -> None:
+    for tensor in (
+        torch.randn(3, 2).t(),
+        torch.randn(2, dtype=torch.cfloat).conj(),
+        torch.tensor(float("nan")),
+        torch.empty(0, 4),
+        torch.randn(3).bfloat16(),
+    ):
+        found = decode(json.loads(json.dumps(encode(tensor))))
+        assert found.dtype == tensor.dtype
+        torch.testing.assert_close(found, tensor.resolve_conj(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"format": "something"}', encoding="utf-8")
+    with pytest.raises(rkgb.InvalidGraphError, match="no file of graphs"):
+        rkgb.RkgbResult.load(path)
+    with pytest.raises(rkgb.InvalidGraphError, match="no recording of costs"):
+        rkgb.RecordedCosts.load(path)
