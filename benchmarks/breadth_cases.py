@@ -65,9 +65,9 @@ def _hugging(
     def build() -> Built:
         import transformers
 
-        made = getattr(transformers, model)(_config(config, {**_TEXT, **_LAYER_DROP}, extra))
-        if hasattr(made.config, "use_cache"):
-            made.config.use_cache = False  # a cache is for generation, not for training
+        # A cache is for generation, not for training.
+        sizes = {**_TEXT, **_LAYER_DROP, "use_cache": False}
+        made = getattr(transformers, model)(_config(config, sizes, extra))
         return made.train(), (), inputs()
 
     return build
@@ -77,10 +77,19 @@ def _ids(length: int = 16) -> dict[str, Any]:
     return {"input_ids": torch.randint(2, 64, (2, length))}
 
 
-def _masked_ids() -> dict[str, Any]:
+def _labelled_ids() -> dict[str, Any]:
+    return {**_ids(), "labels": torch.randint(2, 64, (2, 16))}
+
+
+def _padded_ids() -> dict[str, Any]:
     mask = torch.ones(2, 16, dtype=torch.long)
     mask[1, 12:] = 0
-    return {**_ids(), "attention_mask": mask, "labels": torch.randint(2, 64, (2, 16))}
+    return {**_labelled_ids(), "attention_mask": mask}
+
+
+def _broad_mask() -> dict[str, Any]:
+    mask = _padded_ids()["attention_mask"][:, None, None, :].expand(2, 1, 16, 16).bool()
+    return {**_labelled_ids(), "attention_mask": mask}
 
 
 def _causal() -> dict[str, Any]:
@@ -118,15 +127,15 @@ def text_cases() -> list[Case]:
     """Encoders and decoders of text."""
     rows: list[tuple[str, str, Callable[[], dict[str, Any]], dict[str, Any]]] = [
         ("GPT2", "GPT2LMHeadModel", _causal, {}),
-        ("Bert", "BertForMaskedLM", _masked_ids, {}),
-        ("Roberta", "RobertaForMaskedLM", _masked_ids, {"max_position_embeddings": 70}),
-        ("DistilBert", "DistilBertForMaskedLM", _masked_ids, {}),
-        ("Albert", "AlbertForMaskedLM", _masked_ids, {}),
-        ("Electra", "ElectraForMaskedLM", _masked_ids, {}),
-        ("DebertaV2", "DebertaV2ForMaskedLM", _masked_ids, {}),
-        ("MPNet", "MPNetForMaskedLM", _masked_ids, {"max_position_embeddings": 70}),
+        ("Bert", "BertForMaskedLM", _labelled_ids, {}),
+        ("Roberta", "RobertaForMaskedLM", _labelled_ids, {"max_position_embeddings": 70}),
+        ("DistilBert", "DistilBertForMaskedLM", _labelled_ids, {}),
+        ("Albert", "AlbertForMaskedLM", _labelled_ids, {}),
+        ("Electra", "ElectraForMaskedLM", _labelled_ids, {}),
+        ("DebertaV2", "DebertaV2ForMaskedLM", _labelled_ids, {}),
+        ("MPNet", "MPNetForMaskedLM", _labelled_ids, {"max_position_embeddings": 70}),
         ("FNet", "FNetModel", _ids, {}),
-        ("ModernBert", "ModernBertForMaskedLM", _masked_ids, {}),
+        ("ModernBert", "ModernBertForMaskedLM", _labelled_ids, {}),
         ("Llama", "LlamaForCausalLM", _causal, {}),
         ("Mistral", "MistralForCausalLM", _causal, {}),
         ("Qwen2", "Qwen2ForCausalLM", _causal, {}),
@@ -144,11 +153,18 @@ def text_cases() -> list[Case]:
         ("Mamba", "MambaForCausalLM", _causal, {"state_size": 4}),
         ("Mixtral", "MixtralForCausalLM", _causal, {"num_local_experts": 4}),
         ("Longformer", "LongformerForMaskedLM", _ids, {"attention_window": 8}),
-        ("Reformer", "ReformerModel", _ids, {"axial_pos_shape": (4, 4)}),
+        ("Reformer", "ReformerModel", _ids, {"axial_pos_embds": False}),
     ]
+    masked = {
+        "BertForMaskedLM, padding mask": _padded_ids,
+        "BertForMaskedLM, mask of 4 dimensions": _broad_mask,
+    }
     return [
         Case("text", model, model, _hugging(config, model, inputs, **extra))
         for config, model, inputs, extra in rows
+    ] + [
+        Case("text", title, title, _hugging("Bert", "BertForMaskedLM", inputs))
+        for title, inputs in masked.items()
     ]
 
 
