@@ -62,7 +62,8 @@ class DataFlowGraph:
             marks = " random" if node.is_random else ""
             marks += f" writes {', '.join(node.written)}" if node.written else ""
             shares = f" = {info.alias_of}" if info and info.alias_of != node.op.name else ""
-            lines.append(f"{node.op}  # {info or 'tuple'}{shares}{marks}")
+            place = f"({node.op.module_path or 'root'}, {node.op.source})"
+            lines.append(f"{node.op}  # {info or 'tuple'}{shares}{marks} {place}")
         return "\n".join(lines)
 
 

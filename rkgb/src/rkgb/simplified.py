@@ -79,7 +79,8 @@ class SimplifiedGraph:
             if node.written_buffers:
                 marks += f" updates {', '.join(node.written_buffers)}"
             after = f" after {', '.join(map(str, node.deps))}" if node.deps else ""
-            lines.append(f"[{index}] {node.name} ({node.module_path or 'root'}){after}{marks}")
+            place = f"({node.module_path or 'root'}, {node.main.source})"
+            lines.append(f"[{index}] {node.name} {place}{after}{marks}")
             lines += [f"    {op}" for op in node.ops]
         return "\n".join([*lines, f"return {', '.join(map(repr, self.outputs))}"])
 
