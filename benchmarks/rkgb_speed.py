@@ -19,10 +19,10 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from models.GPT import GPT2
 from torch import Tensor
 
 import rkgb
+from models.GPT import GPT2
 
 
 def network(layers: int) -> tuple[GPT2, Tensor]:
