@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import inspect
 import linecache
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -49,23 +49,33 @@ def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> tuple[s
     return path, own or torchs or "unknown source"
 
 
-@contextlib.contextmanager
-def watch_functions(model: nn.Module) -> Iterator[dict[type, tuple[str, str]]]:
-    """While active, note in the result where each class of autograd.Function is first called."""
-    original = torch.autograd.Function.__dict__["apply"]
-    places: dict[type, tuple[str, str]] = {}
+def where_called(
+    model: nn.Module, function: type, run_again: Callable[[], object]
+) -> tuple[str, str]:
+    """Return (module path, 'file.py:12 (code)') of the first call of an autograd.Function.
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls not in places:
+    `run_again` runs the model; `apply` may have been bound to another name long ago, so it is the
+    forward of the class that is watched.
+    """
+    found: list[tuple[str, str]] = []
+    original = inspect.getattr_static(function, "forward")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not found:
             frames = list(traceback.walk_stack(sys._getframe(1)))
-            places[cls] = _place(model, reversed(frames))
-        return original.__func__(cls, *args, **kwargs)
+            found.append(_place(model, reversed(frames)))
+        return original.__get__(None, function)(*args, **kwargs)
 
-    setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010 (a class's method)
+    own = "forward" in vars(function)
+    setattr(function, "forward", staticmethod(forward))  # noqa: B010 (a class's method)
     try:
-        yield places
+        run_again()
     finally:
-        setattr(torch.autograd.Function, "apply", original)  # noqa: B010
+        if own:
+            setattr(function, "forward", original)  # noqa: B010
+        else:
+            delattr(function, "forward")
+    return found[0] if found else ("", "unknown source")
 
 
 def refuse_backward_hooks(model: nn.Module) -> None:

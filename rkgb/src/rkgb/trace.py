@@ -31,7 +31,7 @@ from rkgb.op import Autocast, Op, Ref
 from rkgb.refusals import (
     refuse_backward_hooks,
     refuse_new_buffers,
-    watch_functions,
+    where_called,
     where_raised,
 )
 
@@ -141,8 +141,12 @@ class _Probe(nn.Module):
         before = _plain_attributes(self.model)
         state = random.getstate()
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        with as_eager(), watch_functions(self.model) as places:
-            result = self.model(*args, **kwargs)
+
+        def run() -> Any:
+            with as_eager():
+                return self.model(*args, **kwargs)
+
+        result = run()
         refuse_new_buffers(self.model, buffers)
         if random.getstate() != state:
             raise SideEffectError(
@@ -158,7 +162,7 @@ class _Probe(nn.Module):
                     f"{value!r}), which a captured graph would freeze. Keep it in a buffer, or "
                     "change it outside."
                 )
-        _refuse_custom_functions(self.model, result, places)
+        _refuse_custom_functions(self.model, result, run)
         return result
 
 
@@ -198,7 +202,7 @@ def _refuse_hidden_leaves(model: nn.Module) -> None:
 
 
 def _refuse_custom_functions(
-    model: nn.Module, result: Any, places: Mapping[type, tuple[str, str]]
+    model: nn.Module, result: Any, run_again: Callable[[], object]
 ) -> None:
     """Find custom backward nodes; export keeps their forward and silently loses their backward."""
     leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
@@ -209,7 +213,7 @@ def _refuse_custom_functions(
         if isinstance(node, BackwardCFunction):
             forward_cls = getattr(type(node), "_forward_cls", type(node))
             name = forward_cls.__name__
-            path, source = places.get(forward_cls, ("", "unknown source"))
+            path, source = where_called(model, forward_cls, run_again)
             raise UnsupportedOpError(
                 f"cannot capture {type(model).__name__}: module '{path or '(root)'}' calls the "
                 f"custom autograd.Function '{name}' at {source}, whose backward a captured graph "
