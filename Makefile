@@ -3,9 +3,12 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+# Processes that share the tests, with one thread each; 0 runs them in one process with torch's threads.
+WORKERS ?= 2
+PYTEST := .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
 PY := .venv/bin/python
 INSTALLED := .venv/.installed
-TOOLS := ruff mypy clang-format
+TOOLS := ruff mypy clang-format pytest-xdist
 PACKAGES := ./rkgb ./rotor ./rockmate
 CHECKED := rkgb rotor rockmate ci benchmarks
 CORE := $(wildcard rotor/csrc/*.hpp rotor/csrc/*.cpp)
@@ -24,7 +27,7 @@ $(PY):
 # torch comes first and alone, so that the packages find it installed and never choose another build.
 $(INSTALLED): $(SOURCES) | $(PY)
 	$(PY) -m pip install -q -c constraints.txt torch
-	$(PY) -m pip install -q -c constraints.txt $(TOOLS) -e './rkgb[test]' -e './rotor[test]' -e './rockmate[plot,test]'
+	$(PY) -m pip install -q -c constraints.txt $(TOOLS) -e './rkgb[test]' -e './rotor[test]' -e './rockmate[gurobi,highs,plot,test]'
 	@touch $(INSTALLED)
 
 install: $(INSTALLED) ## create .venv with the three packages (editable) and the tools
@@ -41,13 +44,13 @@ lint: $(INSTALLED) ## style and common mistakes (ruff, clang-format)
 typecheck: $(INSTALLED) ## types of the three packages (mypy --strict)
 	$(PY) -m mypy
 test: $(INSTALLED) ## every test
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 test-rkgb: $(INSTALLED) ## tests of rkgb
-	$(PY) -m pytest rkgb/tests $(PYTEST_ARGS)
+	$(PYTEST) rkgb/tests $(PYTEST_ARGS)
 test-rotor: $(INSTALLED) ## tests of rotor
-	$(PY) -m pytest rotor/tests $(PYTEST_ARGS)
+	$(PYTEST) rotor/tests $(PYTEST_ARGS)
 test-rockmate: $(INSTALLED) ## tests of rockmate
-	$(PY) -m pytest rockmate/tests $(PYTEST_ARGS)
+	$(PYTEST) rockmate/tests $(PYTEST_ARGS)
 imports: $(INSTALLED) ## which package may import which, and what an import must not load
 	$(PY) ci/check_imports.py
 versions: $(INSTALLED) ## one version everywhere, exact pins between the packages

@@ -1,8 +1,9 @@
-"""Shared by all tests: make torchvision importable beside a CPU build of torch."""
+"""Shared by all tests: threads of parallel runs, and torchvision beside a CPU build of torch."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import torch
 
@@ -23,3 +24,6 @@ def _declare_missing_operators() -> None:
 
 
 _declare_missing_operators()
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # set in the processes of `pytest -n 2`
+    torch.set_num_threads(1)  # the processes share the cores; each with all of them would be slower

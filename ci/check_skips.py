@@ -13,8 +13,12 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 
-ACCEPTED = re.compile(r"\b(cuda|gpu|gurobi|gurobipy|highs|highspy|torchvision)\b", re.IGNORECASE)
-REQUIRED = {"CBC": re.compile("cbc", re.IGNORECASE), "CP-SAT": re.compile("cp_?sat", re.IGNORECASE)}
+ACCEPTED = re.compile(r"\b(cuda|gpu|gurobi|gurobipy|torchvision)\b", re.IGNORECASE)
+REQUIRED = {
+    "CBC": re.compile("cbc", re.IGNORECASE),
+    "CP-SAT": re.compile("cp[_-]?sat", re.IGNORECASE),
+    "HiGHS": re.compile("highs", re.IGNORECASE),
+}
 
 
 def problems(report: Path) -> Iterator[str]:

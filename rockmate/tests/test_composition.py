@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -106,6 +107,18 @@ def _join(rank: int, port: int) -> None:
     )
 
 
+def _leave() -> None:
+    """End this process, which has asserted all it had to.
+
+    Threads of gloo that are still alive when the interpreter tears down make C++ abort ("terminate
+    called without an active exception"), now and then, with or without us.
+    """
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def _distributed(rank: int, port: int) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel
@@ -142,7 +155,7 @@ def _distributed(rank: int, port: int) -> None:
                     parameter -= 0.05 * parameter.grad
             module.zero_grad()
     assert reduced[0] < len(order), "the first bucket must be sent while backward still runs"
-    torch.distributed.destroy_process_group()
+    _leave()
 
 
 def _sharded(rank: int, port: int) -> None:
@@ -168,7 +181,7 @@ def _sharded(rank: int, port: int) -> None:
             assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
         model.zero_grad()
         twin.zero_grad()
-    torch.distributed.destroy_process_group()
+    _leave()
 
 
 @pytest.mark.slow

@@ -27,6 +27,9 @@ REFUSED = {
     "Lazy": "forward_pre_hooks",  # not initialised before its first call
 }
 
+# The database draws their random samples in float64, which eager refuses beside a float32 input.
+EAGER_REFUSES = {"nn.FractionalMaxPool2d", "nn.FractionalMaxPool3d"}
+
 
 def _cases() -> list[Any]:
     common = pytest.importorskip(
@@ -94,8 +97,7 @@ def test_modules_of_torchs_own_database(info: Any) -> None:
         found = _step(wrapped, args, kwargs)
         assert len(found) == len(expected)
         assert all(_equal(a, b) for a, b in zip(found, expected, strict=True))
-    if not tried:
-        pytest.skip("torch's database has no input that eager accepts")
+    assert (tried == 0) == (info.name in EAGER_REFUSES)
 
 
 # ---------------------------------------------------------------------- random networks
