@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
 import sys
 import types
 import unittest
@@ -28,6 +30,21 @@ class Case:
     build: Callable[[], Built]
 
 
+def _declare_missing_operators() -> None:
+    """Make torchvision importable, as transformers needs it, beside a CPU build of torch.
+
+    Its wheel registers two operators only together with its compiled library.
+    """
+    if importlib.util.find_spec("torchvision") is None or torch.cuda.is_available():
+        return
+    for name in ("nms", "qnms"):
+        schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        with contextlib.suppress(RuntimeError):  # declared already
+            torch.library.define(f"torchvision::{name}", schema)
+
+
+_declare_missing_operators()
+
 # Every text model gets the sizes that its configuration knows by these names.
 _TEXT: dict[str, Any] = {
     **dict.fromkeys(("vocab_size",), 64),
@@ -45,6 +62,8 @@ _TEXT: dict[str, Any] = {
     "head_dim": 8,
 }
 
+_EAGER = {"attn_implementation": "eager"}
+_BATCHED = {"num_local_experts": 4, "experts_implementation": "batched_mm"}
 _LAYER_DROP = {"layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
 
 
@@ -153,18 +172,24 @@ def text_cases() -> list[Case]:
         ("Mamba", "MambaForCausalLM", _causal, {"state_size": 4}),
         ("Mixtral", "MixtralForCausalLM", _causal, {"num_local_experts": 4}),
         ("Longformer", "LongformerForMaskedLM", _ids, {"attention_window": 8}),
-        ("Reformer", "ReformerModel", _ids, {"axial_pos_embds": False}),
+        ("Reformer", "ReformerModel", _ids, {"axial_pos_embds": False, "hash_seed": 1}),
     ]
-    masked = {
-        "BertForMaskedLM, padding mask": _padded_ids,
-        "BertForMaskedLM, mask of 4 dimensions": _broad_mask,
-    }
+    variants: list[tuple[str, str, str, Callable[[], dict[str, Any]], dict[str, Any]]] = [
+        ("padding mask", "Bert", "BertForMaskedLM", _padded_ids, {}),
+        ("padding mask, eager attention", "Bert", "BertForMaskedLM", _padded_ids, _EAGER),
+        ("mask of 4 dimensions", "Bert", "BertForMaskedLM", _broad_mask, {}),
+        ("padding mask", "GPT2", "GPT2LMHeadModel", _padded_ids, {}),
+        ("padding mask, eager attention", "GPT2", "GPT2LMHeadModel", _padded_ids, _EAGER),
+        ("batched experts", "Mixtral", "MixtralForCausalLM", _causal, _BATCHED),
+    ]
     return [
         Case("text", model, model, _hugging(config, model, inputs, **extra))
         for config, model, inputs, extra in rows
     ] + [
-        Case("text", title, title, _hugging("Bert", "BertForMaskedLM", inputs))
-        for title, inputs in masked.items()
+        Case(
+            "text", f"{model}, {what}", f"{model}, {what}", _hugging(config, model, inputs, **more)
+        )
+        for what, config, model, inputs, more in variants
     ]
 
 

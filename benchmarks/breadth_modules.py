@@ -208,9 +208,31 @@ def _numpy_random(m: Any, x: Tensor) -> Tensor:
     return m.linear(x) * float(np.random.rand())
 
 
+def _seeded(m: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    return F.dropout(m.linear(x))
+
+
+def _forked(m: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        y = F.dropout(m.linear(x))
+    return F.dropout(y)
+
+
+def _own_generator(m: Any, x: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return m.linear(x) + torch.randn(4, 8, generator=generator)
+
+
 def _counts(m: Any, x: Tensor) -> Tensor:
     m.calls = getattr(m, "calls", 0) + 1
-    return m.linear(x) * m.calls
+    return m.linear(x)
+
+
+def _listed(m: Any, x: Tensor) -> Tensor:
+    m.seen = getattr(m, "seen", [])
+    m.seen.append(m.linear(x))
+    return m.seen[-1]
 
 
 class _Doubled(torch.autograd.Function):
@@ -239,7 +261,7 @@ def _grad_inside(m: Any, x: Tensor) -> Tensor:
 
 
 def _kept_activation(m: Any, x: Tensor) -> Tensor:
-    m.last = m.linear(x)
+    m.last = m.linear(x).detach()
     return m.other(m.last)
 
 
@@ -278,6 +300,11 @@ def _transformer() -> Made:
     model = nn.Transformer(16, 2, 2, 2, 32, batch_first=True)
     mask = nn.Transformer.generate_square_subsequent_mask(5)
     return model, (torch.randn(2, 7, 16), torch.randn(2, 5, 16)), {"tgt_mask": mask}
+
+
+def _told_transformer() -> Made:
+    model, args, kwargs = _transformer()
+    return model, args, {**kwargs, "tgt_is_causal": True}
 
 
 def _masked_transformer() -> Made:
@@ -324,6 +351,7 @@ FEATURES: dict[str, Callable[[], Made]] = {
     "complex arithmetic": _made(_complex_linear),
     "nn.Transformer, causal mask made inside": _masked_transformer,
     "nn.Transformer, mask among its arguments": _transformer,
+    "nn.Transformer, mask and tgt_is_causal": _told_transformer,
     "nn.TransformerEncoder": lambda: _sequence(
         nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
     ),
@@ -367,6 +395,10 @@ FEATURES: dict[str, Callable[[], Made]] = {
     "print in forward": _made(_prints),
     "Python random in forward": _made(_python_random),
     "numpy random in forward": _made(_numpy_random),
+    "torch.manual_seed in forward": _made(_seeded),
+    "random numbers in a fork": _made(_forked),
+    "random numbers of an own generator": _made(_own_generator),
     "counter in forward": _made(_counts),
+    "results kept in a list": _made(_listed),
     "custom autograd.Function": _made(_custom_function),
 }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import rkgb
+from rkgb.testing import assert_same_as_module
 
 
 class Inner(nn.Module):
@@ -121,3 +124,97 @@ def test_one_cast_with_and_without_gradient_is_refused() -> None:
 
     with pytest.raises(rkgb.UnsupportedOpError, match=r"with and without gradient .*cache_enabled"):
         rkgb.Btools.make_B(nested(mixed), torch.randn(2, 4))
+
+
+def counting(m: Any, x: Tensor) -> Tensor:
+    m.calls = getattr(m, "calls", 0) + 1
+    return m.linear(x)
+
+
+def keeping(m: Any, x: Tensor) -> Tensor:
+    m.last = m.linear(x)
+    return m.last * 2
+
+
+def collecting(m: Any, x: Tensor) -> Tensor:
+    m.body.append(m.linear(x))
+    return x
+
+
+def printing(m: Any, x: Tensor) -> Tensor:
+    print("here")
+    return m.linear(x)
+
+
+def python_random(m: Any, x: Tensor) -> Tensor:
+    scale = 1 + random.random()
+    return m.linear(x) * scale
+
+
+def numpy_random(m: Any, x: Tensor) -> Tensor:
+    scale = float(np.random.rand())
+    return m.linear(x) * scale
+
+
+def seeding(m: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    return nn.functional.dropout(m.linear(x))
+
+
+def own_generator(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x) + torch.rand(4, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (counting, r"changes the attribute 'calls' \(1 -> 2\) .*\d+ \(m\.calls = getattr"),
+        (keeping, r"keeps a tensor in the attribute 'last' .*\d+ \(m\.last = m\.linear\(x\)\)"),
+        (collecting, r"changes the attribute 'body' \(list of 1 -> list of 2\) of module '1'"),
+        (printing, r"prints \('here'\) at test_refusals\.py:\d+ \(print\(\"here\"\)\) in module"),
+        (python_random, r"draws from Python's `random` at test_refusals\.py:\d+ \(scale = 1"),
+        (numpy_random, r"draws from numpy's random numbers at test_ref.*:\d+ \(scale = float"),
+        (seeding, r"sets the state of torch's .* test_refusals\.py:\d+ \(torch\.manual_seed"),
+        (own_generator, r"'rand' \(1, test_refusals\.py:\d+\): it takes .* type Generator"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_effects_are_refused_and_the_module_is_as_before(
+    body: Callable[[Any, Tensor], Tensor], message: str
+) -> None:
+    model = nested(body)
+    inner: Any = model[1]
+    if body is counting:
+        inner.calls = 1
+    before = [dict(vars(module)) for module in model.modules()]
+    streams = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    with pytest.raises((rkgb.SideEffectError, rkgb.UnsupportedOpError), match=message) as caught:
+        rkgb.Btools.make_B(model, torch.randn(2, 4, generator=torch.Generator()))
+    assert "module '1'" in str(caught.value) or "(1, " in str(caught.value)
+    for module, old in zip(model.modules(), before, strict=True):
+        assert list(vars(module)) == list(old)
+        assert all(value is old[name] for name, value in vars(module).items())
+    assert inner.body == [body]
+    assert random.getstate() == streams[0]
+    assert np.random.get_state()[1].tolist() == streams[1]
+    assert torch.equal(torch.get_rng_state(), streams[2])
+
+
+def test_the_line_of_an_operation_is_in_the_function_that_calls_it() -> None:
+    def helper(m: Any, x: Tensor) -> Tensor:
+        return m.linear(x).tanh()
+
+    ops = rkgb.Btools.make_B(nested(helper), torch.randn(2, 4)).ops
+    line = helper.__code__.co_firstlineno + 1
+    assert [op.source for op in ops[1:]] == [f"test_refusals.py:{line}"] * 2
+
+
+def test_a_number_that_cannot_depend_on_data_is_no_reason_to_refuse() -> None:
+    def halved(m: Any, x: Tensor) -> Tensor:
+        rows = torch.div(x.size(0), 2, rounding_mode="trunc")
+        return m.linear(x).view(rows, -1)
+
+    model, x = nested(halved), torch.randn(2, 4)
+    bg = rkgb.Btools.make_B(model, x)
+    sg = rkgb.Stools.D_to_S(rkgb.Dtools.B_to_D(bg, model, x))
+    assert_same_as_module(sg, model, x)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rkgb.op_kinds import CONSTRUCTORS
 
+_INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__)), "<")
+_CAPTURE = str(Path(__file__).with_name("trace.py"))  # calls the user's model
 _VALUE = "_rkgb_value"
 MODE = "rkgb_mode"  # key in a node's metadata: the Mode in which its call was made
 _MAX_ELEMENTS = 1 << 22
@@ -45,6 +49,7 @@ class Mode(NamedTuple):
     grad_enabled: bool
     autocast_region: int  # counts how often the cache of casts has been emptied
     autocast_cached: bool
+    source: str  # 'file.py:12' of the call, which export keeps only for functions named forward
 
 
 class NotCapturedError(Exception):
@@ -90,6 +95,17 @@ def as_eager() -> Iterator[None]:
             hugging.is_fake_tensor = old_check  # type: ignore[union-attr]
         if base is not None and old_warning is not None:
             base.warn_if_padding_and_no_attention_mask = old_warning
+
+
+def _source() -> str:
+    """Return the line of the innermost caller that is not in torch, '' where there is none."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != _CAPTURE:
+        filename = frame.f_code.co_filename
+        if not filename.startswith(_INSIDE):
+            return f"{Path(filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def _no(_tensor: Any) -> bool:
@@ -144,6 +160,7 @@ class _KnownValues(TorchFunctionMode):
             torch.is_grad_enabled() or not self.ambient_grad,
             self.autocast_region,
             torch.is_autocast_cache_enabled(),
+            _source(),
         )
         with annotate({MODE: mode}):
             result = func(*args, **kwargs)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import linecache
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rkgb.errors import SideEffectError, UnsupportedOpError
+from rkgb.errors import UnsupportedOpError
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
@@ -26,11 +27,11 @@ def where_raised(model: nn.Module, error: BaseException) -> str:
 
     That is a line outside torch and rkgb; failing that one of torch's own modules.
     """
-    path, source = _place(model, traceback.walk_tb(error.__traceback__))
+    path, source = place_of(model, traceback.walk_tb(error.__traceback__))
     return f"{source} in module '{path or '(root)'}'"
 
 
-def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
+def place_of(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
     """Return (module path, 'file.py:12 (code)') of the last of `frames` that says most."""
     names = {id(module): name for name, module in model.named_modules()}
     path, own, torchs = "", "", ""
@@ -39,7 +40,7 @@ def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> tuple[s
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and names.get(id(module)):
             path = names[id(module)]
-        if filename.startswith((_HERE, "<")):
+        if filename.startswith((_HERE, "<")) or filename == contextlib.__file__:
             continue
         if not filename.startswith(_TORCH_DIR):
             code = linecache.getline(filename, line).strip()
@@ -63,7 +64,7 @@ def where_called(
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not found:
             frames = list(traceback.walk_stack(sys._getframe(1)))
-            found.append(_place(model, reversed(frames)))
+            found.append(place_of(model, reversed(frames)))
         return original.__get__(None, function)(*args, **kwargs)
 
     own = "forward" in vars(function)
@@ -99,20 +100,3 @@ def refuse_backward_hooks(model: nn.Module) -> None:
                     module_path=path,
                     source=source,
                 )
-
-
-def refuse_new_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Refuse a forward that put another tensor in the place of a buffer.
-
-    Raises:
-        SideEffectError: a buffer is another object than `before`.
-    """
-    after = dict(model.named_buffers(remove_duplicate=False))
-    for name in dict.fromkeys((*before, *after)):
-        if before.get(name) is not after.get(name):
-            path, _, buffer = name.rpartition(".")
-            raise SideEffectError(
-                f"cannot capture {type(model).__name__}: its forward assigns a new tensor to the "
-                f"buffer '{buffer}' of module '{path or '(root)'}', which a captured graph would "
-                f"not do. Write into it instead: self.{buffer}.copy_(…)."
-            )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import io
 import operator
-import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,18 +25,29 @@ from torch.utils import _pytree as pytree
 
 from rkgb.as_eager import MODE, Mode, NotCapturedError, as_eager
 from rkgb.autocast_cache import Scope, share_casts
+from rkgb.effects import KeptState, Printed, no_seeding, plain_attributes, refuse_new_buffers
 from rkgb.errors import DataDependentError, SideEffectError, TraceError, UnsupportedOpError
 from rkgb.op import Autocast, Op, Ref
 from rkgb.refusals import (
     refuse_backward_hooks,
-    refuse_new_buffers,
     where_called,
     where_raised,
 )
 
+__all__ = ["Trace", "capture", "plain_attributes"]
+
 _SET_GRAD = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
+_LOGGERS = ("torch.export", "torch.fx", "torch._export", "torch._subclasses")
+# Branches on data in other people's code, and how their users can avoid them.
+_HINTS = {
+    "torch/nn/modules/transformer.py": "Say whether the mask is causal: pass is_causal "
+    "(tgt_is_causal, src_is_causal, memory_is_causal), so that the mask is not looked at.",
+    "torch/nn/modules/batchnorm.py": "Give momentum a number.",
+    "masking_utils.py": "Pass the mask with 4 dimensions (batch, 1, length, length), which is not "
+    "looked at; decoders also do without looking with attn_implementation='eager'.",
+}
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
 
@@ -69,8 +79,8 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     refuse_backward_hooks(model)
     args, kwargs = pytree.tree_map_only(Tensor, _distinct, (args, dict(kwargs)))
     probe = _Probe(model)
-    printed = io.StringIO()
-    state = random.getstate()
+    printed = Printed(model)
+    before = KeptState(model)
     try:
         with contextlib.redirect_stdout(printed), _quiet(), preserve_node_meta():
             program = torch.export.export(probe, args, kwargs, strict=False)
@@ -79,13 +89,8 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     except Exception as error:
         raise _explained(model, error) from error
     finally:
-        random.setstate(state)
-    if printed.getvalue():
-        text = printed.getvalue().strip().splitlines()[0][:80]
-        raise SideEffectError(
-            f"cannot capture {type(model).__name__}: its forward prints ({text!r}), and a captured "
-            "graph would print nothing. Remove the print, or move it out of forward."
-        )
+        before.restore()
+    printed.refuse()
     return _Reader(program, model, _ambient_autocast(model, (args, kwargs))).read(args, kwargs)
 
 
@@ -116,7 +121,7 @@ def _quiet() -> Iterator[None]:
     # Export reports its own internals through warnings and loggers; what matters is raised.
     import logging
 
-    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._export")]
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
@@ -138,52 +143,18 @@ class _Probe(nn.Module):
         self.training = model.training  # and not self.train(): that would reach into the model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        before = _plain_attributes(self.model)
-        state = random.getstate()
+        before = KeptState(self.model)
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
 
         def run() -> Any:
-            with as_eager():
+            with as_eager(), no_seeding():
                 return self.model(*args, **kwargs)
 
         result = run()
-        refuse_new_buffers(self.model, buffers)
-        if random.getstate() != state:
-            raise SideEffectError(
-                f"cannot capture {type(self.model).__name__}: its forward draws from Python's "
-                "`random`, which a captured graph would freeze. Draw with torch instead."
-            )
-        for key, value in _plain_attributes(self.model).items():
-            if key in before and before[key] != value:
-                path, name = key
-                raise SideEffectError(
-                    f"cannot capture {type(self.model).__name__}: its forward changes the "
-                    f"attribute '{name}' of module '{path or '(root)'}' ({before[key]!r} -> "
-                    f"{value!r}), which a captured graph would freeze. Keep it in a buffer, or "
-                    "change it outside."
-                )
+        refuse_new_buffers(self.model, buffers, run)
+        before.refuse_changes(run)
         _refuse_custom_functions(self.model, result, run)
         return result
-
-
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the module's own attributes that a capture freezes: numbers, flags and strings."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, (bool, int, float, str)) and not name.startswith("_")
-    }
-
-
-def _plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
-    found: dict[tuple[str, str], Any] = {}
-    for path, module in model.named_modules():
-        for name, value in plain_attributes(module).items():
-            found[path, name] = value
-        for name, value in vars(module).items():
-            if isinstance(value, (list, dict, set)) and not name.startswith("_"):
-                found[path, name] = f"{type(value).__name__} of {len(value)}"
-    return found
 
 
 def _refuse_hidden_leaves(model: nn.Module) -> None:
@@ -233,13 +204,21 @@ def _explained(model: nn.Module, error: Exception) -> TraceError:
     kinds = {cls.__name__ for cls in type(error).__mro__}
     where = where_raised(model, error)
     name = type(model).__name__
+    text = str(error).strip()
+    hint = next((hint for file, hint in _HINTS.items() if file in where), None)
     if isinstance(error, NotCapturedError):
         return SideEffectError(f"cannot capture {name}: its forward {error} (at {where}).")
-    if "GuardOnDataDependentSymNode" in kinds or "data-dependent" in str(error).lower():
+    if "GuardOnDataDependentSymNode" in kinds or "data-dependent" in text.lower():
         return DataDependentError(
             f"cannot capture {name}: control flow depends on the values of a tensor at {where}. "
-            "A captured graph would freeze one branch. Use torch.where or torch.cond, or keep that "
-            "decision outside the wrapped module."
+            "A captured graph would freeze one branch. "
+            + (hint or "Use torch.where or torch.cond, or keep it outside the wrapped module.")
+        )
+    if "FakeTensor" in text:
+        return DataDependentError(
+            f"cannot capture {name}: a Python number is taken from the values of a tensor at "
+            f"{where}. A captured graph would freeze it, or not know how large results are. Keep "
+            "that part outside the wrapped module, or pass the number as an argument."
         )
     if "DynamicOutputShapeException" in kinds:
         return DataDependentError(
@@ -248,7 +227,8 @@ def _explained(model: nn.Module, error: Exception) -> TraceError:
         )
     return TraceError(
         f"cannot capture {name}: its forward raised {type(error).__name__} at {where}: "
-        f"{str(error).strip().splitlines()[0] if str(error).strip() else '(no message)'}"
+        f"{text.splitlines()[0] if text else '(no message)'} If it runs without rkgb, an operation "
+        "in that line does not work on tensors without data, which a capture uses."
     )
 
 
@@ -286,9 +266,16 @@ class _Reader:
             elif kind == "USER_INPUT":
                 inputs.append(name)
             else:
-                raise TraceError(
-                    f"cannot capture {type(self.model).__name__}: the graph takes '{node.name}' of "
-                    f"kind {kind}, which is not supported."
+                user = next(iter(node.users), node)
+                where = f"({_module_path(user) or 'root'}, {_source(user)})"
+                value = self.program.constants.get(spec.target)
+                raise UnsupportedOpError(
+                    f"cannot place '{_name_of(user.target)}' {where}: it takes an object of type "
+                    f"{type(value).__name__} that is no tensor, and a graph cannot keep what that "
+                    "object remembers. Keep that part outside the wrapped module.",
+                    op=_name_of(user.target),
+                    module_path=_module_path(user),
+                    source=_source(user),
                 )
         leaves, input_spec = pytree.tree_flatten((args, dict(kwargs)))
         if len(leaves) != len(inputs):
@@ -367,9 +354,11 @@ class _Reader:
             if target is operator.getitem and isinstance(call_args[0], list):
                 env[node] = call_args[0][call_args[1]]  # result of a region, already flattened
                 continue
+            if op_name == "item" and not node.users and node.meta.get("val") is None:
+                continue  # of a tensor made from numbers alone: export has put in the number
+            mode = _mode(node)
             source = _source(node)
             self._refuse_symbols(node, op_name, path, source)
-            mode: Mode | None = (node.meta.get("custom") or {}).get(MODE)
             if mode is not None and mode.grad_enabled and not grad_enabled:
                 raise UnsupportedOpError(
                     f"cannot place '{op_name}' ({path or 'root'}, {source}): regions with and "
@@ -423,8 +412,15 @@ def _module_path(node: fx.Node) -> str:
     return path.removeprefix("model").removeprefix(".")
 
 
+def _mode(node: fx.Node) -> Mode | None:
+    return (node.meta.get("custom") or {}).get(MODE)
+
+
 def _source(node: fx.Node) -> str:
     """Return 'file.py:12' of the user's line, the innermost one that is not inside torch."""
+    mode = _mode(node)
+    if mode is not None and mode.source:
+        return mode.source
     trace = node.meta.get("stack_trace") or ""
     found = ""
     last = ""
