@@ -1,17 +1,23 @@
-"""A classifier and its loss as one module."""
+"""A network and its loss as one module, so that a budget covers the whole step."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
 
+Loss = Callable[[Tensor, Tensor], Tensor]
+
 
 class WithLoss(nn.Module):
-    """Return the mean cross-entropy of `model(x)`, so that a budget covers the whole step."""
+    """Return `loss(model(*inputs), targets)`; the targets are the last argument."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, loss: Loss = F.cross_entropy) -> None:
         super().__init__()
         self.model = model
+        self.loss = loss
 
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(x), targets)
+    def forward(self, *inputs_and_targets: Tensor) -> Tensor:
+        *inputs, targets = inputs_and_targets
+        return self.loss(self.model(*inputs), targets)

@@ -1,4 +1,7 @@
-"""RegNet-X: stages of residual bottlenecks with grouped 3×3 convolutions."""
+"""RegNet-X and -Y: stages of residual bottlenecks with grouped 3×3 convolutions.
+
+Y adds squeeze-and-excitation: each channel is scaled by a factor that its own means determine.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,29 @@ def conv_norm(inputs: int, outputs: int, kernel: int, stride: int, groups: int) 
     return nn.Sequential(conv, nn.BatchNorm2d(outputs))
 
 
-class XBlock(nn.Module):
+class Excitation(nn.Module):
+    """Scale each channel by a factor in (0, 1), computed from the means of all channels."""
+
+    def __init__(self, width: int, squeezed: int) -> None:
+        super().__init__()
+        self.factors = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(width, squeezed, 1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(squeezed, width, 1),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factors(x)
+
+
+class Bottleneck(nn.Module):
     """1×1, grouped 3×3 and 1×1 convolutions around a residual."""
 
-    def __init__(self, inputs: int, width: int, stride: int, group_width: int) -> None:
+    def __init__(
+        self, inputs: int, width: int, stride: int, group_width: int, squeezed: int
+    ) -> None:
         super().__init__()
         self.proj = None
         if stride != 1 or inputs != width:
@@ -24,6 +46,7 @@ class XBlock(nn.Module):
             nn.ReLU(inplace=True),
             conv_norm(width, width, 3, stride, width // group_width),
             nn.ReLU(inplace=True),
+            *([Excitation(width, squeezed)] if squeezed else []),
             conv_norm(width, width, 1, 1, 1),
         )
         self.relu = nn.ReLU(inplace=True)
@@ -33,7 +56,7 @@ class XBlock(nn.Module):
         return self.relu(identity + self.branch(x))
 
 
-class RegNetX(nn.Module):
+class RegNet(nn.Module):
     """Images (batch, channels, height, width) to logits (batch, num_classes)."""
 
     def __init__(
@@ -44,6 +67,7 @@ class RegNetX(nn.Module):
         *,
         num_classes: int = 1000,
         channels: int = 3,
+        squeeze: float = 0.0,  # channels of an excitation's middle, of those that enter the block
     ) -> None:
         super().__init__()
         inputs = 32
@@ -51,7 +75,8 @@ class RegNetX(nn.Module):
         blocks: list[nn.Module] = []
         for width, depth in zip(widths, depths, strict=True):
             for index in range(depth):
-                blocks.append(XBlock(inputs, width, 2 if index == 0 else 1, group_width))
+                stride, squeezed = 2 if index == 0 else 1, round(squeeze * inputs)
+                blocks.append(Bottleneck(inputs, width, stride, group_width, squeezed))
                 inputs = width
         self.blocks = nn.Sequential(*blocks)
         self.pool = nn.AdaptiveAvgPool2d(1)
@@ -61,11 +86,16 @@ class RegNetX(nn.Module):
         return self.fc(self.pool(self.blocks(self.stem(x))).flatten(1))
 
 
-def regnet_x_200mf(num_classes: int = 1000) -> RegNetX:
+def regnet_x_200mf(num_classes: int = 1000) -> RegNet:
     """Return RegNet-X at 200 million multiply-adds for a 224×224 image."""
-    return RegNetX((24, 56, 152, 368), (1, 1, 4, 7), 8, num_classes=num_classes)
+    return RegNet((24, 56, 152, 368), (1, 1, 4, 7), 8, num_classes=num_classes)
 
 
-def regnet_x_3_2gf(num_classes: int = 1000) -> RegNetX:
+def regnet_x_3_2gf(num_classes: int = 1000) -> RegNet:
     """Return RegNet-X at 3.2 billion multiply-adds, the size in the Rockmate paper."""
-    return RegNetX((96, 192, 432, 1008), (2, 6, 15, 2), 48, num_classes=num_classes)
+    return RegNet((96, 192, 432, 1008), (2, 6, 15, 2), 48, num_classes=num_classes)
+
+
+def regnet_y_1_6gf(num_classes: int = 1000) -> RegNet:
+    """Return RegNet-Y at 1.6 billion multiply-adds, the size in the Rockmate paper."""
+    return RegNet((48, 120, 336, 888), (2, 6, 17, 2), 24, num_classes=num_classes, squeeze=0.25)

@@ -1,4 +1,4 @@
-"""ResNet-18, -50 and -101 with BatchNorm and in-place ReLU, at any width.
+"""ResNet-18, -50, -101 and -152 with BatchNorm and in-place ReLU, at any width.
 
 Layers and state-dict keys are those of torchvision's ResNets; `width=64` is the published size.
 """
@@ -114,4 +114,11 @@ def resnet101(*, width: int = 64, num_classes: int = 1000, channels: int = 3) ->
     """Return ResNet-101 (thirty-three bottlenecks)."""
     return ResNet(
         Bottleneck, (3, 4, 23, 3), width=width, num_classes=num_classes, channels=channels
+    )
+
+
+def resnet152(*, width: int = 64, num_classes: int = 1000, channels: int = 3) -> ResNet:
+    """Return ResNet-152 (fifty bottlenecks)."""
+    return ResNet(
+        Bottleneck, (3, 8, 36, 3), width=width, num_classes=num_classes, channels=channels
     )
