@@ -14,6 +14,7 @@ from torch import nn
 import rkgb
 from rkgb.anonymize import anonymize, equivalence_classes
 from rkgb.dataflow import B_to_D, DataFlowGraph
+from rkgb.render import dot_source
 from rkgb.simplified import PASSES, D_to_S, cut
 from rkgb.testing import EXAMPLES, Residual, assert_same_as_module, example
 
@@ -37,7 +38,8 @@ def test_every_pass_alone_preserves_the_outputs(name: str, simplify: object) -> 
     model, sample, _, dg = graphs(name)
     sg = D_to_S(dg, passes=[simplify])  # type: ignore[list-item]
     assert_same_as_module(sg, model, sample)
-    assert str(sg)
+    assert str(sg).count("\n[") == len(sg.nodes) - 1
+    assert sg.nodes[0].main.target_name in dot_source(sg)
 
 
 @pytest.mark.parametrize("name", ["convolutional", "mixed", "residual", "averaging"])
@@ -95,6 +97,30 @@ def test_equal_layers_are_one_class_and_others_are_not() -> None:
     assert max(len(members) for members in classes) == 11
 
 
+def test_anonymous_graphs_ignore_names() -> None:
+    class Named(nn.Module):
+        def __init__(self, names: tuple[str, str, str]) -> None:
+            super().__init__()
+            self.names = list(names)
+            for name in names[:2]:
+                self.add_module(name, nn.Linear(4, 4))
+            self.register_buffer(names[2], torch.ones(4))
+
+        def forward(self, first: torch.Tensor) -> torch.Tensor:
+            renamed = getattr(self, self.names[0])(first).relu()
+            return getattr(self, self.names[1])(renamed) + getattr(self, self.names[2])
+
+    def graph(*names: str) -> rkgb.SimplifiedGraph:
+        model, x = Named((names[0], names[1], names[2])), torch.randn(2, 4)
+        return D_to_S(B_to_D(rkgb.Btools.make_B(model, x), model, x))
+
+    one, other = graph("a", "b", "c"), graph("zeta", "alpha", "scale")
+    assert str(one) != str(other)
+    assert anonymize(one) == anonymize(other)
+    # The second layer used twice is another graph: names matter only in being equal or not.
+    assert anonymize(graph("a", "a", "c")) != anonymize(one)
+
+
 @pytest.mark.parametrize("change", ["shape", "dtype", "attribute", "constant"])
 def test_anonymous_graphs_tell_differences_apart(change: str) -> None:
     class Scaled(nn.Module):
@@ -148,8 +174,24 @@ def test_building_leaves_module_and_random_stream_alone() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_published_pipeline_runs_as_written() -> None:
-    model, sample = example("residual")
+class Doubled(nn.Module):
+    """Takes a tensor; as a tuple two of them, as a dict its arguments by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        out = self.layer(x).relu()
+        return self.layer(out if y is None else out + y)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "dict"])
+def test_published_pipeline_runs_as_written(kind: str) -> None:
+    torch.manual_seed(0)
+    model, tensors = Doubled(), (torch.randn(3, 4), torch.randn(3, 4))
+    samples = {"tensor": tensors[0], "tuple": tensors, "dict": {"y": tensors[1], "x": tensors[0]}}
+    sample = samples[kind]
     device = torch.device("cpu")
     bg = rkgb.Btools.make_B(model, sample, device)
     dg = rkgb.Dtools.B_to_D(bg, model, sample, device)
@@ -160,7 +202,16 @@ def test_published_pipeline_runs_as_written() -> None:
     assert len(list_kg) == len(list_sg) == len(list_ano)
     assert sorted(i for members in classes for i in members) == list(range(len(list_sg)))
     assert sum(len(k.compute) for k in list_kg) == len(kg.compute)
-    assert rkgb.stools is rkgb.Stools
+    for graph in (bg, dg, sg):
+        assert_same_as_module(graph, model, sample)
+    result = rkgb.make_all_graphs(model, sample)
+    assert str(result.S_graph) == str(sg)
+    assert rkgb.test_rkgb(model, sample).equivalent_classes == result.equivalent_classes
+
+
+def test_both_published_spellings_are_the_same_modules() -> None:
+    for name in ("Atools", "Btools", "Dtools", "Ktools", "Stools"):
+        assert getattr(rkgb, name) is getattr(rkgb, name.lower())
 
 
 def test_forward_backward_graph_round_trips_through_json() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from rkgb.anonymize import node_key
 from rkgb.basic import bind_inputs, external_values
 from rkgb.dataflow import _device_of
 from rkgb.inspect_op import (
@@ -20,6 +22,7 @@ from rkgb.inspect_op import (
     Inspection,
     KnownCosts,
     MeasuredTime,
+    NodeFacts,
     inspect_graph,
 )
 from rkgb.runner import Runner
@@ -42,6 +45,10 @@ class KComputeNode:
     module_path: str = ""
     source: str = ""
     op: str = ""  # the main operation of the simplified node
+    key: str = ""  # equal for equal computations
+    output_bytes: int = 0  # of a forward: the memory that it makes, views of resident left out
+    saved_bytes: int = 0  # of a forward: what its backward reads, phantoms included
+    after: tuple[str, ...] = ()  # must run first although no data flows: memory, random numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,7 @@ class KGraph:
         """Read what `to_json` wrote."""
         rows = json.loads(text)
         return cls(
-            tuple(KComputeNode(**row) for row in rows["compute"]),
+            tuple(KComputeNode(**{**row, "after": tuple(row["after"])}) for row in rows["compute"]),
             tuple(
                 KDataNode(
                     **{**row, "producers": tuple(row["producers"]), "users": tuple(row["users"])}
@@ -95,9 +102,12 @@ class KGraph:
         return KGraph(tuple(nodes), self.data)
 
     def __str__(self) -> str:
-        lines = [
-            f"{n.name}  {n.time_ms:.3f} ms, overhead {n.overhead_bytes} B" for n in self.compute
-        ]
+        lines = []
+        for n in self.compute:
+            place = f"({n.module_path or 'root'}, {n.source})"
+            kept = f", makes {n.output_bytes} B, saves {n.saved_bytes} B" if n.kind == "fwd" else ""
+            cost = f"{n.time_ms:.3f} ms, overhead {n.overhead_bytes} B"
+            lines.append(f"{n.name} {n.op} {place}  {cost}{kept}")
         lines += [
             f"{n.kind} {n.name}  {n.size_bytes} B  {', '.join(n.producers)} -> {', '.join(n.users)}"
             for n in self.data
@@ -183,14 +193,14 @@ def k_graph(sg: SimplifiedGraph, inspection: Inspection) -> KGraph:
     facts = inspection.facts
     grad_names = inspection.runner.grad_names
     infos = sg.dataflow.infos
-    compute: list[KComputeNode] = []
-    for index, (node, fact) in enumerate(zip(sg.nodes, facts, strict=True)):
-        compute.append(_compute(node, index, "fwd", fact.cost, fact.fwd_overhead_bytes))
-    for index in reversed(range(len(facts))):
-        if facts[index].wants_grad:
-            fact = facts[index]
-            node = sg.nodes[index]
-            compute.append(_compute(node, index, "bwd", fact.cost, fact.bwd_overhead_bytes))
+    keys = [hashlib.sha1(node_key(sg, node).encode()).hexdigest()[:12] for node in sg.nodes]
+    sizes = {n: (s.names[0], s.size_bytes) for f in facts for s in f.storages for n in s.names}
+    compute = [_forward(sg, index, fact, keys[index], sizes) for index, fact in enumerate(facts)]
+    compute += [
+        _backward(sg, index, facts[index], keys[index])
+        for index in reversed(range(len(facts)))
+        if facts[index].wants_grad
+    ]
     data: list[KDataNode] = []
     for index, fact in enumerate(facts):
         for storage in fact.storages:
@@ -230,18 +240,47 @@ def k_graph(sg: SimplifiedGraph, inspection: Inspection) -> KGraph:
     return KGraph(tuple(compute), tuple(data))
 
 
-def _compute(node: Any, index: int, kind: Any, cost: Any, overhead: int) -> KComputeNode:
-    forward = kind == "fwd"
+def _forward(
+    sg: SimplifiedGraph,
+    index: int,
+    fact: NodeFacts,
+    key: str,
+    sizes: Mapping[str, tuple[str, int]],  # value -> its storage and the storage's bytes
+) -> KComputeNode:
+    node, infos = sg.nodes[index], sg.dataflow.infos
+    # What a piece reads from before it has no storage here; the size of the value stands in.
+    saved = dict(sizes.get(n, (infos[n].alias_of, infos[n].size_bytes)) for n in fact.saved)
+    flowing = {sg.producer[name] for name in node.inputs if name in sg.producer}
     return KComputeNode(
-        name=f"{kind}_{index}",
-        kind=kind,
+        name=f"fwd_{index}",
+        kind="fwd",
         node=index,
-        time_ms=cost.fwd_time_ms if forward else cost.bwd_time_ms,
-        overhead_bytes=overhead,
-        flops=cost.fwd_flops if forward else cost.bwd_flops,
+        time_ms=fact.cost.fwd_time_ms,
+        overhead_bytes=fact.fwd_overhead_bytes,
+        flops=fact.cost.fwd_flops,
         module_path=node.module_path,
         source=node.main.source,
         op=node.main.target_name,
+        key=key,
+        output_bytes=sum(storage.size_bytes for storage in fact.storages),
+        saved_bytes=sum(saved.values()) + fact.phantom_bytes,
+        after=tuple(f"fwd_{dep}" for dep in node.deps if dep not in flowing),
+    )
+
+
+def _backward(sg: SimplifiedGraph, index: int, fact: NodeFacts, key: str) -> KComputeNode:
+    node = sg.nodes[index]
+    return KComputeNode(
+        name=f"bwd_{index}",
+        kind="bwd",
+        node=index,
+        time_ms=fact.cost.bwd_time_ms,
+        overhead_bytes=fact.bwd_overhead_bytes,
+        flops=fact.cost.bwd_flops,
+        module_path=node.module_path,
+        source=node.main.source,
+        op=node.main.target_name,
+        key=key,
     )
 
 

@@ -21,7 +21,8 @@ _PHANTOM, _GREY = "#8a6fb0", "#606060"
 # Light fills for classes of blocks, told apart also by people who confuse red and green.
 _CLASSES = (
     *("#8ecae6", "#ffd166", "#b5e2b5", "#f4a6a0", "#cdb4db", "#d9c4a5", "#9fd8cb", "#f7b7d5"),
-    *("#c9c9c9", "#e4e27a", "#a9c1f5", "#f6c89f"),
+    *("#c9c9c9", "#e4e27a", "#a9c1f5", "#f6c89f", "#7fb7b2", "#e08fb0", "#b7a6e8", "#c2d36b"),
+    *("#f0a35e", "#86c6f2", "#d6a4d9", "#a3b899"),
 )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 _MAX_PERIOD = 32
+_FEW = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class _Folder:
         start = 0
         while start < len(segments):
             period, count = _longest_run(keys, start)
-            if count > 1:
+            if count > 1 and self._worth(segments[start], segments[start + period], count):
                 copies = [
                     [c for s in segments[start + k * period : start + (k + 1) * period] for c in s]
                     for k in range(count)
@@ -96,6 +97,12 @@ class _Folder:
             else:
                 self._deeper(segments[start], depth)
                 start += 1
+
+    def _worth(self, first: list[int], second: list[int], count: int) -> bool:
+        # A few equal calls inside one module (query, key, value) say more drawn out; only layers,
+        # the steps of a loop, and the blocks of a chain, which have no path, are folded.
+        inside = self.paths[first[0]] and self.paths[first[0]] == self.paths[second[0]]
+        return not inside or count > _FEW
 
     def _deeper(self, cells: list[int], depth: int) -> None:
         if any(layer_of(self.paths[cell], depth + 1) for cell in cells) and len(cells) > 1:

@@ -38,10 +38,12 @@ def print_graph(
     open: bool = False,  # the published name of the option
     render_format: str = "svg",
     folder: str | Path = ".",
+    title: str | None = None,
 ) -> Path | None:
     """Draw a D, S or K graph, a list of blocks or an `RkgbResult` into a file; return its path.
 
-    A B graph is a raw list, not a graph: it is printed as text. `open` shows the picture.
+    A B graph is a raw list, not a graph: it is printed as text. `open` shows the picture, `name`
+    is the file's without its ending; `title` is written above the legend where it is not the same.
 
     Raises:
         ValueError: `render_format` is none of svg, pdf, png.
@@ -49,7 +51,7 @@ def print_graph(
     if isinstance(g, BasicGraph):
         print(g)
         return None
-    sketch = sketch_of(g, name)
+    sketch = sketch_of(g, title or name)
     return _write(sketch, name or _file_name(g), open, render_format, Path(folder))
 
 
@@ -80,7 +82,7 @@ def print_all_graphs(
         "blocks": list(result.S_graph_list),
     }
     paths = [
-        print_graph(graph, f"{title}_{kind}", open, render_format, folder)
+        print_graph(graph, f"{title}_{kind}", open, render_format, folder, title)
         for kind, graph in graphs.items()
     ]
     return [path for path in paths if path is not None]
@@ -102,7 +104,7 @@ def sketch_of(g: Any, name: str | None = None) -> Sketch:
     if isinstance(g, SimplifiedGraph):
         return sketch_simplified(g)
     if isinstance(g, KGraph):
-        return sketch_k(g)
+        return sketch_k(g, name or "")
     if hasattr(g, "S_graph_list"):
         return sketch_list(g.S_graph_list, f"{name or g.B_graph.model_name}: blocks")
     if (

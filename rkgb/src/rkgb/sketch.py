@@ -105,8 +105,8 @@ def sketch_simplified(sg: SimplifiedGraph, *, piece: bool = False) -> Sketch:
         made = [infos[name] for name in node.outputs if name in infos]
         marks = ["random"] if node.is_random else []
         marks += ["updates buffers"] if node.written_buffers else []
-        views = len(node.ops) - 1
-        marks += [f"+{views} more"] if views else []
+        body = list(dict.fromkeys(op.target_name for op in node.ops if op is not node.main))
+        marks += [f"with {', '.join(body[:3])}{', …' if len(body) > 3 else ''}"] if body else []
         size = sum({i.alias_of: i.size_bytes for i in made}.values())
         vertex = Vertex(node.main.target_name, _detail(next(iter(made), None), marks), "fwd", size)
         cells.append(Cell(node.module_path, node_key(sg, node), {"fwd": vertex}))
@@ -126,7 +126,7 @@ def sketch_simplified(sg: SimplifiedGraph, *, piece: bool = False) -> Sketch:
     return Sketch(f"{name}: simplified", tuple(cells), tuple(arrows), "bytes of the result")
 
 
-def sketch_k(kg: KGraph) -> Sketch:
+def sketch_k(kg: KGraph, title: str = "") -> Sketch:
     """Forward and backward side by side, with data, gradients and phantoms."""
     forward = {node.node: node for node in kg.compute if node.kind == "fwd"}
     backward = {node.node: node for node in kg.compute if node.kind == "bwd"}
@@ -157,12 +157,13 @@ def sketch_k(kg: KGraph) -> Sketch:
     cells = [
         Cell(
             forward[node].module_path,
-            (forward[node].op, forward[node].flops, *_look(vertices[i])),
+            (forward[node].op, forward[node].key, *_look(vertices[i])),
             vertices[i],
         )
         for i, node in enumerate(order)
     ]
-    return Sketch("forward and backward", tuple(cells), tuple(arrows), "time", "bytes")
+    title = f"{title}: forward and backward" if title else "forward and backward"
+    return Sketch(title, tuple(cells), tuple(arrows), "time", "bytes")
 
 
 def sketch_list(graphs: Sequence[SimplifiedGraph | KGraph], title: str = "blocks") -> Sketch:
@@ -216,7 +217,7 @@ def _common_path(paths: Sequence[str]) -> str:
 
 
 def _k_key(kg: KGraph) -> str:
-    compute = [(n.kind, n.op, n.flops, n.overhead_bytes) for n in kg.compute]
+    compute = [(n.kind, n.op, n.key) for n in kg.compute]
     data = [(d.kind, d.size_bytes, len(d.producers), len(d.users)) for d in kg.data]
     return repr((compute, data))
 
