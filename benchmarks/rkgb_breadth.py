@@ -17,7 +17,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -31,9 +30,7 @@ from rkgb.testing import (
     gradients_of_module,
     same_bits,
 )
-
-README = Path(__file__).resolve().parent.parent / "rkgb" / "README.md"
-BEGIN, END = "<!-- breadth: begin -->\n", "<!-- breadth: end -->\n"
+from rkgb_readme import write_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +108,19 @@ def run(cases: Iterable[Case]) -> Iterator[Outcome]:
         yield outcome
 
 
+def line(outcome: Outcome) -> str:
+    """Return the row of the table that a case which does not work gets."""
+    text = outcome.message.replace("|", "\\|").replace("\n", " ")
+    return f"| {outcome.case.title} | {outcome.status} | {text} |"
+
+
 def table(outcomes: list[Outcome]) -> str:
     """Return the Markdown that goes into the README."""
     stamp = f"Tried with torch {torch.__version__.split('+')[0]}"
     transformers = sys.modules.get("transformers")
     if transformers is not None:
         stamp += f" and transformers {transformers.__version__}"
-    lines = [f"{stamp}, CPU, train mode, small configurations.", ""]
+    lines = [f"{stamp}, CPU, train mode, small configurations; in numbers of cases:", ""]
     lines += ["| group | works | refused | wrong | not tried |", "| --- | --- | --- | --- | --- |"]
     groups = list(dict.fromkeys(o.case.group for o in outcomes))
     for group in groups:
@@ -126,30 +129,18 @@ def table(outcomes: list[Outcome]) -> str:
             sum(o.status == s for o in mine) for s in ("works", "refused", "wrong", "not tried")
         ]
         lines.append(f"| {group} | {' | '.join(map(str, counts))} |")
+    lines += ["", "What works:"]
     for group in groups:
         mine = [o for o in outcomes if o.case.group == group]
-        good = dict.fromkeys(o.case.title for o in mine if o.status == "works")
-        bad = {o.case.title for o in mine if o.status in ("refused", "wrong")}
-        lines += ["", f"**{group}**: {', '.join(t for t in good if t not in bad)}."]
+        bad = {o.case.title for o in mine if o.status != "works"}
+        titles = {o.case.title: o.case.title in bad for o in mine if o.status == "works"}
+        shown = ", ".join(f"{title} (partly)" if part else title for title, part in titles.items())
+        lines += ["", f"**{group}**: {shown}."]
     rest = [o for o in outcomes if o.status != "works"]
-    lines += ["", "What does not work, each with the message that rkgb gives:", ""]
+    lines += ["", "What does not work, with the message that rkgb gives:", ""]
     lines += ["| module | | message |", "| --- | --- | --- |"]
-    shown: set[tuple[str, str]] = set()
-    for outcome in rest:
-        key = (outcome.case.title, outcome.message)
-        if key not in shown:
-            shown.add(key)
-            text = outcome.message.replace("|", "\\|").replace("\n", " ")
-            lines.append(f"| {outcome.case.title} | {outcome.status} | {text} |")
+    lines += list(dict.fromkeys(line(outcome) for outcome in rest))
     return "\n".join(lines)
-
-
-def with_table(readme: str, text: str) -> str:
-    """Return the README with what is between its markers replaced."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"the README must hold {BEGIN.strip()} and {END.strip()} once each")
-    before, rest = readme.split(BEGIN)
-    return f"{before}{BEGIN}\n{text}\n\n{END}{rest.split(END)[1]}"
 
 
 def main() -> int:
@@ -167,8 +158,7 @@ def main() -> int:
     ]
     outcomes = list(run(cases))
     if options.only is None and not options.match:
-        text = with_table(README.read_text(encoding="utf-8"), table(outcomes))
-        README.write_text(text, encoding="utf-8")
+        write_part("breadth", table(outcomes))
     return int(any(outcome.status == "wrong" for outcome in outcomes))
 
 

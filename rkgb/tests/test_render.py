@@ -179,3 +179,25 @@ def test_nested_layers_fold_inside_each_other() -> None:
     assert folding.shown == (0,)
     assert sorted(repeat.count for repeat in folding.repeats) == [3, 4]
     assert fold(["a", "b", "c"], [1, 2, 3]).shown == (0, 1, 2)
+
+
+def test_titles_name_the_network(result: rkgb.RkgbResult) -> None:
+    assert "net: forward and backward" in dot_source(result.K_graph, "net")
+    assert "net: blocks" in dot_source(result, "net")
+    assert "Stack: simplified" in dot_source(result.S_graph)
+
+
+def test_nodes_that_only_look_alike_are_not_folded() -> None:
+    """A first layer with fewer inputs makes the same bytes as the next ones."""
+    layers = [nn.Sequential(nn.Linear(3 if i == 0 else 8, 8), nn.Tanh()) for i in range(3)]
+    result = result_of(nn.Sequential(*layers), torch.randn(2, 3))
+    kinds = [cell.signature for cell in sketch_of(result.K_graph).cells]
+    assert kinds[0] != kinds[2] == kinds[4]
+    assert "2 ×" in dot_source(result.K_graph)
+    assert "3 ×" not in dot_source(result.K_graph)
+
+
+def test_a_few_equal_calls_inside_one_module_stay_apart() -> None:
+    paths = ["attention"] * 3
+    assert fold(paths, ["view"] * 3).shown == (0, 1, 2)
+    assert fold(["cell"] * 12, ["step"] * 12).shown == (0,)

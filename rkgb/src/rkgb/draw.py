@@ -296,6 +296,8 @@ def _legend(sketch: Sketch, folded: bool) -> str:
         if kind in kinds:
             swatch = "".join(_swatch(_mix(colour, share)) for share in (0.1, 0.5, 1.0))
             rows.append((swatch, f"{what}; darker: more {html.escape(sketch.shade)}"))
+    if "bwd" in kinds:
+        rows.append((_text("+ MiB", "#000000"), "temporary memory, above what is read and made"))
     rows += _legend_of_data(kinds, sketch.size)
     if "block" in kinds:
         seen = sorted({v.colour_class or 0 for v in vertices if v.kind == "block"})

@@ -146,8 +146,8 @@ def sketch_k(kg: KGraph, title: str = "") -> Sketch:
         home = data.users[0] if data.kind == "grad" else data.producers[0]
         cell = where[home][0]
         role = f"{data.kind} {sum(r.startswith(data.kind) for r in vertices[cell])}"
-        title = {"data": "", "grad": "gradient", "phantom": "phantom"}[data.kind]
-        vertices[cell][role] = Vertex(title, _bytes(data.size_bytes), data.kind, data.size_bytes)
+        word = {"data": "", "grad": "gradient", "phantom": "phantom"}[data.kind]
+        vertices[cell][role] = Vertex(word, _bytes(data.size_bytes), data.kind, data.size_bytes)
         style: Literal["value", "gradient"] = "gradient" if data.kind == "grad" else "value"
         for name in data.producers:
             arrows.append(Arrow(where[name], (cell, role), style))

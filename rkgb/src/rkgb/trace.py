@@ -225,10 +225,11 @@ def _explained(model: nn.Module, error: Exception) -> TraceError:
             f"cannot capture {name}: the size of what {error} returns depends on the data "
             f"at {where}, so its memory cannot be bounded. Keep it outside the wrapped module."
         )
+    first = text.splitlines()[0].rstrip(".") if text else "(no message)"
     return TraceError(
-        f"cannot capture {name}: its forward raised {type(error).__name__} at {where}: "
-        f"{text.splitlines()[0] if text else '(no message)'} If it runs without rkgb, an operation "
-        "in that line does not work on tensors without data, which a capture uses."
+        f"cannot capture {name}: its forward raised {type(error).__name__} at {where}: {first}. If "
+        "it runs without rkgb, an operation of that line does not work on tensors without data, "
+        "which a capture uses."
     )
 
 
