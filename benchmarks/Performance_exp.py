@@ -38,7 +38,7 @@ PAPER_BUDGETS: dict[str, tuple[Span, ...]] = {
 NETS = tuple(name for name in NETWORKS if name != "gpt")
 SMOKE = {"gpt2-small": "60%", "resnet50": "80%", "unet": "80%", "fno": "80%"}
 NO_CHAIN = ("unet", "transformer")  # rotor does not take them
-INDUCTOR = ("gpt2-small", "resnet50", "unet")
+INDUCTOR = ("mlp-mixer", "unet")
 DEEP = ("gpt2-medium", "gpt2-large", "resnet101", "resnet152")  # fewer points on a CPU
 
 

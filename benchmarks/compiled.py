@@ -78,18 +78,23 @@ def counting_backend() -> Any:
 
 
 def _count(graph: fx.Graph) -> None:
-    from torch.utils.flop_counter import flop_registry
-
     total = 0
     for node in graph.nodes:
         packet = getattr(node.target, "overloadpacket", None)
-        if node.op != "call_function" or packet is None:
-            continue
-        args = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
-        kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta.get("val"))
-        if packet in EXTRA_FLOP_FORMULAS:
-            shapes = [a.shape if isinstance(a, Tensor) else a for a in args]
-            total += EXTRA_FLOP_FORMULAS[packet](*shapes)
-        elif packet in flop_registry:
-            total += flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val"))
-    _flops.append(int(total))
+        if node.op == "call_function" and packet is not None:
+            args = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
+            kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta.get("val"))
+            total += flops_of(packet, args, kwargs, node.meta.get("val"))
+    _flops.append(total)
+
+
+def flops_of(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the FLOPs of one operator, by torch's formulas and those that it lacks."""
+    from torch.utils.flop_counter import flop_registry
+
+    if packet in EXTRA_FLOP_FORMULAS:
+        shapes = [a.shape if isinstance(a, Tensor) else a for a in args]
+        return int(EXTRA_FLOP_FORMULAS[packet](*shapes))
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    return 0

@@ -242,12 +242,21 @@ def fno(batch: int, modes: int, width: int, depth: int, length: int) -> Case:
     return Case(model, sample, lambda m: list(m.model.blocks), stages)
 
 
-def _gpt2(title: str, layers: int, width: int, heads: int, batch: int, length: int) -> Network:
+def _gpt2(
+    title: str, layers: int, width: int, heads: int, batch: int, length: int, cpu_width: int
+) -> Network:
     return Network(
         title,
         {
-            "smoke": _of(batch=4, layers=2, width=32, heads=2, vocab=64, length=32),
-            "cpu": _of(batch=4, layers=layers, width=192, heads=6, vocab=512, length=128),
+            "smoke": _of(batch=4, layers=1, width=32, heads=2, vocab=64, length=32),
+            "cpu": _of(
+                batch=4,
+                layers=layers,
+                width=cpu_width,
+                heads=4,
+                vocab=512,
+                length=cpu_width * 2 // 3,
+            ),
             "paper": _of(
                 batch=batch, layers=layers, width=width, heads=heads, vocab=50257, length=length
             ),
@@ -285,9 +294,9 @@ def _of(**settings: Any) -> dict[str, Any]:
 
 
 NETWORKS: dict[str, Network] = {
-    "gpt2-small": _gpt2("GPT-2 small, 12 layers", 12, 768, 12, 4, 1024),
-    "gpt2-medium": _gpt2("GPT-2 medium, 24 layers", 24, 1024, 16, 4, 512),
-    "gpt2-large": _gpt2("GPT-2 large, 36 layers", 36, 1280, 20, 2, 512),
+    "gpt2-small": _gpt2("GPT-2 small, 12 layers", 12, 768, 12, 4, 1024, 192),
+    "gpt2-medium": _gpt2("GPT-2 medium, 24 layers", 24, 1024, 16, 4, 512, 144),
+    "gpt2-large": _gpt2("GPT-2 large, 36 layers", 36, 1280, 20, 2, 512, 128),
     "resnet50": _resnet("ResNet-50", resnet50),
     "resnet101": _resnet("ResNet-101", resnet101),
     "resnet152": _resnet("ResNet-152", resnet152),
