@@ -131,6 +131,11 @@ def counting(m: Any, x: Tensor) -> Tensor:
     return m.linear(x)
 
 
+def setting(m: Any, x: Tensor) -> Tensor:
+    m.seen = True
+    return m.linear(x)
+
+
 def keeping(m: Any, x: Tensor) -> Tensor:
     m.last = m.linear(x)
     return m.last * 2
@@ -169,6 +174,7 @@ def own_generator(m: Any, x: Tensor) -> Tensor:
     ("body", "message"),
     [
         (counting, r"changes the attribute 'calls' \(1 -> 2\) .*\d+ \(m\.calls = getattr"),
+        (setting, r"sets the attribute 'seen' of module '1' at test_ref.*py:\d+ \(m\.seen = True"),
         (keeping, r"keeps a tensor in the attribute 'last' .*\d+ \(m\.last = m\.linear\(x\)\)"),
         (collecting, r"changes the attribute 'body' \(list of 1 -> list of 2\) of module '1'"),
         (printing, r"prints \('here'\) at test_refusals\.py:\d+ \(print\(\"here\"\)\) in module"),

@@ -111,15 +111,16 @@ class KeptState:
             return "keeps a tensor in" if before.get(name) is not value else None
         if name.startswith("_"):
             return None
+        if isinstance(value, (bool, int, float, str, *_CONTAINERS)) and name not in before:
+            return "sets"
         if isinstance(value, (bool, int, float, str)):
-            if name in before and before[name] != value:
-                return f"changes ({before[name]!r} -> {value!r})"
-            return None
+            old = before[name]
+            return f"changes ({old!r} -> {value!r})" if old != value else None
         if isinstance(value, _CONTAINERS):
-            old = next((c for held, c in self.contents if held is value), None)
-            if old is not None and len(old) != len(value):
+            content = next((c for held, c in self.contents if held is value), None)
+            if content is not None and len(content) != len(value):
                 kind = type(value).__name__
-                return f"changes ({kind} of {len(old)} -> {kind} of {len(value)})"
+                return f"changes ({kind} of {len(content)} -> {kind} of {len(value)})"
         return None
 
     def _refuse(
@@ -130,6 +131,8 @@ class KeptState:
         verb, _, values = what.partition(" (")
         if verb == "changes":
             advice = "freeze. Keep it in a buffer, or change it outside."
+        elif verb == "sets":
+            advice = "not do. Set it in __init__, or keep it in a buffer if it changes."
         else:
             advice = f"not do. Return it, or write it into a buffer: self.{name}.copy_(…)."
         raise SideEffectError(

@@ -197,16 +197,18 @@ def merge_views(groups: Groups) -> None:
 def merge_inplace(groups: Groups) -> None:
     """Put an in-place operation, and who read the old content, into the node of its target."""
     producer = groups.dataflow.producer
+    readers: dict[str | None, list[int]] = {}
+    for index in groups.alive():
+        for storage in {groups.root(name) for name in groups.nodes[index].op.inputs}:
+            readers.setdefault(storage, []).append(index)
     for index in groups.alive():
         for storage in groups.nodes[index].written:
             maker = storage.split("[")[0]
             if maker not in producer:
                 continue
             groups.merge(index, producer[maker])
-            for other in groups.alive():
-                if producer[maker] < other < index and any(
-                    groups.root(name) == storage for name in groups.nodes[other].op.inputs
-                ):
+            for other in readers.get(storage, ()):
+                if producer[maker] < other < index:
                     groups.merge(index, other)
 
 
@@ -217,6 +219,7 @@ def merge_constants(groups: Groups) -> None:
     network can be one node without making a circle: all its ancestors are in the same set.
     """
     producer = groups.dataflow.producer
+    written_buffers = _written_buffers(groups)
     plain: set[int] = set()
     for index in groups.alive():
         node = groups.nodes[index]
@@ -225,7 +228,7 @@ def merge_constants(groups: Groups) -> None:
         values = [node.op.name, *(f"{node.op.name}[{i}]" for i in range(8))]
         wants_grad = any(infos[v].requires_grad for v in values if v in infos)
         reads_grad = any(infos[n].requires_grad for n in node.op.inputs if n in infos)
-        touches_written = any(name in _written_buffers(groups) for name in node.op.inputs)
+        touches_written = any(name in written_buffers for name in node.op.inputs)
         if wants_grad or reads_grad or node.is_random or node.written or touches_written:
             continue
         if all(source in plain for source in sources):
