@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from torch import nn
 
 import rkgb
+from rkgb.render import dot_source
 from rkgb.runner import Runner
 from rkgb.serialize import decode, encode
 from rkgb.testing import EXAMPLES, assert_same_as_module, example, gradients_of_module
@@ -115,3 +119,50 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         rkgb.RkgbResult.load(path)
     with pytest.raises(rkgb.InvalidGraphError, match="no recording of costs"):
         rkgb.RecordedCosts.load(path)
+
+
+READER = """
+import sys
+import rkgb
+from rkgb.render import dot_source
+
+loaded = rkgb.RkgbResult.load(sys.argv[1])
+for graph in (loaded.B_graph, loaded.D_graph, loaded.S_graph, loaded.K_graph):
+    print(graph)
+print(dot_source(loaded.K_graph), dot_source(loaded))
+assert "somewhere" not in sys.modules
+"""
+
+
+def test_another_process_reads_and_prints_the_same_without_the_model(tmp_path: Path) -> None:
+    """Its hashes are seeded differently, and the device of the file is none that it has."""
+
+    class Somewhere(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + layer(x).relu()
+            return x
+
+    Somewhere.__module__ = "somewhere"
+    result = rkgb.make_all_graphs(Somewhere(), torch.randn(2, 4), cost="flops")
+    path = tmp_path / "graphs.json"
+    result.save(path)
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**rows, "device": "cuda:7"}), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", READER, str(path)],
+        env={**os.environ, "PYTHONHASHSEED": "7"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    graphs = (result.B_graph, result.D_graph, result.S_graph, result.K_graph)
+    expected = "".join(f"{graph}\n" for graph in graphs)
+    assert done.stdout.startswith(expected)
+    drawn = f"{dot_source(result.K_graph)} {dot_source(result)}\n"
+    assert done.stdout.removeprefix(expected) == drawn

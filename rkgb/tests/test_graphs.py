@@ -229,3 +229,19 @@ def test_deterministic_costs_are_equal_between_two_runs() -> None:
     second = rkgb.make_all_graphs(model, sample, cost="flops").K_graph
     assert first == second
     assert sum(node.flops for node in first.compute) > 0
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_measuring_one_of_each_class_gives_the_costs_of_all(name: str) -> None:
+    model, sample = example(name)
+    result = rkgb.make_all_graphs(model, sample, cost="flops")
+    classes, list_kg, _ = rkgb.Atools.S_list_to_K_list_eco(
+        list(result.S_graph_list), model, inputs=sample, cost="flops"
+    )
+    assert tuple(map(tuple, classes)) == result.equivalent_classes
+    for ours, theirs in zip(list_kg, result.K_graph_list, strict=True):
+        assert [(n.name, n.module_path) for n in ours.compute] == [
+            (n.name, n.module_path) for n in theirs.compute
+        ]
+        assert [n.flops for n in ours.compute] == [n.flops for n in theirs.compute]
+        assert sum(d.size_bytes for d in ours.data) == sum(d.size_bytes for d in theirs.data)

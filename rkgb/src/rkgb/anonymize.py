@@ -10,13 +10,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from rkgb.op import Op, Ref
 from rkgb.simplified import SimplifiedGraph, SimplifiedNode
+
+if TYPE_CHECKING:
+    from rkgb.backward import CostChoice, KGraph
 
 
 @dataclass(frozen=True)
@@ -55,22 +58,24 @@ def S_list_to_K_list_eco(
     *,
     inputs: Any = None,
     kwargs: Mapping[str, Any] | None = None,
-) -> tuple[list[list[int]], list[Any], list[AnonymousGraph]]:
+    cost: CostChoice = "measured",
+) -> tuple[list[list[int]], list[KGraph], list[AnonymousGraph]]:
     """Return (classes of equal pieces, one KGraph per piece, the anonymous graphs).
 
-    Equal nodes are measured once, on random values of the recorded shapes unless `inputs` are
-    given.
+    Equal pieces are measured once, on random values of the recorded shapes unless `inputs` are
+    given; `cost` is that of `make_all_graphs`.
     """
     from rkgb.backward import S_to_K
 
     anonymous = [anonymize(sg) for sg in list_sg]
     classes = equivalence_classes([graph.key for graph in anonymous])
-    graphs: list[Any] = [None] * len(list_sg)
+    graphs: dict[int, KGraph] = {}
     for members in classes:
-        measured = S_to_K(list_sg[members[0]], model, device, inputs=inputs, kwargs=kwargs)
+        first = list_sg[members[0]]
+        measured = S_to_K(first, model, device, inputs=inputs, kwargs=kwargs, cost=cost)
         for index in members:
             graphs[index] = measured.renamed(list_sg[index])
-    return classes, graphs, anonymous
+    return classes, [graphs[index] for index in range(len(list_sg))], anonymous
 
 
 def _key(sg: SimplifiedGraph, nodes: Sequence[SimplifiedNode], outputs: Sequence[str]) -> str:
