@@ -16,7 +16,8 @@ SOURCES := $(wildcard */pyproject.toml) $(CORE) rotor/setup.py constraints.txt M
 
 .DEFAULT_GOAL := help
 .PHONY: help install build format lint typecheck test test-rkgb test-rotor test-rockmate imports \
-	versions check isolated readme demo planning dist clean
+	versions check isolated readme demo planning bench bench-smoke bench-paper \
+	bench-solvers figures dist clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -64,6 +65,21 @@ demo: $(INSTALLED) ## train a GPT-2 and a ResNet plain and at half their memory,
 	$(PY) benchmarks/demo.py
 planning: $(INSTALLED) ## time the phases of planning
 	$(PY) benchmarks/planning.py
+EXPERIMENTS := Performance Peers Solvingtime Options
+bench-smoke: $(INSTALLED) ## every experiment, tiny, about a minute; fails on an unexpected failure
+	rm -rf benchmarks/results/latest/smoke
+	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py --smoke || failed=1; done; \
+	$(PY) benchmarks/solvers.py --smoke || failed=1; \
+	$(PY) benchmarks/visualize.py --results benchmarks/results/latest/smoke || failed=1; exit $$failed
+bench: $(INSTALLED) ## every experiment at CPU sizes, about half an hour; continues where it was
+	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py || failed=1; done; exit $$failed
+bench-paper: $(INSTALLED) ## every experiment at the papers' sizes, on CUDA, for hours; continues
+	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py --paper || failed=1; done; exit $$failed
+bench-solvers: $(INSTALLED) ## every solver on the recorded instances, some minutes
+	$(PY) benchmarks/solvers.py
+figures: $(INSTALLED) ## draw what was measured, and put the tables into the READMEs
+	$(PY) benchmarks/visualize.py
+	$(PY) benchmarks/report.py
 dist: $(INSTALLED) ## wheels of the three packages in dist/
 	rm -rf dist */build
 	$(PY) -m pip wheel -q --no-deps -w dist $(PACKAGES)

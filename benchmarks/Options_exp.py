@@ -20,12 +20,12 @@ from Performance_exp import gibibytes
 
 GRIDS = {
     "smoke": ((2, 2), (3, 3)),
-    "cpu": ((2, 2), (3, 3), (5, 5), (5, 8), (10, 10), (20, 20)),
+    "cpu": ((2, 2), (3, 3), (5, 8), (10, 10), (20, 20)),
     "paper": ((3, 3), (5, 5), (5, 8), (10, 10), (20, 20), (30, 30)),
 }
 BUDGETS = {
     "smoke": {"gpt2-small": ["60%"]},
-    "cpu": {"gpt2-medium": ["50%", "30%"], "resnet101": ["60%", "50%"]},
+    "cpu": {"gpt2-medium": ["50%", "30%"], "resnet50": ["60%", "40%"]},
     "paper": {
         "gpt2-medium": gibibytes(((0.8, 4, 0.4),)),
         "resnet101": gibibytes(((1, 8, 1),)),

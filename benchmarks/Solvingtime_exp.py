@@ -18,7 +18,7 @@ from experiment import Experiment, Options, Point, main
 from networks import NETWORKS
 
 DEPTHS = {
-    "smoke": (2, 3),
+    "smoke": (1, 2),
     "cpu": (2, 4, 6, 8, 10, 12, 24, 48),
     "paper": (2, 4, 6, 8, 10, 12, 24, 48),
 }
@@ -27,7 +27,7 @@ RESNETS = {
     "cpu": ("resnet50", "resnet101", "resnet152"),
     "paper": ("resnet50", "resnet101", "resnet152"),
 }
-CHECKMATE_DEPTHS = {"smoke": (2,), "cpu": (2, 4, 6), "paper": (2, 4, 6, 8, 10)}
+CHECKMATE_DEPTHS = {"smoke": (1,), "cpu": (2, 4, 6), "paper": (2, 4, 6, 8, 10)}
 BUDGET = "60%"
 
 

@@ -51,7 +51,15 @@ RESULT_COLUMNS = (
     *("time_ratio", "time_ratio_low", "time_ratio_high", "flops", "flops_ratio"),
     *("planned_overhead_percent", "bound_percent", "gap_percent", "plan_seconds", "solve_seconds"),
     *("prepare_seconds", "options_seconds", "options", "classes", "nodes"),
-    *("throughput_ratio", "samples_per_second", "difference", "recorded", "solver", "seconds"),
+    *(
+        "throughput_ratio",
+        "samples_per_second",
+        "difference",
+        "recorded",
+        "solver",
+        "seconds",
+        "cpu_seconds",
+    ),
 )
 CURVE_COLUMNS = ("curve_ms", "curve_kib")
 STAMP_COLUMNS = (
@@ -200,7 +208,13 @@ class Worker:
             code = self.process.wait()
             self.process = None
             text = f"the measuring process ended with exit code {code}"
-            return {"status": "failed", "message": text, "seconds": 0.0, "result": {}}
+            return {
+                "status": "failed",
+                "message": text,
+                "seconds": 0.0,
+                "cpu_seconds": 0.0,
+                "result": {},
+            }
         return json.loads(line)
 
     def _start(self) -> subprocess.Popen[str]:
@@ -265,6 +279,7 @@ def measured_row(
         "status": reply["status"],
         "message": reply["message"],
         "seconds": round(reply["seconds"], 2),
+        "cpu_seconds": round(reply["cpu_seconds"], 2),
         "load": round(load, 2),
         "warmup": options.warmup,
         "repeats": options.repeats,
@@ -387,7 +402,7 @@ def parse(description: str, argv: Sequence[str]) -> Options:
     parser.add_argument("--device", help="cpu, or cuda (with --paper the default)")
     parser.add_argument("--out", type=Path, help="folder of the rows")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--warmup", type=int, default=1, help="steps before any is timed")
+    parser.add_argument("--warmup", type=int, default=1, help="pairs of steps before any is timed")
     parser.add_argument("--repeats", type=int, help="timed steps of each kind")
     parser.add_argument("--limit", type=float, help="seconds that one point may take")
     parser.add_argument("--minutes", type=float, help="start no point after so many")
@@ -397,8 +412,8 @@ def parse(description: str, argv: Sequence[str]) -> Options:
     if flags.smoke and flags.paper:
         parser.error("--smoke and --paper exclude each other")
     size = "smoke" if flags.smoke else "paper" if flags.paper else "cpu"
-    limits = {"smoke": 60.0, "cpu": 180.0, "paper": 3600.0}
-    repeats = {"smoke": 2, "cpu": 7, "paper": 10}
+    limits = {"smoke": 90.0, "cpu": 240.0, "paper": 3600.0}
+    repeats = {"smoke": 2, "cpu": 5, "paper": 10}
     return Options(
         size=size,
         device=flags.device or ("cuda" if flags.paper else "cpu"),

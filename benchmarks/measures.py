@@ -29,6 +29,24 @@ def on_device(case: Case, device: torch.device) -> Case:
     return Case(case.model.to(device).train(), sample, case.blocks, case.stages)
 
 
+class FlopCounter(TorchDispatchMode):
+    """Count the FLOPs of the operators that run inside.
+
+    Torch's own `FlopCounterMode` also tracks modules, with hooks that fail where a stage's input is
+    a leaf of a graph of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.total += flops_of(func.overloadpacket, args, kwargs, out)
+        return out
+
+
 class Twins:
     """A plain network and the copy that a strategy is applied to, with equal steps of both."""
 
@@ -45,15 +63,19 @@ class Twins:
         """Forward and backward of the plain network; gradients are added to what is there."""
         self.plain(*self.case.sample).backward()
 
-    def difference(self, step: Callable[[], None]) -> str:
+    def difference(
+        self, step: Callable[[], None], plain_flops: FlopCounter, our_flops: FlopCounter
+    ) -> str:
         """Take one step of each from equal states; name the first bit that differs, or ""."""
         self.ours.load_state_dict(self.plain.state_dict())
         for model in (self.plain, self.ours):
             model.zero_grad(set_to_none=False)
         state = RandomState.now()
-        self.plain_step()
+        with plain_flops:
+            self.plain_step()
         state.restore()
-        step()
+        with our_flops:
+            step()
         return harness.first_difference(self.plain, self.ours) or ""
 
 
@@ -95,7 +117,8 @@ def compare(
     """Measure both steps; end the point as failed where a promise is broken."""
     place = twins.device
     row: Row = {"plan_seconds": applied.plan_seconds, **applied.facts}
-    row["difference"] = twins.difference(our_step)
+    plain_flops, our_flops = FlopCounter(), FlopCounter()
+    row["difference"] = twins.difference(our_step, plain_flops, our_flops)
     if strategy in EXACT and row["difference"] and place.type == "cpu":
         raise Outcome("failed", f"{row['difference']} is not that of plain PyTorch", **row)
     row["peak_bytes"] = harness.trace_memory(our_step, place).peak_bytes
@@ -103,9 +126,8 @@ def compare(
     if budget is not None and row["peak_bytes"] > budget:
         text = f"peak of {row['peak_bytes']} bytes with a budget of {budget}"
         raise Outcome("failed", text, **row)
-    plain_flops = flops(twins.plain_step)
-    row["flops"] = applied.flops() if applied.flops is not None else flops(our_step)
-    row["flops_ratio"] = row["flops"] / plain_flops if plain_flops else None
+    row["flops"] = applied.flops() if applied.flops is not None else our_flops.total
+    row["flops_ratio"] = row["flops"] / plain_flops.total if plain_flops.total else None
     return row | paired_times(twins.plain_step, our_step, place, warmup, repeats)
 
 
@@ -132,31 +154,6 @@ def paired_times(
         "time_ratio_low": low,
         "time_ratio_high": high,
     }
-
-
-class FlopCounter(TorchDispatchMode):
-    """Count the FLOPs of the operators that run inside.
-
-    Torch's own `FlopCounterMode` also tracks modules, with hooks that fail where a stage's input is
-    a leaf of a graph of its own.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self.total += flops_of(func.overloadpacket, args, kwargs, out)
-        return out
-
-
-def flops(run: Callable[[], object]) -> int:
-    """Count the FLOPs of one step as it is executed."""
-    with FlopCounter() as counter:
-        run()
-    return counter.total
 
 
 def budget_of(text: str, plain_peak_bytes: int) -> int:

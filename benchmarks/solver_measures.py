@@ -25,7 +25,7 @@ from rockmate.stopwatch import stopwatch
 from strategies import least_ms, sequential
 from worker import Outcome
 
-CHECKMATE_LIMIT_S = {"smoke": 5.0, "cpu": 40.0, "paper": 600.0}
+CHECKMATE_LIMIT_S = {"smoke": 5.0, "cpu": 20.0, "paper": 600.0}
 
 
 def problem_of(case: Case, device: str, cost: str) -> tuple[Problem, Row]:

@@ -7,7 +7,7 @@ peaks of a fresh process, and takes nobody down when it crashes, hangs or is kil
 Requests and replies are lines of JSON on standard input and output:
 
     {"function": "measures:step", "arguments": {...}, "timeout_s": 60.0}
-    {"status": "ok", "message": "", "seconds": 3.1, "result": {...}}
+    {"status": "ok", "message": "", "seconds": 3.1, "cpu_seconds": 5.9, "result": {...}}
 
 `status` is "ok", "timeout" or "failed", or the `status` that an exception carries (see `Outcome`).
 """
@@ -58,30 +58,33 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             pid = os.fork()
         if pid == 0:
             _child(request, reply, log)
-        code = _wait(pid, begin + float(request["timeout_s"]))
-        seconds = time.monotonic() - begin
+        code, cpu_seconds = _wait(pid, begin + float(request["timeout_s"]))
+        took = {"seconds": time.monotonic() - begin, "cpu_seconds": cpu_seconds}
         if code is None:
             text = f"stopped after {request['timeout_s']:.0f} s"
-            return {"status": "timeout", "message": text, "seconds": seconds, "result": {}}
+            return {"status": "timeout", "message": text, **took, "result": {}}
         if reply.exists():
-            return {**json.loads(reply.read_text(encoding="utf-8")), "seconds": seconds}
+            return {**json.loads(reply.read_text(encoding="utf-8")), **took}
         died = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         words = log.read_text(encoding="utf-8", errors="replace").strip()[-LAST_WORDS:]
         message = f"{died}: {words}" if words else died
-        return {"status": "failed", "message": message, "seconds": seconds, "result": {}}
+        return {"status": "failed", "message": message, **took, "result": {}}
 
 
-def _wait(pid: int, deadline: float) -> int | None:
-    """Return the exit code of a child, negative for a signal; None if it had to be stopped."""
+def _wait(pid: int, deadline: float) -> tuple[int | None, float]:
+    """Return the exit code of a child, negative for a signal, and the seconds of CPU it took.
+
+    The code is None if the child had to be stopped.
+    """
     try:
         while time.monotonic() < deadline:
-            done, status = os.waitpid(pid, os.WNOHANG)
+            done, status, usage = os.wait4(pid, os.WNOHANG)
             if done:
-                return os.waitstatus_to_exitcode(status)
+                return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
             time.sleep(POLL_S)
         _stop_group(pid)
-        os.waitpid(pid, 0)
-        return None
+        _, _, usage = os.wait4(pid, 0)
+        return None, usage.ru_utime + usage.ru_stime
     finally:
         _stop_group(pid)  # solvers and compilers that it left behind; itself, if interrupted
 
