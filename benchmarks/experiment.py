@@ -205,8 +205,8 @@ class Worker:
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
-            code = self.process.wait()
-            self.process = None
+            self.process.communicate()
+            code, self.process = self.process.returncode, None
             text = f"the measuring process ended with exit code {code}"
             return {
                 "status": "failed",
@@ -229,9 +229,8 @@ class Worker:
 
     def close(self) -> None:
         """End the process."""
-        if self.process is not None and self.process.stdin is not None:
-            self.process.stdin.close()
-            self.process.wait()
+        if self.process is not None:
+            self.process.communicate()  # closes its standard input, which ends it
             self.process = None
 
 

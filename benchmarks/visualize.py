@@ -85,6 +85,9 @@ def stamp(figure: Figure, rows: Sequence[Row]) -> None:
         return ", ".join(dict.fromkeys(row[column] for row in rows))
 
     text = f"{values('device')}, {values('threads')} threads, torch {values('torch')}, "
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.set(rect=(0, 0.16 / figure.get_figheight(), 1, 1 - 0.16 / figure.get_figheight()))
     figure.text(
         0.995, 0.004, f"{text}commit {values('commit')}", ha="right", fontsize=6.5, color="0.45"
     )
@@ -170,8 +173,10 @@ def draw_overhead(rows: list[Row]) -> Figure:
         axes.axhline(0, color="0.8", lw=0.8, zorder=0)
         axes.set_xlim(0, 118)
         axes.tick_params(labelbottom=True)
-    figure.supxlabel("peak memory of a step, % of plain PyTorch", fontsize=9.5)
-    figure.supylabel("extra time of a step, % (median, quartiles)", fontsize=9.5)
+    for axes in panels.flat[max(0, len(networks) - columns) : len(networks)]:
+        axes.set_xlabel("peak, % of plain")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("extra time, %")
     legend_below(figure, map(family, rows))
     return figure
 
@@ -199,6 +204,7 @@ def draw_planning(rows: list[Row]) -> Figure:
     _planning_panel(right, wide, lambda row: float(order.index(row["network"])))
     right.set_xticks(range(len(order)), [TITLES.get(n, n) for n in order])
     right.set_xlim(-0.5, max(len(order), 1) - 0.5)
+    right.set_visible(bool(wide))
     for axes in (left, right):
         axes.grid(axis="y", color="0.92", lw=0.8)
         axes.set_axisbelow(True)
@@ -351,7 +357,7 @@ def draw_options(rows: list[Row]) -> Figure:
         axes.minorticks_off()
         axes.set_xlabel("peak × saved budgets for each class of blocks")
     left.set_ylabel("extra time planned, %")
-    left.set_ylim(bottom=0)
+    left.set_ylim(0, 1.12 * left.get_ylim()[1])
     right.set_ylabel("seconds of solving")
     right.set_yscale("log")
     figure.canvas.draw()
@@ -437,12 +443,23 @@ def draw_all(results: Path, out: Path) -> list[Path]:
 def overlapping(figure: Figure) -> list[tuple[str, str]]:
     """Return pairs of texts of a figure that cover each other."""
     figure.canvas.draw()
+    hidden = set()
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
+                if not axes.get_visible() or not low <= tick.get_loc() <= high:
+                    hidden |= {tick.label1, tick.label2}  # made, and not drawn
     texts = [
         text
         for text in figure.findobj(mpl.text.Text)
-        if text.get_visible() and text.get_text().strip()
+        if text.get_visible() and text.get_text().strip() and text not in hidden
     ]
-    boxes = [(text.get_text(), text.get_window_extent().shrunk(0.94, 0.94)) for text in texts]
+    # of the text alone: an annotation counts its arrow, too
+    boxes = [
+        (text.get_text(), mpl.text.Text.get_window_extent(text).shrunk(0.94, 0.94))
+        for text in texts
+    ]
     return [
         (one, other)
         for (one, a), (other, b) in itertools.combinations(boxes, 2)

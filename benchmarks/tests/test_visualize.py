@@ -1,0 +1,127 @@
+"""Figures are drawn from rows alone, and no text covers another."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+import experiment
+import visualize
+from experiment import CURVE_COLUMNS, POINT_COLUMNS, RESULT_COLUMNS, STAMP_COLUMNS, Row, Table
+
+COLUMNS = (*POINT_COLUMNS, *RESULT_COLUMNS, *CURVE_COLUMNS, *STAMP_COLUMNS)
+STRATEGIES = ("plain", "rockmate", "rotor", "checkpoint", "selective", "compile", "compile-aot")
+
+
+def row(table: str, network: str, strategy: str, budget: str = "", **values: object) -> Row:
+    known = {
+        "experiment": table,
+        "network": network,
+        "size": "cpu",
+        "batch": 4,
+        "strategy": strategy,
+        "budget": budget,
+        "seed": 0,
+        "status": "ok",
+        "device": "cpu (x86_64)",
+        "threads": 2,
+        "torch": "2.13.0+cpu",
+        "commit": "0123abc",
+        "plain_peak_bytes": 2**27,
+    }
+    return {key: str(value) for key, value in {**known, **values}.items()}
+
+
+def rows_of(table: str) -> list[Row]:
+    """Return rows like those of a run, with every status that the figure shows."""
+    made = []
+    if table == "performance":
+        for network, (i, strategy) in itertools.product(visualize.TITLES, enumerate(STRATEGIES)):
+            for share in (0.35, 0.5, 0.7):
+                ratio = 1.9 - share + 0.07 * i
+                times = {"time_ratio": ratio, "time_ratio_low": ratio - 0.05}
+                peak = int(2**27 * share)
+                made.append(
+                    row(table, network, strategy, f"{share}", peak_bytes=peak, **times)
+                    | {"time_ratio_high": f"{ratio + 0.1}"}
+                )
+        made.append(row(table, "unet", "rotor", "1%", status="refused"))
+    elif table == "planning":
+        networks = [*(f"gpt2:{n}" for n in (2, 4, 6, 8, 10, 12, 24, 48)), "resnet50", "resnet101"]
+        for network, (i, strategy) in itertools.product(
+            networks, enumerate(("rockmate", "rotor", "checkmate cbc"))
+        ):
+            status = "timeout" if i == 2 and network != "gpt2:2" else "ok"
+            made.append(
+                row(table, network, strategy, "60%", solve_seconds=10.0 ** (i - 1), status=status)
+            )
+    elif table == "timeline":
+        for network, strategy in itertools.product(
+            ("gpt2-small", "resnet50", "unet"), ("plain", "rockmate", "checkpoint")
+        ):
+            curve = {"curve_ms": "0 1 2 3 4", "curve_kib": "0 1000 5000 800 0"}
+            made.append(row(table, network, strategy, budget_bytes=4 * 2**20, **curve))
+    elif table == "throughput":
+        for network, (i, strategy), batch in itertools.product(
+            ("gpt2-small", "resnet50"),
+            enumerate(("plain", "rockmate", "checkpoint every block")),
+            (4, 8, 12, 16, 24),
+        ):
+            status = "ok" if batch <= 4 + 8 * i else "over budget"
+            values = {"batch": batch, "throughput_ratio": 1 - batch / 99, "budget_bytes": 2**25}
+            made.append(row(table, network, strategy, "peak@4", status=status, **values))
+    elif table == "options":
+        for network, budget, (i, grid) in itertools.product(
+            ("gpt2-medium", "resnet50"), ("30%", "50%"), enumerate(("2x2", "3x3", "5x8", "20x20"))
+        ):
+            values = {"planned_overhead_percent": 9 - i, "solve_seconds": 2.0**i}
+            made.append(row(table, network, grid, budget, **values))
+    else:
+        for i, strategy in enumerate(STRATEGIES):
+            for share in (0.3, 0.6):
+                made.append(
+                    row(table, "gpt", strategy, f"{share}", flops_ratio=1 + 0.1 * i / share)
+                    | {"peak_bytes": f"{int(2**28 * share)}"}
+                )
+    return made
+
+
+@pytest.mark.parametrize(("name", "table"), [(n, t) for n, (t, _) in visualize.FIGURES.items()])
+def test_no_text_covers_another(name: str, table: str) -> None:
+    rows = rows_of(table)
+    figure = visualize.FIGURES[name][1](rows)
+    visualize.stamp(figure, rows)
+    try:
+        assert visualize.overlapping(figure) == []
+    finally:
+        visualize.plt.close(figure)
+
+
+def test_overlapping_texts_are_found() -> None:
+    figure = visualize.plt.figure()
+    figure.text(0.5, 0.5, "one")
+    figure.text(0.5, 0.51, "other")
+    figure.text(0.1, 0.1, "far away")
+    assert visualize.overlapping(figure) == [("one", "other")]
+    visualize.plt.close(figure)
+
+
+def test_one_picture_per_device_and_size(tmp_path: Path) -> None:
+    table = Table(tmp_path / "peers.csv", COLUMNS)
+    for made in rows_of("peers"):
+        table.append(made)
+        table.append(made | {"device": "cuda (NVIDIA H100 80GB)", "size": "paper"})
+        table.append(made | {"size": "smoke"})
+    written = visualize.draw_all(tmp_path, tmp_path / "figures")
+    names = sorted(path.name for path in written)
+    assert names == ["peers-cuda-NVIDIA-H100-80GB-paper.png", "peers.png"]
+    assert all(path.stat().st_size > 5000 for path in written)
+
+
+def test_nothing_measured_nothing_drawn(tmp_path: Path) -> None:
+    table = Table(tmp_path / "peers.csv", COLUMNS)
+    table.append(rows_of("peers")[0] | {"status": "failed"})
+    assert visualize.draw_all(tmp_path, tmp_path / "figures") == []
+    assert experiment.read_rows(tmp_path / "missing.csv") == []
