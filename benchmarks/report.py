@@ -1,7 +1,7 @@
-"""Put the committed results into the README, between its markers, so that no figure is typed.
+"""Put the committed results into the READMEs, between markers, so that no figure is typed.
 
-$ .venv/bin/python benchmarks/report.py            # rewrite the README
-$ .venv/bin/python benchmarks/report.py --check    # fail when it would change
+$ .venv/bin/python benchmarks/report.py            # rewrite them
+$ .venv/bin/python benchmarks/report.py --check    # fail when one would change
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+
+import tables
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- results: begin -->\n", "<!-- results: end -->\n"
@@ -23,21 +25,57 @@ def with_results(readme: str, results: str) -> str:
     return f"{before}{BEGIN}\n{results.strip()}\n\n{END}{after}"
 
 
+def readme_results(results: Path) -> str:
+    """Return what the top README shows: the demo, the peers, and how much larger a batch fits."""
+    parts = [(results / "demo.md").read_text(encoding="utf-8").strip()]
+    peers = tables.peers_table(results)
+    if peers:
+        parts.append(
+            "Beside other ways to save memory, on an 8-layer GPT: the peers that are best for "
+            "their peak, and\nRockmate with that peak as its budget (over plain PyTorch; "
+            "[more](benchmarks/README.md)).\n\n" + peers.strip()
+        )
+    batches = tables.throughput_table(results)
+    if batches:
+        parts.append(
+            "Larger batches in the memory that plain PyTorch needs for a small one:\n\n"
+            + batches.strip()
+        )
+    return "\n\n".join(parts)
+
+
+def benchmark_results(results: Path) -> str:
+    """Return what the README of the benchmarks shows."""
+    found = {
+        "Performance": tables.performance_table(results),
+        "Planning": tables.planning_table(results),
+        "Throughput": tables.throughput_table(results),
+        "Peers": tables.peers_table(results),
+    }
+    parts = [f"### {title}\n\n{text.strip()}" for title, text in found.items() if text]
+    return "\n\n".join(parts) or "Nothing has been measured yet: `make bench`."
+
+
 def main() -> int:
-    """Rewrite the README, or say whether it is up to date."""
+    """Rewrite the READMEs, or say whether they are up to date."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    readme = ROOT / "README.md"
-    old = readme.read_text(encoding="utf-8")
-    results = (ROOT / "benchmarks/results/demo.md").read_text(encoding="utf-8")
-    new = with_results(old, results)
-    if check and new != old:
-        print("README.md: the table differs from benchmarks/results/demo.md", file=sys.stderr)
-        return 1
-    if not check:
-        readme.write_text(new, encoding="utf-8")
-    return 0
+    results = ROOT / "benchmarks/results"
+    late = 0
+    for readme, text in (
+        (ROOT / "README.md", readme_results(results)),
+        (ROOT / "benchmarks/README.md", benchmark_results(results)),
+    ):
+        old = readme.read_text(encoding="utf-8")
+        new = with_results(old, text)
+        if check and new != old:
+            where = readme.relative_to(ROOT)
+            print(f"{where}: its tables differ from benchmarks/results", file=sys.stderr)
+            late = 1
+        if not check:
+            readme.write_text(new, encoding="utf-8")
+    return late
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import matplotlib.ticker
 
 mpl.use("agg")
 from matplotlib import pyplot as plt
@@ -87,7 +88,7 @@ def stamp(figure: Figure, rows: Sequence[Row]) -> None:
     text = f"{values('device')}, {values('threads')} threads, torch {values('torch')}, "
     engine = figure.get_layout_engine()
     if engine is not None:
-        engine.set(rect=(0, 0.16 / figure.get_figheight(), 1, 1 - 0.16 / figure.get_figheight()))
+        engine.set(rect=(0, 0.24 / figure.get_figheight(), 1, 1 - 0.24 / figure.get_figheight()))
     figure.text(
         0.995, 0.004, f"{text}commit {values('commit')}", ha="right", fontsize=6.5, color="0.45"
     )
@@ -129,7 +130,14 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]], gap: f
             va="center",
             color=color,
             fontsize=8.5,
-            arrowprops={"arrowstyle": "-", "color": color, "lw": 0.6, "alpha": 0.5},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": color,
+                "lw": 0.6,
+                "alpha": 0.6,
+                "relpos": (0, 0.5),
+                "shrinkA": 1,
+            },
         )
 
 
@@ -360,6 +368,8 @@ def draw_options(rows: list[Row]) -> Figure:
     left.set_ylim(0, 1.12 * left.get_ylim()[1])
     right.set_ylabel("seconds of solving")
     right.set_yscale("log")
+    right.yaxis.set_major_formatter("{x:g}")
+    right.yaxis.set_minor_formatter(mpl.ticker.NullFormatter())
     figure.canvas.draw()
     label_ends(left, ends[0], 0.13)
     label_ends(right, ends[1], 0.13)

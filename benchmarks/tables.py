@@ -1,0 +1,150 @@
+"""Tables of the committed rows, as Markdown: what the READMEs say was measured, they read here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from experiment import Row, read_rows
+
+MIB = 2**20
+NAMES = {
+    "checkpoint": "checkpoint",
+    "selective": "selective checkpointing,",
+    "compile": "torch.compile, inductor,",
+    "compile-aot": "torch.compile, aot_eager,",
+}
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table whose first column is left-aligned."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def measured_where(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return the sentence that says where the rows come from."""
+
+    def values(column: str) -> str:
+        return ", ".join(dict.fromkeys(row[column] for row in rows))
+
+    return (
+        f"Device {values('device')}, threads {values('threads')}, torch {values('torch')}, "
+        f"commit {values('commit')}.\n"
+    )
+
+
+def of_size(rows: Iterable[Row], size: str = "cpu") -> list[Row]:
+    """Return the rows of one size that were measured to the end."""
+    return [row for row in rows if row["size"] == size and row["status"] == "ok"]
+
+
+def peers_table(results: Path) -> str:
+    """Return the best peers, and Rockmate within the peak of each; "" where nothing is measured."""
+    rows = of_size(read_rows(results / "peers.csv"))
+    ours = sorted(
+        (row for row in rows if row["strategy"] == "rockmate"), key=lambda r: int(r["budget_bytes"])
+    )
+    peers = [row for row in rows if row["strategy"] not in ("rockmate", "plain")]
+    if not ours or not peers:
+        return ""
+    best, lines = float("inf"), []
+    for peer in sorted(peers, key=lambda r: (int(r["peak_bytes"]), float(r["flops_ratio"]))):
+        flops = float(peer["flops_ratio"])
+        if flops >= best - 5e-5:
+            continue  # a peer with a smaller peak does as well
+        best = flops
+        # budgets stand for peers within half a percent above: never the other way round
+        within = [row for row in ours if int(row["budget_bytes"]) <= int(peer["peak_bytes"])]
+        if not within:
+            continue
+        own = within[-1]
+        lines.append(
+            [
+                f"{NAMES[peer['strategy']]} {peer['budget']}",
+                f"{int(peer['peak_bytes']) / MIB:.1f} MiB",
+                f"×{flops:.4f}",
+                f"×{float(peer['time_ratio']):.2f}",
+                f"{int(own['peak_bytes']) / MIB:.1f} MiB",
+                f"×{float(own['flops_ratio']):.4f}",
+                f"×{float(own['time_ratio']):.2f}",
+            ]
+        )
+    header = ["best peer", "its peak", "FLOPs", "time", "Rockmate's peak", "FLOPs", "time"]
+    return markdown(header, lines) + "\n" + measured_where(rows)
+
+
+def throughput_table(results: Path) -> str:
+    """Return the largest batch that fits under each strategy, and its speed."""
+    rows = of_size(read_rows(results / "throughput.csv"))
+    lines = []
+    for network in dict.fromkeys(row["network"] for row in rows):
+        own = [row for row in rows if row["network"] == network]
+        memory = max(int(row["budget_bytes"]) for row in own)
+        for strategy in dict.fromkeys(row["strategy"] for row in own):
+            last = max((r for r in own if r["strategy"] == strategy), key=lambda r: int(r["batch"]))
+            lines.append(
+                [
+                    f"{network}, {strategy}",
+                    f"{memory / MIB:.0f} MiB",
+                    last["batch"],
+                    f"×{float(last['throughput_ratio']):.2f}",
+                ]
+            )
+    if not lines:
+        return ""
+    header = ["network and strategy", "memory", "largest batch that fits", "samples per second"]
+    return markdown(header, lines) + "\n" + measured_where(rows)
+
+
+def performance_table(results: Path) -> str:
+    """Return peak and extra time of every network and strategy."""
+    rows = [row for row in read_rows(results / "performance.csv") if row["size"] == "cpu"]
+    lines = []
+    for row in rows:
+        if row["strategy"] == "plain" or row["status"] == "ok":
+            peak = f"{100 * int(row['peak_bytes']) / int(row['plain_peak_bytes']):.0f} %"
+            time = f"{100 * (float(row['time_ratio']) - 1):+.0f} %"
+        else:
+            peak, time = row["status"], ""
+        planned = row["planned_overhead_percent"]
+        lines.append(
+            [
+                f"{row['network']}, {row['strategy']} {row['budget']}".strip(),
+                f"{int(row['plain_peak_bytes'] or 0) / MIB:.1f} MiB",
+                peak,
+                f"+{float(planned):.1f} %" if planned else "",
+                time,
+            ]
+        )
+    if not lines:
+        return ""
+    header = ["network and strategy", "plain peak", "peak", "extra time, planned", "measured"]
+    return markdown(header, lines) + "\n" + measured_where(rows)
+
+
+def planning_table(results: Path) -> str:
+    """Return seconds of planning, of every planner and network."""
+    rows = [row for row in read_rows(results / "planning.csv") if row["size"] == "cpu"]
+    lines = [
+        [
+            f"{row['network']}, {row['strategy']}",
+            row["nodes"],
+            f"{float(row['prepare_seconds'] or 'nan'):.1f} s",
+            f"{float(row['solve_seconds'] or 'nan'):.2f} s",
+            f"+{float(row['planned_overhead_percent']):.1f} %"
+            if row["status"] == "ok"
+            else row["status"],
+        ]
+        for row in rows
+    ]
+    if not lines:
+        return ""
+    header = [
+        "network, planner",
+        "nodes or stages",
+        "capture and measuring",
+        "solving",
+        "extra time",
+    ]
+    return markdown(header, lines) + "\n" + measured_where(rows)
