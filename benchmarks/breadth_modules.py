@@ -384,6 +384,11 @@ FEATURES: dict[str, Callable[[], Made]] = {
     "weight_norm": lambda: _parametrized(torch.nn.utils.parametrizations.weight_norm),
     "spectral_norm": lambda: _parametrized(torch.nn.utils.parametrizations.spectral_norm),
     "torch.utils.checkpoint inside": _made(_checkpointed),
+    "lazy layer before its first input": lambda: (
+        nn.Sequential(nn.LazyLinear(4), nn.ReLU()),
+        (torch.randn(4, 8),),
+        {},
+    ),
     "activation kept as attribute": _made(_kept_activation),
     "backward hook on a module": _backward_hooked,
     "hook on a tensor": _made(_tensor_hook),

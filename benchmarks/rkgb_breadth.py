@@ -134,7 +134,7 @@ def table(outcomes: list[Outcome]) -> str:
         mine = [o for o in outcomes if o.case.group == group]
         bad = {o.case.title for o in mine if o.status != "works"}
         titles = {o.case.title: o.case.title in bad for o in mine if o.status == "works"}
-        shown = ", ".join(f"{title} (partly)" if part else title for title, part in titles.items())
+        shown = "; ".join(f"{title} (partly)" if part else title for title, part in titles.items())
         lines += ["", f"**{group}**: {shown}."]
     rest = [o for o in outcomes if o.status != "works"]
     lines += ["", "What does not work, with the message that rkgb gives:", ""]

@@ -12,7 +12,6 @@ import rkgb
 from models.GPT import GPT2
 from models.lstm import LSTMLanguageModel
 from models.mlp_mixer import MLPMixer
-from models.regnet import regnet_x_200mf
 from models.resnet import resnet18, resnet101
 from models.unet import UNet
 from rkgb.testing import assert_same_as_module
@@ -31,7 +30,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "GPT-2": (lambda: GPT2(2, 0.1, d_model=16, n_heads=2, vocab=50, max_length=8), tokens),
     "LSTM": (lambda: LSTMLanguageModel(vocab=50, d_model=16), tokens),
     "ResNet-18": (lambda: resnet18(width=4, num_classes=5), images),
-    "RegNet-X": (lambda: regnet_x_200mf(num_classes=5), images),
     "U-Net": (lambda: UNet(width=4, depth=2), images),
     "MLP-Mixer": (lambda: MLPMixer(image_size=32, patch_size=8, dim=16, depth=2), images),
 }

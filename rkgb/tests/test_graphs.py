@@ -231,7 +231,7 @@ def test_deterministic_costs_are_equal_between_two_runs() -> None:
     assert sum(node.flops for node in first.compute) > 0
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", ["residual", "mixed", "averaging"])
 def test_measuring_one_of_each_class_gives_the_costs_of_all(name: str) -> None:
     model, sample = example(name)
     result = rkgb.make_all_graphs(model, sample, cost="flops")

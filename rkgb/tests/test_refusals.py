@@ -224,3 +224,11 @@ def test_a_number_that_cannot_depend_on_data_is_no_reason_to_refuse() -> None:
     bg = rkgb.Btools.make_B(model, x)
     sg = rkgb.Stools.D_to_S(rkgb.Dtools.B_to_D(bg, model, x))
     assert_same_as_module(sg, model, x)
+
+
+def test_lazy_modules_are_refused_until_they_have_seen_an_input() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2)), torch.randn(3, 4)
+    with pytest.raises(rkgb.TraceError, match=r"module '1' \(LazyLinear\) .* Run the model once"):
+        rkgb.Btools.make_B(model, x)
+    model(x)
+    assert len(rkgb.Btools.make_B(model, x).ops) == 2

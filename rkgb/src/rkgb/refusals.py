@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from rkgb.errors import UnsupportedOpError
+from rkgb.errors import TraceError, UnsupportedOpError
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
@@ -77,6 +78,22 @@ def where_called(
         else:
             delattr(function, "forward")
     return found[0] if found else ("", "unknown source")
+
+
+def refuse_lazy_modules(model: nn.Module) -> None:
+    """Refuse modules that get the shapes of their parameters from their first input.
+
+    Raises:
+        TraceError: one has not seen it yet.
+    """
+    for path, module in model.named_modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(is_lazy(tensor) for tensor in own):
+            raise TraceError(
+                f"cannot capture {type(model).__name__}: module '{path or '(root)'}' "
+                f"({type(module).__name__}) has parameters without a shape until its first input. "
+                "Run the model once on the sample before."
+            )
 
 
 def refuse_backward_hooks(model: nn.Module) -> None:

@@ -30,6 +30,7 @@ from rkgb.errors import DataDependentError, SideEffectError, TraceError, Unsuppo
 from rkgb.op import Autocast, Op, Ref
 from rkgb.refusals import (
     refuse_backward_hooks,
+    refuse_lazy_modules,
     where_called,
     where_raised,
 )
@@ -75,6 +76,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         UnsupportedOpError: the forward calls a custom `autograd.Function`.
         TraceError: anything else that stops the capture; the cause is chained.
     """
+    refuse_lazy_modules(model)
     _refuse_hidden_leaves(model)
     refuse_backward_hooks(model)
     args, kwargs = pytree.tree_map_only(Tensor, _distinct, (args, dict(kwargs)))
