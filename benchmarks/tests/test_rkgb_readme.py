@@ -35,6 +35,11 @@ CASES = [
 ]
 
 
+def without_lines(text: str) -> str:
+    """Leave line numbers out, but for our own modules: other versions of libraries have others."""
+    return re.sub(r"(?<!breadth_modules)\.py:\d+", ".py:N", text)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.group}: {case.name}")
 def test_the_table_of_breadth_is_what_the_script_finds(case: Case) -> None:
@@ -45,7 +50,7 @@ def test_the_table_of_breadth_is_what_the_script_finds(case: Case) -> None:
         assert re.search(rf"^\*\*{case.group}\*\*: .*{re.escape(case.title)}", BREADTH, re.M)
     else:
         assert outcome.status == "refused", outcome.message
-        assert line(outcome) in BREADTH.splitlines()
+        assert without_lines(line(outcome)) in without_lines(BREADTH).splitlines()
 
 
 def counts() -> dict[str, list[int]]:
