@@ -57,6 +57,7 @@ def counting_backend() -> Any:
     """Return a backend that runs the partitioned graphs as they are."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
 
     def compile_graph(module: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
         _count(module.graph)
@@ -73,6 +74,10 @@ def counting_backend() -> Any:
     return aot_autograd(
         fw_compiler=compile_graph,
         bw_compiler=compile_graph,
+        # whole BatchNorms cannot be partitioned; decomposing all else costs this peer memory
+        decompositions={
+            op: made for op, made in select_decomp_table().items() if "batch_norm" in str(op)
+        },
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
     )
 
