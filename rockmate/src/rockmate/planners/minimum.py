@@ -46,30 +46,32 @@ def low_memory_plan(problem: Problem) -> tuple[Steps, int]:
     return _lowest(problem, plans)
 
 
-def minimum_peak(problem: Problem) -> tuple[Steps, int]:
+def minimum_peak(problem: Problem, enough_bytes: int = 0) -> tuple[Steps, int]:
     """Return the plan of least peak that this package finds, and its peak.
 
     Independent of measured times. Short graphs are searched as a whole; long ones as a chain of
     blocks with low-memory options; then the moment of the peak is improved as long as that helps.
+    For who only asks whether `enough_bytes` are feasible, the search ends between two of its steps
+    once they are; it never takes another way, so that the answer is the same as without.
     """
     unit = _unit_times(problem)
+    enough = max(enough_bytes, floor_bytes(unit))
     steps, peak = low_memory_plan(unit)
     plans = [steps]
     if len(problem.nodes) <= 2 * WHOLE_NODES:
         plans.append(rerun_for_each(unit))
     steps, peak = _lowest(unit, [prune_peak(unit, p) for p in plans])
-    floor = floor_bytes(unit)
-    if peak > floor and len(problem.nodes) <= WHOLE_NODES:
+    if peak > enough and len(problem.nodes) <= WHOLE_NODES:
         result = solve_intervals(
             unit, peak, objective="peak", hint=steps, deterministic_limit=_WHOLE_LIMIT
         )
         if result.steps is not None:
             steps, peak = _lowest(unit, [steps, result.steps])
-    if peak > floor:
+    if peak > enough:
         plans = [prune_peak(unit, p) for p in _chain_plans(unit)]
         steps, peak = _lowest(unit, [steps, *plans])
-    if peak > floor:
-        steps, peak = _improve_peak(unit, steps, peak, floor)
+    if peak > enough:
+        steps, peak = _improve_peak(unit, steps, peak, floor_bytes(unit))
     return prune(unit, steps, peak), peak
 
 

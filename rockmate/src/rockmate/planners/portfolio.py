@@ -74,7 +74,7 @@ class Effort:
 
 
 EFFORTS = {
-    "fast": Effort(55, 0.2, 0.05, 24, 0.02, 2, 1),
+    "fast": Effort(55, 0.8, 0.05, 24, 0.02, 2, 1),
     "balanced": Effort(80, 0.6, 0.2, 60, 0.05, 2, 2),
     "best": Effort(120, 2.0, 0.5, 400, 0.1, 3, 3),
 }
@@ -167,7 +167,7 @@ class _Planning:
             return steps
         self._report(0.02, "smallest feasible budget")
         begin = time.perf_counter()
-        steps, peak = minimum_peak(self.problem)
+        steps, peak = minimum_peak(self.problem, enough_bytes=self.budget)
         if self.budget < peak:
             raise infeasible(self.problem, self.budget, steps, peak)
         steps = prune(self.problem, steps, self.budget)

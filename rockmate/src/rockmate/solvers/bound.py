@@ -36,7 +36,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from rockmate.planners.simple import no_recomputation
 from rockmate.problem import Problem
+from rockmate.simulate import simulate
 from rockmate.solvers.result import stages_of
 
 _TIME_LIMIT_MS = 8000
@@ -49,23 +51,34 @@ _SAFETY = 1e-6  # relative: what the linear program's tolerances may add
 def lower_bound(problem: Problem, budget_bytes: int, *, cuts: int = 2) -> float | None:
     """Return a bound, in ms, under the overhead of every schedule within the budget.
 
-    The best over 0 to `cuts` cuts at the heaviest backwards. 0.0 where nothing better is known,
-    infinity where the program proves that no schedule fits.
+    The best without a cut, with single cuts, and with the best of these together, `cuts` at most.
+    0.0 where nothing better is known, infinity where the program proves that no schedule fits.
     """
-    chosen = _heavy_stages(problem, cuts)
-    best = 0.0
-    for count in range(len(chosen) + 1):
-        found = _solve(problem, budget_bytes, sorted(chosen[:count]))
-        if found is not None:
-            best = max(best, found)
+    best = _solve(problem, budget_bytes, ()) or 0.0
+    found: dict[int, float] = {}
+    for stage in dict.fromkeys((*_full_stages(problem, cuts), *_heavy_stages(problem, cuts))):
         if best == math.inf:
             return best
+        found[stage] = _solve(problem, budget_bytes, (stage,)) or 0.0
+        best = max(best, found[stage])
+    strong = sorted(found, key=lambda stage: (-found[stage], stage))
+    for count in range(2, cuts + 1):
+        best = max(best, _solve(problem, budget_bytes, sorted(strong[:count])) or 0.0)
     if len(problem.nodes) <= _INTEGER_NODES:
         for count in _INTEGER_CUTS:
             heavy = sorted(_heavy_stages(problem, count))
-            found = _solve(problem, budget_bytes, heavy, integer=True)
-            best = max(best, found or 0.0)
+            best = max(best, _solve(problem, budget_bytes, heavy, integer=True) or 0.0)
     return best
+
+
+def _full_stages(problem: Problem, cuts: int) -> list[int]:
+    """Stages whose backward meets most memory when everything is kept: what a budget cuts first."""
+    steps = no_recomputation(problem)
+    during = simulate(problem, steps).peak_during
+    backwards = [t for t, step in enumerate(steps) if step.kind == "B"]
+    met = [(-during[t], stage) for stage, t in enumerate(backwards, start=1)]
+    apart = max(1, len(met) // 40)
+    return _apart([stage for _, stage in sorted(met)], apart, cuts + 1 if cuts else 0)
 
 
 def _heavy_stages(problem: Problem, cuts: int) -> list[int]:
@@ -76,9 +89,13 @@ def _heavy_stages(problem: Problem, cuts: int) -> list[int]:
         read = problem.bytes_of(problem.bwd_input_masks[k])
         needs.append((-(read + node.grads_before_bytes + node.bwd_peak_bytes), stage))
     apart = max(1, len(needs) // (2 * cuts + 1))
+    return _apart([stage for _, stage in sorted(needs)], apart, cuts)
+
+
+def _apart(stages: Sequence[int], apart: int, count: int) -> list[int]:
     chosen: list[int] = []
-    for _, stage in sorted(needs):
-        if len(chosen) < cuts and all(abs(stage - other) >= apart for other in chosen):
+    for stage in stages:
+        if len(chosen) < count and all(abs(stage - other) >= apart for other in chosen):
             chosen.append(stage)
     return chosen
 
