@@ -12,25 +12,24 @@ on copies of what the first run saw.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.compile_node import Piece, compile_node
 from rkgb.errors import InvalidGraphError
 from rkgb.gradient_order import Use, gradient_order
+from rkgb.recorded import DirectCalls, Leaf, Recorded, record_outputs
 from rkgb.rng import RngState
 from rkgb.simplified import SimplifiedGraph
 from rkgb.tensor_info import storage_bytes, storage_id
 
 # Shape, strides, offset, type, and whether it is read as its conjugate or its negative.
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, bool, bool]
-Leaf = tuple[bool, str, Use, Tensor]  # (is_external, name, use, leaf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,111 +38,7 @@ class SavedFacts:
 
     plan: tuple[str | None, ...]  # per saved tensor: the table's value it is a view of, or None
     phantoms: Mapping[int, int]  # storage id -> bytes, of what belongs to nobody else
-    direct: DirectCall | None  # how to call the graph's only node without the engine
-
-
-@dataclass(frozen=True, slots=True)
-class DirectCall:
-    """A graph of one node whose inputs are all leaves can be called like a function.
-
-    The engine costs several times what a small operation does. Beside calling the node it only
-    reduces broadcast gradients and converts their type, which is done here as well. A result that
-    is None may have been left out for a reason that lies outside (see `_Recorded.run`).
-    """
-
-    gradients: int  # how many gradients the node takes
-    place: int  # which of them is ours
-    results: tuple[tuple[int, torch.Size, torch.dtype], ...]  # per leaf: place, shape and type
-
-    @classmethod
-    def of(
-        cls, result: Tensor, leaves: Sequence[tuple[bool, str, Use, Tensor]]
-    ) -> DirectCall | None:
-        """Return how to call the node that made `result`; None where the engine is needed."""
-        node = result.grad_fn
-        metadata = getattr(node, "_input_metadata", None)
-        if node is None or metadata is None or isinstance(node, BackwardCFunction):
-            return None
-        places: dict[int, int] = {}
-        for place, (source, _) in enumerate(node.next_functions):
-            if source is None:
-                continue
-            variable = getattr(source, "variable", None)
-            if variable is None or id(variable) in places:
-                return None
-            places[id(variable)] = place
-        if set(places) != {id(leaf) for *_, leaf in leaves}:
-            return None
-        return cls(
-            gradients=len(metadata),
-            place=result.output_nr,
-            results=tuple((places[id(t)], t.shape, t.dtype) for *_, t in leaves),
-        )
-
-    def __call__(self, node: Any, gradient: Tensor) -> list[Tensor | None]:
-        given: list[Tensor | None] = [None] * self.gradients
-        given[self.place] = gradient
-        made = node(*given)
-        if not isinstance(made, tuple):
-            made = (made,)
-        found: list[Tensor | None] = []
-        for place, shape, dtype in self.results:
-            grad = made[place]
-            if grad is not None and grad.shape != shape:
-                grad = grad.sum_to_size(shape)
-            if grad is not None and grad.dtype != dtype:
-                grad = grad.to(dtype)
-            found.append(grad)
-        return found
-
-
-class _Handover(torch.autograd.Function):
-    """Feeds gradients to a graph of several operations from inside the engine.
-
-    Gradients given to `torch.autograd.grad` are held until it returns; these are moved, and freed
-    like eager's as soon as the operation that reads them has run.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, box: list[Tensor], *outputs: Tensor) -> Tensor:
-        ctx.box = box
-        return outputs[0].new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        grads = (None, *ctx.box)
-        ctx.box.clear()
-        return grads
-
-
-@dataclass(slots=True)
-class _Recorded:
-    out_edges: list[tuple[str, GradientEdge]]
-    leaves: list[Leaf]  # in the order in which their gradients are summed
-    box: list[Tensor]
-    handover: GradientEdge | None  # of a graph of several operations
-    direct: DirectCall | None
-
-    def run(self, edges: list[GradientEdge], grads: list[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of all leaves; the graph and both lists are given up."""
-        if self.direct is not None:
-            made = self.direct(edges[0].node, grads[0])
-            # Inside an outer autograd.grad(inputs=...) a node believes that the outer engine does
-            # not need its results and leaves them out; ask our own engine then.
-            if all(grad is not None for grad in made):
-                edges.clear()
-                grads.clear()
-                self.out_edges.clear()
-                return made
-        inputs = [leaf for *_, leaf in self.leaves]
-        if self.handover is not None and len(edges) == len(self.out_edges):
-            self.box.extend(grads)
-            grads.clear()
-            root = torch.empty(0, dtype=self.box[0].dtype, device=self.box[0].device)
-            return list(torch.autograd.grad([self.handover], inputs, [root], allow_unused=True))
-        found = torch.autograd.grad(edges, inputs, grads, allow_unused=True)
-        grads.clear()
-        return list(found)
+    direct: DirectCalls | None  # how to run the graph without the engine
 
 
 @dataclass(slots=True)
@@ -155,7 +50,7 @@ class StepState:
     grads: dict[str, Tensor] = field(default_factory=dict)
     grad_parts: dict[str, list[tuple[Use, Tensor]]] = field(default_factory=dict)
     borrowed: set[int] = field(default_factory=set)  # storages of gradients that are the user's
-    graphs: dict[int, list[_Recorded]] = field(default_factory=dict)
+    graphs: dict[int, list[Recorded]] = field(default_factory=dict)
     ran: set[int] = field(default_factory=set)
     rng: dict[int, RngState] = field(default_factory=dict)
     buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -244,7 +139,7 @@ class Runner:
         self._drop_inner(index, state, inner)
 
     def _record(self, index: int, state: StepState, overrides: Mapping[str, Tensor]) -> None:
-        recorded: list[_Recorded] = []
+        recorded: list[Recorded] = []
         inner: list[str] = []
         for number in range(len(self.pieces[index])):
             recorded.append(self._record_piece(index, number, state, overrides, inner))
@@ -264,7 +159,7 @@ class Runner:
         state: StepState,
         overrides: Mapping[str, Tensor],
         inner: list[str],
-    ) -> _Recorded:
+    ) -> Recorded:
         piece = self.pieces[index][number]
         facts = self.facts.get((index, number))
         values, external, grad_names = state.values, state.external, self.grad_names
@@ -317,33 +212,21 @@ class Runner:
 
         with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
             results = piece.run(value, outside)
-        out_edges = []
-        box: list[Tensor] = []
-        handover = None
-        wanting = [result for result in results if result.requires_grad]
-        if wanting and piece.operations > 1:
-            with torch.enable_grad():
-                root = _Handover.apply(box, *wanting)  # type: ignore[no-untyped-call]
-                handover = _edge(root)
-        del wanting
+        if piece.operations > 1:
+            leaves.sort(key=lambda leaf: (-leaf[2][0], leaf[2][1]))
+        wanting = [(n, r) for n, r in zip(piece.outputs, results, strict=True) if r.requires_grad]
+        grad_names.update(name for name, _ in wanting)
         for name, result in zip(piece.outputs, results, strict=True):
-            if result.requires_grad:
-                out_edges.append((name, _edge(result)))
-                grad_names.add(name)
             values[name] = result.detach()
             inner.append(name)
         if facts is None:
-            direct = None
-            if piece.operations == 1 and len(out_edges) == 1:
-                direct = next(DirectCall.of(t, leaves) for t in results if t.requires_grad)
+            direct = DirectCalls.of([result for _, result in wanting], leaves)
             self._classify(index, number, state, seen, inner, overrides, direct)
+        recorded = record_outputs(wanting, leaves, direct=self.facts[index, number].direct)
         for is_external, _, _, leaf in leaves:
             if not is_external:  # the graph must not own its input
                 leaf.data = self._nothing(leaf)
-        if piece.operations > 1:
-            leaves.sort(key=lambda leaf: (-leaf[2][0], leaf[2][1]))
-        direct = self.facts[index, number].direct
-        return _Recorded(out_edges, leaves, box, handover, direct)
+        return recorded
 
     @property
     def grad_names(self) -> set[str]:
@@ -358,7 +241,7 @@ class Runner:
         seen: list[_Handle],
         inner: list[str],
         overrides: Mapping[str, Tensor],
-        direct: DirectCall | None,
+        direct: DirectCalls | None,
     ) -> None:
         """Decide for every saved tensor who owns its memory, now that the piece has run."""
         node = self.graph.nodes[index]
@@ -418,7 +301,7 @@ class Runner:
             if not edges or not piece.leaves:
                 outside += [(name, None) for is_ext, name, _, _ in piece.leaves if is_ext]
                 continue
-            del grad
+            del grad, edge  # what is still named here would live until the end of the run
             found = piece.run(edges, grads)
             for place, (is_external, name, use, _) in enumerate(piece.leaves):
                 part = found[place]
@@ -479,12 +362,6 @@ class _Handle:
     name: str | None
     version: int
     geometry: Geometry | None = None
-
-
-def _edge(result: Tensor) -> GradientEdge:
-    # What get_gradient_edge does for a tensor that is no leaf, without its checks.
-    assert result.grad_fn is not None
-    return GradientEdge(result.grad_fn, result.output_nr)
 
 
 def _geometry(tensor: Tensor) -> Geometry:

@@ -10,7 +10,7 @@ gradient accumulation, optimizers in backward and DDP's overlap see what they al
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,9 +105,13 @@ class _Step:
 
     def execute(self, instruction: Instruction) -> None:
         observe = self.executor.observe
-        with observe(instruction, self.state) if observe is not None else nullcontext():
+        if observe is None:
             self._run(instruction)
             self._free(instruction)
+        else:
+            with observe(instruction, self.state):
+                self._run(instruction)
+                self._free(instruction)
 
     def _run(self, instruction: Instruction) -> None:
         runner, state, node = self.executor.runner, self.state, instruction.node
