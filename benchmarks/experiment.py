@@ -107,8 +107,10 @@ def tolerated(row: Mapping[str, str]) -> bool:
     status, strategy = row["status"], row["strategy"].split()[0]
     if status in ("ok", "infeasible", "over budget"):
         return True
-    if strategy.startswith("compile"):
-        return True  # torch.compile may need a compiler or time that a machine lacks
+    if strategy.startswith("compile") or strategy == "selective":
+        # torch.compile may lack a compiler, a package or time; selective checkpointing refuses,
+        # with a RuntimeError, networks that change in place what it saved
+        return True
     if status == "timeout":
         return strategy in WHOLE_GRAPH
     return status == "refused" and strategy in ("rotor", *WHOLE_GRAPH)
