@@ -276,7 +276,8 @@ def draw_timeline(rows: list[Row]) -> Figure:
         for f in in_order(map(family, rows), STYLES)
     ]
     handles.append(plt.Line2D([], [], color="k", ls="--", label="Rockmate's budget"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=4 if len(networks) > 1 else 2, fontsize=9)
+    columns = 4 if len(networks) > 1 else 2
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9)
     return figure
 
 
