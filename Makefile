@@ -71,7 +71,7 @@ bench-smoke: $(INSTALLED) ## every experiment, tiny, about a minute; fails on an
 	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py --smoke || failed=1; done; \
 	$(PY) benchmarks/solvers.py --smoke || failed=1; \
 	$(PY) benchmarks/visualize.py --results benchmarks/results/latest/smoke || failed=1; exit $$failed
-bench: $(INSTALLED) ## every experiment at CPU sizes, about half an hour; continues where it was
+bench: $(INSTALLED) ## every experiment at CPU sizes, under 40 minutes; continues where it was
 	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py || failed=1; done; exit $$failed
 bench-paper: $(INSTALLED) ## every experiment at the papers' sizes, on CUDA, for hours; continues
 	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py --paper || failed=1; done; exit $$failed
