@@ -23,6 +23,7 @@ from rkgb.memory import MemoryTrace, Span, trace_memory
 from rkgb.rng import RngState
 from rkgb.runner import StepState
 from rkgb.simplified import SimplifiedGraph
+from rockmate.blocks import find_cuts
 from rockmate.execute import Executor, Layout, gradient_bytes
 from rockmate.problem import Node, Problem, Storage
 from rockmate.program import Instruction, lower
@@ -186,11 +187,25 @@ def _rounded(size_bytes: int, device: torch.device) -> int:
 
 
 def _low_memory_steps(problem: Problem, chunk_starts: Sequence[int] | None) -> tuple[Step, ...]:
-    """Return steps that recompute the forward chunk by chunk: every node runs in both modes."""
+    """Return steps that recompute the forward chunk by chunk: every node runs in both modes.
+
+    Workspaces are not known yet; of the chunkings tried, that whose storages need least is taken,
+    so that networks are calibrated whose plain step would not fit.
+    """
+    if chunk_starts is not None:
+        return _chunked(problem, chunk_starts)
     count = len(problem.nodes)
-    if chunk_starts is None:
-        size = max(1, math.isqrt(count))
-        chunk_starts = range(0, count, size)
+    size = max(1, math.isqrt(count))
+    borders = [cut + 1 for cut in find_cuts(problem)]
+    tried: list[Sequence[int]] = [range(0, count, size)]
+    for parts in sorted({size // 2, size, 2 * size} - {0}):
+        tried.append(sorted({borders[i * len(borders) // parts] for i in range(parts) if borders}))
+    plans = [_chunked(problem, starts) for starts in tried]
+    return min(plans, key=lambda steps: simulate(problem, steps).peak_bytes)
+
+
+def _chunked(problem: Problem, chunk_starts: Sequence[int]) -> tuple[Step, ...]:
+    count = len(problem.nodes)
     bounds = sorted({0, *chunk_starts, count})
     steps = [Step("F", node) for node in range(count)]
     for low, high in reversed(list(itertools.pairwise(bounds))):

@@ -32,9 +32,11 @@ from rockmate.execute import Executor
 from rockmate.guards import InputSignature, refuse_hooks
 from rockmate.plan import Plan
 from rockmate.planners import plan as make_plan
+from rockmate.planners.simple import no_recomputation
 from rockmate.program import lower
 from rockmate.progress import Phases
 from rockmate.reference import Step, compare, run_step, twin_of
+from rockmate.simulate import simulate
 from rockmate.stopwatch import stopwatch
 
 _log = logging.getLogger("rockmate")
@@ -133,10 +135,9 @@ def plan_module(
     eager: Step | None = None
     if settings.self_test or fraction is not None:
         with phases.phase("eager"):
-            twin = twin_of(model)
-            eager = run_step(twin, twin, args, keywords, device, keep_bits=settings.self_test)
-            if fraction is not None:
-                budget_bytes = int(eager.peak_bytes * fraction)
+            eager = _eager_step(model, args, keywords, device, settings.self_test)
+    if fraction is not None:
+        budget_bytes = int(fraction * _eager_peak_bytes(eager, calibration))
     assert budget_bytes is not None
     plan = _plan_within(calibration, budget_bytes, settings, phases)
     executor = Executor(
@@ -154,12 +155,47 @@ def plan_module(
         eager_peak_bytes=eager.peak_bytes if eager is not None else None,
         measured_peak_bytes=None,
     )
-    if settings.self_test and eager is not None:
+    if settings.self_test:
         with phases.phase("self_test"):
             measured = _self_test(planned, model, args, keywords, eager, device, budget_bytes)
         planned = replace(planned, measured_peak_bytes=measured)
     phases.close("planned")
     return planned
+
+
+def _eager_step(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    keep_bits: bool,
+) -> Step | None:
+    """Run one step of the eager twin; None if the device has too little memory for it."""
+    twin = twin_of(model)
+    try:
+        return run_step(twin, twin, args, kwargs, device, keep_bits=keep_bits)
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+    _log.warning(
+        "an eager step of %s does not fit on %s, so the planned step is tested for its memory but "
+        "not compared with an eager one",
+        type(model).__name__,
+        device,
+    )
+    return None
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    # The CPU's allocator raises a plain RuntimeError.
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+def _eager_peak_bytes(eager: Step | None, calibration: Calibration) -> int:
+    """Return what a fraction as budget refers to: measured where eager fits, else simulated."""
+    if eager is not None:
+        return eager.peak_bytes
+    return simulate(calibration.problem, no_recomputation(calibration.problem)).peak_bytes
 
 
 def _plan_within(
@@ -206,11 +242,11 @@ def _self_test(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    eager: Step,
+    eager: Step | None,
     device: torch.device,
     budget_bytes: int,
 ) -> int:
-    """Run one planned step beside the eager one; return its measured peak."""
+    """Run one planned step and compare it with the eager one, if any; return its measured peak."""
     twin = twin_of(model)
 
     def call(*call_args: Any, **call_kwargs: Any) -> Any:
@@ -218,7 +254,8 @@ def _self_test(
         return planned.run(external_values(planned.graph.dataflow.basic, twin, leaves))
 
     ours = run_step(call, twin, args, kwargs, device)
-    compare(eager, ours, type(model).__name__)
+    if eager is not None:
+        compare(eager, ours, type(model).__name__)
     if ours.peak_bytes > budget_bytes:
         raise SelfTestError(
             f"the planned {type(model).__name__} peaked at {ours.peak_bytes} bytes with a budget "
