@@ -87,6 +87,8 @@ def main() -> int:
     eager = step_flops(model, sample)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
+    environment = harness.environment(torch.device("cpu"))
+    shown = 9  # columns
     print("budget MiB | measured | predicted | FLOPs | best peer | gap % | seconds | rerun | by")
     for budget in options.budgets:
         try:
@@ -110,9 +112,10 @@ def main() -> int:
                 "recomputed_nodes": sum(count > 1 for count in runs.values()),
                 "planner": rk.plan.planner,
                 "effort": options.effort,
+                **environment,
             }
         )
-        print(" | ".join(str(value) for key, value in rows[-1].items() if key != "effort"))
+        print(" | ".join(str(value) for value in list(rows[-1].values())[:shown]))
         sys.stdout.flush()
         if measured > budget * MIB:
             print("measured peak above the budget", file=sys.stderr)

@@ -148,3 +148,50 @@ def planning_table(results: Path) -> str:
         "extra time",
     ]
     return markdown(header, lines) + "\n" + measured_where(rows)
+
+
+def phases_table(results: Path) -> str:
+    """Return the seconds of each phase of planning, and the step at the full budget."""
+    rows = read_rows(results / "phases.csv")
+    if not rows:
+        return ""
+    names = [name.removesuffix("_s") for name in rows[0] if name.endswith("_s")]
+    lines = [
+        [
+            row["network"],
+            row["nodes"],
+            *(f"{float(row[f'{name}_s'] or 0):.1f}" for name in names),
+            f"+{row['overhead_at_50_percent']} %",
+            f"{row['gap_percent']} %",
+            row["step_over_plain_at_100_percent"] or "—",
+        ]
+        for row in rows
+    ]
+    header = ["network, budget 50 %", "nodes", *(f"{name.replace('_', ' ')}, s" for name in names)]
+    header += ["extra time", "gap", "step over plain at 100 %"]
+    return markdown(header, lines) + "\n" + measured_where(rows)
+
+
+def front_table(results: Path) -> str:
+    """Return FLOPs, peak and gap of the 8-layer GPT at fifteen budgets, an effort a column."""
+    efforts = {path.stem.removeprefix("front_"): path for path in results.glob("front_*.csv")}
+    tables = {effort: read_rows(efforts[effort]) for effort in sorted(efforts, reverse=True)}
+    if not tables:
+        return ""
+    first = next(iter(tables.values()))
+    by_budget = {e: {row["budget_mib"]: row for row in rows} for e, rows in tables.items()}
+    lines = []
+    for row in first:
+        line = [row["budget_mib"], row["peer_flops_ratio"] or "none fits"]
+        for found in by_budget.values():
+            mine = found.get(row["budget_mib"])
+            line += (
+                ["—"] * 3
+                if mine is None
+                else [mine["flops_ratio"], f"{mine['gap_percent']} %", mine["measured_mib"]]
+            )
+        lines.append(line)
+    header = ["budget, MiB", "best peer within it, FLOPs ×"]
+    for effort in tables:
+        header += [f"Rockmate, {effort}, FLOPs ×", "gap", "measured MiB"]
+    return markdown(header, lines) + "\n" + measured_where(first)
