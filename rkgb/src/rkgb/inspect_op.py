@@ -273,7 +273,9 @@ class _Inspector:
             known = self._measure(key, index, wants_grad, storages, phantoms, differs)
         state.graphs.pop(index, None)
         class_id, cost, fwd_overhead, bwd_overhead, _ = known
-        saved = dict.fromkeys(name for piece in pieces for name in piece.plan if name is not None)
+        saved = dict.fromkeys(
+            view.name for piece in pieces for view in piece.plan if view is not None
+        )
         state_bytes = sum(storage_bytes(state.external[n]) for n in runner.volatile[index])
         if node.is_random:
             state_bytes += state.rng.pop(index).size_bytes

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,18 +24,19 @@ from rkgb.errors import InvalidGraphError
 from rkgb.gradient_order import Use, gradient_order
 from rkgb.recorded import DirectCalls, Leaf, Recorded, record_outputs
 from rkgb.rng import RngState
+from rkgb.saved import SavedView, SavingHooks, SeenTensor, geometry_of, looking_hooks
 from rkgb.simplified import SimplifiedGraph
 from rkgb.tensor_info import storage_bytes, storage_id
-
-# Shape, strides, offset, type, and whether it is read as its conjugate or its negative.
-Geometry = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, bool, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class SavedFacts:
-    """What one piece's autograd graph saves, found out by recording it once."""
+    """What one piece's autograd graph saves, found out by recording it once.
 
-    plan: tuple[str | None, ...]  # per saved tensor: the table's value it is a view of, or None
+    It is the same at every recording: shapes and strides are those of the sample.
+    """
+
+    plan: tuple[SavedView | None, ...]  # per saved tensor; None: it is in nobody's table
     phantoms: Mapping[int, int]  # storage id -> bytes, of what belongs to nobody else
     direct: DirectCalls | None  # how to run the graph without the engine
 
@@ -54,6 +54,10 @@ class StepState:
     ran: set[int] = field(default_factory=set)
     rng: dict[int, RngState] = field(default_factory=dict)
     buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    hooks: SavingHooks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hooks = SavingHooks.of(self.values)
 
 
 class Runner:
@@ -180,36 +184,12 @@ class Runner:
             leaves.append((True, name, piece.uses[use], leaf))
             return leaf
 
-        seen: list[_Handle] = []
+        seen: list[SeenTensor] = []
         if facts is None:
-
-            def pack(tensor: Tensor) -> Any:
-                seen.append(_Handle(tensor.detach(), None, tensor._version))
-                return seen[-1]
-
-            def unpack(handle: Any) -> Tensor:
-                held: _Handle = handle
-                if held.name is None:
-                    assert held.tensor is not None
-                    return held.tensor
-                assert held.geometry is not None
-                return _view(values[held.name], held.geometry)
-
+            pack, unpack = looking_hooks(values, seen)
         else:
-            plan = iter(facts.plan)
-
-            def pack(tensor: Tensor) -> Any:
-                name = next(plan)
-                if name is None:
-                    return tensor.detach() if tensor.requires_grad else tensor
-                return name, _geometry(tensor)
-
-            def unpack(handle: Any) -> Tensor:
-                if isinstance(handle, Tensor):
-                    return handle
-                name, geometry = handle
-                return _view(values[name], geometry)
-
+            pack, unpack = state.hooks.pack, state.hooks.unpack
+            state.hooks.plan[0] = iter(facts.plan)
         with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
             results = piece.run(value, outside)
         if piece.operations > 1:
@@ -238,7 +218,7 @@ class Runner:
         index: int,
         number: int,
         state: StepState,
-        seen: list[_Handle],
+        seen: list[SeenTensor],
         inner: list[str],
         overrides: Mapping[str, Tensor],
         direct: DirectCalls | None,
@@ -249,7 +229,7 @@ class Runner:
         for name in (*(n for n in node.outputs if n in inner), *node.inputs):
             owner.setdefault(storage_id(state.values[name]), name)
         resident = {storage_id(t) for n, t in state.external.items() if n not in overrides}
-        plan: list[str | None] = []
+        plan: list[SavedView | None] = []
         phantoms: dict[int, int] = {}
         for handle in seen:
             assert handle.tensor is not None
@@ -263,8 +243,11 @@ class Runner:
             if key in resident:
                 plan.append(None)
             elif key in owner:
-                plan.append(owner[key])
-                handle.name, handle.geometry = owner[key], _geometry(handle.tensor)
+                base = state.values[owner[key]]
+                geometry = geometry_of(handle.tensor)
+                same = geometry == geometry_of(base)
+                plan.append(SavedView(owner[key], None if same else geometry))
+                handle.view, handle.tensor = plan[-1], None
                 handle.tensor = None
             else:
                 plan.append(None)
@@ -354,30 +337,3 @@ class Runner:
             state.grads[name] = part.add_(old)
         else:
             state.grads[name] = old + part
-
-
-@dataclass(slots=True)
-class _Handle:
-    tensor: Tensor | None
-    name: str | None
-    version: int
-    geometry: Geometry | None = None
-
-
-def _geometry(tensor: Tensor) -> Geometry:
-    return (
-        *(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())),
-        *(tensor.dtype, tensor.is_conj(), tensor.is_neg()),
-    )
-
-
-def _view(base: Tensor, geometry: Geometry) -> Tensor:
-    if _geometry(base) == geometry:
-        return base
-    shape, stride, offset, dtype, conj, neg = geometry
-    if dtype == base.dtype and not (conj or neg or base.is_conj() or base.is_neg()):
-        return base.as_strided(shape, stride, offset)
-    view = torch.empty(0, dtype=dtype, device=base.device)
-    view = view.set_(base.untyped_storage(), offset, shape, stride)
-    view = view.conj() if conj else view
-    return torch._neg_view(view) if neg else view

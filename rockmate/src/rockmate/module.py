@@ -104,24 +104,25 @@ class Rockmate(nn.Module):
         if not self.training or not torch.is_grad_enabled():
             return original(*args, **kwargs)
         vars(self)["_guard"].check()
-        return self._planned_for(args, kwargs)(original, args, kwargs)
+        planned, leaves = self._planned_for(args, kwargs)
+        return planned(original, leaves)
 
-    def _planned_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Planned:
+    def _planned_for(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Planned, list[Any]]:
         plans: list[Planned] = vars(self)["_plans"]
         settings: Settings = vars(self)["_settings"]
         refusal: InputMismatchError | None = None
         for planned in plans:
             try:
-                planned.signature.check(args, kwargs)
+                return planned, planned.signature.check(args, kwargs)
             except InputMismatchError as error:
                 refusal = refusal or error
-            else:
-                return planned
         if refusal is not None and len(plans) >= settings.max_plans:
             raise refusal
         _log.info("planning for another kind of input: %s", refusal)
         plans.append(plan_module(self.original, args, kwargs, settings))
-        return plans[-1]
+        return plans[-1], plans[-1].signature.check(args, kwargs)
 
     def backward(self) -> None:
         """Do nothing: `loss.backward()` has done it all. Kept for the published examples."""

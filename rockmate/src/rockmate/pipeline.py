@@ -11,7 +11,7 @@ self_test    one step of the planned module against the twin, bits and bytes
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -80,11 +80,9 @@ class Planned:
     eager_peak_bytes: int | None
     measured_peak_bytes: int | None
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the planned forward on `model` as it is now."""
-        leaves = self.signature.check(args, kwargs)
-        external = external_values(self.graph.dataflow.basic, model, tuple(leaves))
-        return self.run(external)
+    def __call__(self, model: nn.Module, leaves: Sequence[Any]) -> Any:
+        """Run the planned forward on `model` as it is now; `leaves` passed `signature.check`."""
+        return self.run(external_values(self.graph.dataflow.basic, model, tuple(leaves)))
 
     def run(self, external: Mapping[str, Tensor]) -> Any:
         made = dict(zip(self.graph.output_names, self.executor(external), strict=True))
