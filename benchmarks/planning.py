@@ -143,7 +143,7 @@ def main() -> int:
             replace(gpt2(96, 256, 4, 128), compare=False),
             resnet(resnet50, 64, 4, 128),
             replace(resnet(resnet101, 64, 4, 128), compare=False),
-            replace(unet(32, 4, 4, 64), compare=False),
+            replace(unet(16, 4, 8, 128), compare=False),
         ]
 
     environment = harness.environment(options.device)

@@ -36,8 +36,6 @@ from rockmate.steps import Steps
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_ENOUGH = 2e-4  # relative to the step time: far below what can be measured
-
 Progress = Callable[[float, str], None]  # fraction done, what is being done
 
 PLANNERS = (
@@ -70,13 +68,14 @@ class Effort:
     window_limit: float
     grains: int
     bound_cuts: int
+    close_enough: float  # to the bound, relative to the step: what is left is not searched for
     seconds: float | None = None
 
 
 EFFORTS = {
-    "fast": Effort(55, 0.8, 0.05, 24, 0.02, 2, 1),
-    "balanced": Effort(80, 0.6, 0.2, 60, 0.05, 2, 2),
-    "best": Effort(120, 2.0, 0.5, 400, 0.1, 3, 3),
+    "fast": Effort(55, 0.8, 0.05, 24, 0.02, 2, 1, 2e-3),
+    "balanced": Effort(80, 0.8, 0.2, 60, 0.05, 2, 2, 5e-4),
+    "best": Effort(120, 2.0, 0.5, 400, 0.1, 3, 3, 1e-4),
 }
 
 
@@ -115,7 +114,9 @@ def effort_of(effort: str | float) -> Effort:
         return EFFORTS[effort]
     if isinstance(effort, bool) or not effort > 0:
         raise ValueError(f"effort is {effort!r}; give a positive number of seconds or a name")
-    return Effort(120, 2.0, 0.05 if effort < 15 else 0.2, 1_000_000, 0.05, 2, 2, float(effort))
+    return Effort(
+        120, 2.0, 0.05 if effort < 15 else 0.2, 1_000_000, 0.05, 2, 2, 1e-4, float(effort)
+    )
 
 
 @dataclass
@@ -305,12 +306,12 @@ class _Planning:
         self._consider("search in windows", steps, begin)
 
     def _is_proven(self) -> bool:
-        """Whether the best plan is so close to the bound that there is nothing left to find."""
+        """Whether the best plan is so close to the bound that next to nothing is left to find."""
         if self.bound_ms is None:
             self.bound_ms = lower_bound(self.problem, self.budget, cuts=self.effort.bound_cuts)
         base = self.problem.base_time_ms
         least = base + (self.bound_ms or 0.0)
-        return base + self.best_ms <= least * (1 + _CLOSE_ENOUGH)
+        return base + self.best_ms <= least * (1 + self.effort.close_enough)
 
     # --- bookkeeping ------------------------------------------------------------------------------
 
