@@ -2,7 +2,8 @@
 
 keep everything → fits: done
 budget below a cheap low-memory plan → smallest feasible budget → refuse, or have a fallback
-equal segments → whole graph (small) → chain at both grains → search in windows → bound
+small graphs: equal segments → search in windows → whole graph, hinted; done if that is proven
+else: equal segments → chain at both grains → search in windows → bound
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from rockmate.solvers.result import SolverResult
 from rockmate.steps import Steps
 
 logger = logging.getLogger(__name__)
+
+_HINT_WINDOWS = 24  # of the search that goes before solving the whole graph
 
 Progress = Callable[[float, str], None]  # fraction done, what is being done
 
@@ -73,7 +76,7 @@ class Effort:
 
 
 EFFORTS = {
-    "fast": Effort(55, 0.8, 0.05, 24, 0.02, 2, 1, 2e-3),
+    "fast": Effort(55, 0.35, 0.05, 24, 0.02, 2, 1, 2e-3),
     "balanced": Effort(80, 0.8, 0.2, 60, 0.05, 2, 2, 5e-4),
     "best": Effort(120, 2.0, 0.5, 400, 0.1, 3, 3, 1e-4),
 }
@@ -196,15 +199,16 @@ class _Planning:
             self._consider("low memory", prune(problem, fallback, self.budget), time.perf_counter())
         small = len(problem.nodes) <= effort.whole_nodes
         if small:
+            # What a short search finds is a good hint for the whole graph.
+            self._search(min(effort.windows, _HINT_WINDOWS), 0.1, 0.2)
             self._report(0.2, "whole graph")
             if self._whole():
                 return
         self._report(0.3, "blocks")
         if not self._stopped():
             self._chains()
-        self._report(0.6, "search")
         if not self._stopped():
-            self._search()
+            self._search(effort.windows, 0.6, 0.95)
 
     def _single(self, planner: str, fallback: Steps | None) -> None:
         problem = self.problem
@@ -223,7 +227,7 @@ class _Planning:
             self._try("segments", lambda: best_segments(problem, self.budget))
             if self.best is None and fallback is not None:
                 self._consider("low memory", fallback, time.perf_counter())
-            self._search()
+            self._search(self.effort.windows, 0.6, 0.95)
 
     def _whole(self, hint: Steps | None = None) -> bool:
         """Solve the whole graph at once; say whether the answer is proven the best of its class."""
@@ -281,17 +285,18 @@ class _Planning:
                 return [pinned]
         return sets
 
-    def _search(self) -> None:
+    def _search(self, windows: int, begin_at: float, end_at: float) -> None:
+        """Search in windows; `begin_at` and `end_at` are fractions of progress."""
         if self.best is None or self._is_proven():
             return
         begin = time.perf_counter()
-        windows = self.effort.windows
         done = 0
 
         def stop() -> bool:
             nonlocal done
             done += 1
-            self._report(0.6 + 0.35 * min(1.0, done / windows), "search")
+            part = min(1.0, done / windows)
+            self._report(begin_at + (end_at - begin_at) * part, "search")
             return self._stopped()
 
         steps = improve(
