@@ -69,6 +69,15 @@ class Executor:
         outputs = _OutputFunction.apply(step, token)  # type: ignore[no-untyped-call]
         return list(outputs)
 
+    @property
+    def last_node(self) -> int:
+        """The node whose gradients autograd asks for last."""
+        return next(
+            node
+            for node, names in enumerate(self.layout.outside)
+            if names and self.problem.nodes[node].has_backward
+        )
+
     def backward_instructions(self, given: tuple[bool, ...]) -> Sequence[Instruction]:
         """Return the backward phase for gradients that arrive at only some outputs."""
         if all(
@@ -188,7 +197,10 @@ class _Step:
             if instruction.kind == "B" and instruction.node == node:
                 break
         found = self.found.pop(node, [])
-        if self.position == len(self.instructions):
+        if node == self.executor.last_node:
+            # Nobody will ask for more: a backward that is left would never run, without a word.
+            if any(left.kind == "B" for left in self.instructions[self.position :]):
+                raise InvalidPlanError("a backward is left after that of the last node")
             self._finish()
         return [grad for _, grad in found] if found else [None] * len(names)
 
