@@ -66,7 +66,7 @@ print("trained", all(p.grad is not None for p in model.parameters()))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc: no gpu involved")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 def test_eager_needs_four_times_the_limit() -> None:
     layers, rows, width = 96, 8192, 256
     # Every layer keeps its input (of the linear operation) and the result of tanh.
