@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -178,6 +178,32 @@ def assert_same_gradients(
         AssertionError: a gradient differs, or only one of the two has it.
     """
     device = _device_of(model, None)
+
+    def ours() -> Sequence[Tensor | None]:
+        runner = Runner(sg, device)
+        leaves = tuple(pytree.tree_leaves(bind_inputs(sample, kwargs)))
+        external = external_values(sg.dataflow.basic, model, leaves)
+        inspect_graph(runner, external, FlopCost(), measure_memory=False)
+        return gradients_by_runner(runner, model, sample, kwargs=kwargs)
+
+    assert_autograds_gradients(ours, model, sample, device, kwargs=kwargs)
+
+
+def assert_autograds_gradients(
+    ours: Callable[[], Sequence[Tensor | None]],
+    model: nn.Module,
+    sample: Any,
+    device: torch.device,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Assert that `ours()` gives the gradients of the module itself, from the same state.
+
+    The module's buffers and the random stream are as before afterwards.
+
+    Raises:
+        AssertionError: a gradient differs, or only one of the two has it.
+    """
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     stream = RngState.save(device)
 
@@ -190,16 +216,12 @@ def assert_same_gradients(
     try:
         expected = gradients_of_module(model, sample, kwargs=kwargs)
         restore()
-        runner = Runner(sg, device)
-        leaves = tuple(pytree.tree_leaves(bind_inputs(sample, kwargs)))
-        external = external_values(sg.dataflow.basic, model, leaves)
-        inspect_graph(runner, external, FlopCost(), measure_memory=False)
-        found = gradients_by_runner(runner, model, sample, kwargs=kwargs)
+        found = ours()
     finally:
         restore()
-    for place, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert (ours is None) == (theirs is None), f"gradient {place} exists only on one side"
-        assert ours is None or same_bits(ours, theirs), f"gradient {place} differs from autograd's"
+    for place, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert (mine is None) == (theirs is None), f"gradient {place} exists only on one side"
+        assert mine is None or same_bits(mine, theirs), f"gradient {place} differs from autograd's"
 
 
 class Convolutional(nn.Module):

@@ -19,10 +19,9 @@ from rkgb.backward import KGraph
 from rkgb.basic import bind_inputs, external_values
 from rkgb.inspect_op import Inspection
 from rkgb.op import Ref
-from rkgb.rng import RngState
 from rkgb.runner import Runner, StepState
 from rkgb.tensor_info import storage_id
-from rkgb.testing import _leaves_that_want, gradients_of_module, same_bits
+from rkgb.testing import _leaves_that_want, assert_autograds_gradients
 
 
 def assert_k_gives_gradients(
@@ -43,24 +42,9 @@ def assert_k_gives_gradients(
         AssertionError: a gradient differs, exists on one side only, or memory is left over.
         KeyError: something was dropped that was still to be read.
     """
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    stream = RngState.save(inspection.runner.device)
-
-    def restore() -> None:
-        stream.restore()
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
-
-    try:
-        expected = gradients_of_module(model, sample, kwargs=kwargs)
-        restore()
-        found = _Walk(kg, inspection, model, bind_inputs(sample, kwargs)).run(seed)
-    finally:
-        restore()
-    for place, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert (ours is None) == (theirs is None), f"gradient {place} exists only on one side"
-        assert ours is None or same_bits(ours, theirs), f"gradient {place} differs from autograd's"
+    walk = _Walk(kg, inspection, model, bind_inputs(sample, kwargs))
+    device = inspection.runner.device
+    assert_autograds_gradients(lambda: walk.run(seed), model, sample, device, kwargs=kwargs)
 
 
 class _Walk:
