@@ -9,6 +9,7 @@ gradient accumulation, optimizers in backward and DDP's overlap see what they al
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ class Executor:
         outputs = _OutputFunction.apply(step, token)  # type: ignore[no-untyped-call]
         return list(outputs)
 
-    @property
+    @functools.cached_property
     def last_node(self) -> int:
         """The node whose gradients autograd asks for last."""
         return next(
