@@ -80,9 +80,8 @@ class Twins:
         return harness.first_difference(self.plain, self.ours) or ""
 
 
-def step(point: Point, device: str, warmup: int, repeats: int) -> Row:
-    """Peak, time, FLOPs and gradients of one strategy, beside plain PyTorch in turn."""
-    place = torch.device(device)
+def prepared(point: Point, place: torch.device) -> tuple[Twins, Applied, Row]:
+    """Return the two networks, the strategy applied to ours, and a row with the plain peak."""
     twins = Twins(
         NETWORKS[point["network"]].case(point["size"], point["batch"], point["seed"]), place
     )
@@ -90,7 +89,12 @@ def step(point: Point, device: str, warmup: int, repeats: int) -> Row:
     plain_peak = harness.trace_memory(twins.plain_step, place).peak_bytes
     row: Row = {"plain_peak_bytes": plain_peak}
     budget = budget_of(point["budget"], plain_peak) if point["strategy"] in EXACT else 0
-    applied = applied_or_end(point, twins, budget, row)
+    return twins, applied_or_end(point, twins, budget, row), row
+
+
+def step(point: Point, device: str, warmup: int, repeats: int) -> Row:
+    """Peak, time, FLOPs and gradients of one strategy, beside plain PyTorch in turn."""
+    twins, applied, row = prepared(point, torch.device(device))
 
     def our_step() -> None:
         applied.forward().backward()
@@ -173,14 +177,7 @@ def budget_of(text: str, plain_peak_bytes: int) -> int:
 def timeline(point: Point, device: str, warmup: int, repeats: int) -> Row:
     """The memory curve of one step: the fastest of several, thinned to what a picture shows."""
     place = torch.device(device)
-    twins = Twins(
-        NETWORKS[point["network"]].case(point["size"], point["batch"], point["seed"]), place
-    )
-    twins.plain_step()
-    plain_peak = harness.trace_memory(twins.plain_step, place).peak_bytes
-    row: Row = {"plain_peak_bytes": plain_peak}
-    budget = budget_of(point["budget"], plain_peak) if point["strategy"] in EXACT else 0
-    applied = applied_or_end(point, twins, budget, row)
+    _, applied, row = prepared(point, place)
 
     def our_step() -> None:
         applied.forward().backward()

@@ -244,18 +244,19 @@ def _planning_panel(axes: Axes, rows: list[Row], place: Callable[[Row], float]) 
             axes.plot(*zip(*late, strict=True), color=color, marker="^", mfc="white", ls="", ms=7)
 
 
+def row_of_panels(names: Sequence[str], width: float, height: float) -> tuple[Figure, list[Any]]:
+    """Return a figure with one panel for each name, side by side; sizes in inches."""
+    size = (width * len(names) + 0.4, height)
+    figure, panels = plt.subplots(1, len(names), figsize=size, squeeze=False, layout="constrained")
+    return figure, list(panels[0])
+
+
 def draw_timeline(rows: list[Row]) -> Figure:
     """Memory over one step, a panel for each network."""
     rows = ok(rows)
     networks = in_order((row["network"] for row in rows), TITLES)
-    figure, panels = plt.subplots(
-        1,
-        len(networks),
-        figsize=(3.4 * len(networks) + 0.4, 3.4),
-        squeeze=False,
-        layout="constrained",
-    )
-    for axes, network in zip(panels[0], networks, strict=True):
+    figure, panels = row_of_panels(networks, 3.4, 3.4)
+    for axes, network in zip(panels, networks, strict=True):
         own = {family(row): row for row in rows if row["network"] == network}
         for name in in_order(own, ("plain", "checkpoint", "rockmate")):
             color = STYLES[name][0]
@@ -270,7 +271,7 @@ def draw_timeline(rows: list[Row]) -> Figure:
         axes.set_xlabel("time in the step (ms)")
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
-    panels[0][0].set_ylabel("MiB above parameters,\ngradients and inputs")
+    panels[0].set_ylabel("MiB above parameters,\ngradients and inputs")
     handles = [
         plt.Line2D([], [], color=STYLES[f][0], label=STYLES[f][2])
         for f in in_order(map(family, rows), STYLES)
@@ -284,14 +285,8 @@ def draw_timeline(rows: list[Row]) -> Figure:
 def draw_throughput(rows: list[Row]) -> Figure:
     """Samples per second against the batch, within the memory of plain PyTorch at the smallest."""
     networks = in_order((row["network"] for row in rows), TITLES)
-    figure, panels = plt.subplots(
-        1,
-        len(networks),
-        figsize=(4.3 * len(networks) + 0.4, 3.7),
-        squeeze=False,
-        layout="constrained",
-    )
-    for axes, network in zip(panels[0], networks, strict=True):
+    figure, panels = row_of_panels(networks, 4.3, 3.7)
+    for axes, network in zip(panels, networks, strict=True):
         own = [row for row in rows if row["network"] == network]
         for name in in_order(map(family, own), STYLES):
             color, marker, _ = STYLES[name]
@@ -322,7 +317,7 @@ def draw_throughput(rows: list[Row]) -> Figure:
         memory = max((number(row, "budget_bytes") for row in own), default=0) / MIB
         axes.set_title(f"{TITLES.get(network, network)} in {memory:.0f} MiB", fontsize=10)
         axes.set_xlabel("batch size")
-    panels[0][0].set_ylabel("samples per second,\nrelative to plain at the smallest batch")
+    panels[0].set_ylabel("samples per second,\nrelative to plain at the smallest batch")
     handles = [
         plt.Line2D([], [], color=STYLES[f][0], marker=STYLES[f][1], label=STYLES[f][2])
         for f in in_order(map(family, rows), STYLES)
