@@ -1,4 +1,4 @@
-"""Draw the pictures of rkgb's README: the blocks of a GPT-2, and forward and backward of one.
+"""Draw the pictures of rkgb's README: of a GPT-2, a ResNet-50 and a U-Net.
 
 $ python benchmarks/rkgb_pictures.py    # needs the program dot (Graphviz)
 """
@@ -12,13 +12,15 @@ import torch
 
 import rkgb
 from models.GPT import GPT2
+from models.resnet import resnet50
+from models.unet import UNet
 from rkgb_readme import README
 
 FOLDER = README.parent / "pictures"
 
 
 def main() -> int:
-    """Rewrite both pictures."""
+    """Rewrite all pictures."""
     if shutil.which("dot") is None:
         print("the program dot (Graphviz) is not installed", file=sys.stderr)
         return 1
@@ -37,6 +39,10 @@ def main() -> int:
     rkgb.print_graph(
         result.K_graph_list[perceptron], "gpt2_perceptron", folder=FOLDER, title="one perceptron"
     )
+    images = torch.randn(4, 3, 64, 64)
+    for name, net in (("resnet50", resnet50(width=16, num_classes=10)), ("unet", UNet(width=8))):
+        graph = rkgb.make_all_graphs(net.train(), images, cost="flops").S_graph
+        rkgb.print_graph(graph, name, folder=FOLDER)
     return 0
 
 

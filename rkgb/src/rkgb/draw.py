@@ -2,28 +2,22 @@
 
 Cells are grouped in boxes by module path; repeated layers are in a box of their own with their
 number. In a graph of forward and backward, each backward is on the level of its forward, and the
-arrows of gradients run upwards.
+arrows of gradients run the other way. A second column is read upwards, a third downwards again.
 """
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
+from rkgb.extent import columns_of, grid
 from rkgb.fold import Folding, fold
+from rkgb.legend import BACKWARD, FORWARD, GREY, PHANTOM, class_colour, label_of, legend, tone
 from rkgb.sketch import Arrow, Sketch, Vertex
 
 _FONT = "Helvetica"
-_FORWARD, _BACKWARD = (31, 119, 180), (214, 96, 31)  # blue and orange: apart for everybody
-_PHANTOM, _GREY = "#8a6fb0", "#606060"
-# Light fills for classes of blocks, told apart also by people who confuse red and green.
-_CLASSES = (
-    *("#8ecae6", "#ffd166", "#b5e2b5", "#f4a6a0", "#cdb4db", "#d9c4a5", "#9fd8cb", "#f7b7d5"),
-    *("#c9c9c9", "#e4e27a", "#a9c1f5", "#f6c89f", "#7fb7b2", "#e08fb0", "#b7a6e8", "#c2d36b"),
-    *("#f0a35e", "#86c6f2", "#d6a4d9", "#a3b899"),
-)
 
 
 @dataclass
@@ -46,8 +40,12 @@ class _Modules:
             yield from module.all_cells()
 
 
-def draw(sketch: Sketch) -> Any:
-    """Return a `graphviz.Digraph` of the sketch, with its legend below."""
+def draw(sketch: Sketch, *, folded: bool = True, columns: int | None = None) -> Any:
+    """Return a `graphviz.Digraph` of the sketch, with its legend below.
+
+    `folded` draws equal neighbours once; `columns` is how many there are, or None for as many as
+    make the picture largest on a page.
+    """
     import graphviz
 
     graph = graphviz.Digraph(
@@ -56,38 +54,63 @@ def draw(sketch: Sketch) -> Any:
             **{"ranksep": "0.3", "dpi": "110", "pad": "0.2"},
         },
         node_attr={"fontname": _FONT, "fontsize": "11", "height": "0.3", "margin": "0.09,0.05"},
-        edge_attr={"fontname": _FONT, "fontsize": "9", "arrowsize": "0.6", "color": _GREY},
+        edge_attr={"fontname": _FONT, "fontsize": "9", "arrowsize": "0.6", "color": GREY},
     )
-    drawers = [_Drawer(part, f"p{i}_") for i, part in enumerate((sketch, *sketch.parts))]
+    boxed = bool(sketch.parts)
+    drawers = [
+        _Drawer(part, f"p{i}_", boxed, folded, columns)
+        for i, part in enumerate((sketch, *sketch.parts))
+    ]
+    if drawers[0].two_sided and not boxed:
+        # Ranks across boxes keep forward left and backward right. Elsewhere they would cost:
+        # arrows that dot cannot route, and the boxes of what it packs.
+        graph.attr(newrank="true")
     heaviest = {
         compute: max(drawer.heaviest(compute) for drawer in drawers) for compute in (True, False)
     }
-    for number, drawer in enumerate(drawers):
+    if boxed:
+        # Each is laid out alone, and all in a grid.
+        order, across = grid([drawer.size for drawer in drawers])
+        drawers = [drawers[i] for i in order]
+        graph.attr(pack="14", packmode=f"array_it{across}")
+    for drawer in drawers:
         part, prefix = drawer.sketch, drawer.prefix
-        if not sketch.parts:
+        if not boxed:
             drawer.draw(graph, heaviest)
             continue
-        fill = "#ffffff" if part.colour_class is None else _class_colour(part.colour_class, 0.45)
+        fill = "#ffffff" if part.colour_class is None else class_colour(part.colour_class, 0.45)
         with graph.subgraph(name=f"cluster_{prefix}") as box:
             box.attr(
-                label="chain of blocks" if number == 0 else part.title,
-                **{"style": "rounded,filled", "fillcolor": fill, "color": _GREY},
+                label="chain of blocks" if part is sketch else part.title,
+                **{"style": "rounded,filled", "fillcolor": fill, "color": GREY},
                 **{"fontname": f"{_FONT}-Bold", "fontsize": "13", "labelloc": "t", "margin": "12"},
             )
             drawer.draw(box, heaviest)
-    graph.attr(label=_legend(sketch, any(drawer.folding.repeats for drawer in drawers)))
+    graph.attr(label=legend(sketch, any(drawer.folding.repeats for drawer in drawers)))
     return graph
 
 
 class _Drawer:
     """Draws one sketch into a graph or a cluster."""
 
-    def __init__(self, sketch: Sketch, prefix: str) -> None:
+    def __init__(
+        self, sketch: Sketch, prefix: str, boxed: bool, folded: bool, columns: int | None
+    ) -> None:
         self.sketch = sketch
         self.prefix = prefix
+        self.boxed = boxed
         cells = sketch.cells
-        self.folding: Folding = fold([c.path for c in cells], [c.signature for c in cells])
+        # Without folding nothing looks like anything else.
+        looks = [c.signature if folded else i for i, c in enumerate(cells)]
+        self.folding: Folding = fold([c.path for c in cells], looks)
         self.two_sided = any("bwd" in cell.vertices for cell in cells)
+        self.columns, self.size = columns_of(sketch, self.folding, columns)
+        self.column = {c: i for i, column in enumerate(self.columns) for c in column}
+        self.before: dict[int, list[int]] = {}  # of each drawn cell, those that it reads
+        for arrow in sketch.arrows:
+            ends = self.folding.edge(arrow.source[0], arrow.target[0])
+            if ends is not None and ends[0] < ends[1]:
+                self.before.setdefault(ends[1], []).append(ends[0])
 
     def heaviest(self, compute: bool) -> float:
         """Return the largest weight of the computations, or of the data."""
@@ -99,12 +122,50 @@ class _Drawer:
 
     def draw(self, graph: Any, heaviest: Mapping[bool, float]) -> None:
         self.scale = heaviest
-        self._draw_items(graph, list(self.folding.shown), 0)
+        if len(self.columns) == 1:
+            self._draw_items(graph, list(self.folding.shown), 0)
+        else:
+            self._draw_columns(graph)
+        self.links = self._links()
         drawn: set[tuple[str, str, str]] = set()
         for arrow in self.sketch.arrows:
             ends = self.folding.edge(arrow.source[0], arrow.target[0])
             if ends is not None:
                 self._draw_arrow(graph, arrow, ends, drawn)
+        for source, target in sorted(self.links):
+            if (source, target, "value") not in drawn:
+                graph.edge(source, target, style="invis", minlen="0", weight="4")
+
+    def _draw_columns(self, graph: Any) -> None:
+        # Inside a box, dot lays out boxes in the reverse order.
+        order = list(enumerate(self.columns))
+        for number, column in reversed(order) if self.boxed else order:
+            with graph.subgraph(name=f"cluster_{self.prefix}column{number}") as box:
+                box.attr(label="", style="invis", margin="4")
+                self._draw_items(box, list(column), 0)
+
+    def _links(self) -> set[tuple[str, str]]:
+        """Return what is to be side by side: ends of columns and the beginnings of the next."""
+        links = set()
+        for one, other in pairwise(self.columns):
+            last, first = self._longest(one)[-1], self._longest(other)[0]
+            role = "bwd" if "bwd" in self.sketch.cells[last].vertices else "fwd"
+            links.add((self._id(last, role), self._id(first, "fwd")))
+        return links
+
+    def _longest(self, column: Sequence[int]) -> list[int]:
+        """Return the longest chain of cells in a column, inputs left out."""
+        inside = set(column)
+        chains: dict[int, list[int]] = {}
+        for cell in column:
+            if self.sketch.cells[cell].vertices["fwd"].kind != "input":
+                above = [chains[i] for i in self.before.get(cell, ()) if i in inside & set(chains)]
+                chains[cell] = [*max(above, key=len, default=[]), cell]
+        return max(chains.values(), key=len)
+
+    def _upwards(self, cell: int) -> bool:
+        """Return whether the cell's column is read from its end to its top."""
+        return self.column[cell] % 2 == 1
 
     def _draw_items(self, graph: Any, cells: list[int], depth: int) -> None:
         """Draw cells; those of one repeat at nesting level `depth` go into one box."""
@@ -124,10 +185,10 @@ class _Drawer:
                     **{"style": "rounded,bold", "color": "#202020", "penwidth": "2.2"},
                     **{"margin": "12", "peripheries": "1"},
                 )
-                self._draw_badge(box, number, members[0])
+                self._draw_badge(box, number, members[-1 if self._upwards(members[0]) else 0])
                 self._draw_items(box, members, depth + 1)
 
-    def _draw_badge(self, box: Any, number: int, first: int) -> None:
+    def _draw_badge(self, box: Any, number: int, top: int) -> None:
         # A vertex and not the label of the box: arrows keep clear of vertices, not of labels.
         repeat = self.folding.repeats[number]
         members = [
@@ -137,10 +198,20 @@ class _Drawer:
         ]
         title = self.sketch.cells[members[0]].vertices["fwd"].title
         last = self.sketch.cells[members[-1]].vertices["fwd"].title
-        label = _label(f"{repeat.count} ×", [repeat.label or f"{title} … {last}"], "", "#ffffff")
+        label = label_of(f"{repeat.count} ×", [repeat.label or f"{title} … {last}"], "", "#ffffff")
         name = f"{self.prefix}badge{number}"
         box.node(name, label=label, shape="box", style="filled", fillcolor="#202020")
-        box.edge(name, self._id(first, "fwd"), style="invis")
+        if self._is_plain(number):
+            # Nothing else is in the box: beside it leaves the way from above free.
+            box.edge(name, self._id(top, "fwd"), style="invis", minlen="0")
+            return
+        for role in self.sketch.cells[top].vertices:
+            if not role.startswith("phantom"):
+                box.edge(name, self._id(top, role), style="invis")
+
+    def _is_plain(self, number: int) -> bool:
+        """Return whether a repeat holds no modules, but cells alone."""
+        return not any(self.sketch.cells[cell].path for cell in self.folding.repeats[number].cells)
 
     def _draw_modules(self, graph: Any, cells: list[int]) -> None:
         root = _Modules()
@@ -201,22 +272,22 @@ class _Drawer:
     def _style(self, vertex: Vertex, own_path: str) -> dict[str, str]:
         share = vertex.weight / (self.scale[_is_compute(vertex)] or 1.0)
         path = own_path if _is_compute(vertex) else ""
-        style = {"label": _label(vertex.title, vertex.detail.split("\n"), path)}
+        style = {"label": label_of(vertex.title, vertex.detail.split("\n"), path)}
         if vertex.kind in ("fwd", "bwd"):
-            base = _FORWARD if vertex.kind == "fwd" else _BACKWARD
-            style |= {"shape": "box", "style": "rounded,filled", "fillcolor": _mix(base, share)}
-            style |= {"color": _mix(base, 2.0), "penwidth": "1.2"}
+            base = FORWARD if vertex.kind == "fwd" else BACKWARD
+            style |= {"shape": "box", "style": "rounded,filled", "fillcolor": tone(base, share)}
+            style |= {"color": tone(base, 2.0), "penwidth": "1.2"}
         elif vertex.kind == "block":
-            fill = _class_colour(vertex.colour_class or 0)
-            style |= {"shape": "box", "style": "rounded,filled", "fillcolor": fill, "color": _GREY}
+            fill = class_colour(vertex.colour_class or 0)
+            style |= {"shape": "box", "style": "rounded,filled", "fillcolor": fill, "color": GREY}
         elif vertex.kind in ("input", "output"):
-            style |= {"shape": "box", "style": "filled", "fillcolor": "#f2f2f2", "color": _GREY}
+            style |= {"shape": "box", "style": "filled", "fillcolor": "#f2f2f2", "color": GREY}
         else:
             width = 0.45 + 1.1 * share**0.5
             shapes = {"data": "ellipse", "grad": "ellipse", "phantom": "hexagon"}
-            border = {"data": _mix(_FORWARD, 2.0), "grad": _mix(_BACKWARD, 2.0)}
+            border = {"data": tone(FORWARD, 2.0), "grad": tone(BACKWARD, 2.0)}
             style |= {"shape": shapes[vertex.kind], "style": "filled", "fillcolor": "#ffffff"}
-            style |= {"color": border.get(vertex.kind, _PHANTOM), "width": f"{width:.2f}"}
+            style |= {"color": border.get(vertex.kind, PHANTOM), "width": f"{width:.2f}"}
             style |= {"height": f"{0.25 + 0.35 * share**0.5:.2f}", "margin": "0.02"}
             if vertex.kind == "phantom":
                 style |= {"style": "filled,dashed", "fillcolor": "#f1ecf7"}
@@ -235,119 +306,46 @@ class _Drawer:
         if arrow.style == "order" and (source, target, "value") in drawn:
             return
         drawn.add((source, target, arrow.style))
-        if arrow.style == "gradient":
-            # The backward runs upwards beside the forward: its arrows point against the ranks.
-            graph.edge(target, source, dir="back", color=_mix(_BACKWARD, 2.0))
+        styles = {
+            "gradient": {"color": tone(BACKWARD, 2.0)},
+            "saved": {"color": "#a0a0a0", "style": "dashed"},
+            "order": {"style": "dotted"},
+            "value": {},
+        }
+        style: dict[str, str] = styles[arrow.style]
+        if self.column[ends[0]] != self.column[ends[1]]:
+            # Values are routed best as edges that also rank, of no weight so that nothing moves.
+            weight = "4" if (source, target) in self.links else "0"
+            rank = {"minlen": "0", "weight": weight}
+            rank = rank if arrow.style == "value" else {"constraint": "false"}
+            graph.edge(source, target, **rank, **style)
+        elif "phantom 0" in (arrow.source[1], arrow.target[1]):
+            # On one level: the arrow also says what is left and what is right.
+            graph.edge(source, target, **style)
         elif arrow.style == "saved":
-            # On one level (phantoms) the arrow also says what is left and what is right.
-            level = str(arrow.source[1].startswith("phantom")).lower()
-            graph.edge(source, target, color="#a0a0a0", style="dashed", constraint=level)
-        elif arrow.style == "order":
-            graph.edge(source, target, style="dotted")
+            graph.edge(source, target, constraint="false", **style)
+        elif (arrow.style == "gradient") != self._upwards(ends[0]):
+            # The backward runs beside the forward the other way: against the ranks.
+            graph.edge(target, source, dir="back", **style)
         else:
-            graph.edge(source, target)
-            self._keep_above(graph, source, *ends)
+            graph.edge(source, target, **style)
+        if arrow.style == "value":
+            self._keep_above(graph, arrow, ends)
 
-    def _keep_above(self, graph: Any, source: str, start: int, end: int) -> None:
+    def _keep_above(self, graph: Any, arrow: Arrow, ends: tuple[int, int]) -> None:
         """Draw what a repeat reads above its badge, and so above its box."""
-        around = self.folding.places[start].copies
-        for depth, (number, _) in enumerate(self.folding.places[end].copies):
-            if depth >= len(around) or around[depth][0] != number:
-                graph.edge(source, f"{self.prefix}badge{number}", style="invis")
+        if self.column[ends[0]] != self.column[ends[1]]:
+            return
+        # In a column that is read upwards it is what reads the repeat that stands above it.
+        (out, role), (into, _) = zip(ends, (arrow.source[1], arrow.target[1]), strict=True)
+        if self._upwards(into):
+            (out, role), into = (ends[1], arrow.target[1]), ends[0]
+        around = self.folding.places[out].copies
+        for depth, (number, _) in enumerate(self.folding.places[into].copies):
+            beside = self._is_plain(number)  # a badge that is beside its cells needs no care
+            if not beside and (depth >= len(around) or around[depth][0] != number):
+                graph.edge(self._id(out, role), f"{self.prefix}badge{number}", style="invis")
 
 
 def _is_compute(vertex: Vertex) -> bool:
     return vertex.kind in ("fwd", "bwd")
-
-
-def _mix(colour: tuple[int, int, int], share: float) -> str:
-    """Return the colour at `share` of its full tone; from 1 on darker, for borders."""
-    if share > 1:
-        return "#" + "".join(f"{round(c * 0.8):02x}" for c in colour)
-    strength = 0.08 + 0.5 * share
-    return "#" + "".join(f"{round(255 - (255 - c) * strength):02x}" for c in colour)
-
-
-def _class_colour(number: int, strength: float = 1.0) -> str:
-    colour = _CLASSES[number % len(_CLASSES)]
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(255 - (255 - part) * strength):02x}" for part in parts)
-
-
-def _label(title: str, details: Sequence[str], path: str = "", colour: str = "#000000") -> str:
-    """Return a label of rows: the bold title with the module's name, and small details."""
-    first = f"<B>{html.escape(title)}</B>" if title else ""
-    if path:
-        first += f'&nbsp;&nbsp;<FONT COLOR="#404040"><I>{html.escape(path)}</I></FONT>'
-    rows = [first] if first else []
-    rows += [f'<FONT POINT-SIZE="9">{html.escape(d)}</FONT>' for d in details if d]
-    cells = "".join(f"<TR><TD>{row}</TD></TR>" for row in rows)
-    table = f'<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="1">{cells}</TABLE>'
-    return f'<<FONT COLOR="{colour}">{table}</FONT>>'
-
-
-def _legend(sketch: Sketch, folded: bool) -> str:
-    everything = (sketch, *sketch.parts)
-    vertices = [v for part in everything for cell in part.cells for v in cell.vertices.values()]
-    kinds = {vertex.kind for vertex in vertices}
-    styles = {arrow.style for part in everything for arrow in part.arrows}
-    rows: list[tuple[str, str]] = []
-    for kind, colour, what in (("fwd", _FORWARD, "forward"), ("bwd", _BACKWARD, "backward")):
-        if kind in kinds:
-            swatch = "".join(_swatch(_mix(colour, share)) for share in (0.1, 0.5, 1.0))
-            rows.append((swatch, f"{what}; darker: more {html.escape(sketch.shade)}"))
-    if "bwd" in kinds:
-        rows.append((_text("+ MiB", "#000000"), "temporary memory, above what is read and made"))
-    rows += _legend_of_data(kinds, sketch.size)
-    if "block" in kinds:
-        seen = sorted({v.colour_class or 0 for v in vertices if v.kind == "block"})
-        swatches = "".join(_swatch(_class_colour(number)) for number in seen[:8])
-        rows.append((swatches, "block; one colour: equal blocks, solved once"))
-    words: Mapping[str, str] = {
-        "value": "<B>→</B>",
-        "gradient": "<B>→</B>",
-        "saved": "- - →",
-        "order": "· · →",
-    }
-    meaning = {
-        "value": "a value is read",
-        "gradient": "a gradient is added or read",
-        "saved": "kept from forward to backward",
-        "order": "must come first (memory overwritten, random numbers)",
-    }
-    for style in ("value", "gradient", "saved", "order"):
-        if style in styles:
-            tone = _mix(_BACKWARD, 2.0) if style == "gradient" else _GREY
-            rows.append((_text(words[style], tone), meaning[style]))
-    if folded:
-        rows.append((_text("<B>n ×</B>", "#202020"), "equal neighbours, drawn once"))
-    return _table(sketch.title, rows)
-
-
-def _legend_of_data(kinds: Iterable[str], size: str) -> list[tuple[str, str]]:
-    rows = []
-    for kind, colour, what in (
-        ("data", _mix(_FORWARD, 2.0), f"value; larger: more {size}"),
-        ("grad", _mix(_BACKWARD, 2.0), "gradient of a value"),
-        ("phantom", _PHANTOM, "phantom: kept by autograd for the backward alone"),
-    ):
-        if kind in kinds:
-            sign = "⬡" if kind == "phantom" else "◯"
-            rows.append((_text(sign, colour), what))
-    return rows
-
-
-def _swatch(colour: str) -> str:
-    return f'<FONT COLOR="{colour}">■</FONT>'
-
-
-def _text(text: str, colour: str) -> str:
-    return f'<FONT COLOR="{colour}">{text}</FONT>'
-
-
-def _table(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    lines = [f'<TR><TD COLSPAN="2" ALIGN="LEFT"><B>{html.escape(title)}</B></TD></TR>']
-    for sign, text in rows:
-        lines.append(f'<TR><TD ALIGN="LEFT">{sign}</TD><TD ALIGN="LEFT">{text}</TD></TR>')
-    body = "".join(lines)
-    return f'<<FONT POINT-SIZE="11"><TABLE BORDER="0" CELLSPACING="2">{body}</TABLE></FONT>>'

@@ -8,6 +8,7 @@ written, and the message says how to get the program.
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,20 +40,36 @@ def print_graph(
     render_format: str = "svg",
     folder: str | Path = ".",
     title: str | None = None,
+    *,
+    folded: bool = True,
+    columns: int | None = None,
 ) -> Path | None:
     """Draw a D, S or K graph, a list of blocks or an `RkgbResult` into a file; return its path.
 
     A B graph is a raw list, not a graph: it is printed as text. `open` shows the picture, `name`
     is the file's without its ending; `title` is written above the legend where it is not the same.
+    `folded=False` draws repeated layers out. What is too tall for a page goes on in a next column,
+    read upwards, and so on; `columns` says how many, 1 for a single one.
 
     Raises:
-        ValueError: `render_format` is none of svg, pdf, png.
+        ValueError: `render_format` is none of svg, pdf, png; `columns` is less than 1.
     """
     if isinstance(g, BasicGraph):
         print(g)
         return None
+    if render_format not in FORMATS:
+        raise ValueError(
+            f"render_format {render_format!r} was asked for; choose one of {', '.join(FORMATS)}."
+        )
     sketch = sketch_of(g, title or name)
-    return _write(sketch, name or _file_name(g), open, render_format, Path(folder))
+    name = name or _file_name(g)
+    drawing = draw(sketch, folded=folded, columns=columns)
+    try:
+        return _write(drawing, name, open, render_format, Path(folder))
+    except subprocess.CalledProcessError:
+        # Versions of dot abort on some arrows between boxes; a single column has none.
+        drawing = draw(sketch, folded=folded, columns=1)
+        return _write(drawing, name, open, render_format, Path(folder))
 
 
 def print_graph_list(
@@ -61,9 +78,12 @@ def print_graph_list(
     open: bool = False,
     render_format: str = "svg",
     folder: str | Path = ".",
+    *,
+    folded: bool = True,
+    columns: int | None = None,
 ) -> Path | None:
     """Draw a list of blocks into one file: their chain, and the inside of each class once."""
-    return print_graph(list(gl), name, open, render_format, folder)
+    return print_graph(list(gl), name, open, render_format, folder, folded=folded, columns=columns)
 
 
 def print_all_graphs(
@@ -72,6 +92,9 @@ def print_all_graphs(
     open: bool = False,
     render_format: str = "svg",
     folder: str | Path = ".",
+    *,
+    folded: bool = True,
+    columns: int | None = None,
 ) -> list[Path]:
     """Draw D, S, K and the blocks of `result`, each into a file of its own; return their paths."""
     title = name or result.B_graph.model_name
@@ -82,15 +105,26 @@ def print_all_graphs(
         "blocks": list(result.S_graph_list),
     }
     paths = [
-        print_graph(graph, f"{title}_{kind}", open, render_format, folder, title)
+        print_graph(
+            graph,
+            f"{title}_{kind}",
+            open,
+            render_format,
+            folder,
+            title,
+            folded=folded,
+            columns=columns,
+        )
         for kind, graph in graphs.items()
     ]
     return [path for path in paths if path is not None]
 
 
-def dot_source(g: Any, name: str | None = None) -> str:
+def dot_source(
+    g: Any, name: str | None = None, *, folded: bool = True, columns: int | None = None
+) -> str:
     """Return the description of the picture of `g` in the DOT language; `dot` is not needed."""
-    return str(draw(sketch_of(g, name)).source)
+    return str(draw(sketch_of(g, name), folded=folded, columns=columns).source)
 
 
 def sketch_of(g: Any, name: str | None = None) -> Sketch:
@@ -129,12 +163,7 @@ def _file_name(g: Any) -> str:
     return f"{g.B_graph.model_name}_blocks" if hasattr(g, "B_graph") else "blocks"
 
 
-def _write(sketch: Sketch, name: str, show: bool, render_format: str, folder: Path) -> Path:
-    if render_format not in FORMATS:
-        raise ValueError(
-            f"render_format {render_format!r} was asked for; choose one of {', '.join(FORMATS)}."
-        )
-    drawing = draw(sketch)
+def _write(drawing: Any, name: str, show: bool, render_format: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / f"{name}.gv"
     if shutil.which("dot") is None:

@@ -1,0 +1,185 @@
+"""Break a long row of cells into columns, so that a picture of it is about as wide as a page.
+
+Columns are read like a snake: down the first, up the second, and so on, so that what follows is
+always near, and what skips (from the encoder of a U-Net to its decoder) runs across. Sizes are
+estimates in inches from the text in the cells: the picture itself is made elsewhere, later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+PAGE = (7.0, 9.5)  # inches of a printed page that a picture may take
+_MOST = 8  # columns
+_PLACES = 150  # where a break is thought of
+_UNEVEN = 1.15  # how much higher than the best a column may be, for a break at a better place
+_FIRST, _NEXT = 0.2, 0.1  # how much larger a second, and any further column must make it
+_SPREAD = 1.12  # boxes of all columns push the same levels apart
+_FAR = 0.4  # how much larger a picture may be for one arrow less across a column
+_GAP = 0.8  # between columns
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One cell that is drawn: its estimated size, and what it must not be torn from."""
+
+    cell: int
+    width: float
+    height: float
+    path: tuple[str, ...] = ()  # its module and those around it, outermost first
+    repeat: int | None = None  # the outermost repeat it is in
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The cells of each column, in program order, and the estimated size of all together."""
+
+    cells: tuple[tuple[int, ...], ...]
+    width: float
+    height: float
+    far: int = 0  # columns that arrows pass over, one per value that is read beyond
+
+    def larger_by(self, page: tuple[float, float]) -> float:
+        """Return how many times larger than the page the picture is, and worse for far arrows."""
+        return max(self.width / page[0], self.height / page[1]) * (1 + _FAR * self.far)
+
+
+def arrange(
+    pieces: Sequence[Piece],
+    arrows: Sequence[tuple[int, int]],
+    count: int | None = None,
+    page: tuple[float, float] = PAGE,
+) -> Columns:
+    """Return the columns that make the picture largest on a page, or exactly `count` of them.
+
+    `arrows` are pairs of cells; a repeat is never torn, so there may be fewer columns than asked.
+
+    Raises:
+        ValueError: `count` is less than 1.
+    """
+    if count is not None and count < 1:
+        raise ValueError(f"{count} columns were asked for; choose 1 or more, or None.")
+    if not pieces:
+        return Columns((), 0.0, 0.0)
+    table = _Sizes(pieces, arrows)
+    if count is not None:
+        return table.split(count)
+    best = table.split(1)
+    for number in range(2, min(_MOST, len(pieces)) + 1):
+        other = table.split(number)
+        worth = _FIRST if len(best.cells) == 1 else _NEXT
+        if other.larger_by(page) < best.larger_by(page) * (1 - worth):
+            best = other
+    return best
+
+
+class _Sizes:
+    """What every run of cells would measure as a column, and what a break between two costs."""
+
+    def __init__(self, pieces: Sequence[Piece], arrows: Sequence[tuple[int, int]]) -> None:
+        self.pieces = pieces
+        place = {piece.cell: index for index, piece in enumerate(pieces)}
+        inside = {(place[a], place[b]) for a, b in arrows if a in place and b in place}
+        self.before: list[list[int]] = [[] for _ in pieces]
+        for source, target in sorted(inside):
+            if source < target:
+                self.before[target].append(source)
+        self.breaks = [0] + [
+            index
+            for index in range(1, len(pieces))
+            if pieces[index].repeat is None or pieces[index].repeat != pieces[index - 1].repeat
+        ]
+        self.last_reader: dict[int, int] = {}
+        for source, target in inside:
+            self.last_reader[source] = max(target, self.last_reader.get(source, 0))
+        self.cost = {
+            index: sum(a < index <= b for a, b in inside)
+            + 2 * _common(pieces[index - 1].path, pieces[index].path)
+            for index in self.breaks[1:]
+        }
+        # The work grows with the square of their number: of many, the best are enough.
+        self.breaks = [0, *sorted(sorted(self.breaks[1:], key=self.cost.__getitem__)[:_PLACES])]
+        self.sizes = {
+            (start, end): size for start in self.breaks for end, size in self._runs(start)
+        }
+
+    def _runs(self, start: int) -> list[tuple[int, tuple[float, float]]]:
+        """Return the (width, height) of the columns that begin at `start`, by their end."""
+        ends = {*self.breaks, len(self.pieces)}
+        found: list[tuple[int, tuple[float, float]]] = []
+        bottom: dict[int, float] = {}  # of each piece, when it stands below all that it reads
+        level: dict[int, int] = {}
+        widths: list[float] = []
+        height = width = 0.0
+        for index in range(start, len(self.pieces)):
+            piece = self.pieces[index]
+            above = [source for source in self.before[index] if source >= start]
+            shared = _common(self.pieces[index - 1].path, piece.path) if index > start else 0
+            frame = 0.3 * min(max(len(piece.path) - 1 - shared, 0), 2)
+            bottom[index] = max((bottom[i] for i in above), default=0.0) + piece.height + frame
+            # What reads nothing here is drawn near its readers: beside what comes before it.
+            beside = level[index - 1] if index > start else 0
+            level[index] = max((level[i] + 1 for i in above), default=beside)
+            height = max(height, bottom[index])
+            while len(widths) <= level[index]:
+                widths.append(0.0)
+            widths[level[index]] += piece.width + 0.25
+            width = max(width, widths[level[index]])
+            if index + 1 in ends:
+                found.append((index + 1, (width, height)))
+        return found
+
+    def split(self, count: int) -> Columns:
+        """Return at most `count` columns: about equally high, broken where few arrows pass."""
+        bounds = [*self.breaks, len(self.pieces)]
+        # lowest[k][end]: the height of the highest of k columns that hold what is before `end`.
+        lowest: list[dict[int, float]] = [{0: 0.0}]
+        for _ in range(count):
+            row = {}
+            for end in bounds[1:]:
+                row[end] = min(
+                    (
+                        max(high, self.sizes[start, end][1])
+                        for start, high in lowest[-1].items()
+                        if start < end
+                    ),
+                    default=float("inf"),
+                )
+            lowest.append(row)
+        last = len(self.pieces)
+        used = min(range(1, count + 1), key=lambda k: (round(lowest[k][last], 6), k))
+        return self._cheapest(used, lowest[used][last] * _UNEVEN)
+
+    def _cheapest(self, count: int, limit: float) -> Columns:
+        bounds = [*self.breaks, len(self.pieces)]
+        last = len(self.pieces)
+        # Fewest arrows through the breaks, then the most even columns.
+        best: list[dict[int, tuple[float, float, tuple[int, ...]]]] = [{0: (0.0, 0.0, (0,))}]
+        for _ in range(count):
+            row: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+            for end in bounds[1:]:
+                for start, (cost, uneven, ways) in best[-1].items():
+                    if start >= end or self.sizes[start, end][1] > limit:
+                        continue
+                    height = self.sizes[start, end][1]
+                    paid = cost + (self.cost[end] if end != last else 0.0)
+                    way = (paid, uneven + height**2, (*ways, end))
+                    row[end] = min(row.get(end, way), way)
+            best.append(row)
+        ways = best[count][last][2]
+        runs = list(pairwise(ways))
+        cells = tuple(tuple(p.cell for p in self.pieces[a:b]) for a, b in runs)
+        width = sum(self.sizes[run][0] for run in runs) + _GAP * (len(runs) - 1)
+        height = max(self.sizes[run][1] for run in runs)
+        far = sum(
+            sum(source < a and b <= target for a, b in runs)
+            for source, target in self.last_reader.items()
+        )
+        return Columns(cells, width, height * (_SPREAD if len(runs) > 1 else 1.0), far)
+
+
+def _common(first: Sequence[str], second: Sequence[str]) -> int:
+    same = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(same, min(len(first), len(second)))
