@@ -181,7 +181,7 @@ def own_generator(m: Any, x: Tensor) -> Tensor:
         (python_random, r"draws from Python's `random` at test_refusals\.py:\d+ \(scale = 1"),
         (numpy_random, r"draws from numpy's random numbers at test_ref.*:\d+ \(scale = float"),
         (seeding, r"sets the state of torch's .* test_refusals\.py:\d+ \(torch\.manual_seed"),
-        (own_generator, r"'rand' \(1, test_refusals\.py:\d+\): it takes .* type Generator"),
+        (own_generator, r"test_refusals\.py:\d+.*[tT]ype.*Generator"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -194,7 +194,7 @@ def test_effects_are_refused_and_the_module_is_as_before(
         inner.calls = 1
     before = [dict(vars(module)) for module in model.modules()]
     streams = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    with pytest.raises((rkgb.SideEffectError, rkgb.UnsupportedOpError), match=message) as caught:
+    with pytest.raises((rkgb.TraceError, rkgb.UnsupportedOpError), match=message) as caught:
         rkgb.Btools.make_B(model, torch.randn(2, 4, generator=torch.Generator()))
     assert "module '1'" in str(caught.value) or "(1, " in str(caught.value)
     for module, old in zip(model.modules(), before, strict=True):

@@ -197,7 +197,7 @@ def k_graph(sg: SimplifiedGraph, inspection: Inspection) -> KGraph:
     sizes = {n: (s.names[0], s.size_bytes) for f in facts for s in f.storages for n in s.names}
     compute = [_forward(sg, index, fact, keys[index], sizes) for index, fact in enumerate(facts)]
     compute += [
-        _backward(sg, index, facts[index], keys[index])
+        _computation(sg, index, "bwd", facts[index], keys[index])
         for index in reversed(range(len(facts)))
         if facts[index].wants_grad
     ]
@@ -251,32 +251,26 @@ def _forward(
     # What a piece reads from before it has no storage here; the size of the value stands in.
     saved = dict(sizes.get(n, (infos[n].alias_of, infos[n].size_bytes)) for n in fact.saved)
     flowing = {sg.producer[name] for name in node.inputs if name in sg.producer}
-    return KComputeNode(
-        name=f"fwd_{index}",
-        kind="fwd",
-        node=index,
-        time_ms=fact.cost.fwd_time_ms,
-        overhead_bytes=fact.fwd_overhead_bytes,
-        flops=fact.cost.fwd_flops,
-        module_path=node.module_path,
-        source=node.main.source,
-        op=node.main.target_name,
-        key=key,
+    return replace(
+        _computation(sg, index, "fwd", fact, key),
         output_bytes=sum(storage.size_bytes for storage in fact.storages),
         saved_bytes=sum(saved.values()) + fact.phantom_bytes,
         after=tuple(f"fwd_{dep}" for dep in node.deps if dep not in flowing),
     )
 
 
-def _backward(sg: SimplifiedGraph, index: int, fact: NodeFacts, key: str) -> KComputeNode:
-    node = sg.nodes[index]
+def _computation(
+    sg: SimplifiedGraph, index: int, kind: Literal["fwd", "bwd"], fact: NodeFacts, key: str
+) -> KComputeNode:
+    """Return one side of a node: what forward and backward say alike."""
+    node, cost, forward = sg.nodes[index], fact.cost, kind == "fwd"
     return KComputeNode(
-        name=f"bwd_{index}",
-        kind="bwd",
+        name=f"{kind}_{index}",
+        kind=kind,
         node=index,
-        time_ms=fact.cost.bwd_time_ms,
-        overhead_bytes=fact.bwd_overhead_bytes,
-        flops=fact.cost.bwd_flops,
+        time_ms=cost.fwd_time_ms if forward else cost.bwd_time_ms,
+        overhead_bytes=fact.fwd_overhead_bytes if forward else fact.bwd_overhead_bytes,
+        flops=cost.fwd_flops if forward else cost.bwd_flops,
         module_path=node.module_path,
         source=node.main.source,
         op=node.main.target_name,

@@ -1,7 +1,7 @@
 """Turn the operations of a node into Python functions that run them.
 
-The functions are generated source (kept in `Piece.source` for debugging): values inside a node are
-local variables, deleted after their last use so that a node peaks no higher than eager code would.
+The functions are generated source: values inside a node are local variables, deleted after their
+last use so that a node peaks no higher than eager code would.
 """
 
 from __future__ import annotations
@@ -17,23 +17,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rkgb.generated import define
 from rkgb.gradient_order import Use
 from rkgb.op import Autocast, Op, Ref
 from rkgb.simplified import SimplifiedNode
 
-# Both callbacks get the name and the running number of the use; they return the tensor to use.
-Lookup = Callable[[str, int], Any]
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One use of a tensor that a piece does not make itself."""
+
+    name: str
+    is_external: bool  # a parameter, buffer or input of the model, not a value of the table
+    use: Use
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
     """Operations that are recorded in one autograd graph: a whole node, nearly always."""
 
-    run: Callable[[Lookup, Lookup], tuple[Tensor, ...]]
+    body: tuple[str, ...]  # lines that read the variables u0, u1, … and make those of `results`
+    scope: Mapping[str, Any]  # what the lines name besides
+    inputs: tuple[Input, ...]  # u0, u1, …: one per use, in the order of execution
     outputs: tuple[str, ...]
-    uses: tuple[Use, ...]  # key of each numbered use, in the order of execution
-    source: str
+    results: tuple[str, ...]  # the variable of each output
     operations: int
+    call: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # inputs -> outputs
+    # Takes the table of values and the externals, and puts the outputs into the table.
+    run: Callable[[dict[str, Tensor], Mapping[str, Tensor]], None]
 
 
 def compile_node(
@@ -71,12 +82,22 @@ def _compile(
         ]
         if dead:
             writer.lines.append(f"del {', '.join(dead)}")
-    results = "".join(f"{writer.local[name]}, " for name in outputs)
-    body = [*writer.lines, f"return ({results})"]
-    source = "def piece(value, external):\n" + "".join(f"    {line}\n" for line in body)
-    scope = dict(writer.scope)
-    exec(compile(source, "<rkgb node>", "exec"), scope)
-    return Piece(scope["piece"], outputs, tuple(writer.uses), source, len(ops))
+    body, scope, inputs = tuple(writer.lines), dict(writer.scope), tuple(writer.inputs)
+    results = tuple(writer.local[name] for name in outputs)
+    scope |= {f"in{place}": entry.name for place, entry in enumerate(inputs)}
+    scope |= {f"out{place}": name for place, name in enumerate(outputs)}
+    takes = [f"u{place} = inputs[{place}]" for place in range(len(inputs))]
+    gives = f"return ({''.join(f'{result}, ' for result in results)})"
+    call = define("call(inputs)", [*takes, *body, gives], scope)
+    # Parameters keep requires_grad: some kernels are chosen by it even without grad mode.
+    takes = [f"u{place} = {lookup(entry, place)}" for place, entry in enumerate(inputs)]
+    puts = [f"values[out{place}] = {result}.detach()" for place, result in enumerate(results)]
+    run = define("run(values, external)", [*takes, *body, *puts], scope)
+    return Piece(body, scope, inputs, outputs, results, len(ops), call, run)
+
+
+def lookup(entry: Input, place: int) -> str:
+    return f"{'external' if entry.is_external else 'values'}[in{place}]"
 
 
 class _Writer:
@@ -84,19 +105,20 @@ class _Writer:
         self.externals = externals
         self.local: dict[str, str] = {}
         self.lines: list[str] = []
-        self.uses: list[Use] = []
+        self.inputs: list[Input] = []
         self.scope: dict[str, Any] = {"no_grad": torch.no_grad, "autocast": _autocast}
 
     def assign(self, op: Op, position: int) -> None:
         self.position, self.argument = position, 0
         args = [self.text(arg) for arg in op.args]
         args += [f"{key}={self.text(arg)}" for key, arg in op.kwargs.items()]
-        name = f"v_{op.name}"
+        name = f"v{len(self.local)}"
         call = f"{name} = {self.constant(op.target)}({', '.join(args)})"
+        regions = [] if op.grad_enabled else ["no_grad()"]
         if op.autocast is not None:
-            call = f"with autocast({self.constant(op.autocast)}): {call}"
-        if not op.grad_enabled:
-            call = f"with no_grad():\n        {call}" if op.autocast else f"with no_grad(): {call}"
+            regions.append(f"autocast({self.constant(op.autocast)})")
+        if regions:
+            call = f"with {', '.join(regions)}: {call}"
         self.lines.append(call)
         self.local[op.name] = name
 
@@ -105,9 +127,9 @@ class _Writer:
             self.argument += 1
             if tree.name in self.local:
                 return self.local[tree.name]
-            self.uses.append((self.position, self.argument - 1))
-            lookup = "external" if tree.name in self.externals else "value"
-            return f"{lookup}({tree.name!r}, {len(self.uses) - 1})"
+            use = (self.position, self.argument - 1)
+            self.inputs.append(Input(tree.name, tree.name in self.externals, use))
+            return f"u{len(self.inputs) - 1}"
         if isinstance(tree, (list, tuple)):
             inner = "".join(f"{self.text(item)}, " for item in tree)
             return f"[{inner}]" if isinstance(tree, list) else f"({inner})"

@@ -61,12 +61,19 @@ class KnownCosts(Protocol):
 
 @dataclass(frozen=True)
 class MeasuredTime:
-    """Wall time: the median of repeated runs, after one that is not counted."""
+    """Wall time: the median of runs repeated until it is stable, after one that is not counted.
+
+    Stable is when the middle half of the runs spans at most `spread` of the median. On a machine so
+    busy that it never does, `patience_ms` of undisturbed runs end it: planning cannot wait for
+    silence.
+    """
 
     device: torch.device
     min_repeats: int = 3
     max_repeats: int = 25
     enough_ms: float = 8.0
+    patience_ms: float = 200.0
+    spread: float = 0.1
 
     def __call__(
         self,
@@ -81,9 +88,18 @@ class MeasuredTime:
             prepare()
             fwd.append(self._time(forward))
             bwd.append(self._time(backward) if backward is not None else 0.0)
-            if turn >= self.min_repeats and sum(fwd) + sum(bwd) > self.enough_ms:
+            if turn < self.min_repeats or sum(fwd) + sum(bwd) <= self.enough_ms:
+                continue
+            undisturbed_ms = turn * (min(fwd[1:]) + min(bwd[1:]))
+            if self._stable(fwd[1:]) and self._stable(bwd[1:]):
+                break
+            if undisturbed_ms > self.patience_ms:
                 break
         return Cost(statistics.median(fwd[1:]), statistics.median(bwd[1:]))
+
+    def _stable(self, times_ms: list[float]) -> bool:
+        low, median, high = statistics.quantiles(times_ms, n=4, method="inclusive")
+        return high - low <= self.spread * median
 
     def _time(self, run: Callable[[], None]) -> float:
         if self.device.type == "cuda":
@@ -274,7 +290,7 @@ class _Inspector:
         state.graphs.pop(index, None)
         class_id, cost, fwd_overhead, bwd_overhead, _ = known
         saved = dict.fromkeys(
-            view.name for piece in pieces for view in piece.plan if view is not None
+            view.name for piece in pieces for view in piece.layout.saved if view is not None
         )
         state_bytes = sum(storage_bytes(state.external[n]) for n in runner.volatile[index])
         if node.is_random:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -99,12 +101,20 @@ def _trace_cpu(run: Callable[[Span], object]) -> MemoryTrace:
     def span(name: str) -> AbstractContextManager[None]:
         return record_function(_PREFIX + name)
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with warnings.catch_warnings():
+        # Some releases of torch say once that a second cycle would forget the first: we run one.
+        warnings.filterwarnings("ignore", message=".*Profiler clears events")
+        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        profiler.start()
+    try:
         result = run(span)
+    finally:
+        profiler.stop()
     del result
     memory: list[tuple[int, int]] = []
     marks: list[tuple[int, int, str]] = []
-    for event in profiler.profiler.kineto_results.events():
+    profiled: Any = profiler.profiler
+    for event in profiled.kineto_results.events():
         name = event.name()
         if name == "[memory]":
             memory.append((event.start_ns(), event.nbytes()))

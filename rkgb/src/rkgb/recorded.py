@@ -1,152 +1,119 @@
-"""The autograd graph of one recorded piece, and the ways to run its backward.
-
-torch's engine sets up a task for every call, which costs several times what a small operation does.
-Where no gradient has to be added to another, calling the graph's nodes one after the other gives
-the same bits; where one has, or where the nodes cannot be called, the engine is asked.
-"""
+"""The autograd graph of one recorded piece, and the ways to record it and to run its backward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from rkgb.gradient_order import Use
-
-Leaf = tuple[bool, str, Use, Tensor]  # (is_external, name, use, leaf)
-
-
-@dataclass(frozen=True, slots=True)
-class _Send:
-    """Where one result of a visited node goes, and what the engine would make of it first."""
-
-    place: int  # which result
-    visit: int  # the visit that takes it; -1: it is the gradient of a leaf
-    slot: int  # which gradient of that visit, or which leaf
-    shape: torch.Size
-    dtype: torch.dtype
+from rkgb.compile_node import Input, Piece, lookup
+from rkgb.direct_calls import DirectCalls
+from rkgb.generated import define
+from rkgb.saved import SavedView, SavingHooks
 
 
 @dataclass(frozen=True, slots=True)
-class _Visit:
-    gradients: int  # how many gradients the node takes
-    sends: tuple[_Send, ...]
+class Layout:
+    """What is the same at every recording of a piece: shapes and strides are those of the sample.
+
+    Found out by recording the piece once.
+    """
+
+    outputs: tuple[tuple[str, int], ...]  # differentiable: name, and which result of its node
+    leaves: tuple[Input, ...]  # in the order in which their gradients are summed
+    saved: tuple[SavedView | None, ...]  # per saved tensor; None: it is in nobody's table
+    direct: DirectCalls | None  # how to run the backward without the engine
 
 
-@dataclass(frozen=True, slots=True)
-class DirectCalls:
-    """The nodes of a graph in the engine's order, when each gradient has exactly one source."""
+@dataclass(slots=True)
+class Recorded:
+    """One recording of a piece."""
 
-    roots: tuple[tuple[int, int], ...]  # per output: the visit of its node, and which gradient
-    visits: tuple[_Visit, ...]
-    leaves: int
+    layout: Layout
+    nodes: list[Any]  # autograd's node behind each differentiable output
+    leaves: list[Tensor]
+    box: list[Tensor]
+    handover: Tensor | None  # root of a graph of several operations without direct calls
 
-    @classmethod
-    def of(cls, results: Sequence[Tensor], leaves: Sequence[Leaf]) -> DirectCalls | None:
-        """Return how to call the graph that made `results`; None where the engine is needed."""
-        nodes = _reachable([result.grad_fn for result in results])
-        if nodes is None:
-            return None
-        order = {node: place for place, node in enumerate(nodes)}
-        leaf_places = {id(leaf[-1]): place for place, leaf in enumerate(leaves)}
-        roots = [(order[result.grad_fn], result.output_nr) for result in results]
-        taken = [*roots]
-        visits = []
-        for node in nodes:
-            sends = []
-            for place, (source, slot) in enumerate(node.next_functions):
-                if source is None:
-                    continue
-                if source in order:
-                    target, wanted = (order[source], slot), source._input_metadata[slot]
-                elif id(source.variable) in leaf_places:
-                    target, wanted = (-1, leaf_places[id(source.variable)]), source.variable
-                else:
-                    return None
-                taken.append(target)
-                sends.append(_Send(place, *target, torch.Size(wanted.shape), wanted.dtype))
-            visits.append(_Visit(len(node._input_metadata), tuple(sends)))
-        if len(set(taken)) < len(taken):
-            return None  # a second gradient for the same tensor: the engine adds them
-        if sum(visit < 0 for visit, _ in taken) < len(leaves):
-            return None
-        return cls(tuple(roots), tuple(visits), len(leaves))
+    def run(self, places: Sequence[int], grads: list[Tensor]) -> Sequence[Tensor | None]:
+        """Return the gradients of all leaves, for `grads` of the outputs at `places`.
 
-    def __call__(
-        self, edges: list[GradientEdge], held: list[Any], gradients: list[Tensor]
-    ) -> list[Tensor | None] | None:
-        """Return the gradients of the leaves, or None if the engine must be asked after all.
-
-        All three lists are emptied on success: every node and every gradient is dropped as soon as
-        nothing needs it.
+        The graph and the list of gradients are given up.
         """
-        waiting: list[Any] = [None] * len(self.visits)
-        given: list[list[Tensor | None]] = [[None] * visit.gradients for visit in self.visits]
-        for place, (number, slot) in enumerate(self.roots):
-            waiting[number] = edges[place].node
-            given[number][slot] = gradients[place]
-        found: list[Tensor | None] = [None] * self.leaves
-        for number, visit in enumerate(self.visits):
-            node = waiting[number]
-            made = node(*given[number])
-            if not isinstance(made, tuple):
-                made = (made,)
-            if number == 0:
-                # Inside an outer autograd.grad(inputs=...) a node believes that the outer engine
-                # does not need its results and leaves them out.
-                if any(made[send.place] is None for send in visit.sends):
-                    return None
-                edges.clear()
-                held.clear()
-                gradients.clear()
-            given[number].clear()
-            waiting[number] = None
-            sources = node.next_functions
-            del node
-            gradient: Tensor | None
-            for send in visit.sends:
-                gradient = _as_wanted(made[send.place], send)
-                if send.visit < 0:
-                    found[send.slot] = gradient
-                else:
-                    given[send.visit][send.slot] = gradient
-                    waiting[send.visit] = sources[send.place][0]
-            gradient = None
-            del made, sources
+        layout, whole = self.layout, len(places) == len(self.nodes)
+        if whole and layout.direct is not None:
+            made = layout.direct(self.nodes, grads)
+            if made is not None:
+                return made
+        if whole and self.handover is not None:
+            self.box.extend(grads)
+            grads.clear()
+            seed = self.handover.detach()
+            return torch.autograd.grad([self.handover], self.leaves, [seed], allow_unused=True)
+        edges = [GradientEdge(self.nodes[place], layout.outputs[place][1]) for place in places]
+        found = torch.autograd.grad(edges, self.leaves, grads, allow_unused=True)
+        grads.clear()
         return found
 
 
-def _reachable(roots: Sequence[Any]) -> list[Any] | None:
-    """Return the nodes between `roots` and the leaves, latest first; None if one is special."""
-    stack = list(dict.fromkeys(roots))
-    seen = set(stack)
-    for node in stack:  # grows while it is walked
-        metadata = getattr(node, "_input_metadata", None)
-        if metadata is None or isinstance(node, BackwardCFunction) or node.name() == "CopySlices":
-            return None
-        for source, _ in node.next_functions:
-            if source is not None and source not in seen and not hasattr(source, "variable"):
-                seen.add(source)
-                stack.append(source)
-    return sorted(stack, key=lambda node: -int(node._sequence_nr()))
+def recorded(layout: Layout, results: Sequence[Tensor], leaves: list[Tensor]) -> Recorded:
+    """Return the recording whose differentiable outputs are `results`."""
+    box: list[Tensor] = []
+    handover = None
+    if layout.direct is None and results:
+        with torch.enable_grad():
+            handover = _Handover.apply(box, *results)  # type: ignore[no-untyped-call]
+    return Recorded(layout, [result.grad_fn for result in results], leaves, box, handover)
 
 
-def _as_wanted(gradient: Tensor | None, send: _Send) -> Tensor | None:
-    # What the engine does between two nodes: undo broadcasting and promotion.
-    if gradient is None:
-        return None
-    if gradient.shape != send.shape:
-        gradient = gradient.sum_to_size(send.shape)
-    if gradient.dtype != send.dtype:
-        if gradient.is_complex() and not send.dtype.is_complex:
-            gradient = gradient.real
-        gradient = gradient.to(send.dtype)
-    return gradient
+# Takes the table of values, the externals and the hooks of the step; puts the outputs into the
+# table. To be called with grad mode enabled.
+Record = Callable[[dict[str, Tensor], Mapping[str, Tensor], SavingHooks], Recorded]
+
+
+def write_record(piece: Piece, layout: Layout, empty: Callable[[str], Tensor]) -> Record:
+    """Return the function that records `piece` again; `empty` gives an empty tensor like a value.
+
+    Leaves lose their data afterwards: the graph must not own its inputs.
+    """
+    scope = dict(piece.scope)
+    scope |= {"layout": layout, "Recorded": Recorded, "recorded": recorded, "saved": layout.saved}
+    scope["push"] = torch._C._autograd._push_saved_tensors_default_hooks
+    scope["pop"] = torch._C._autograd._pop_saved_tensors_default_hooks
+    variable = {entry: f"u{place}" for place, entry in enumerate(piece.inputs)}
+    leaves = [variable[entry] for entry in layout.leaves]
+    lines = []
+    for place, entry in enumerate(piece.inputs):
+        text = lookup(entry, place)
+        if entry in layout.leaves:
+            text += ".detach().requires_grad_()"
+        elif not entry.is_external:
+            text += ".detach()"
+        lines.append(f"u{place} = {text}")
+    if layout.saved:
+        lines += ["hooks.plan[0] = iter(saved)", "push(hooks.pack, hooks.unpack)", "try:"]
+        lines += [f"    {line}" for line in piece.body]
+        lines += ["finally: pop()"]
+    else:
+        lines += piece.body
+    for place, result in enumerate(piece.results):
+        lines.append(f"values[out{place}] = {result}.detach()")
+    results = [piece.results[piece.outputs.index(name)] for name, _ in layout.outputs]
+    if layout.direct is not None or not results:
+        nodes = ", ".join(f"{result}.grad_fn" for result in results)
+        made = f"Recorded(layout, [{nodes}], [{', '.join(leaves)}], [], None)"
+    else:
+        made = f"recorded(layout, [{', '.join(results)}], [{', '.join(leaves)}])"
+    lines.append(f"made = {made}")
+    for place, entry in enumerate(layout.leaves):
+        if not entry.is_external:
+            scope[f"empty{place}"] = empty(entry.name)
+            lines.append(f"{leaves[place]}.data = empty{place}")
+    return define("record(values, external, hooks)", [*lines, "return made"], scope)
 
 
 class _Handover(torch.autograd.Function):
@@ -166,51 +133,3 @@ class _Handover(torch.autograd.Function):
         grads = (None, *ctx.box)
         ctx.box.clear()
         return grads
-
-
-@dataclass(slots=True)
-class Recorded:
-    """One recording of a piece."""
-
-    out_edges: list[tuple[str, GradientEdge]]
-    leaves: list[Leaf]  # in the order in which their gradients are summed
-    box: list[Tensor]
-    handover: GradientEdge | None  # of a graph of several operations without direct calls
-    direct: DirectCalls | None
-
-    def run(self, edges: list[GradientEdge], grads: list[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of all leaves; the graph and both lists are given up."""
-        whole = len(edges) == len(self.out_edges)
-        if self.direct is not None and whole:
-            made = self.direct(edges, self.out_edges, grads)
-            if made is not None:
-                return made
-        inputs = [leaf for *_, leaf in self.leaves]
-        if self.handover is not None and whole:
-            self.box.extend(grads)
-            grads.clear()
-            root = torch.empty(0, dtype=self.box[0].dtype, device=self.box[0].device)
-            return list(torch.autograd.grad([self.handover], inputs, [root], allow_unused=True))
-        found = torch.autograd.grad(edges, inputs, grads, allow_unused=True)
-        grads.clear()
-        return list(found)
-
-
-def record_outputs(
-    results: Sequence[tuple[str, Tensor]], leaves: list[Leaf], *, direct: DirectCalls | None
-) -> Recorded:
-    """Return the recording whose differentiable outputs are `results`, by name."""
-    edges = [(name, edge_of(result)) for name, result in results]
-    box: list[Tensor] = []
-    handover = None
-    if direct is None and results:
-        with torch.enable_grad():
-            tensors = [result for _, result in results]
-            handover = edge_of(_Handover.apply(box, *tensors))  # type: ignore[no-untyped-call]
-    return Recorded(edges, leaves, box, handover, direct)
-
-
-def edge_of(result: Tensor) -> GradientEdge:
-    """Do what get_gradient_edge does for a tensor that is no leaf, without its checks."""
-    assert result.grad_fn is not None
-    return GradientEdge(result.grad_fn, result.output_nr)

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.compile_node import Piece, compile_node
+from rkgb.direct_calls import direct_calls
 from rkgb.errors import InvalidGraphError
 from rkgb.gradient_order import Use, gradient_order
-from rkgb.recorded import DirectCalls, Leaf, Recorded, record_outputs
+from rkgb.recorded import Layout, Record, Recorded, recorded, write_record
 from rkgb.rng import RngState
 from rkgb.saved import SavedView, SavingHooks, SeenTensor, geometry_of, looking_hooks
 from rkgb.simplified import SimplifiedGraph
@@ -31,14 +32,10 @@ from rkgb.tensor_info import storage_bytes, storage_id
 
 @dataclass(frozen=True, slots=True)
 class SavedFacts:
-    """What one piece's autograd graph saves, found out by recording it once.
+    """What one piece's autograd graph saves, found out by recording it once."""
 
-    It is the same at every recording: shapes and strides are those of the sample.
-    """
-
-    plan: tuple[SavedView | None, ...]  # per saved tensor; None: it is in nobody's table
+    layout: Layout
     phantoms: Mapping[int, int]  # storage id -> bytes, of what belongs to nobody else
-    direct: DirectCalls | None  # how to run the graph without the engine
 
 
 @dataclass(slots=True)
@@ -78,9 +75,13 @@ class Runner:
         self.volatile: tuple[tuple[str, ...], ...] = tuple(
             tuple(name for name in node.externals if name in written) for node in sg.nodes
         )
+        self.has_state = frozenset(
+            index for index, node in enumerate(sg.nodes) if node.is_random or self.volatile[index]
+        )
         self.facts: dict[tuple[int, int], SavedFacts] = {}
         self.always_record: set[int] = set()  # nodes whose result depends on the grad mode
         self._grad_names: set[str] = set()
+        self._records: dict[tuple[int, int], Record] = {}
         self._empty: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     # ------------------------------------------------------------------ forward
@@ -91,122 +92,112 @@ class Runner:
         With `record`, its autograd graph enters `state.graphs`. `keep_state` says that the node
         will be run again in this step, so random state and buffers must be kept for it.
         """
-        node = self.graph.nodes[index]
-        first = index not in state.ran
+        external, users_stream = state.external, None
+        if index in self.has_state:
+            external, users_stream = self._node_state(index, state, keep_state)
         state.ran.add(index)
-        overrides: dict[str, Tensor] = {}
-        if self.volatile[index]:
+        grad_mode, wanted = torch.is_grad_enabled(), record or index in self.always_record
+        if grad_mode is not wanted:  # a context manager for every node would cost more
+            torch._C._set_grad_enabled(wanted)
+        try:
+            if wanted:
+                graph = self._record(index, state, external)
+                if record:
+                    state.graphs[index] = graph
+            else:
+                for piece in self.pieces[index]:
+                    piece.run(state.values, external)
+            if len(self.pieces[index]) > 1:
+                self._drop_inner(index, state)
+        finally:
+            if grad_mode is not wanted:
+                torch._C._set_grad_enabled(grad_mode)
+            if users_stream is not None:
+                users_stream.restore()
+
+    def _node_state(
+        self, index: int, state: StepState, keep_state: bool
+    ) -> tuple[Mapping[str, Tensor], RngState | None]:
+        """Keep or put back what node `index` reads besides its inputs.
+
+        Returns the externals to run it with and the random state to go back to afterwards.
+        """
+        first, volatile = index not in state.ran, self.volatile[index]
+        external, users_stream = state.external, None
+        if volatile:
             if not first:
-                overrides = {n: t.clone() for n, t in state.buffers[index].items()}
+                copies = {n: t.clone() for n, t in state.buffers[index].items()}
+                external = {**external, **copies}
             elif keep_state:
-                state.buffers[index] = {n: state.external[n].clone() for n in self.volatile[index]}
-        users_stream = None
-        if node.is_random:
+                state.buffers[index] = {n: external[n].clone() for n in volatile}
+        if self.graph.nodes[index].is_random:
             if not first:
                 users_stream = RngState.save(self.device)
                 state.rng[index].restore()
             elif keep_state:
                 state.rng[index] = RngState.save(self.device)
-        try:
-            if record:
-                self._record(index, state, overrides)
-            else:
-                self._run_only(index, state, overrides)
-        finally:
-            if users_stream is not None:
-                users_stream.restore()
+        return external, users_stream
 
-    def _run_only(self, index: int, state: StepState, overrides: Mapping[str, Tensor]) -> None:
-        if index in self.always_record:
-            kept = state.graphs.get(index)
-            self._record(index, state, overrides)
-            if kept is None:
-                del state.graphs[index]
-            else:
-                state.graphs[index] = kept
-            return
-        values, external = state.values, state.external
-
-        def value(name: str, _use: int) -> Tensor:
-            return values[name]
-
-        def outside(name: str, _use: int) -> Tensor:
-            # Parameters keep requires_grad: some kernels are chosen by it even without grad mode.
-            return overrides[name] if name in overrides else external[name]
-
-        inner: list[str] = []
-        with torch.no_grad():
-            for piece in self.pieces[index]:
-                for name, result in zip(piece.outputs, piece.run(value, outside), strict=True):
-                    values[name] = result.detach()
-                    inner.append(name)
-        self._drop_inner(index, state, inner)
-
-    def _record(self, index: int, state: StepState, overrides: Mapping[str, Tensor]) -> None:
-        recorded: list[Recorded] = []
-        inner: list[str] = []
+    def _record(
+        self, index: int, state: StepState, external: Mapping[str, Tensor]
+    ) -> list[Recorded]:
+        made = []
         for number in range(len(self.pieces[index])):
-            recorded.append(self._record_piece(index, number, state, overrides, inner))
-        state.graphs[index] = recorded
-        self._drop_inner(index, state, inner)
+            key, again = (index, number), self._records.get((index, number))
+            if again is None and key not in self.facts:
+                made.append(self._record_and_look(index, number, state, external))
+                continue
+            if again is None:
+                again = self._records[key] = self._write_record(index, number, state)
+            made.append(again(state.values, external, state.hooks))
+        return made
 
-    def _drop_inner(self, index: int, state: StepState, made: list[str]) -> None:
-        if len(self.pieces[index]) > 1:
-            for name in made:
+    def _write_record(self, index: int, number: int, state: StepState) -> Record:
+        return write_record(
+            self.pieces[index][number],
+            self.facts[index, number].layout,
+            lambda name: self._nothing(state.values[name]),
+        )
+
+    def _drop_inner(self, index: int, state: StepState) -> None:
+        for piece in self.pieces[index]:
+            for name in piece.outputs:
                 if name not in self.graph.nodes[index].outputs:
                     del state.values[name]
 
-    def _record_piece(
-        self,
-        index: int,
-        number: int,
-        state: StepState,
-        overrides: Mapping[str, Tensor],
-        inner: list[str],
+    def _record_and_look(
+        self, index: int, number: int, state: StepState, external: Mapping[str, Tensor]
     ) -> Recorded:
+        """Record a piece and find out what every later recording of it will be like."""
         piece = self.pieces[index][number]
-        facts = self.facts.get((index, number))
-        values, external, grad_names = state.values, state.external, self.grad_names
-        leaves: list[Leaf] = []
-
-        def value(name: str, use: int) -> Tensor:
-            leaf = values[name].detach()
-            if name in grad_names:
-                leaf.requires_grad_()
-                leaves.append((False, name, piece.uses[use], leaf))
-            return leaf
-
-        def outside(name: str, use: int) -> Tensor:
-            tensor = overrides[name] if name in overrides else external[name]
-            if not tensor.requires_grad:
-                return tensor
-            leaf = tensor.detach().requires_grad_()
-            leaves.append((True, name, piece.uses[use], leaf))
-            return leaf
-
-        seen: list[SeenTensor] = []
-        if facts is None:
-            pack, unpack = looking_hooks(values, seen)
-        else:
-            pack, unpack = state.hooks.pack, state.hooks.unpack
-            state.hooks.plan[0] = iter(facts.plan)
-        with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
-            results = piece.run(value, outside)
+        values, inputs, leaves = state.values, [], {}
+        for entry in piece.inputs:
+            tensor = external[entry.name] if entry.is_external else values[entry.name].detach()
+            if tensor.requires_grad or (not entry.is_external and entry.name in self._grad_names):
+                tensor = tensor.detach().requires_grad_()
+                leaves[entry] = tensor
+            inputs.append(tensor)
+        order = list(leaves)
         if piece.operations > 1:
-            leaves.sort(key=lambda leaf: (-leaf[2][0], leaf[2][1]))
-        wanting = [(n, r) for n, r in zip(piece.outputs, results, strict=True) if r.requires_grad]
-        grad_names.update(name for name, _ in wanting)
+            order.sort(key=lambda entry: (-entry.use[0], entry.use[1]))
+        tensors = [leaves[entry] for entry in order]
+        seen: list[SeenTensor] = []
+        with saved_tensors_hooks(*looking_hooks(values, seen)):
+            results = piece.call(inputs)
         for name, result in zip(piece.outputs, results, strict=True):
             values[name] = result.detach()
-            inner.append(name)
-        if facts is None:
-            direct = DirectCalls.of([result for _, result in wanting], leaves)
-            self._classify(index, number, state, seen, inner, overrides, direct)
-        recorded = record_outputs(wanting, leaves, direct=self.facts[index, number].direct)
-        for is_external, _, _, leaf in leaves:
-            if not is_external:  # the graph must not own its input
+        wanting = {n: r for n, r in zip(piece.outputs, results, strict=True) if r.requires_grad}
+        self._grad_names.update(wanting)
+        direct = direct_calls(list(wanting.values()), tensors)
+        saved, phantoms = self._classify(index, number, state, seen, external)
+        outputs = tuple((name, result.output_nr) for name, result in wanting.items())
+        layout = Layout(outputs, tuple(order), saved, direct)
+        self.facts[index, number] = SavedFacts(layout, phantoms)
+        made = recorded(layout, list(wanting.values()), tensors)
+        for entry, leaf in leaves.items():
+            if not entry.is_external:  # the graph must not own its input
                 leaf.data = self._nothing(leaf)
-        return recorded
+        return made
 
     @property
     def grad_names(self) -> set[str]:
@@ -219,16 +210,20 @@ class Runner:
         number: int,
         state: StepState,
         seen: list[SeenTensor],
-        inner: list[str],
-        overrides: Mapping[str, Tensor],
-        direct: DirectCalls | None,
-    ) -> None:
-        """Decide for every saved tensor who owns its memory, now that the piece has run."""
+        external: Mapping[str, Tensor],
+    ) -> tuple[tuple[SavedView | None, ...], dict[int, int]]:
+        """Decide for every saved tensor who owns its memory, now that the piece has run.
+
+        Returns the handles to save, and the bytes of what belongs to nobody else by storage.
+        """
         node = self.graph.nodes[index]
+        made = {name for piece in self.pieces[index][: number + 1] for name in piece.outputs}
         owner: dict[int, str] = {}
-        for name in (*(n for n in node.outputs if n in inner), *node.inputs):
+        for name in (*(n for n in node.outputs if n in made), *node.inputs):
             owner.setdefault(storage_id(state.values[name]), name)
-        resident = {storage_id(t) for n, t in state.external.items() if n not in overrides}
+        resident = {
+            storage_id(t) for n, t in state.external.items() if t is external[n]
+        }  # not the copies of buffers
         plan: list[SavedView | None] = []
         phantoms: dict[int, int] = {}
         for handle in seen:
@@ -248,11 +243,10 @@ class Runner:
                 same = geometry == geometry_of(base)
                 plan.append(SavedView(owner[key], None if same else geometry))
                 handle.view, handle.tensor = plan[-1], None
-                handle.tensor = None
             else:
                 plan.append(None)
                 phantoms[key] = storage_bytes(handle.tensor)
-        self.facts[index, number] = SavedFacts(tuple(plan), phantoms, direct)
+        return tuple(plan), phantoms
 
     def _nothing(self, like: Tensor) -> Tensor:
         key = (like.dtype, like.device)
@@ -268,46 +262,54 @@ class Runner:
         Gradients of values are added to `state`. Returns the gradients of parameters and inputs of
         the model, one entry per use, in the order in which autograd would add them.
         """
-        with torch.no_grad():
-            return self._backward(index, state)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._backward(index, state)
+        return self._backward(index, state)
 
     def _backward(self, index: int, state: StepState) -> list[tuple[str, Tensor | None]]:
-        recorded = state.graphs.pop(index)
         outside: list[tuple[str, Tensor | None]] = []
-        for piece in reversed(recorded):
-            edges, grads = [], []
-            for name, edge in piece.out_edges:
+        graphs = state.graphs.pop(index)
+        while graphs:
+            piece = graphs.pop()
+            layout = piece.layout
+            places, grads = [], []
+            for place, (name, _) in enumerate(layout.outputs):
                 grad = self._take_gradient(name, state)
                 if grad is not None:
-                    edges.append(edge)
+                    places.append(place)
                     grads.append(grad)
-            if not edges or not piece.leaves:
-                outside += [(name, None) for is_ext, name, _, _ in piece.leaves if is_ext]
+            if not places or not layout.leaves:
+                outside += [(entry.name, None) for entry in layout.leaves if entry.is_external]
                 continue
-            del grad, edge  # what is still named here would live until the end of the run
-            found = piece.run(edges, grads)
-            for place, (is_external, name, use, _) in enumerate(piece.leaves):
+            del grad  # what is still named here would live until the end of the run
+            found = [*piece.run(places, grads)]
+            for place, entry in enumerate(layout.leaves):
                 part = found[place]
                 found[place] = None
-                if is_external:
-                    outside.append((name, part))
+                if entry.is_external:
+                    outside.append((entry.name, part))
                 elif part is not None:
-                    self._add_gradient(name, use, part, state, found)
-                del part
+                    name = entry.name
+                    if name in state.grads or name in self.collected:
+                        self._add_gradient(name, entry.use, part, state, found)
+                    else:
+                        state.grads[name] = part
+            del part
         return outside
 
     def outside_uses(self, index: int, state: StepState) -> tuple[str, ...]:
         """Return what `backward` will return gradients for, in its order; the node is recorded."""
         return tuple(
-            name
+            entry.name
             for piece in reversed(state.graphs[index])
-            for is_external, name, _, _ in piece.leaves
-            if is_external
+            for entry in piece.layout.leaves
+            if entry.is_external
         )
 
     def _take_gradient(self, name: str, state: StepState) -> Tensor | None:
         total = state.grads.pop(name, None)
-        parts = state.grad_parts.pop(name, None)
+        parts = state.grad_parts.pop(name, None) if state.grad_parts else None
         if parts is not None:
             parts.sort(key=lambda part: (-part[0][0], part[0][1]))
             for _, part in parts:
@@ -320,10 +322,7 @@ class Runner:
         if name in self.collected:
             state.grad_parts.setdefault(name, []).append((use, part))
             return
-        old = state.grads.get(name)
-        if old is None:
-            state.grads[name] = part
-            return
+        old = state.grads[name]
         # Autograd adds in place where it may; doing so saves one buffer and changes no bit.
         others = {storage_id(t) for key, t in state.grads.items() if key != name}
         others.update(storage_id(t) for t in pending if t is not None)
