@@ -36,7 +36,7 @@ def _declare_missing_operators() -> None:
 
     Its wheel registers two operators only together with its compiled library.
     """
-    if importlib.util.find_spec("torchvision") is None or torch.cuda.is_available():
+    if importlib.util.find_spec("torchvision") is None or torch.version.cuda is not None:
         return
     for name in ("nms", "qnms"):
         schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
