@@ -6,7 +6,8 @@ from glob import glob
 from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import setup
 
-# The inner loop is written for the compiler's vectoriser, which distributions' -O2 leaves off.
+# Where a compiler has no vector types the inner loops are left to its vectoriser, which
+# distributions' -O2 leaves off.
 OPTIMISE = ["/O2"] if sys.platform == "win32" else ["-O3"]
 
 setup(

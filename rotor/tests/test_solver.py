@@ -190,6 +190,21 @@ def test_ten_options_are_as_exact_as_one():
     assert [table.makespan(m) for m in range(81)] == [reference.makespan(m) for m in range(81)]
 
 
+@pytest.mark.parametrize(("slots", "feasible"), [(0, 0), (31, 4), (32, 4), (33, 4), (257, 12)])
+def test_blocks_of_slots_leave_no_seam(slots, feasible):
+    """The compiled table is filled 32 slots at a time; sizes here span several of them, or none."""
+    solved = 0
+    for seed in range(12):
+        chain = random_chain(random.Random(seed), 9, options=5, largest=[20, 60, 200][seed % 3])
+        compiled, reference = CompiledTable(chain, 3, slots), ReferenceTable(chain, 3, slots)
+        rows = [[table.makespan(m) for m in range(slots + 1)] for table in (compiled, reference)]
+        assert rows[0] == rows[1]
+        if compiled.smallest_slot <= slots:
+            solved += 1
+            assert simulate(chain, compiled.ops(slots)).makespan_ms == rows[0][slots]
+    assert solved == feasible
+
+
 def test_solving_releases_the_gil():
     """Another thread makes progress while the extension computes (a lock would starve it)."""
     chain = random_chain(random.Random(5), 150, largest=900)

@@ -17,7 +17,7 @@ class ChainTable:
     ) -> None: ...
     @property
     def table_bytes(self) -> int:
-        """What `fill` will allocate (or has)."""
+        """What `fill` will allocate (or has): the table, and room to work in that it gives back."""
     @property
     def cell_count(self) -> int:
         """Rows of the table: distinct runs of stages."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
@@ -50,7 +51,10 @@ class MemoryMeter:
             # Otherwise the profiler's library writes a line to stderr at every start and stop.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-            self._profile.start()
+            with warnings.catch_warnings():
+                # Some releases of torch say once that a second cycle would forget the first.
+                warnings.filterwarnings("ignore", message=".*Profiler clears events")
+                self._profile.start()
         return self
 
     def __exit__(
