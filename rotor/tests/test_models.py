@@ -6,9 +6,12 @@ operators that it lacks have been declared.
 
 import contextlib
 import copy
+import functools
 import importlib
+import inspect
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from torch import nn
 import rotor
 from rotor import Checkpointable
 from rotor.memory import peak_of
+from rotor.models import inception
 from rotor.models.inception import InceptionOutputs
 from rotor.models.utils import ReLUAtEnd
 from rotor.testing import assert_trains_like, one_millisecond
@@ -53,8 +57,9 @@ FUNCTIONS = [
 def vision():
     if importlib.util.find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed: nothing to compare with")
-    for name in ("nms", "qnms"):
-        # It may be declared already, by another test module or by torchvision itself.
+    # Beside a CPU build of torch, torchvision cannot load the library that declares these.
+    for name in ("nms", "qnms") if torch.version.cuda is None else ():
+        # It may be declared already, by another test module.
         with contextlib.suppress(RuntimeError):
             torch.library.define(f"torchvision::{name}", SCHEMA)
     try:
@@ -177,6 +182,83 @@ def test_auxiliary_logits_agree(vision):
     assert outputs[0]._fields == outputs[1]._fields
     assert torch.equal(outputs[0].logits, outputs[1].logits)
     assert torch.equal(outputs[0].aux_logits, outputs[1].aux_logits)
+
+
+class Gelu(nn.Module):
+    """A convolution without normalisation, that keeps what it was called with."""
+
+    calls: ClassVar[list] = []
+
+    def __init__(self, *channels, **arguments):
+        super().__init__()
+        self.calls.append((channels, arguments))
+        self.conv = nn.Conv2d(*channels, **arguments)
+
+    def forward(self, x):
+        return nn.functional.gelu(self.conv(x))
+
+
+class PooledLogits(nn.Module):
+    """An auxiliary classifier for images of any size."""
+
+    def __init__(self, in_channels, num_classes):
+        super().__init__()
+        self.fc = nn.Linear(in_channels, num_classes)
+
+    def forward(self, x):
+        return self.fc(x.mean((2, 3)))
+
+
+def inception_of_gelus(models, blocks):
+    """Every convolution replaced, in the blocks too, and the auxiliary classifier as a whole."""
+    inner = [functools.partial(block, conv_block=Gelu) for block in blocks]
+    arguments = {"num_classes": 7, "init_weights": False, "dropout": 0.0}
+    return models.inception_v3(inception_blocks=[Gelu, *inner, PooledLogits], **arguments)
+
+
+def blocks_of(module, names):
+    return [getattr(module, name) for name in names]
+
+
+OUR_BLOCKS = [f"inception_{letter}" for letter in "abcde"]
+THEIR_BLOCKS = [f"Inception{letter}" for letter in "ABCDE"]
+
+
+@pytest.mark.parametrize("source", ["ours", "theirs"])
+def test_inception_blocks_are_made_and_run_as_by_torchvision(vision, source):
+    """Our blocks with a caller's convolutions, and torchvision's own blocks in our network."""
+    their_blocks = blocks_of(vision.inception, THEIR_BLOCKS)
+    blocks = blocks_of(inception, OUR_BLOCKS) if source == "ours" else their_blocks
+    Gelu.calls.clear()
+    ours = inception_of_gelus(rotor.models, blocks).double()
+    made = list(Gelu.calls)
+    Gelu.calls.clear()
+    theirs = inception_of_gelus(vision, their_blocks).double()
+    assert made == Gelu.calls
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    ours.load_state_dict(randomise(theirs).state_dict())
+    x = torch.randn(2, 3, 75, 75, dtype=torch.float64)
+    with torch.no_grad():
+        mine, his = ours(x), theirs(x)
+        assert torch.equal(mine.logits, his.logits)
+        assert torch.equal(mine.aux_logits, his.aux_logits)
+        assert torch.equal(ours.eval()(x), theirs.eval()(x))
+
+
+@pytest.mark.parametrize("count", [0, 6, 8])
+def test_a_wrong_number_of_inception_blocks_is_torchvisions_error(vision, count):
+    messages = []
+    for models in (rotor.models, vision):
+        with pytest.raises(ValueError, match="inception_blocks") as caught:
+            models.inception_v3(inception_blocks=[Gelu] * count, init_weights=False)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+def test_inception_takes_its_arguments_in_torchvisions_order(vision):
+    ours = inspect.signature(inception.Inception3).parameters
+    assert list(ours) == list(inspect.signature(vision.Inception3).parameters)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -8,7 +8,7 @@ there on its logits travel with the tensor from stage to stage, and come out wit
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,8 @@ __all__ = ["Inception3", "InceptionOutputs", "inception_v3"]
 
 # A convolution: name, output channels, kernel (height, width), stride.
 Conv = tuple[str, int, tuple[int, int], int]
+# Makes a module from its input channels and what torchvision passes beside them.
+Maker = Callable[..., nn.Module]
 
 
 class InceptionOutputs(NamedTuple):
@@ -56,17 +58,17 @@ class Mixed(nn.Module):
         inputs: int,
         convs: Sequence[Conv],
         branches: Sequence[Sequence[str | tuple[str, ...]]],
+        conv_block: Maker | None = None,
     ) -> None:
         super().__init__()
         self.branches = tuple(tuple(branch) for branch in branches)
         widths = {name: width for name, width, _, _ in convs}
         before = self._inputs_of(inputs, widths)
         for name, width, kernel, stride in convs:
-            padding = (kernel[0] // 2, kernel[1] // 2) if stride == 1 else (0, 0)
-            conv = BasicConv2d(
-                before[name], width, kernel_size=kernel, stride=stride, padding=padding
+            made = (conv_block or BasicConv2d)(
+                before[name], width, **conv_arguments(kernel, stride)
             )
-            setattr(self, name, conv)
+            setattr(self, name, made)
 
     def _inputs_of(self, inputs: int, widths: Mapping[str, int]) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -96,7 +98,18 @@ class Mixed(nn.Module):
         return x
 
 
-def mixed_5(inputs: int, pool: int) -> Mixed:
+def conv_arguments(kernel: tuple[int, int], stride: int) -> dict[str, Any]:
+    """Return what torchvision passes for a convolution, and no more: a caller's block may look."""
+    square = kernel[0] == kernel[1]
+    arguments: dict[str, Any] = {"kernel_size": kernel[0] if square else kernel}
+    if stride != 1:
+        return {**arguments, "stride": stride}
+    if kernel != (1, 1):
+        arguments["padding"] = kernel[0] // 2 if square else (kernel[0] // 2, kernel[1] // 2)
+    return arguments
+
+
+def inception_a(in_channels: int, pool_features: int, conv_block: Maker | None = None) -> Mixed:
     """35 x 35: kernels 1, 5 and twice 3."""
     convs: list[Conv] = [
         ("branch1x1", 64, (1, 1), 1),
@@ -105,14 +118,14 @@ def mixed_5(inputs: int, pool: int) -> Mixed:
         ("branch3x3dbl_1", 64, (1, 1), 1),
         ("branch3x3dbl_2", 96, (3, 3), 1),
         ("branch3x3dbl_3", 96, (3, 3), 1),
-        ("branch_pool", pool, (1, 1), 1),
+        ("branch_pool", pool_features, (1, 1), 1),
     ]
     double = ("branch3x3dbl_1", "branch3x3dbl_2", "branch3x3dbl_3")
     branches = [("branch1x1",), ("branch5x5_1", "branch5x5_2"), double, ("avg", "branch_pool")]
-    return Mixed(inputs, convs, branches)
+    return Mixed(in_channels, convs, branches, conv_block)
 
 
-def mixed_6a(inputs: int) -> Mixed:
+def inception_b(in_channels: int, conv_block: Maker | None = None) -> Mixed:
     """35 x 35 to 17 x 17."""
     convs: list[Conv] = [
         ("branch3x3", 384, (3, 3), 2),
@@ -121,30 +134,32 @@ def mixed_6a(inputs: int) -> Mixed:
         ("branch3x3dbl_3", 96, (3, 3), 2),
     ]
     double = ("branch3x3dbl_1", "branch3x3dbl_2", "branch3x3dbl_3")
-    return Mixed(inputs, convs, [("branch3x3",), double, ("max",)])
+    return Mixed(in_channels, convs, [("branch3x3",), double, ("max",)], conv_block)
 
 
-def mixed_6(inputs: int, width: int) -> Mixed:
+def inception_c(in_channels: int, channels_7x7: int, conv_block: Maker | None = None) -> Mixed:
     """17 x 17: kernels of 7 in one direction at a time."""
     rows, columns = (1, 7), (7, 1)
     convs: list[Conv] = [
         ("branch1x1", 192, (1, 1), 1),
-        ("branch7x7_1", width, (1, 1), 1),
-        ("branch7x7_2", width, rows, 1),
+        ("branch7x7_1", channels_7x7, (1, 1), 1),
+        ("branch7x7_2", channels_7x7, rows, 1),
         ("branch7x7_3", 192, columns, 1),
-        ("branch7x7dbl_1", width, (1, 1), 1),
-        ("branch7x7dbl_2", width, columns, 1),
-        ("branch7x7dbl_3", width, rows, 1),
-        ("branch7x7dbl_4", width, columns, 1),
+        ("branch7x7dbl_1", channels_7x7, (1, 1), 1),
+        ("branch7x7dbl_2", channels_7x7, columns, 1),
+        ("branch7x7dbl_3", channels_7x7, rows, 1),
+        ("branch7x7dbl_4", channels_7x7, columns, 1),
         ("branch7x7dbl_5", 192, rows, 1),
         ("branch_pool", 192, (1, 1), 1),
     ]
     single = tuple(f"branch7x7_{i}" for i in range(1, 4))
     double = tuple(f"branch7x7dbl_{i}" for i in range(1, 6))
-    return Mixed(inputs, convs, [("branch1x1",), single, double, ("avg", "branch_pool")])
+    return Mixed(
+        in_channels, convs, [("branch1x1",), single, double, ("avg", "branch_pool")], conv_block
+    )
 
 
-def mixed_7a(inputs: int) -> Mixed:
+def inception_d(in_channels: int, conv_block: Maker | None = None) -> Mixed:
     """17 x 17 to 8 x 8."""
     convs: list[Conv] = [
         ("branch3x3_1", 192, (1, 1), 1),
@@ -155,10 +170,10 @@ def mixed_7a(inputs: int) -> Mixed:
         ("branch7x7x3_4", 192, (3, 3), 2),
     ]
     long = tuple(f"branch7x7x3_{i}" for i in range(1, 5))
-    return Mixed(inputs, convs, [("branch3x3_1", "branch3x3_2"), long, ("max",)])
+    return Mixed(in_channels, convs, [("branch3x3_1", "branch3x3_2"), long, ("max",)], conv_block)
 
 
-def mixed_7(inputs: int) -> Mixed:
+def inception_e(in_channels: int, conv_block: Maker | None = None) -> Mixed:
     """8 x 8: branches that split into rows and columns."""
     rows, columns = (1, 3), (3, 1)
     convs: list[Conv] = [
@@ -178,7 +193,7 @@ def mixed_7(inputs: int) -> Mixed:
         ("branch3x3dbl_1", "branch3x3dbl_2", ("branch3x3dbl_3a", "branch3x3dbl_3b")),
         ("avg", "branch_pool"),
     ]
-    return Mixed(inputs, convs, branches)
+    return Mixed(in_channels, convs, branches, conv_block)
 
 
 class TransformInput(nn.Module):
@@ -196,21 +211,36 @@ class TransformInput(nn.Module):
 
 
 class AuxiliaryClassifier(nn.Module):
-    """Hands its input on; in training mode, with logits of its own beside it."""
+    """Logits from the middle of the network."""
 
-    def __init__(self, in_channels: int, num_classes: int) -> None:
+    def __init__(self, in_channels: int, num_classes: int, conv_block: Maker | None = None) -> None:
         super().__init__()
-        self.conv0 = BasicConv2d(in_channels, 128, kernel_size=1)
-        self.conv1 = BasicConv2d(128, 768, kernel_size=5)
+        self.conv0 = (conv_block or BasicConv2d)(in_channels, 128, kernel_size=1)
+        self.conv1 = (conv_block or BasicConv2d)(128, 768, kernel_size=5)
         self.fc = nn.Linear(768, num_classes)
+        self.fc.stddev = 0.001  # type: ignore[assignment]  # torchvision's name for it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        x = functional.avg_pool2d(x, kernel_size=5, stride=3)
+        x = functional.adaptive_avg_pool2d(self.conv1(self.conv0(x)), (1, 1))
+        return self.fc(torch.flatten(x, 1))  # type: ignore[no-any-return]
+
+
+class WithLogits(nn.Module):
+    """Hands its input on; in training mode, with the logits of a classifier beside it.
+
+    Its state-dict keys are those of the classifier.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        hide_inner_name(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return x, or x and the logits."""
-        if not self.training:
-            return x
-        aux = functional.avg_pool2d(x, kernel_size=5, stride=3)
-        aux = functional.adaptive_avg_pool2d(self.conv1(self.conv0(aux)), (1, 1))
-        return x, self.fc(torch.flatten(aux, 1))
+        return (x, self.module(x)) if self.training else x
 
 
 class Beside(nn.Module):
@@ -233,41 +263,64 @@ class Beside(nn.Module):
         return InceptionOutputs(main, aux) if self.is_last else (main, aux)
 
 
+DEFAULT_BLOCKS: tuple[Maker, ...] = (
+    BasicConv2d,
+    inception_a,
+    inception_b,
+    inception_c,
+    inception_d,
+    inception_e,
+    AuxiliaryClassifier,
+)
+
+
 class Inception3(nn.Sequential):
-    """Inception v3 for images of 299 x 299 (75 x 75 at least)."""
+    """Inception v3 for images of 299 x 299 (75 x 75 at least).
+
+    `inception_blocks` are what makes the convolutions, the blocks A to E and the auxiliary
+    classifier, in this order, called as torchvision calls them.
+    """
 
     def __init__(
         self,
         num_classes: int = 1000,
         aux_logits: bool = True,
         transform_input: bool = False,
+        inception_blocks: Sequence[Maker] | None = None,
         init_weights: bool = True,
         dropout: float = 0.5,
     ) -> None:
+        if inception_blocks is None:
+            inception_blocks = DEFAULT_BLOCKS
+        if len(inception_blocks) != 7:
+            raise ValueError(
+                f"length of inception_blocks should be 7 instead of {len(inception_blocks)}"
+            )
+        conv, block_a, block_b, block_c, block_d, block_e, block_aux = inception_blocks
         parts: OrderedDict[str, nn.Module] = OrderedDict()
         if transform_input:
             parts["transform_input"] = TransformInput()
-        parts["Conv2d_1a_3x3"] = BasicConv2d(3, 32, kernel_size=3, stride=2)
-        parts["Conv2d_2a_3x3"] = BasicConv2d(32, 32, kernel_size=3)
-        parts["Conv2d_2b_3x3"] = BasicConv2d(32, 64, kernel_size=3, padding=1)
+        parts["Conv2d_1a_3x3"] = conv(3, 32, kernel_size=3, stride=2)
+        parts["Conv2d_2a_3x3"] = conv(32, 32, kernel_size=3)
+        parts["Conv2d_2b_3x3"] = conv(32, 64, kernel_size=3, padding=1)
         parts["maxpool1"] = nn.MaxPool2d(3, stride=2)
-        parts["Conv2d_3b_1x1"] = BasicConv2d(64, 80, kernel_size=1)
-        parts["Conv2d_4a_3x3"] = BasicConv2d(80, 192, kernel_size=3)
+        parts["Conv2d_3b_1x1"] = conv(64, 80, kernel_size=1)
+        parts["Conv2d_4a_3x3"] = conv(80, 192, kernel_size=3)
         parts["maxpool2"] = nn.MaxPool2d(3, stride=2)
-        parts["Mixed_5b"] = mixed_5(192, 32)
-        parts["Mixed_5c"] = mixed_5(256, 64)
-        parts["Mixed_5d"] = mixed_5(288, 64)
-        parts["Mixed_6a"] = mixed_6a(288)
-        parts["Mixed_6b"] = mixed_6(768, 128)
-        parts["Mixed_6c"] = mixed_6(768, 160)
-        parts["Mixed_6d"] = mixed_6(768, 160)
-        parts["Mixed_6e"] = mixed_6(768, 192)
+        parts["Mixed_5b"] = block_a(192, pool_features=32)
+        parts["Mixed_5c"] = block_a(256, pool_features=64)
+        parts["Mixed_5d"] = block_a(288, pool_features=64)
+        parts["Mixed_6a"] = block_b(288)
+        parts["Mixed_6b"] = block_c(768, channels_7x7=128)
+        parts["Mixed_6c"] = block_c(768, channels_7x7=160)
+        parts["Mixed_6d"] = block_c(768, channels_7x7=160)
+        parts["Mixed_6e"] = block_c(768, channels_7x7=192)
         if aux_logits:
-            parts["AuxLogits"] = AuxiliaryClassifier(768, num_classes)
+            parts["AuxLogits"] = WithLogits(block_aux(768, num_classes))
         tail: OrderedDict[str, nn.Module] = OrderedDict(
-            Mixed_7a=mixed_7a(768),
-            Mixed_7b=mixed_7(1280),
-            Mixed_7c=mixed_7(2048),
+            Mixed_7a=block_d(768),
+            Mixed_7b=block_e(1280),
+            Mixed_7c=block_e(2048),
             avgpool=nn.AdaptiveAvgPool2d((1, 1)),
             dropout=nn.Dropout(dropout),
             flatten=nn.Flatten(1),
@@ -280,10 +333,9 @@ class Inception3(nn.Sequential):
             self._initialise()
 
     def _initialise(self) -> None:
-        narrow = {"AuxLogits.conv1.conv": 0.01, "AuxLogits.fc": 0.001}
-        for name, module in self.named_modules():
+        for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
-                deviation = narrow.get(name, 0.1)
+                deviation = float(getattr(module, "stddev", 0.1))
                 nn.init.trunc_normal_(module.weight, mean=0.0, std=deviation, a=-2, b=2)
             elif isinstance(module, nn.BatchNorm2d):
                 nn.init.ones_(module.weight)
