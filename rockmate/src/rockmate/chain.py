@@ -8,13 +8,13 @@ counts is the exact peak of their steps. What they recompute in vain is then dro
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from rockmate.blocks import Block, find_cuts, make_blocks, merge_repeated, reserved_bytes
 from rockmate.options import BlockOption, Grid, block_options
+from rockmate.parallel import map_in_parallel
 from rockmate.planners.edit import prune
 from rockmate.problem import Problem
 from rockmate.simulate import simulate
@@ -156,7 +156,6 @@ def chain_model(
     grid: Grid | None = None,
     max_nodes: int = SMALL_BLOCK_NODES,
     cache: dict[object, tuple[BlockOption, ...]] | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> ChainModel | None:
     """Return the chain of a problem at one of two grains; None if it has no cut.
 
@@ -172,25 +171,27 @@ def chain_model(
     classes: dict[int, Block] = {}
     for block in blocks:
         classes.setdefault(block.class_id, block)
-    options: dict[int, tuple[BlockOption, ...]] = {}
-    for number, (class_id, block) in enumerate(classes.items()):
-        if progress is not None:
-            progress(number, len(classes))
-        times = tuple(node.fwd_time_ms for node in block.local.nodes)
-        key = (block.signature, times, grid)
-        if cache is None or key not in cache:
-            size = len(block.local.nodes)
-            # large blocks cost seconds per box: a few boxes must do
-            own = grid or (Grid(5, 8) if size <= 16 else Grid(4, 5) if size <= 32 else Grid(2, 3))
-            with timed("options"):
-                found = block_options(block.local, solver, own)
-            if cache is not None:
-                cache[key] = found
-        else:
-            found = cache[key]
-        options[class_id] = found
+    cache = {} if cache is None else cache
+    keys = {
+        class_id: (block.signature, tuple(n.fwd_time_ms for n in block.local.nodes), grid)
+        for class_id, block in classes.items()
+    }
+    new = {keys[class_id]: block for class_id, block in classes.items()}
+    new = {key: block for key, block in new.items() if key not in cache}
+
+    def options_of(block: Block) -> tuple[BlockOption, ...]:
+        return block_options(block.local, solver, grid or _grid(len(block.local.nodes)))
+
+    with timed("options"):
+        cache.update(zip(new, map_in_parallel(options_of, new.values()), strict=True))
+    options = {class_id: cache[key] for class_id, key in keys.items()}
     name = "blocks" if merged else "half blocks"
     return ChainModel(problem, blocks, options, reserved_bytes(problem, pinned), name)
+
+
+def _grid(nodes: int) -> Grid:
+    # Large blocks cost seconds per box: a few boxes must do.
+    return Grid(5, 8) if nodes <= 16 else Grid(4, 5) if nodes <= 32 else Grid(2, 3)
 
 
 def _forward_peak(local: Problem) -> int:

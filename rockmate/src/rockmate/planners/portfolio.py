@@ -2,7 +2,7 @@
 
 keep everything → fits: done
 budget below a cheap low-memory plan → smallest feasible budget → refuse, or have a fallback
-small graphs: equal segments → search in windows → whole graph, hinted; done if that is proven
+small graphs: equal segments → search in windows → whole graph, hinted; done if near the bound
 else: equal segments → chain at both grains → search in windows → bound
 """
 
@@ -20,7 +20,7 @@ from rockmate.options import BlockOption
 from rockmate.plan import Plan, Trial, make_plan
 from rockmate.planners.edit import prune
 from rockmate.planners.minimum import floor_bytes, low_memory_plan, minimum_peak
-from rockmate.planners.search import improve
+from rockmate.planners.search import explore, improve
 from rockmate.planners.simple import (
     best_segments,
     chen,
@@ -37,7 +37,8 @@ from rockmate.steps import Steps
 
 logger = logging.getLogger(__name__)
 
-_HINT_WINDOWS = 24  # of the search that goes before solving the whole graph
+_FEW_WINDOWS = 100  # nodes up to which two windows at a time would mostly be the same one
+_HINT_WINDOWS = 16  # of each search that goes before solving the whole graph
 
 Progress = Callable[[float, str], None]  # fraction done, what is being done
 
@@ -72,13 +73,14 @@ class Effort:
     grains: int
     bound_cuts: int
     close_enough: float  # to the bound, relative to the step: what is left is not searched for
+    small_enough: float  # gap under which chains, which suit small graphs less, are not tried
     seconds: float | None = None
 
 
 EFFORTS = {
-    "fast": Effort(55, 0.35, 0.05, 24, 0.02, 2, 1, 2e-3),
-    "balanced": Effort(80, 0.8, 0.2, 60, 0.05, 2, 2, 5e-4),
-    "best": Effort(120, 2.0, 0.5, 400, 0.1, 3, 3, 1e-4),
+    "fast": Effort(55, 0.15, 0.05, 24, 0.02, 2, 1, 2e-3, 0.05),
+    "balanced": Effort(80, 0.8, 0.2, 60, 0.05, 2, 2, 5e-4, 0.02),
+    "best": Effort(120, 2.0, 0.5, 400, 0.1, 3, 3, 1e-4, 0.0),
 }
 
 
@@ -118,7 +120,7 @@ def effort_of(effort: str | float) -> Effort:
     if isinstance(effort, bool) or not effort > 0:
         raise ValueError(f"effort is {effort!r}; give a positive number of seconds or a name")
     return Effort(
-        120, 2.0, 0.05 if effort < 15 else 0.2, 1_000_000, 0.05, 2, 2, 1e-4, float(effort)
+        120, 2.0, 0.05 if effort < 15 else 0.2, 1_000_000, 0.05, 2, 2, 1e-4, 0.0, float(effort)
     )
 
 
@@ -200,15 +202,16 @@ class _Planning:
         small = len(problem.nodes) <= effort.whole_nodes
         if small:
             # What a short search finds is a good hint for the whole graph.
-            self._search(min(effort.windows, _HINT_WINDOWS), 0.1, 0.2)
+            self._search(explore, min(effort.windows, _HINT_WINDOWS), 0.1, 0.2)
             self._report(0.2, "whole graph")
-            if self._whole():
+            if self._whole() or self._is_within(effort.small_enough):
                 return
         self._report(0.3, "blocks")
         if not self._stopped():
             self._chains()
         if not self._stopped():
-            self._search(effort.windows, 0.6, 0.95)
+            search = improve if len(problem.nodes) > _FEW_WINDOWS else explore
+            self._search(search, effort.windows, 0.6, 0.95, seed=self.seed + 2)
 
     def _single(self, planner: str, fallback: Steps | None) -> None:
         problem = self.problem
@@ -227,7 +230,7 @@ class _Planning:
             self._try("segments", lambda: best_segments(problem, self.budget))
             if self.best is None and fallback is not None:
                 self._consider("low memory", fallback, time.perf_counter())
-            self._search(self.effort.windows, 0.6, 0.95)
+            self._search(improve, self.effort.windows, 0.6, 0.95)
 
     def _whole(self, hint: Steps | None = None) -> bool:
         """Solve the whole graph at once; say whether the answer is proven the best of its class."""
@@ -285,9 +288,16 @@ class _Planning:
                 return [pinned]
         return sets
 
-    def _search(self, windows: int, begin_at: float, end_at: float) -> None:
+    def _search(
+        self,
+        search: Callable[..., Steps],
+        windows: int,
+        begin_at: float,
+        end_at: float,
+        seed: int | None = None,
+    ) -> None:
         """Search in windows; `begin_at` and `end_at` are fractions of progress."""
-        if self.best is None or self._is_proven():
+        if self.best is None or self._is_within(self.effort.close_enough):
             return
         begin = time.perf_counter()
         done = 0
@@ -299,24 +309,24 @@ class _Planning:
             self._report(begin_at + (end_at - begin_at) * part, "search")
             return self._stopped()
 
-        steps = improve(
+        steps = search(
             self.problem,
             self.best,
             self.budget,
             windows=windows,
             window_limit=self.effort.window_limit,
-            seed=self.seed,
+            seed=self.seed if seed is None else seed,
             stop=stop,
         )
         self._consider("search in windows", steps, begin)
 
-    def _is_proven(self) -> bool:
-        """Whether the best plan is so close to the bound that next to nothing is left to find."""
+    def _is_within(self, gap: float) -> bool:
+        """Whether there is a plan, and one as near to the bound, relative to the step."""
         if self.bound_ms is None:
             self.bound_ms = lower_bound(self.problem, self.budget, cuts=self.effort.bound_cuts)
         base = self.problem.base_time_ms
         least = base + (self.bound_ms or 0.0)
-        return base + self.best_ms <= least * (1 + self.effort.close_enough)
+        return base + self.best_ms <= least * (1 + gap)
 
     # --- bookkeeping ------------------------------------------------------------------------------
 

@@ -3,14 +3,18 @@
 A window frees some nodes in some stages; the rest of the plan is a fixed background, so a window of
 a network of any length is a small program. Windows are drawn by a seeded generator: one run of
 neighbouring nodes, or two runs that then can exchange memory with each other. Laying them around
-what the plan recomputes was tried and found no better.
+what the plan recomputes was tried and found no better. Two windows of the same plan are solved at a
+time; where both help, what they do to different nodes is joined.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from rockmate.errors import InvalidPlanError
+from rockmate.parallel import map_in_parallel
 from rockmate.planners.edit import prune
 from rockmate.problem import Problem
 from rockmate.simulate import simulate
@@ -20,6 +24,7 @@ from rockmate.steps import Steps
 
 _SIZES = (16, 24, 36)  # nodes of a window: what CP-SAT solves in a fraction of a second
 _ONE_RUN = 0.4  # share of windows that are one run of neighbouring nodes
+_AT_ONCE = 2  # windows solved at the same time; the same everywhere, for the same plan everywhere
 
 
 def in_node_order(problem: Problem, steps: Steps) -> Steps:
@@ -37,12 +42,15 @@ def improve(
     *,
     windows: int,
     window_limit: float = 0.1,
+    at_once: int = _AT_ONCE,
     seed: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> Steps:
     """Return steps that are at least as fast, after trying so many windows.
 
     `window_limit` is in deterministic seconds, about four of the clock. Deterministic if `stop` is.
+    `at_once` windows are solved at the same time, from the same plan: as good as one after the
+    other on graphs that are much larger than a window, and worse on small ones.
     Steps that do not fit the budget in node order are returned as they are.
     """
     current = prune(problem, in_node_order(problem, steps), budget_bytes)
@@ -52,12 +60,8 @@ def improve(
         return steps
     cost = timeline.overhead_ms
     draw = random.Random(seed)
-    for _ in range(windows):
-        if stop() or cost <= 0:
-            break
-        window = _window(problem, current, _draw_nodes(len(problem.nodes), draw))
-        if window is None:
-            continue
+
+    def solve(window: Window) -> Steps | None:
         result = solve_intervals(
             problem,
             budget_bytes,
@@ -66,13 +70,86 @@ def improve(
             deterministic_limit=window_limit,
             seed=seed,
         )
-        if result.steps is None:
-            continue
-        found = prune(problem, result.steps, budget_bytes)
-        timeline = simulate(problem, found)
-        if timeline.peak_bytes <= budget_bytes and timeline.overhead_ms < cost:
-            current, cost = found, timeline.overhead_ms
+        return None if result.steps is None else prune(problem, result.steps, budget_bytes)
+
+    for _ in range(0, windows, at_once):
+        if stop() or cost <= 0:
+            break
+        drawn = [
+            window
+            for _ in range(at_once)
+            if (window := _window(problem, current, _draw_nodes(len(problem.nodes), draw)))
+        ]
+        answers = zip(drawn, map_in_parallel(solve, drawn), strict=True)
+        found = [
+            (window, answer)
+            for window, answer in answers
+            if answer is not None and _overhead_ms(problem, answer, budget_bytes) < cost
+        ]
+        candidates = [answer for _, answer in found]
+        if len(found) > 1:
+            candidates += _joined(problem, found, budget_bytes)
+        for candidate in candidates:
+            reached = _overhead_ms(problem, candidate, budget_bytes)
+            if reached < cost:
+                current, cost = candidate, reached
     return current if cost <= best.overhead_ms else steps
+
+
+def explore(
+    problem: Problem,
+    steps: Steps,
+    budget_bytes: int,
+    *,
+    windows: int,
+    window_limit: float = 0.1,
+    seed: int = 0,
+    stop: Callable[[], bool] = lambda: False,
+) -> Steps:
+    """Return the best of two searches side by side, of so many windows each: for small graphs."""
+
+    def search(own_seed: int) -> Steps:
+        return improve(
+            problem,
+            steps,
+            budget_bytes,
+            windows=windows,
+            window_limit=window_limit,
+            at_once=1,
+            seed=own_seed,
+            stop=stop,
+        )
+
+    found = map_in_parallel(search, (seed, seed + 1))
+    return min(found, key=lambda steps: simulate(problem, steps).overhead_ms)
+
+
+def _overhead_ms(problem: Problem, steps: Steps, budget_bytes: int) -> float:
+    timeline = simulate(problem, steps)
+    return timeline.overhead_ms if timeline.peak_bytes <= budget_bytes else math.inf
+
+
+def _joined(
+    problem: Problem, answers: Sequence[tuple[Window, Steps]], budget_bytes: int
+) -> list[Steps]:
+    """Return the first answer, changed to what the others do with the nodes of their windows.
+
+    Empty if that is no plan: one may recompute from what the other no longer recomputes.
+    """
+    joined = recomputed_by_stage(problem, answers[0][1])
+    for window, other in answers[1:]:
+        theirs = recomputed_by_stage(problem, other)
+        joined = {
+            stage: [
+                *(k for k in joined.get(stage, ()) if k not in window.nodes),
+                *(k for k in theirs.get(stage, ()) if k in window.nodes),
+            ]
+            for stage in {**joined, **theirs}
+        }
+    try:
+        return [prune(problem, steps_of_stages(problem, joined), budget_bytes)]
+    except InvalidPlanError:
+        return []
 
 
 def _draw_nodes(count: int, draw: random.Random) -> frozenset[int]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 from rockmate.problem import Problem
 from rockmate.solvers.result import Solver, SolverResult
 from rockmate.steps import Steps
@@ -48,15 +51,21 @@ def solve_whole(
 
 
 def block_solver(backend: str, deterministic_limit: float) -> Solver:
-    """Return a backend as the solver of a block's boxes."""
+    """Return a backend as the solver of a block's boxes, which may be called from many threads.
+
+    The 0/1 programs are solved one at a time: their limit is of the clock, and the libraries
+    promise nothing about threads.
+    """
+    turn = contextlib.nullcontext() if backend == "cp-sat" else threading.Lock()
 
     def solve(problem: Problem, budget_bytes: int, hint: Steps) -> SolverResult:
-        return solve_whole(
-            problem,
-            budget_bytes,
-            backend=backend,
-            hint=hint,
-            deterministic_limit=deterministic_limit,
-        )
+        with turn:
+            return solve_whole(
+                problem,
+                budget_bytes,
+                backend=backend,
+                hint=hint,
+                deterministic_limit=deterministic_limit,
+            )
 
     return solve
