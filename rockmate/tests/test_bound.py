@@ -10,7 +10,8 @@ from rockmate.planners import plan
 from rockmate.planners.simple import no_recomputation
 from rockmate.simulate import simulate
 from rockmate.solvers.bound import lower_bound
-from rockmate.testing import exhaustive_search, gpt_problem, random_problem
+from rockmate.testing import gpt_problem, random_problem
+from rockmate.testing_oracle import exhaustive_search
 
 
 @pytest.mark.parametrize("seed", range(500, 560))

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,17 @@ from torch.utils.checkpoint import checkpoint
 
 import rkgb
 from rockmate import Rockmate
-from rockmate.testing_nets import eager_copy, network, tokens
+from rockmate.testing_nets import (
+    assert_same_gradients,
+    eager_copy,
+    hugging_face_gpt2,
+    network,
+    tokens,
+)
 
 
 def wrap(model: nn.Module, sample: Any, budget: Any = 0.8, **options: Any) -> Rockmate:
     return Rockmate(model, sample, budget, cost="flops", **options)
-
-
-def same_gradients(first: nn.Module, second: nn.Module) -> None:
-    for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
-        assert ours.grad is not None
-        assert torch.equal(ours.grad, theirs.grad)
 
 
 def same_parameters(first: nn.Module, second: nn.Module) -> None:
@@ -48,7 +49,7 @@ def test_inside_activation_checkpointing(reentrant: bool) -> None:
     for module in (twin, wrapped):
         torch.set_rng_state(state)
         checkpoint(module, pixels, labels, use_reentrant=reentrant).backward()
-    same_gradients(model, twin)
+    assert_same_gradients(model, twin)
 
 
 def test_several_in_one_model() -> None:
@@ -70,7 +71,7 @@ def test_several_in_one_model() -> None:
         torch.set_rng_state(state)
         for _ in range(2):
             module(x).square().sum().backward()
-    same_gradients(model, twin)
+    assert_same_gradients(model, twin)
     model.load_state_dict(twin.state_dict())
 
 
@@ -82,7 +83,7 @@ def test_compile_around_falls_back_to_running_it() -> None:
     for module in (twin, compiled):
         torch.set_rng_state(state)
         module(*sample).backward()
-    same_gradients(model, twin)
+    assert_same_gradients(model, twin)
 
 
 def test_compiled_modules_inside_are_refused() -> None:
@@ -148,7 +149,7 @@ def _distributed(rank: int, port: int) -> None:
         order.clear()
         reduced.clear()
         ours(*sample).backward()
-        same_gradients(model, twin)
+        assert_same_gradients(model, twin)
         for module in (model, twin):
             with torch.no_grad():
                 for parameter in module.parameters():
@@ -211,16 +212,6 @@ def test_two_processes_agree_with_eager(work: str) -> None:
 # ---------------------------------------------------------------------- trainers
 
 
-def _tiny_gpt2() -> Any:
-    transformers = pytest.importorskip("transformers", reason="transformers is a test extra")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=2, n_head=2, n_embd=32, vocab_size=90, n_positions=32, use_cache=False,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config).train()
-
-
 class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
     """42 sequences: the last batch of an epoch is smaller."""
 
@@ -232,6 +223,18 @@ class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def assert_ends_as_eager(train: Callable[[nn.Module], None]) -> Rockmate:
+    """Train a GPT-2 and its wrapped equal; return the latter."""
+    pytest.importorskip("transformers", reason="transformers is a test extra")
+    plain, model = hugging_face_gpt2(), hugging_face_gpt2()
+    ids, _ = tokens(4, 24, 90)
+    wrapped = wrap(model, {"input_ids": ids, "labels": ids})
+    train(plain)
+    train(wrapped)
+    same_parameters(model, plain)
+    return wrapped
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -247,12 +250,7 @@ def test_hugging_face_trainer() -> None:
             )  # fmt: skip
             transformers.Trainer(model=model, args=arguments, train_dataset=Texts()).train()
 
-    plain, model = _tiny_gpt2(), _tiny_gpt2()
-    ids, _ = tokens(4, 24, 90)
-    wrapped = wrap(model, {"input_ids": ids, "labels": ids})
-    train(plain)
-    train(wrapped)
-    same_parameters(model, plain)
+    wrapped = assert_ends_as_eager(train)
     assert len(vars(wrapped)["_plans"]) > 1, "the smaller last batch must have been planned"
 
 
@@ -271,11 +269,7 @@ def test_accelerate() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    plain, model = _tiny_gpt2(), _tiny_gpt2()
-    ids, _ = tokens(4, 24, 90)
-    train(plain)
-    train(wrap(model, {"input_ids": ids, "labels": ids}))
-    same_parameters(model, plain)
+    assert_ends_as_eager(train)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -301,9 +295,4 @@ def test_lightning(tmp_path: Path) -> None:
         )  # fmt: skip
         trainer.fit(Task(model), torch.utils.data.DataLoader(Texts(), batch_size=4))
 
-    plain, model = _tiny_gpt2(), _tiny_gpt2()
-    ids, _ = tokens(4, 24, 90)
-    wrapped = wrap(model, {"input_ids": ids, "labels": ids})
-    train(plain)
-    train(wrapped)
-    same_parameters(model, plain)
+    assert_ends_as_eager(train)

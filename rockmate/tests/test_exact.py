@@ -8,14 +8,19 @@ from torch import nn
 
 from rockmate import InfeasibleBudgetError, Rockmate
 from rockmate.testing_nets import (
+    assert_same_gradients,
     assert_trains_like,
     eager_copy,
+    hugging_face_gpt2,
     measured_peak_bytes,
     network,
     tokens,
 )
 
-NETS = ["gpt", "resnet", "unet", "transformer", "mixer", "lstm", "tied", "hf_gpt2", "hf_llama"]
+NETS = [
+    "gpt", "resnet", "unet", "transformer", "mixer", "lstm", "tied", "fno", "uno", "hf_gpt2",
+    "hf_llama",
+]  # fmt: skip
 FRACTIONS = [0.4, 0.6, 0.8, 1.0]
 
 
@@ -23,15 +28,11 @@ def build(name: str) -> tuple[nn.Module, object]:
     if not name.startswith("hf_"):
         return network(name)
     transformers = pytest.importorskip("transformers", reason="transformers is a test extra")
-    torch.manual_seed(0)
     ids, _ = tokens(3, 24, 90)
     if name == "hf_gpt2":
-        config = transformers.GPT2Config(
-            n_layer=2, n_head=2, n_embd=32, vocab_size=90, n_positions=32, use_cache=False,
-            bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        model = transformers.GPT2LMHeadModel(config)
+        model = hugging_face_gpt2()
     else:
+        torch.manual_seed(0)
         config = transformers.LlamaConfig(
             num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4,
             num_key_value_heads=2, vocab_size=90, use_cache=False,
@@ -109,8 +110,7 @@ def test_gradients_accumulate_and_hooks_fire_as_often_as_in_eager() -> None:
             module(*sample).backward()
         counts.append(fired)
     assert counts[0] == counts[1]
-    for ours, theirs in zip(wrapped.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    assert_same_gradients(model, twin)
 
 
 def test_gradients_are_ready_during_backward_not_after() -> None:
@@ -155,9 +155,7 @@ def test_backward_of_part_of_the_outputs(heads: str) -> None:
         loss.backward()
     assert out["nothing"] is None
     assert not out["right"][1].requires_grad
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None)
-        assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+    assert_same_gradients(model, twin)
 
 
 def test_two_forwards_then_two_backwards_in_either_order() -> None:
@@ -171,8 +169,7 @@ def test_two_forwards_then_two_backwards_in_either_order() -> None:
             losses = [module(*sample), module(*sample)]
             for index in order:
                 losses[index].backward()
-        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad)
+        assert_same_gradients(model, twin)
 
 
 def test_inputs_that_require_gradients_get_them() -> None:

@@ -27,7 +27,7 @@ from rockmate.steps import Step, Steps
 from rockmate.testing_nets import network
 
 CPU = torch.device("cpu")
-NETS = ["gpt", "resnet", "unet", "lstm", "tied", "transformer"]
+NETS = ["gpt", "resnet", "unet", "lstm", "tied", "transformer", "uno"]
 _planned: dict[str, tuple[nn.Module, Any, Planned]] = {}
 
 

@@ -7,7 +7,8 @@ import pytest
 from rockmate.planners.simple import no_recomputation
 from rockmate.simulate import simulate
 from rockmate.solvers.ilp import solve_ilp
-from rockmate.testing import exhaustive_search, gpt_problem, random_problem
+from rockmate.testing import gpt_problem, random_problem
+from rockmate.testing_oracle import exhaustive_search
 
 
 @pytest.mark.parametrize("seed", range(40))

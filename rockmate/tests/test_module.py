@@ -25,7 +25,7 @@ from rockmate import (
     UnsupportedModuleError,
 )
 from rockmate.budget import parse_budget
-from rockmate.testing_nets import eager_copy, network
+from rockmate.testing_nets import assert_same_gradients, eager_copy, hugging_face_gpt2, network
 
 
 def wrap(model: nn.Module, sample: Any, budget: Any = "1MiB", **options: Any) -> Rockmate:
@@ -114,12 +114,8 @@ def test_eval_and_no_grad_run_the_original() -> None:
 
 
 def test_outputs_keep_their_types() -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is a test extra")
-    config = transformers.GPT2Config(
-        n_layer=1, n_head=2, n_embd=16, vocab_size=40, n_positions=16, use_cache=False,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model = transformers.GPT2LMHeadModel(config).train()
+    pytest.importorskip("transformers", reason="transformers is a test extra")
+    model = hugging_face_gpt2(layers=1, width=16, vocab=40, length=16)
     ids = torch.randint(0, 40, (2, 8))
     wrapped = wrap(model, {"input_ids": ids, "labels": ids})
     result = wrapped(input_ids=ids, labels=ids)
@@ -472,8 +468,7 @@ def test_an_exception_in_backward_leaves_a_module_that_works() -> None:
     wrapped(*sample).backward()
     torch.set_rng_state(state)
     twin(*sample).backward()
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    assert_same_gradients(model, twin)
 
 
 def test_names_promised_by_the_package_exist() -> None:

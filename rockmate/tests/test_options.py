@@ -18,7 +18,8 @@ from rockmate.planners.simple import no_recomputation
 from rockmate.problem import Node, Problem, Storage
 from rockmate.simulate import simulate
 from rockmate.solvers import block_solver
-from rockmate.testing import exhaustive_search, gpt_problem, random_problem, unet_problem
+from rockmate.testing import gpt_problem, random_problem, unet_problem
+from rockmate.testing_oracle import exhaustive_search
 
 
 @pytest.mark.parametrize("seed", range(60))

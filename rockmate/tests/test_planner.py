@@ -11,13 +11,8 @@ from rockmate.planners import PLANNERS, minimum_peak, plan
 from rockmate.planners.simple import no_recomputation
 from rockmate.problem import Problem
 from rockmate.simulate import simulate
-from rockmate.testing import (
-    exhaustive_search,
-    gpt_problem,
-    random_problem,
-    resnet_problem,
-    unet_problem,
-)
+from rockmate.testing import gpt_problem, random_problem, resnet_problem, unet_problem
+from rockmate.testing_oracle import exhaustive_search
 
 
 def keeping_all(problem: Problem) -> int:

@@ -16,7 +16,8 @@ from rockmate.problem import Node, Problem, Storage
 from rockmate.program import lower
 from rockmate.simulate import simulate
 from rockmate.steps import Step, backward, forward, steps_from_text, steps_to_text
-from rockmate.testing import exhaustive_search, gpt_problem, random_problem, small_problems
+from rockmate.testing import gpt_problem, random_problem, small_problems
+from rockmate.testing_oracle import exhaustive_search
 
 
 def two_nodes() -> Problem:

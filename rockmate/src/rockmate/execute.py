@@ -71,6 +71,33 @@ class Executor:
         return list(outputs)
 
     @functools.cached_property
+    def freed(self) -> tuple[tuple[int | None, tuple[str, ...]], ...]:
+        """Per storage: the node whose graph goes with it (of a phantom), and its values."""
+        return tuple(
+            (storage.producer if storage.is_phantom else None, names)
+            for storage, names in zip(self.problem.storages, self.layout.storage_names, strict=True)
+        )
+
+    @functools.cached_property
+    def watched(self) -> frozenset[str]:
+        """Names of externals that nodes read and none of them writes."""
+        nodes, volatile = self.runner.graph.nodes, self.runner.volatile
+        read = {name for node in nodes for name in node.externals}
+        return frozenset(read.difference(*volatile))
+
+    @functools.cached_property
+    def reread_outputs(self) -> tuple[str, ...]:
+        """Outputs of the model that the backward phase may read."""
+        pairs = zip(self.problem.storages, self.layout.storage_names, strict=True)
+        read = {
+            name
+            for storage, names in pairs
+            if storage.is_output and (storage.bwd_users or storage.fwd_users)
+            for name in names
+        }
+        return tuple(name for name in self.layout.output_names if name in read)
+
+    @functools.cached_property
     def last_node(self) -> int:
         """The node whose gradients autograd asks for last."""
         return next(
@@ -148,12 +175,12 @@ class _Step:
         state.values.update(kept)
 
     def _free(self, instruction: Instruction) -> None:
-        problem, state = self.executor.problem, self.state
+        state, freed = self.state, self.executor.freed
         for index in instruction.frees:
-            storage = problem.storages[index]
-            if storage.is_phantom:
-                state.graphs.pop(storage.producer, None)
-            for name in self.executor.layout.storage_names[index]:
+            node, names = freed[index]
+            if node is not None:
+                state.graphs.pop(node, None)
+            for name in names:
                 state.values.pop(name, None)
         if instruction.frees_state:
             state.rng.pop(instruction.node, None)
@@ -215,31 +242,24 @@ class _Step:
     # ------------------------------------------------------------------ the user's own tensors
 
     def remember_versions(self) -> None:
-        state = self.state
-        volatile = {name for names in self.executor.runner.volatile for name in names}
-        for name, tensor in state.external.items():
-            if name not in volatile and not tensor.is_inference():
+        state, executor = self.state, self.executor
+        for name in executor.watched:
+            tensor = state.external[name]
+            if not tensor.is_inference():
                 self.seen[name] = (tensor._version, storage_id(tensor))
-        read = {
-            name
-            for storage, names in zip(
-                self.executor.problem.storages, self.executor.layout.storage_names, strict=True
-            )
-            if storage.is_output and (storage.bwd_users or storage.fwd_users)
-            for name in names
-        }
         self.output_versions = {
-            n: state.values[n]._version
-            for n in self.executor.layout.output_names
-            if n in read and n in state.values
+            n: state.values[n]._version for n in executor.reread_outputs if n in state.values
         }
 
     def _check_unchanged(self, node: int) -> None:
+        seen, external = self.seen, self.state.external
         for name in self.executor.runner.graph.nodes[node].externals:
-            if name not in self.seen:
+            if name not in seen:
                 continue
-            tensor = self.state.external[name]
-            if (tensor._version, storage_id(tensor)) != self.seen[name]:
+            version, storage = seen[name]
+            tensor = external[name]
+            # Not its address: FSDP frees and fills the memory of the same storage.
+            if tensor._version != version or storage_id(tensor) != storage:
                 raise ChangedTensorError(
                     f"'{name}' was changed in place between the forward and the backward of a "
                     "Rockmate module, and the backward needs its old content. Change parameters "
@@ -258,8 +278,10 @@ class _NodeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-        with torch.no_grad():
-            return (None, None, grad, *ctx.step.advance(ctx.node))
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return (None, None, grad, *ctx.step.advance(ctx.node))
+        return (None, None, grad, *ctx.step.advance(ctx.node))
 
 
 class _OutputFunction(torch.autograd.Function):

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from rkgb.basic import bind_inputs
 from rkgb.memory import trace_memory
+from rockmate.testing_operators import TinyFNO, TinyUNO
 
 
 class Attention(nn.Module):
@@ -233,6 +234,7 @@ def network(name: str) -> tuple[nn.Module, Any]:
     """Return a freshly initialised network in train mode, and a sample for it."""
     torch.manual_seed(0)
     pixels, labels = images(4, 16)
+    fields = (_noise(4, 1, 16, 16), _noise(4, 1, 16, 16).cos())
     builders: dict[str, tuple[Any, Any]] = {
         "gpt": (TinyGPT, tokens(4, 32, 120)),
         "resnet": (TinyResNet, (pixels, labels)),
@@ -241,6 +243,8 @@ def network(name: str) -> tuple[nn.Module, Any]:
         "mixer": (TinyMixer, (pixels, labels)),
         "lstm": (TinyLSTM, tokens(4, 12, 80)),
         "tied": (TiedMLP, (_noise(16, 48),)),
+        "fno": (TinyFNO, fields),
+        "uno": (TinyUNO, fields),
     }
     build, sample = builders[name]
     model: nn.Module = build()
@@ -256,6 +260,36 @@ def loss_of(result: Any) -> Tensor:
         return loss
     tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
     return torch.stack([t.abs().square().mean() for t in tensors]).sum()
+
+
+def hugging_face_gpt2(
+    *, layers: int = 2, width: int = 32, vocab: int = 90, length: int = 32
+) -> nn.Module:
+    """Return a GPT-2 of the library, which must be installed, in train mode."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=layers, n_head=2, n_embd=width, vocab_size=vocab, n_positions=length,
+        use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
+    return model.train()
+
+
+def assert_same_gradients(first: nn.Module, second: nn.Module) -> None:
+    """Compare the gradients of two copies of a module bit for bit.
+
+    Raises:
+        AssertionError: one differs, only one of two is there, or none is there at all.
+    """
+    found = 0
+    for (name, ours), theirs in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), f"only one gradient of {name} is there"
+        if ours.grad is not None and theirs.grad is not None:
+            assert torch.equal(ours.grad, theirs.grad), f"the gradients of {name} differ"
+            found += 1
+    assert found, "no parameter has a gradient"
 
 
 def assert_trains_like(
