@@ -11,7 +11,7 @@ import torch
 def _declare_missing_operators() -> None:
     # torchvision's wheel registers these two only together with its compiled library, which a CPU
     # build of torch cannot load; importing it (as transformers does) fails without the schemas.
-    if importlib.util.find_spec("torchvision") is None or torch.cuda.is_available():
+    if importlib.util.find_spec("torchvision") is None or torch.version.cuda is not None:
         return
     for name in ("nms", "qnms"):
         try:

@@ -1,9 +1,11 @@
 """Check which package imports which, and what importing a package must not load.
 
-Three rules, each reported with file and line:
+Four rules, each reported with file and line:
 
 * direction: rkgb and rotor know neither each other nor rockmate;
 * rotor's data types and solvers are plain Python: they do not import torch;
+* what a package imports, its pyproject.toml declares, as a dependency or in an extra: that another
+  dependency happens to bring it along is no promise;
 * `import rockmate` (which loads all three) loads no optional or slow library: those are imported
   where they are used.
 
@@ -18,11 +20,15 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import tomllib
 
 FORBIDDEN = {
     "rkgb": {"rotor", "rockmate"},
@@ -30,6 +36,7 @@ FORBIDDEN = {
     "rockmate": set[str](),
 }
 TORCH_FREE = ("chain.py", "ops.py", "schedule.py", "simulate.py", "errors.py", "solver/*.py")
+DISTRIBUTIONS = {"rotor": "rk-rotor"}  # where the import has another name
 LAZY = ("graphviz", "gurobipy", "highspy", "matplotlib", "ortools", "pulp", "transformers")
 
 
@@ -64,6 +71,25 @@ def wrong_directions(root: Path) -> Iterator[str]:
                     yield f"{path.relative_to(root)}:{line}: {name} must not import {module}"
 
 
+def undeclared_imports(root: Path) -> Iterator[str]:
+    """Yield one line per import of a library that the package does not declare."""
+    for package in FORBIDDEN:
+        project = tomllib.loads((root / package / "pyproject.toml").read_text())["project"]
+        extras = project.get("optional-dependencies", {}).values()
+        declared = {
+            re.split(r"[^\w.-]", line)[0].lower()
+            for line in itertools.chain(project.get("dependencies", ()), *extras)
+        }
+        for path in sorted((root / package / "src" / package).rglob("*.py")):
+            for line, module in imported_modules(path.read_text(encoding="utf-8")):
+                name = DISTRIBUTIONS.get(module, module)
+                if module == package or module in sys.stdlib_module_names or name in declared:
+                    continue
+                if module in FORBIDDEN.get(package, ()):
+                    continue  # a wrong direction, reported as such
+                yield f"{path.relative_to(root)}:{line}: {package} does not declare {name}"
+
+
 def heavy_imports(root: Path) -> Iterator[str]:
     """Yield one line per package whose import, in a fresh interpreter, fails or loads too much."""
     sources = os.pathsep.join(str(root / package / "src") for package in FORBIDDEN)
@@ -88,7 +114,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
     root = parser.parse_args().root
-    problems = [*wrong_directions(root), *heavy_imports(root)]
+    problems = [*wrong_directions(root), *undeclared_imports(root), *heavy_imports(root)]
     for problem in problems:
         print(problem, file=sys.stderr)
     if not problems:

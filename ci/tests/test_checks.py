@@ -52,6 +52,7 @@ def test_correct_tree_passes(script: str, tree: Path) -> None:
         ("rotor/src/rotor/a.py", "def f():\n    from rkgb import x", "a.py:2: rotor must not"),
         ("rotor/src/rotor/a.py", "import_module('rockmate')", ""),
         ("rotor/src/rotor/solver/dp.py", "import torch", "rotor's solver/dp.py must not import"),
+        ("rkgb/src/rkgb/a.py", "def f():\n    import numpy", "a.py:2: rkgb does not declare numpy"),
         ("rockmate/src/rockmate/__init__.py", "import pulp", "import rockmate loads pulp"),
         ("rkgb/src/rkgb/__init__.py", "import graphviz", "import rockmate loads graphviz"),
         ("rkgb/src/rkgb/__init__.py", "import no_such_module", "import rkgb fails"),
