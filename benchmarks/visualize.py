@@ -80,17 +80,23 @@ def in_order(values: Iterable[str], order: Iterable[str]) -> list[str]:
 
 
 def stamp(figure: Figure, rows: Sequence[Row]) -> None:
-    """Write under the figure where its rows were measured."""
+    """Write above the panels where the rows were measured."""
 
     def values(column: str) -> str:
         return ", ".join(dict.fromkeys(row[column] for row in rows))
 
     text = f"{values('device')}, {values('threads')} threads, torch {values('torch')}, "
+    # At the top: legends take the room below the panels, whatever the layout leaves free there.
     engine = figure.get_layout_engine()
     if engine is not None:
-        engine.set(rect=(0, 0.24 / figure.get_figheight(), 1, 1 - 0.24 / figure.get_figheight()))
+        engine.set(rect=(0, 0, 1, 1 - 0.22 / figure.get_figheight()))
     figure.text(
-        0.995, 0.004, f"{text}commit {values('commit')}", ha="right", fontsize=6.5, color="0.45"
+        *(0.995, 1 - 0.04 / figure.get_figheight()),
+        f"{text}commit {values('commit')}",
+        ha="right",
+        va="top",
+        fontsize=6.5,
+        color="0.45",
     )
 
 
@@ -191,12 +197,19 @@ def draw_overhead(rows: list[Row]) -> Figure:
 
 def draw_planning(rows: list[Row]) -> Figure:
     """Seconds of solving against the size of the network, on a logarithmic axis."""
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(9.2, 3.9), layout="constrained", width_ratios=(3, 2), sharey=True
-    )
     deep = [row for row in rows if row["network"].startswith("gpt2:")]
     wide = [row for row in rows if not row["network"].startswith("gpt2:")]
     order = in_order((row["network"] for row in wide), TITLES)
+    ratios = (3, 2) if wide else (1,)
+    figure, panels = plt.subplots(
+        *(1, len(ratios)),
+        figsize=(9.2, 3.9),
+        layout="constrained",
+        width_ratios=ratios,
+        sharey=True,
+        squeeze=False,
+    )
+    left = panels[0, 0]
 
     def depth(row: Row) -> float:
         return float(row["network"].partition(":")[2])
@@ -209,11 +222,11 @@ def draw_planning(rows: list[Row]) -> Figure:
     left.minorticks_off()
     left.set_xlabel("blocks of the GPT-2")
     left.set_ylabel("seconds of solving")
-    _planning_panel(right, wide, lambda row: float(order.index(row["network"])))
-    right.set_xticks(range(len(order)), [TITLES.get(n, n) for n in order])
-    right.set_xlim(-0.5, max(len(order), 1) - 0.5)
-    right.set_visible(bool(wide))
-    for axes in (left, right):
+    for right in panels[0, 1:]:
+        _planning_panel(right, wide, lambda row: float(order.index(row["network"])))
+        right.set_xticks(range(len(order)), [TITLES.get(n, n) for n in order])
+        right.set_xlim(-0.5, len(order) - 0.5)
+    for axes in panels[0]:
         axes.grid(axis="y", color="0.92", lw=0.8)
         axes.set_axisbelow(True)
     names = list(map(family, rows))
@@ -364,6 +377,7 @@ def draw_options(rows: list[Row]) -> Figure:
     left.set_ylim(0, 1.12 * left.get_ylim()[1])
     right.set_ylabel("seconds of solving")
     right.set_yscale("log")
+    right.yaxis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
     right.yaxis.set_major_formatter("{x:g}")
     right.yaxis.set_minor_formatter(mpl.ticker.NullFormatter())
     figure.canvas.draw()
