@@ -20,60 +20,37 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
+// Added from at + kBlock - low on, it makes the first `low` entries of a block infinite. What lies
+// before a row may be anything: where the sum is no number, no comparison keeps it.
+struct Ramp {
+    float at[2 * kBlock];
+    constexpr Ramp() : at() {
+        for (int i = 0; i < kBlock; ++i) at[i] = kInfinity;
+    }
+};
+constexpr Ramp kRamp;
+
 // A vector of a few floats. Compilers do not keep an array of floats in registers across a loop by
 // themselves; where there are no vector types the same is written with arrays, and is slower.
-#if defined(__GNUC__) && !defined(ROTOR_PLAIN_LANES)
-template <int kBytes>
-struct Lanes;
-template <>
-struct Lanes<16> {
-    static constexpr int kCount = 4;
-    typedef float Floats __attribute__((vector_size(16), aligned(4), may_alias));
-    typedef std::int32_t Indices __attribute__((vector_size(16)));
-    Floats lane;
-    // A sum, since a list of equal floats is put together one by one.
-    ROTOR_INLINE void set(float value) { lane = Floats{} + value; }
-    ROTOR_INLINE void drop_below(std::int32_t low) {
-        const Indices index = {0, 1, 2, 3};
-        lane = index < Indices{} + low ? Floats{} + kInfinity : lane;
-    }
-    ROTOR_INLINE void load(const float* from) { lane = *reinterpret_cast<const Floats*>(from); }
-    ROTOR_INLINE void add(float value) { lane += value; }
-    ROTOR_INLINE void add(const float* from) { lane += *reinterpret_cast<const Floats*>(from); }
-    ROTOR_INLINE void keep_smaller(const Lanes& other) {
-        lane = other.lane < lane ? other.lane : lane;
-    }
-    ROTOR_INLINE void store(float* out) const { *reinterpret_cast<Floats*>(out) = lane; }
-};
-template <>
-struct Lanes<32> {
-    static constexpr int kCount = 8;
-    typedef float Floats __attribute__((vector_size(32), aligned(4), may_alias));
-    typedef std::int32_t Indices __attribute__((vector_size(32)));
-    Floats lane;
-    ROTOR_INLINE void set(float value) { lane = Floats{} + value; }
-    ROTOR_INLINE void drop_below(std::int32_t low) {
-        const Indices index = {0, 1, 2, 3, 4, 5, 6, 7};
-        lane = index < Indices{} + low ? Floats{} + kInfinity : lane;
-    }
-    ROTOR_INLINE void load(const float* from) { lane = *reinterpret_cast<const Floats*>(from); }
-    ROTOR_INLINE void add(float value) { lane += value; }
-    ROTOR_INLINE void add(const float* from) { lane += *reinterpret_cast<const Floats*>(from); }
-    ROTOR_INLINE void keep_smaller(const Lanes& other) {
-        lane = other.lane < lane ? other.lane : lane;
-    }
-    ROTOR_INLINE void store(float* out) const { *reinterpret_cast<Floats*>(out) = lane; }
-};
-#else
 template <int kBytes>
 struct Lanes {
     static constexpr int kCount = kBytes / 4;
+#if defined(__GNUC__) && !defined(ROTOR_PLAIN_LANES)
+    typedef float Floats __attribute__((vector_size(kBytes), aligned(4), may_alias));
+    Floats lane;
+    // A sum, since a list of equal floats is put together one by one.
+    ROTOR_INLINE void set(float value) { lane = Floats{} + value; }
+    ROTOR_INLINE void load(const float* from) { lane = *reinterpret_cast<const Floats*>(from); }
+    ROTOR_INLINE void add(float value) { lane += value; }
+    ROTOR_INLINE void add(const float* from) { lane += *reinterpret_cast<const Floats*>(from); }
+    ROTOR_INLINE void keep_smaller(const Lanes& other) {
+        lane = other.lane < lane ? other.lane : lane;
+    }
+    ROTOR_INLINE void store(float* out) const { *reinterpret_cast<Floats*>(out) = lane; }
+#else
     float lane[kCount];
     void set(float value) {
         for (float& x : lane) x = value;
-    }
-    void drop_below(std::int32_t low) {
-        for (int i = 0; i < kCount; ++i) lane[i] = i < low ? kInfinity : lane[i];
     }
     void load(const float* from) {
         for (int i = 0; i < kCount; ++i) lane[i] = from[i];
@@ -91,8 +68,8 @@ struct Lanes {
     void store(float* out) const {
         for (int i = 0; i < kCount; ++i) out[i] = lane[i];
     }
-};
 #endif
+};
 
 // kBlock floats. Folds, not loops: the vectors must be registers before loops are unrolled.
 template <typename L, typename Index = std::make_index_sequence<kBlock / L::kCount>>
@@ -105,11 +82,21 @@ struct Block<L, std::index_sequence<i...>> {
     ROTOR_INLINE void add(float value) { (v[i].add(value), ...); }
     ROTOR_INLINE void add(const float* from) { (v[i].add(from + i * L::kCount), ...); }
     ROTOR_INLINE void keep_smaller(const Block& other) { (v[i].keep_smaller(other.v[i]), ...); }
-    ROTOR_INLINE void drop_below(std::int32_t low) {
-        (v[i].drop_below(low - static_cast<std::int32_t>(i) * L::kCount), ...);
-    }
+    ROTOR_INLINE void drop_below(std::int32_t low) { add(kRamp.at + kBlock - low); }
     ROTOR_INLINE void store(float* out) const { (v[i].store(out + i * L::kCount), ...); }
 };
+
+// Takes the next `count` splits into the minimum.
+template <typename L>
+ROTOR_INLINE void keep_splits(Block<L>& least, const float*& then, const float*& next,
+                              std::int64_t count) {
+    Block<L> candidate;
+    for (std::int64_t s = 0; s < count; ++s, then += kBlock, next += kBlock) {
+        candidate.load(then);
+        candidate.add(next);
+        least.keep_smaller(candidate);
+    }
+}
 
 template <typename L>
 ROTOR_INLINE void fill_with(float* out, float* later, float later_time, const BlockWork& work) {
@@ -127,17 +114,13 @@ ROTOR_INLINE void fill_with(float* out, float* later, float later_time, const Bl
         least.keep_smaller(candidate);
     }
     const float *then = work.then, *next = work.next;
-    const std::int64_t whole = work.splits - work.low_count;
-    for (std::int64_t s = 0; s < whole; ++s, then += kBlock, next += kBlock) {
-        candidate.load(then);
-        candidate.add(next);
-        least.keep_smaller(candidate);
-    }
-    for (std::int64_t s = 0; s < work.low_count; ++s, then += kBlock, next += kBlock) {
-        candidate.load(then);
-        candidate.add(next);
-        candidate.drop_below(work.lows[s]);
-        least.keep_smaller(candidate);
+    keep_splits(least, then, next, work.whole);
+    for (std::int64_t r = 0; r < work.run_count; ++r) {
+        Block<L> of_run;
+        of_run.set(kInfinity);
+        keep_splits(of_run, then, next, work.runs[r].count);
+        of_run.drop_below(work.runs[r].low);
+        least.keep_smaller(of_run);
     }
     least.store(out);
     least.add(later_time);

@@ -14,6 +14,12 @@ struct Shifted {
     std::int32_t low;
 };
 
+// Consecutive splits that are feasible from the same entry of the block on.
+struct Run {
+    std::int32_t low;
+    std::int32_t count;
+};
+
 // All candidates for one block of one cell.
 struct BlockWork {
     // Options of which every entry is feasible: rest[min(m - held[o], rest_end)] + times[o] on.
@@ -25,13 +31,13 @@ struct BlockWork {
     // All other options.
     const Shifted* shifted;
     std::int64_t shifted_count;
-    // Splits: then[i] + next[i], a block of each for every split. The last `low_count` of them are
-    // feasible from the entry in `lows` on, those before entirely.
+    // Splits: then[i] + next[i], a block of each for every split. The first `whole` of them are
+    // feasible entirely, those of the runs that follow from the entry `low` of their run on.
     const float* then;
     const float* next;
-    std::int64_t splits;
-    const std::int32_t* lows;
-    std::int64_t low_count;
+    std::int64_t whole;
+    const Run* runs;
+    std::int64_t run_count;
 };
 
 // out[i] = the smallest candidate, or infinity; later[i] = out[i] + later_time.

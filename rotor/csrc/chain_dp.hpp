@@ -150,8 +150,9 @@ class ChainTable : public ChainCells {
     void add_options(std::int32_t a, std::int32_t b, Panel& panel, BlockWork& work) const;
     std::int32_t last_useful(std::int32_t a, std::int32_t b, std::int32_t first, std::int32_t last,
                              const float* before, const Panel& panel) const;
-    void add_splits(std::int32_t b, std::int32_t first, std::int32_t last, Panel& panel,
-                    BlockWork& work) const;
+    // Returns how many of them have an entry that is feasible.
+    std::int64_t add_splits(std::int32_t b, std::int32_t first, std::int32_t last, Panel& panel,
+                            BlockWork& work) const;
 
     std::int64_t slots_;
     std::uint64_t table_floats_ = 0;

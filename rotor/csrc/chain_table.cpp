@@ -36,7 +36,7 @@ struct ChainTable::Panel {
     std::int32_t last_then;                // blocks of `then` above it hold nothing feasible
     std::vector<std::int32_t> first_next;  // b -> the same of blocks (j, b) with smaller j
     std::vector<Shifted> shifted;
-    std::vector<std::int32_t> lows;
+    std::vector<Run> runs;
 };
 
 ChainTable::ChainTable(std::vector<Stage> stages, std::int64_t unit_bytes, std::int64_t slots,
@@ -79,7 +79,7 @@ void ChainTable::fill() {
     Panel panel;
     panel.work = allocate(work_floats_);
     panel.first_next.resize(length_);
-    panel.lows.resize(length_);
+    panel.runs.resize(length_);
     panel.shifted.resize(held_.size());
     std::int64_t first = slots_ + 1, last = -1;
     for (const Cell& cell : cells_) {
@@ -147,18 +147,19 @@ void ChainTable::fill_cell(std::int32_t c, Panel& panel, float* later, float lat
     const std::int64_t m = panel.m;
     float* at = row(c);
     BlockWork work{};
+    std::int64_t splits = 0;
     add_options(a, b, panel, work);
     const std::int32_t first = std::max(a + 1, panel.first_next[b]);
-    const std::int32_t last = std::min(b, panel.last_then + 1);
+    std::int32_t last = std::min(b, panel.last_then + 1);
     if (first <= last) {
         work.then = panel.work.get() + (first - 1) * kBlock;
         work.next = panel.work.get() + next_of_[b] + first * kBlock;
-        work.lows = panel.lows.data();
+        work.runs = panel.runs.data();
         const float* before = m > first_of(c) ? at + m - 1 : nullptr;
-        add_splits(b, first, last_useful(a, b, first, last, before, panel), panel, work);
+        last = last_useful(a, b, first, last, before, panel);
+        splits = add_splits(b, first, last, panel, work);
     }
-    updates_ +=
-        static_cast<std::uint64_t>(kBlock * (work.steady + work.shifted_count + work.splits));
+    updates_ += static_cast<std::uint64_t>(kBlock * (work.steady + work.shifted_count + splits));
     fill_block(at + m, later, later_time, work);
 }
 
@@ -210,23 +211,25 @@ std::int32_t ChainTable::last_useful(std::int32_t a, std::int32_t b, std::int32_
     return last;
 }
 
-void ChainTable::add_splits(std::int32_t b, std::int32_t first, std::int32_t last, Panel& panel,
-                            BlockWork& work) const {
+std::int64_t ChainTable::add_splits(std::int32_t b, std::int32_t first, std::int32_t last,
+                                    Panel& panel, BlockWork& work) const {
     // Peaks grow with the split: the first ones fit from m on, the next ones from within the block.
     const std::int64_t m = panel.m, held_grad = grad_held(b), room = m * unit_ - held_grad;
-    std::int32_t j = last;
-    if (panel.splits.peak[last] > room) {
-        for (j = first; panel.splits.peak[j] <= room;) ++j;
-        const std::int32_t whole = j;
-        for (; j <= last; ++j) {
-            const std::int64_t low = round_up(panel.splits.peak[j] + held_grad) - m;
-            if (low >= kBlock) break;
-            panel.lows[work.low_count++] = static_cast<std::int32_t>(low);
-        }
-        work.splits = whole - first + work.low_count;
-    } else {
-        work.splits = last - first + 1;
+    const std::vector<std::int64_t>& peak = panel.splits.peak;
+    if (peak[last] <= room) {
+        return work.whole = last - first + 1;
     }
+    std::int32_t j = first;
+    while (peak[j] <= room) ++j;
+    work.whole = j - first;
+    while (j <= last) {
+        const std::int64_t low = round_up(peak[j] + held_grad) - m;
+        if (low >= kBlock) break;
+        const std::int32_t begin = j;
+        while (j <= last && peak[j] == peak[begin]) ++j;
+        panel.runs[work.run_count++] = {static_cast<std::int32_t>(low), j - begin};
+    }
+    return j - first;
 }
 
 float ChainTable::makespan(std::int64_t m) const {
