@@ -1,10 +1,11 @@
 """Where gradients must not be summed as they arrive.
 
-Float addition is not associative, so gradients are bit-equal to autograd's only when they are added
-in its order: a value's contributions arrive there in reverse program order of its uses (the
-arguments of one operation in argument order). We run whole nodes backward, in reverse node order,
-and views that belong to a value's own node come last. For values with at least three contributions
-the two orders may differ; those are listed here, and the runner sums them in the right order.
+Float addition is not associative, and a sum lies in memory like its first term, which decides how
+later reductions of it round. So gradients are bit-equal to autograd's only when they are added in
+its order: a value's contributions arrive there in reverse program order of its uses (the arguments
+of one operation in argument order). We run whole nodes backward, in reverse node order, and views
+that belong to a value's own node come last. Values for which the two orders differ are listed here,
+and the runner sums their contributions in the right order.
 """
 
 from __future__ import annotations
@@ -41,22 +42,17 @@ def gradient_order(sg: SimplifiedGraph) -> GradientOrder:
                 continue
             for index, name in enumerate(op.inputs):
                 uses.setdefault(name, []).append(((position, index), place))
-    returned = set(sg.output_names)
     collected: set[str] = set()
     splits: dict[int, list[int]] = {}
     for name, found in uses.items():
         info = sg.dataflow.infos.get(name)
         if name not in sg.producer or info is None or not info.requires_grad:
             continue
-        if len(found) + (name in returned) < 3:
-            continue
         home = sg.producer[name]
         exact = [use for use, _ in sorted(found, key=lambda u: (-u[0][0], u[0][1]))]
         ours = [
             use for use, _ in sorted(found, key=lambda u: (u[1] == home, -u[1], -u[0][0], u[0][1]))
         ]
-        if name not in returned:
-            exact[:2], ours[:2] = sorted(exact[:2]), sorted(ours[:2])  # a + b == b + a
         if exact == ours:
             continue
         collected.add(name)
@@ -89,7 +85,7 @@ def _refusal(sg: SimplifiedGraph, place: int, name: str) -> UnsupportedOpError:
     op = next(op for op in sg.nodes[place].ops if op.name == name)
     return UnsupportedOpError(
         f"cannot place '{op.target_name}' ({op.module_path or 'root'}, {op.source}): its result is "
-        "used at least three times, before and after it is overwritten in place, and the order in "
+        "used more than once, before and after it is overwritten in place, and the order in "
         "which autograd adds its gradients cannot be kept. Replace the in-place operation.",
         op=op.target_name,
         module_path=op.module_path,

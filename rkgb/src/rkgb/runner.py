@@ -323,16 +323,19 @@ class Runner:
             state.grad_parts.setdefault(name, []).append((use, part))
             return
         old = state.grads[name]
-        # Autograd adds in place where it may; doing so saves one buffer and changes no bit.
         others = {storage_id(t) for key, t in state.grads.items() if key != name}
         others.update(storage_id(t) for t in pending if t is not None)
         others.update(storage_id(t) for parts in state.grad_parts.values() for _, t in parts)
         others |= state.borrowed
         first, second = storage_id(old), storage_id(part)
-        same_kind = old.dtype == part.dtype and old.shape == part.shape
-        if same_kind and first != second and first not in others and old.is_contiguous():
-            old.add_(part)
-        elif same_kind and first != second and second not in others and part.is_contiguous():
-            state.grads[name] = part.add_(old)
-        else:
-            state.grads[name] = old + part
+        # Autograd adds in place where it may; doing so saves one buffer. Like its sum, ours has the
+        # strides of the gradient that came first: a reduction of it rounds by its strides.
+        alike = old.dtype == part.dtype and old.shape == part.shape and first != second
+        if alike and torch.ops.aten.is_non_overlapping_and_dense(old):
+            if first not in others:
+                old.add_(part)
+                return
+            if second not in others and part.stride() == old.stride():
+                state.grads[name] = part.add_(old)
+                return
+        state.grads[name] = old + part

@@ -330,6 +330,19 @@ class LowPrecision(nn.Module):
         return self.second(y.float())
 
 
+class Turned(nn.Module):
+    """A value used as it is and transposed: how its gradient's sum lies in memory matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 37)
+        self.scale = nn.Parameter(torch.tensor(2.6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.scale.exp() * self.linear(x)
+        return logits.softmax(1).square().sum() + logits.T.log_softmax(1).square().sum()
+
+
 class Averaging(nn.Module):
     """A buffer that the forward reads and writes."""
 
@@ -358,6 +371,7 @@ def example(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
         "spectral": (Spectral, (torch.randn(4, 16),)),
         "low_precision": (LowPrecision, (torch.randn(4, 8),)),
         "averaging": (Averaging, (torch.randn(4, 8),)),
+        "turned": (Turned, (torch.randn(29, 8),)),
     }
     build, sample = examples[name]
     return build().train(), sample
@@ -372,4 +386,5 @@ EXAMPLES = (
     "spectral",
     "low_precision",
     "averaging",
+    "turned",
 )
