@@ -103,17 +103,23 @@ def test_modules_of_torchs_own_database(info: Any) -> None:
 # ---------------------------------------------------------------------- random networks
 
 
+# Parameters whose gradients are reductions, which round by the strides of what they reduce.
+FACTORS = {"scale": (), "row": (1, 8), "column": (8, 1)}
+
+
 class RandomNet(nn.Module):
     """A DAG of random operations on a pool of tensors, fixed by a seed."""
 
     KINDS = (
         "linear", "norm", "dropout", "relu_", "tanh", "add", "mul", "iadd", "chunk", "cat", "view",
         "slice", "conv", "batch_norm", "expand", "detach", "transpose", "write", "identity",
+        "turn", "scale", "row", "column",
     )  # fmt: skip
 
     def __init__(self, seed: int, length: int) -> None:
         super().__init__()
         self.seed = seed
+        self.factors = nn.ParameterDict()
         self.layers = nn.ModuleDict()
         source = random.Random(seed)
         self.plan = tuple(
@@ -131,6 +137,8 @@ class RandomNet(nn.Module):
                 self.layers[str(place)] = nn.Conv1d(1, 1, 3, padding=1)
             elif kind == "batch_norm":
                 self.layers[str(place)] = nn.BatchNorm1d(width)
+            elif kind in FACTORS:
+                self.factors[str(place)] = nn.Parameter(torch.randn(FACTORS[kind]))
         self.start = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -139,7 +147,8 @@ class RandomNet(nn.Module):
             a = pool[int(first * len(pool))]
             b = pool[int(second * len(pool))]
             layer = dict(self.layers).get(str(place))
-            pool.append(self._apply(kind, a, b, layer))
+            factor = dict(self.factors).get(str(place))
+            pool.append(self._apply(kind, a, b, layer) if factor is None else a * factor)
         return pool[-1], pool[len(pool) // 2] * 1.0, sum(t.mean() for t in pool)  # type: ignore[return-value]
 
     def _apply(self, kind: str, a: Tensor, b: Tensor, layer: nn.Module | None) -> Tensor:
@@ -166,7 +175,9 @@ class RandomNet(nn.Module):
             case "cat":
                 return torch.cat([a, b], dim=1)[:, ::2]
             case "view":
-                return a.view(2, -1, 8).reshape(-1, 8)
+                return a.reshape(2, -1, 8).reshape(-1, 8)
+            case "turn":
+                return a.t()
             case "slice":
                 return F.pad(a[:, 1:-1], (1, 1))
             case "expand":
