@@ -5,6 +5,12 @@ gradients from stage to stage, accumulates those of parameters, and calls their 
 between forward and backward is not autograd's affair: a `Session`, one per training step, holds
 the boundary tensors and the small autograd graphs that the schedule asks for.
 
+Sums are autograd's: it adds the gradients of a parameter one by one, from the last use to the
+first. A stage returns one gradient for all its uses, so where an earlier stage uses a parameter
+several times, the sum of the later stages is handed to that stage, which goes on adding to it.
+Danger: a stage cannot know of uses outside the chain. Where one follows the chain, and a stage uses
+the same parameter several times, the gradient may differ from autograd's in its last bit.
+
 Recomputation is invisible: it runs with the random state, the buffers, the autocast state and the
 train/eval flags of the first run, and leaves the present ones as they were.
 
@@ -39,6 +45,7 @@ class RunStage:
     mutated_buffers: tuple[tuple[nn.Module, str], ...] = ()
     detached_outputs: frozenset[int] = frozenset()  # outputs that carry no gradient
     always_record: bool = False  # its kernels give other bits when nothing is recorded
+    reused_parameters: frozenset[int] = frozenset()  # that several of its operations use
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +162,19 @@ class Session:
         self._flags = [module.training for module in program.modules]
         # Looked up at every step, never kept: parameters may be exchanged between steps.
         self.parameters = [stage.code.parameters() for stage in program.stages]
+        self._last_reuse = self._find_last_reuse()
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}  # of gradients of later stages
+
+    def _find_last_reuse(self) -> dict[torch.Tensor, int]:
+        """Return the shared parameters whose sum waits, and the stage that ends the waiting."""
+        found: dict[torch.Tensor, int] = {}
+        seen: set[torch.Tensor] = set()
+        for k in reversed(range(len(self.parameters))):
+            for index in self.program.stages[k].reused_parameters:
+                if self.parameters[k][index] in seen:
+                    found[self.parameters[k][index]] = k
+            seen.update(self.parameters[k])
+        return found
 
     def start(self, value: Any) -> Tensors:
         """Return the tensors of the chain's input."""
@@ -187,7 +207,7 @@ class Session:
     ) -> tuple[torch.Tensor | None, ...]:
         """Run what the schedule has before B(k), then B(k): gradients of inputs and parameters."""
         if all(grad is None for grad in grads):
-            return (None,) * len(self._needs[k])
+            return self._without_backward(k)
         for op in self.program.backward[k][:-1]:
             self._run_again(op)
         return self._run_backward(k, grads)
@@ -286,9 +306,40 @@ class Session:
         variables = [*recorded.leaves, *self.parameters[k]]
         wanted = [v for v, need in zip(variables, needs, strict=True) if need]
         if not pairs or not wanted:
-            return (None,) * len(needs)
-        results = iter(stage_gradients([e for e, _ in pairs], wanted, [g for _, g in pairs]))
-        return tuple(next(results) if need else None for need in needs)
+            return self._without_backward(k)
+        edges, gradients = [edge for edge, _ in pairs], [grad for _, grad in pairs]
+        for parameter in self.parameters[k]:
+            if parameter in self._sums:
+                edges.append(get_gradient_edge(parameter))
+                gradients.append(self._sums.pop(parameter))
+        del pairs
+        results = iter(stage_gradients(edges, wanted, gradients))
+        found = [next(results) if need else None for need in needs]
+        self._keep_sums(k, found)
+        return tuple(found)
+
+    def _without_backward(self, k: int) -> tuple[torch.Tensor | None, ...]:
+        """Return no gradient but what later stages have left for the parameters of stage k."""
+        needs, parameters = self._needs[k], self.parameters[k]
+        found: list[torch.Tensor | None] = [None] * (len(needs) - len(parameters))
+        found += [self._sums.pop(parameter, None) for parameter in parameters]
+        self._keep_sums(k, found)
+        return tuple(found)
+
+    def _keep_sums(self, k: int, found: list[torch.Tensor | None]) -> None:
+        """Keep back, in place, the gradients to which an earlier stage has to add several times."""
+        first = len(found) - len(self.parameters[k])
+        for place, parameter in enumerate(self.parameters[k], first):
+            grad, last = found[place], self._last_reuse.get(parameter, k)
+            if grad is not None and last < k and self._is_reached(last, k):
+                self._sums[parameter], found[place] = grad, None
+
+    def _is_reached(self, earlier: int, k: int) -> bool:
+        """Return whether autograd's graph leads from stage k to an earlier one."""
+        return all(
+            any(self._needs[j][: len(self._needs[j]) - len(self.parameters[j])])
+            for j in range(earlier + 1, k + 1)
+        )
 
 
 class _StageFunction(torch.autograd.Function):

@@ -10,6 +10,7 @@ The module is left as it was: parameters, gradients, buffers, random state and t
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -207,6 +208,7 @@ class _Probe:
         self.device = device
         self.is_last = is_last
         self.detached_outputs: frozenset[int] = frozenset()
+        self.reused_parameters: frozenset[int] = frozenset()
         self.mutated: tuple[tuple[nn.Module, str], ...] = ()
         self.draws_random = False
         self.always_record = False
@@ -237,7 +239,7 @@ class _Probe:
                 for where, copy, original in zip(buffers, copies, originals, strict=True)
                 if _is_written(where, copy, original)
             )
-            _refuse_foreign_leaves(code, leaves, outputs)
+            self.reused_parameters = _reused_parameters(code, leaves, outputs)
             self.output_bytes = storage_bytes(outputs)
             self.hands_on_input = share_storage(inputs, outputs)
             self.detached_outputs = frozenset(
@@ -316,17 +318,23 @@ def _is_written(where: tuple[nn.Module, str], copy: torch.Tensor, original: torc
     return now is not copy or copy._version > 0 or not torch.equal(now, original)
 
 
-def _refuse_foreign_leaves(code: CodeStage, leaves: Tensors, outputs: Tensors) -> None:
-    """Refuse a stage whose graph reaches a tensor that would silently get no gradient."""
+def _reused_parameters(code: CodeStage, leaves: Tensors, outputs: Tensors) -> frozenset[int]:
+    """Return the indices of the stage's parameters that more than one of its operations use.
+
+    Raises:
+        StageError: the graph reaches a tensor that would silently get no gradient.
+    """
     own = {id(tensor) for tensor in (*leaves, *code.parameters())}
+    uses: Counter[int] = Counter()
     seen: set[Any] = set()
     todo: list[Any] = [get_gradient_edge(t).node for t in outputs if t.requires_grad]
     while todo:
         node = todo.pop()
+        variable = getattr(node, "variable", None)
+        uses[id(variable)] += 1
         if node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in own:
             raise StageError(
                 f"stage {code.name} uses a tensor of shape {tuple(variable.shape)} that requires "
@@ -336,6 +344,7 @@ def _refuse_foreign_leaves(code: CodeStage, leaves: Tensors, outputs: Tensors) -
                 code.name,
             )
         todo.extend(following for following, _ in node.next_functions if following is not None)
+    return frozenset(i for i, p in enumerate(code.parameters()) if uses[id(p)] > 1)
 
 
 def _assemble(probes: list[_Probe], device: torch.device, preserve_rng: bool) -> Measurement:
@@ -362,7 +371,10 @@ def _assemble(probes: list[_Probe], device: torch.device, preserve_rng: bool) ->
                 forward_peak_bytes=probe.forward_peak - outside,
             )
         )
-    runs = tuple(RunStage(p.code, p.mutated, p.detached_outputs, p.always_record) for p in probes)
+    runs = tuple(
+        RunStage(p.code, p.mutated, p.detached_outputs, p.always_record, p.reused_parameters)
+        for p in probes
+    )
     held = probes[-1].output_bytes + _rerun_bytes(probes, device, preserve_rng)
     held += _shared_parameter_bytes(probes)
     hands_on = any(probe.hands_on_input for probe in probes)
@@ -382,11 +394,18 @@ def _rerun_bytes(probes: list[_Probe], device: torch.device, preserve_rng: bool)
 
 def _shared_parameter_bytes(probes: list[_Probe]) -> int:
     """Gradients that wait, between the backwards of two stages, for their other part."""
-    users: dict[nn.Parameter, int] = {}
+    users: Counter[nn.Parameter] = Counter()
+    reused: set[nn.Parameter] = set()
     for probe in probes:
-        for parameter in probe.code.parameters():
-            users[parameter] = users.get(parameter, 0) + 1
-    return sum(p.nbytes for p, count in users.items() if count > 1 and p.requires_grad)
+        parameters = probe.code.parameters()
+        users.update(parameters)
+        reused.update(parameters[index] for index in probe.reused_parameters)
+    # Of a reused one the part that waits and the sum that a stage adds to it are alive together.
+    return sum(
+        p.nbytes * (2 if p in reused else 1)
+        for p, count in users.items()
+        if count > 1 and p.requires_grad
+    )
 
 
 def _clock(device: torch.device) -> Timer:

@@ -1,0 +1,300 @@
+"""What the wrapper refuses, when it plans and when it is called, and what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rkgb
+from rockmate import (
+    BackwardTwiceError,
+    ChangedTensorError,
+    DoubleBackwardError,
+    InputMismatchError,
+    Rockmate,
+    SelfTestError,
+    UnsupportedModuleError,
+)
+from rockmate.testing_nets import assert_same_gradients, eager_copy, network
+
+
+def wrap(model: nn.Module, sample: Any, budget: Any = "1MiB", **options: Any) -> Rockmate:
+    return Rockmate(model, sample, budget, cost="flops", **options)
+
+
+def still_trains(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """After a refusal the module must work as if nothing had been tried."""
+    result = model(*args, **kwargs)
+    (result.square().mean() if isinstance(result, Tensor) else result).backward()
+    assert any(p.grad is not None for p in model.parameters())
+
+
+# ---------------------------------------------------------------------- refusals at planning
+
+
+class DataDependent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.sum() > 0:  # the line that the message must name
+            return y * 2
+        return y
+
+
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+double = Doubling.apply  # bound early, as tutorials do
+
+
+class CustomFunction(DataDependent):
+    def forward(self, x: Tensor) -> Tensor:
+        return double(self.linear(x))
+
+
+class Printing(DataDependent):
+    def forward(self, x: Tensor) -> Tensor:
+        print("shape", x.shape)
+        return self.linear(x)
+
+
+class Mutating(DataDependent):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return self.linear(x)
+
+
+class Raising(DataDependent):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("not today")
+
+
+class Counting(DataDependent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * self.calls
+
+
+class Logging(DataDependent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(1.0)
+        return self.linear(x) * len(self.log)
+
+
+class Selecting(DataDependent):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[x[:, 0] > 0]
+
+
+class Hidden(DataDependent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(4, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("cls", "error", "text"),
+    [
+        (DataDependent, rkgb.DataDependentError, r"control flow .* test_module\.py:\d+ \(if y.sum"),
+        (
+            CustomFunction,
+            rkgb.UnsupportedOpError,
+            r"Function 'Doubling' at test_module\.py:\d+",
+        ),
+        (Printing, rkgb.SideEffectError, "its forward prints"),
+        (Mutating, rkgb.SideEffectError, r"overwrites the input .*clone"),
+        (Raising, rkgb.TraceError, r"raised ValueError at test_module\.py:\d+ .*: not today"),
+        (Counting, rkgb.SideEffectError, r"changes the attribute 'calls'"),
+        (Logging, rkgb.SideEffectError, r"changes the attribute 'log'.*list of 0.*list of 1"),
+        (Selecting, rkgb.DataDependentError, "depends on the data"),
+        (Hidden, rkgb.UnsupportedOpError, "attribute 'scale'"),
+    ],
+)
+def test_modules_that_cannot_be_exact_are_refused(
+    cls: type[nn.Module], error: type[Exception], text: str
+) -> None:
+    model = cls()
+    x = torch.randn(6, 4)
+    before = x.clone()
+    with pytest.raises(error, match=text):
+        wrap(model, x)
+    assert torch.equal(x, before), "planning must not change the sample"
+    if cls is not Raising:
+        still_trains(model, x)
+
+
+def test_nothing_to_differentiate_is_refused() -> None:
+    model = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(UnsupportedModuleError, match="requires a gradient"):
+        wrap(model, torch.randn(2, 4))
+
+
+def test_eval_mode_is_refused() -> None:
+    with pytest.raises(UnsupportedModuleError, match=r"eval mode"):
+        wrap(nn.Linear(4, 4).eval(), torch.randn(2, 4))
+
+
+def test_different_devices_are_refused() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(rkgb.TraceError, match=r"one device.*cpu.*meta"):
+        wrap(model, torch.randn(2, 4, device="meta"))
+    still_trains(model, torch.randn(2, 4))
+
+
+def test_hooks_on_submodules_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    handle = model[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModuleError, match=r"module '0'.*forward_hooks"):
+        wrap(model, torch.randn(2, 4))
+    handle.remove()
+    wrapped = wrap(model, torch.randn(2, 4))
+    model[1].register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModuleError, match=r"module '1'.*forward_pre_hooks"):
+        wrapped(torch.randn(2, 4))
+
+
+CALLS: list[int] = []
+
+
+class Unrepeatable(DataDependent):
+    """Differs between two runs in a way that neither its graph nor its attributes show."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS.append(1)
+        return self.linear(x) * len(CALLS)
+
+
+def test_the_self_test_catches_what_the_capture_cannot_see() -> None:
+    model, x = Unrepeatable(), torch.randn(2, 4)
+    with pytest.raises(SelfTestError, match="output 0"):
+        wrap(model, x)
+    assert wrap(model, x, self_test=False) is not None
+
+
+# ---------------------------------------------------------------------- refusals at a call
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ((torch.randn(5, 4),), r"planned float32\[3, 4\].*got float32\[5, 4\]"),
+        ((torch.randn(3, 4, dtype=torch.float64),), r"got float64\[3, 4\]"),
+        ((torch.randn(4, 3).t(),), "strides"),
+        ((torch.randn(3, 4, requires_grad=True),), "requiring a gradient"),
+        ((torch.randn(3, 4), 1), "another structure"),
+    ],
+)
+def test_inputs_unlike_the_sample_are_refused(call: tuple[Any, ...], text: str) -> None:
+    model = nn.Linear(4, 4)
+    wrapped = wrap(model, torch.randn(3, 4), max_plans=1)
+    with pytest.raises(InputMismatchError, match=text):
+        wrapped(*call)
+    still_trains(model, torch.randn(3, 4))
+    wrapped(torch.randn(3, 4)).sum().backward()
+
+
+def test_a_changed_module_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    wrapped = wrap(model, x)
+    model[1].eval()
+    with pytest.raises(InputMismatchError, match="module '1' was switched to eval"):
+        wrapped(x)
+    model[1].train()
+    model[1].p = 0.1
+    with pytest.raises(InputMismatchError, match=r"attribute 'p' of module '1' was 0\.5"):
+        wrapped(x)
+    model[1].p = 0.5
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(InputMismatchError, match=r"'0\.weight'.*without gradient"):
+        wrapped(x)
+    model[0].weight.requires_grad_(True)
+    model[2] = nn.Linear(4, 4)
+    with pytest.raises(InputMismatchError, match="submodule '2' was replaced"):
+        wrapped(x)
+
+
+def test_backward_twice_is_refused() -> None:
+    model, sample = network("tied")
+    twin = eager_copy(model)
+    wrapped = wrap(model, sample)
+    loss = wrapped(*sample)
+    loss.backward(retain_graph=True)
+    with pytest.raises(BackwardTwiceError, match="second time"):
+        loss.backward()
+    twin(*sample).backward()
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
+
+
+def test_double_backward_is_refused() -> None:
+    model, sample = network("tied")
+    wrapped = wrap(model, sample)
+    with pytest.raises(DoubleBackwardError, match="create_graph"):
+        torch.autograd.grad(wrapped(*sample), list(model.parameters()), create_graph=True)
+
+
+def test_parameters_changed_before_backward_are_refused() -> None:
+    model, sample = network("tied")
+    wrapped = wrap(model, sample)
+    loss = wrapped(*sample)
+    with torch.no_grad():
+        model.first.weight.mul_(2)
+    with pytest.raises(ChangedTensorError, match="changed in place"):
+        loss.backward()
+
+
+def test_an_output_changed_before_backward_is_refused() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), torch.randn(3, 4)
+    wrapped = wrap(model, x)
+    y = wrapped(x)
+    loss = y.sum()
+    y.detach().zero_()
+    with pytest.raises(ChangedTensorError, match="output"):
+        loss.backward()
+
+
+def test_an_exception_in_backward_leaves_a_module_that_works() -> None:
+    model, sample = network("gpt")
+    twin = eager_copy(model)
+    wrapped = wrap(model, sample, 0.6)
+
+    def explode(_grad: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.blocks[1].ln1.weight.register_hook(explode)
+    with pytest.raises(KeyboardInterrupt):
+        wrapped(*sample).backward()
+    handle.remove()
+    model.zero_grad()
+    state = torch.get_rng_state()
+    wrapped(*sample).backward()
+    torch.set_rng_state(state)
+    twin(*sample).backward()
+    assert_same_gradients(model, twin)
