@@ -106,11 +106,16 @@ void ChainCells::name_cells(bool share) {
 void ChainCells::begin_splits(std::int32_t a, Splits& splits) const {
     splits.peak.resize(length_ + 1);
     splits.time.resize(length_ + 1);
-    std::int64_t peak = 0;
+    splits.rises.clear();
+    std::int64_t peak = -1;
     double time = 0;
     for (std::int32_t j = a + 1; j < length_; ++j) {
         const std::int32_t k = j - 1;
-        peak = std::max(peak, (k > a ? stages_[k - 1].output : 0) + stages_[k].forward_peak);
+        const std::int64_t here = (k > a ? stages_[k - 1].output : 0) + stages_[k].forward_peak;
+        if (here > peak) {
+            peak = here;
+            splits.rises.push_back(j);
+        }
         time += stages_[k].forward_time;
         splits.peak[j] = peak;
         splits.time[j] = time;

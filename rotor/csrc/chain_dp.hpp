@@ -86,8 +86,9 @@ class ChainCells {
     };
     // What the splits of all cells that begin at the same stage a share.
     struct Splits {
-        std::vector<std::int64_t> peak;  // j -> bytes of the forwards of a..j-1 at their peak
-        std::vector<double> time;        // j -> ms of those forwards
+        std::vector<std::int64_t> peak;   // j -> bytes of the forwards of a..j-1 at their peak
+        std::vector<std::int32_t> rises;  // the j at which the peak rises
+        std::vector<double> time;         // j -> ms of those forwards
     };
 
     void add_useful();

@@ -216,18 +216,19 @@ std::int64_t ChainTable::add_splits(std::int32_t b, std::int32_t first, std::int
     // Peaks grow with the split: the first ones fit from m on, the next ones from within the block.
     const std::int64_t m = panel.m, held_grad = grad_held(b), room = m * unit_ - held_grad;
     const std::vector<std::int64_t>& peak = panel.splits.peak;
-    if (peak[last] <= room) {
-        return work.whole = last - first + 1;
-    }
-    std::int32_t j = first;
-    while (peak[j] <= room) ++j;
+    if (peak[last] <= room) return work.whole = last - first + 1;
+    const std::vector<std::int32_t>& rises = panel.splits.rises;
+    auto rise = rises.begin();
+    while (peak[*rise] <= room) ++rise;
+    std::int32_t j = std::max(first, *rise);
     work.whole = j - first;
-    while (j <= last) {
+    for (; j <= last; ++rise) {
+        const std::int32_t end = rise + 1 == rises.end() ? last + 1 : std::min(last + 1, rise[1]);
+        if (end <= j) continue;
         const std::int64_t low = round_up(peak[j] + held_grad) - m;
         if (low >= kBlock) break;
-        const std::int32_t begin = j;
-        while (j <= last && peak[j] == peak[begin]) ++j;
-        panel.runs[work.run_count++] = {static_cast<std::int32_t>(low), j - begin};
+        panel.runs[work.run_count++] = {static_cast<std::int32_t>(low), end - j};
+        j = end;
     }
     return j - first;
 }
