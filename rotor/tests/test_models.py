@@ -68,15 +68,6 @@ def vision():
         pytest.skip(f"torchvision cannot be imported here: {error}")
 
 
-@pytest.fixture(autouse=True)
-def _seed_and_one_thread():
-    torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def small_resnet(models, block="BasicBlock", **arguments):
     kind = getattr(models.resnet, block)
     return models.resnet.ResNet(kind, [2, 1, 1, 2], num_classes=7, **arguments)

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from rotor.chain import Chain, Option, Stage
+from rotor.checkpointable import Checkpointable
+from rotor.errors import InfeasibleBudgetError
 from rotor.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
 from rotor.rng import RngState
 
@@ -262,3 +264,26 @@ def _assert_same(mine: Any, theirs: Any, where: str) -> None:
     else:
         assert torch.isfinite(mine).all(), f"{where}: not finite, so equality proves nothing"
         assert torch.equal(mine, theirs), f"{where}: values differ"
+
+
+def least_limit(chk: Checkpointable) -> int:
+    """Return the smallest limit that a measured module accepts."""
+    try:
+        chk.compute_sequence(1)
+    except InfeasibleBudgetError as error:
+        return error.minimum_bytes
+    raise AssertionError("a limit of one byte was accepted")
+
+
+def plain_peak(chk: Checkpointable) -> int:
+    """Return the peak of a measured module that recomputes nothing."""
+    chk.compute_sequence(10**12)
+    return chk.get_expected_memory()
+
+
+def at_fraction(chk: Checkpointable, fraction: float) -> int:
+    """Plan between the least memory (0) and that of a run without recomputation (1)."""
+    least, most = least_limit(chk), plain_peak(chk)
+    limit = int(least + fraction * (most - least))
+    chk.compute_sequence(limit)
+    return limit
