@@ -402,10 +402,12 @@ def draw_peers(rows: list[Row]) -> Figure:
             *zip(*points, strict=True),
             color=color,
             marker=marker,
-            ms=5.5,
+            ms=4.5 if ours else 6.5,
             ls="-" if ours else "",
             lw=1.6,
-            zorder=3 if ours else 2,
+            mew=0.8,
+            mec=color if ours else "white",
+            zorder=2 if ours else 3,  # a peer that is as good must be seen
         )
     axes.set_xlabel("peak memory of a step, MiB above parameters, gradients and inputs")
     axes.set_ylabel("extra FLOPs of a step, %")
