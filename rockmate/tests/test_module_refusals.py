@@ -119,15 +119,23 @@ class Hidden(DataDependent):
 @pytest.mark.parametrize(
     ("cls", "error", "text"),
     [
-        (DataDependent, rkgb.DataDependentError, r"control flow .* test_module\.py:\d+ \(if y.sum"),
+        (
+            DataDependent,
+            rkgb.DataDependentError,
+            r"control flow .* test_module_refusals\.py:\d+ \(if y.sum",
+        ),
         (
             CustomFunction,
             rkgb.UnsupportedOpError,
-            r"Function 'Doubling' at test_module\.py:\d+",
+            r"Function 'Doubling' at test_module_refusals\.py:\d+",
         ),
         (Printing, rkgb.SideEffectError, "its forward prints"),
         (Mutating, rkgb.SideEffectError, r"overwrites the input .*clone"),
-        (Raising, rkgb.TraceError, r"raised ValueError at test_module\.py:\d+ .*: not today"),
+        (
+            Raising,
+            rkgb.TraceError,
+            r"raised ValueError at test_module_refusals\.py:\d+ .*: not today",
+        ),
         (Counting, rkgb.SideEffectError, r"changes the attribute 'calls'"),
         (Logging, rkgb.SideEffectError, r"changes the attribute 'log'.*list of 0.*list of 1"),
         (Selecting, rkgb.DataDependentError, "depends on the data"),
