@@ -14,16 +14,13 @@ from rotor.ops import Backward, ForwardCheckpoint, ForwardEnableGrad
 from rotor.testing import (
     assert_trains_like,
     at_fraction,
+    images,
     mlp,
     one_millisecond,
     residual_net,
 )
 
 CPU = torch.device("cpu")
-
-
-def images(count=3, batch=4):
-    return [torch.randn(batch, 3, 12, 12) for _ in range(count)]
 
 
 # -- results --------------------------------------------------------------------------------

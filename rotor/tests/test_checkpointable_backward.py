@@ -12,6 +12,7 @@ from rotor import Checkpointable, InfeasibleBudgetError
 from rotor.memory import peak_of
 from rotor.testing import (
     at_fraction,
+    images,
     least_limit,
     mlp,
     one_millisecond,
@@ -19,10 +20,6 @@ from rotor.testing import (
 )
 
 CPU = torch.device("cpu")
-
-
-def images(count=3, batch=4):
-    return [torch.randn(batch, 3, 12, 12) for _ in range(count)]
 
 
 # -- autograd ---------------------------------------------------------------------------------

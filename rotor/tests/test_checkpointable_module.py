@@ -14,19 +14,13 @@ from rotor.testing import (
     ResidualBlock,
     assert_trains_like,
     at_fraction,
+    images,
     least_limit,
     mlp,
     one_millisecond,
     plain_peak,
     residual_net,
 )
-
-CPU = torch.device("cpu")
-
-
-def images(count=3, batch=4):
-    return [torch.randn(batch, 3, 12, 12) for _ in range(count)]
-
 
 # -- plans --------------------------------------------------------------------------------------
 

@@ -168,6 +168,8 @@ class Session:
     def _find_last_reuse(self) -> dict[torch.Tensor, int]:
         """Return the shared parameters whose sum waits, and the stage that ends the waiting."""
         found: dict[torch.Tensor, int] = {}
+        if not any(stage.reused_parameters for stage in self.program.stages):
+            return found  # as nearly always, and this runs at every step
         seen: set[torch.Tensor] = set()
         for k in reversed(range(len(self.parameters))):
             for index in self.program.stages[k].reused_parameters:
@@ -328,6 +330,8 @@ class Session:
 
     def _keep_sums(self, k: int, found: list[torch.Tensor | None]) -> None:
         """Keep back, in place, the gradients to which an earlier stage has to add several times."""
+        if not self._last_reuse:
+            return
         first = len(found) - len(self.parameters[k])
         for place, parameter in enumerate(self.parameters[k], first):
             grad, last = found[place], self._last_reuse.get(parameter, k)

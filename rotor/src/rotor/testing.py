@@ -266,6 +266,11 @@ def _assert_same(mine: Any, theirs: Any, where: str) -> None:
         assert torch.equal(mine, theirs), f"{where}: values differ"
 
 
+def images(count: int = 3, batch: int = 4) -> list[torch.Tensor]:
+    """Return inputs of `residual_net`, one for each training step."""
+    return [torch.randn(batch, 3, 12, 12) for _ in range(count)]
+
+
 def least_limit(chk: Checkpointable) -> int:
     """Return the smallest limit that a measured module accepts."""
     try:
