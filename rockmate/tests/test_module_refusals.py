@@ -11,8 +11,10 @@ from torch import Tensor, nn
 import rkgb
 from rockmate import (
     BackwardTwiceError,
+    BudgetFormatError,
     ChangedTensorError,
     DoubleBackwardError,
+    InfeasibleBudgetError,
     InputMismatchError,
     Rockmate,
     SelfTestError,
@@ -201,6 +203,38 @@ def test_the_self_test_catches_what_the_capture_cannot_see() -> None:
     with pytest.raises(SelfTestError, match="output 0"):
         wrap(model, x)
     assert wrap(model, x, self_test=False) is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (0, "not positive"),
+        (-5, "not positive"),
+        (0.0, "not positive"),
+        (1.5, "float above 1"),
+        ("much", "cannot be read"),
+        ("3 parsec", "unknown unit 'parsec'"),
+        ("", "cannot be read"),
+        ("140%", "not in"),
+        (None, "NoneType"),
+        (True, "bool"),
+        (float("nan"), "not positive"),
+    ],
+)
+def test_unreadable_budgets_are_refused(given: Any, text: str) -> None:
+    model, sample = network("tied")
+    with pytest.raises(BudgetFormatError, match=text):
+        wrap(model, sample, given)
+    still_trains(model, *sample)
+
+
+def test_an_infeasible_budget_names_the_smallest_feasible_one() -> None:
+    model, sample = network("gpt")
+    with pytest.raises(InfeasibleBudgetError) as refusal:
+        wrap(model, sample, 1000)
+    assert refusal.value.asked_bytes == 1000
+    assert str(refusal.value.minimum_bytes) in str(refusal.value)
+    still_trains(model, *sample)
 
 
 # ---------------------------------------------------------------------- refusals at a call
