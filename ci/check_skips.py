@@ -1,8 +1,8 @@
 """Fail when a test was skipped for a reason that CI does not accept.
 
-Reads the JUnit report of a pytest run. A machine may lack a GPU, a commercial solver and its
-licence; it must not lack the open-source solvers, so a skip that names none of the accepted reasons
-is a failure, and so is a run without a passed test of each open-source solver.
+Reads the JUnit report of a pytest run. A machine may lack a GPU, a web browser, a commercial solver
+and its licence; it must not lack the open-source solvers, so a skip that names none of the accepted
+reasons is a failure, and so is a run without a passed test of each open-source solver.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 
-ACCEPTED = re.compile(r"\b(cuda|gpu|gurobi|gurobipy|torchvision)\b", re.IGNORECASE)
+ACCEPTED = re.compile(r"\b(browser|cuda|gpu|gurobi|gurobipy|torchvision)\b", re.IGNORECASE)
 REQUIRED = {
     "CBC": re.compile("cbc", re.IGNORECASE),
     "CP-SAT": re.compile("cp[_-]?sat", re.IGNORECASE),

@@ -111,6 +111,7 @@ def test_readme_blocks_share_names_and_report_failures(tmp_path: Path) -> None:
     [
         ("", ""),
         ('<testcase name="a"><skipped type="pytest.skip" message="needs CUDA"/></testcase>', ""),
+        ('<testcase name="a"><skipped type="pytest.skip" message="no browser"/></testcase>', ""),
         ('<testcase name="a"><skipped type="pytest.xfail" message="known"/></testcase>', ""),
         (
             '<testcase name="a"><skipped type="pytest.skip" message="no pulp"/></testcase>',

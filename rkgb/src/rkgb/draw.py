@@ -51,7 +51,7 @@ def draw(sketch: Sketch, *, folded: bool = True, columns: int | None = None) -> 
     graph = graphviz.Digraph(
         graph_attr={
             **{"fontname": _FONT, "labelloc": "b", "labeljust": "l", "nodesep": "0.25"},
-            **{"ranksep": "0.3", "dpi": "110", "pad": "0.2"},
+            **{"ranksep": "0.3", "pad": "0.2"},
         },
         node_attr={"fontname": _FONT, "fontsize": "11", "height": "0.3", "margin": "0.09,0.05"},
         edge_attr={"fontname": _FONT, "fontsize": "9", "arrowsize": "0.6", "color": GREY},

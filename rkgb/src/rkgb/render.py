@@ -27,6 +27,7 @@ from rkgb.sketch import (
 )
 
 FORMATS = ("svg", "pdf", "png")
+_PNG_DOTS_PER_INCH = "110"
 INSTALL = (
     "apt-get install graphviz (Debian, Ubuntu), brew install graphviz (macOS) or "
     "conda install -c conda-forge graphviz"
@@ -165,6 +166,10 @@ def _file_name(g: Any) -> str:
 
 def _write(drawing: Any, name: str, show: bool, render_format: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
+    if render_format == "png":
+        # Only here: in an SVG, Graphviz enlarges the drawing by dpi / 72 and not its viewBox, so
+        # that a viewer cuts it off. What is vectors needs no resolution.
+        drawing.attr(dpi=_PNG_DOTS_PER_INCH)
     source = folder / f"{name}.gv"
     if shutil.which("dot") is None:
         source.write_text(drawing.source, encoding="utf-8")
