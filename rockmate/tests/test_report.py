@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
+from collections.abc import Callable
 
 import pytest
 
 from rockmate.plan import make_plan
+from rockmate.plan_report import PlanReport
 from rockmate.planners import plan
 from rockmate.planners.simple import no_recomputation
 from rockmate.report import format_bytes, format_ms, format_plan, recomputed_rows
@@ -99,3 +103,24 @@ def test_no_recomputation_and_no_bound_are_said() -> None:
     assert "no bound was computed" in text
     proven = dataclasses.replace(kept, bound_ms=kept.time_ms, status="optimal")
     assert "proven optimal" in format_plan(problem, proven)
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copied_report_is_an_equal_report(way: Callable[[PlanReport], PlanReport]) -> None:
+    problem = gpt_problem(1)
+    report = PlanReport(problem, make_plan(problem, no_recomputation(problem), 1 << 40, "none"))
+    found = way(report)
+    assert type(found) is PlanReport
+    assert found == report
+    assert str(found) == str(report)
+    assert found.peak_bytes == report.plan.peak_bytes
+
+
+def test_a_report_has_the_attributes_of_its_plan_and_no_others() -> None:
+    problem = gpt_problem(1)
+    report = PlanReport(problem, make_plan(problem, no_recomputation(problem), 1 << 40, "none"))
+    assert report.time_ms == report.plan.time_ms
+    with pytest.raises(AttributeError, match="'Plan' object has no attribute 'cost'"):
+        _ = report.cost
+    with pytest.raises(AttributeError, match="'PlanReport' object has no attribute '__array__'"):
+        _ = report.__array__

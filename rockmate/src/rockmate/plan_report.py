@@ -27,6 +27,9 @@ class PlanReport:
         self.plan.save(path)
 
     def __getattr__(self, name: str) -> Any:
+        # A copy asks for special methods before it has a plan, and the plan's would not fit here.
+        if name.startswith("__") or "plan" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.plan, name)
 
     def __str__(self) -> str:
