@@ -82,6 +82,13 @@ def test_errors_carry_their_numbers_through_pickle():
     assert pickle.loads(pickle.dumps(table)).needed_bytes == 100
 
 
+def test_an_unpickled_refusal_has_the_whole_text():
+    error = rotor.InfeasibleBudgetError(10, 20, 3, "This is for Revolve; others may need less.")
+    copy = pickle.loads(pickle.dumps(error))
+    assert copy.detail == error.detail
+    assert str(copy) == str(error)
+
+
 def test_byte_counts_are_written_exactly():
     assert format_bytes(1288490188) == "1.20 GiB (1288490188 bytes)"
     assert format_bytes(17) == "17 bytes"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 
 class RkgbError(Exception):
     """Base class of every error that rkgb raises on purpose."""
@@ -27,6 +30,13 @@ class UnsupportedOpError(RkgbError, ValueError):
         self.op = op
         self.module_path = module_path
         self.source = source
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without it a copy, or an unpickled error of a worker, would be made from `args` alone.
+        make = functools.partial(
+            type(self), op=self.op, module_path=self.module_path, source=self.source
+        )
+        return make, self.args, vars(self)
 
 
 class InvalidGraphError(RkgbError, ValueError):

@@ -5,6 +5,9 @@ Each text has three parts: what was asked, what was found, what to do.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 
 class RockmateError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -20,6 +23,13 @@ class InfeasibleBudgetError(RockmateError, ValueError):
         super().__init__(message)
         self.asked_bytes = asked_bytes
         self.minimum_bytes = minimum_bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without it a copy, or an unpickled error of a worker, would be made from `args` alone.
+        make = functools.partial(
+            type(self), asked_bytes=self.asked_bytes, minimum_bytes=self.minimum_bytes
+        )
+        return make, self.args, vars(self)
 
 
 class InvalidPlanError(RockmateError, ValueError):

@@ -1,6 +1,12 @@
-"""Errors of rotor: what was asked, what was found, what to do. They carry the numbers as data."""
+"""Errors of rotor: what was asked, what was found, what to do. They carry the numbers as data.
+
+Those made from more than their text have `__reduce__`, so that copies and unpickled errors of a
+worker process are made from the same arguments, and not from the text alone.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 
 def format_bytes(count: int) -> str:
@@ -28,14 +34,16 @@ class InfeasibleBudgetError(RotorError, ValueError):
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
         self.stages = stages
+        self.detail = detail
         super().__init__(
             f"no schedule of {stages} stages fits in {format_bytes(budget_bytes)}: the smallest "
             f"feasible budget is {format_bytes(minimum_bytes)}.{' ' + detail if detail else ''} "
             f"Raise the budget to at least {minimum_bytes} bytes or make the sample smaller."
         )
 
-    def __reduce__(self) -> tuple[type[InfeasibleBudgetError], tuple[int, int, int]]:
-        return (type(self), (self.budget_bytes, self.minimum_bytes, self.stages))
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments = (self.budget_bytes, self.minimum_bytes, self.stages, self.detail)
+        return type(self), arguments, vars(self)
 
 
 class InvalidScheduleError(RotorError, ValueError):
@@ -52,15 +60,17 @@ class TableTooLargeError(RotorError, MemoryError):
     def __init__(self, needed_bytes: int, limit_bytes: int, stages: int, slots: int) -> None:
         self.needed_bytes = needed_bytes
         self.limit_bytes = limit_bytes
+        self.stages = stages
+        self.slots = slots
         super().__init__(
             f"a table for {stages} stages and {slots} slots takes {format_bytes(needed_bytes)}, "
             f"and the limit is {format_bytes(limit_bytes)}. Use fewer slots, merge stages, or "
             f"raise max_table_bytes."
         )
-        self._args = (needed_bytes, limit_bytes, stages, slots)
 
-    def __reduce__(self) -> tuple[type[TableTooLargeError], tuple[int, int, int, int]]:
-        return (type(self), self._args)
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments = (self.needed_bytes, self.limit_bytes, self.stages, self.slots)
+        return type(self), arguments, vars(self)
 
 
 class NotSequentialError(RotorError, TypeError):
@@ -74,8 +84,8 @@ class StageError(RotorError, RuntimeError):
         self.stage = stage
         super().__init__(message)
 
-    def __reduce__(self) -> tuple[type[StageError], tuple[str, str]]:
-        return (type(self), (str(self), self.stage))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.stage), vars(self)
 
 
 class InPlaceInputError(StageError):
