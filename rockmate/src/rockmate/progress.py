@@ -12,7 +12,11 @@ _log = logging.getLogger("rockmate")
 
 
 class Phases:
-    """Times named phases and shows them on one progress bar."""
+    """Times named phases and shows them on one progress bar.
+
+    An error inside a phase closes the bar. As a context manager it closes after any other error
+    too, so that the traceback begins on a line of its own.
+    """
 
     def __init__(self, names: tuple[str, ...], *, show: bool) -> None:
         self.seconds: dict[str, float] = {}
@@ -27,13 +31,24 @@ class Phases:
                 leave=True,
             )
 
+    def __enter__(self) -> Phases:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._end("planning failed")
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time what is inside under `name`."""
         if self._bar is not None:
             self._bar.set_description_str(f"planning: {name}")
         began = time.perf_counter()
-        yield
+        try:
+            yield
+        except BaseException:  # also when a person interrupts it
+            self._end(f"failed: {name}")
+            raise
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
         _log.debug("%s took %.2f s", name, self.seconds[name])
         if self._bar is not None:
@@ -45,8 +60,14 @@ class Phases:
             self._bar.set_description_str(f"planning: {text}"[:26])
 
     def close(self, text: str) -> None:
+        """Fill the bar and leave it with `text`."""
+        if self._bar is not None:
+            self._bar.n = self._bar.total
+            self._end(text)
+
+    def _end(self, text: str) -> None:
+        """Leave the bar as it is, with `text`; from now on nothing is shown."""
         if self._bar is not None:
             self._bar.set_description_str(text)
-            self._bar.n = self._bar.total
-            self._bar.refresh()
             self._bar.close()
+            self._bar = None
