@@ -8,7 +8,8 @@ import pytest
 
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.planners import PLANNERS, minimum_peak, plan
-from rockmate.planners.simple import no_recomputation
+from rockmate.planners.planning import Planning
+from rockmate.planners.simple import checkpoint_segments, no_recomputation
 from rockmate.problem import Problem
 from rockmate.simulate import simulate
 from rockmate.testing import gpt_problem, random_problem, resnet_problem, unet_problem
@@ -96,6 +97,29 @@ def test_planners_by_name(planner: str) -> None:
     budget = whole if planner == "none" else int(0.9 * whole)
     found = plan(problem, budget, planner=planner, effort="fast")
     assert found.peak_bytes <= budget
+    found.check(problem)
+
+
+def test_the_published_planners() -> None:
+    assert " ".join(PLANNERS) == (
+        "auto none recompute_all chen segments rotor rockmate checkmate intervals search"
+    )
+
+
+def test_a_new_planner_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = gpt_problem(2)
+    budget = int(0.9 * keeping_all(problem))
+
+    def every_third(run: Planning) -> None:
+        borders = range(3, len(problem.nodes), 3)
+        run.attempt("every third", lambda: checkpoint_segments(problem, borders))
+
+    with pytest.raises(ValueError, match="planner 'mine' is unknown"):
+        plan(problem, budget, planner="mine")
+    monkeypatch.setitem(PLANNERS, "mine", every_third)
+    found = plan(problem, budget, planner="mine")
+    assert found.planner == "every third"
+    assert [trial.planner for trial in found.tried] == ["every third"]
     found.check(problem)
 
 

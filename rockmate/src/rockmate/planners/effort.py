@@ -1,0 +1,87 @@
+"""How much work planning may take: by name, or in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """Limits of the planners' work; all but `seconds` are deterministic."""
+
+    whole_nodes: int  # graphs of up to so many nodes are solved whole
+    whole_limit: float  # deterministic seconds, about four to ten of the clock
+    block_limit: float  # the same, for each block and budget
+    windows: int  # that the search frees and solves again
+    window_limit: float  # deterministic seconds for each of them
+    grains: int  # how many sizes of blocks are tried
+    bound_cuts: int  # that the lower bound joins at most
+    close_enough: float  # to the bound, relative to the step: what is left is not searched for
+    small_enough: float  # gap under which chains, which suit small graphs less, are not tried
+    seconds: float | None = None  # of the clock
+
+
+EFFORTS = {
+    "fast": Effort(
+        whole_nodes=55,
+        whole_limit=0.15,
+        block_limit=0.05,
+        windows=24,
+        window_limit=0.02,
+        grains=2,
+        bound_cuts=1,
+        close_enough=2e-3,
+        small_enough=0.05,
+    ),
+    "balanced": Effort(
+        whole_nodes=80,
+        whole_limit=0.8,
+        block_limit=0.2,
+        windows=60,
+        window_limit=0.05,
+        grains=2,
+        bound_cuts=2,
+        close_enough=5e-4,
+        small_enough=0.02,
+    ),
+    "best": Effort(
+        whole_nodes=120,
+        whole_limit=2.0,
+        block_limit=0.5,
+        windows=400,
+        window_limit=0.1,
+        grains=3,
+        bound_cuts=3,
+        close_enough=1e-4,
+        small_enough=0.0,
+    ),
+}
+
+_SHORT_SECONDS = 15  # under which blocks get as little as with "fast"
+
+
+def effort_of(effort: str | float) -> Effort:
+    """Return the limits of an effort: a name, or seconds.
+
+    Raises:
+        ValueError: the name is unknown, or the number of seconds is not positive.
+    """
+    if isinstance(effort, str):
+        if effort not in EFFORTS:
+            names = ", ".join(EFFORTS)
+            raise ValueError(f"effort {effort!r} is unknown; choose {names}, or seconds")
+        return EFFORTS[effort]
+    if isinstance(effort, bool) or not effort > 0:
+        raise ValueError(f"effort is {effort!r}; give a positive number of seconds or a name")
+    return Effort(
+        whole_nodes=120,
+        whole_limit=2.0,
+        block_limit=0.05 if effort < _SHORT_SECONDS else 0.2,
+        windows=1_000_000,  # the clock ends the search
+        window_limit=0.05,
+        grains=2,
+        bound_cuts=2,
+        close_enough=1e-4,
+        small_enough=0.0,
+        seconds=float(effort),
+    )

@@ -1,0 +1,120 @@
+"""One run of the planners: what is asked, the best plan so far, what each of them reached."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from rockmate.plan import Plan, Trial, make_plan
+from rockmate.planners.effort import Effort
+from rockmate.problem import Problem
+from rockmate.simulate import simulate
+from rockmate.solvers.bound import lower_bound
+from rockmate.steps import Steps
+
+logger = logging.getLogger(__name__)
+
+Progress: TypeAlias = Callable[[float, str], None]  # fraction done, what is being done
+
+
+@dataclass
+class Planning:
+    """What planners read, and where they leave what they find; the exact simulator judges it."""
+
+    problem: Problem
+    budget_bytes: int
+    effort: Effort
+    backend: str
+    seed: int
+    planner: str  # as it was asked for
+    progress: Progress | None
+    fallback: Steps | None = None  # a plan of little memory
+    best: Steps | None = None
+    best_ms: float = float("inf")
+    best_planner: str = ""
+    tried: list[Trial] = field(default_factory=list)
+    bound_ms: float | None = None  # under the overhead of every schedule
+    begin: float = field(default_factory=time.perf_counter)
+
+    # --- plans ------------------------------------------------------------------------------------
+
+    def attempt(self, name: str, make: Callable[[], Steps | None]) -> None:
+        """Make steps, and consider them under `name`."""
+        begin = time.perf_counter()
+        self.consider(name, make(), begin)
+
+    def consider(self, name: str, steps: Steps | None, begin: float, note: str = "") -> None:
+        """Judge the steps of a planner, note what they reach, keep them if they are the best."""
+        seconds = time.perf_counter() - begin
+        if steps is None:
+            self.tried.append(Trial(name, seconds, note=note or "found nothing"))
+            return
+        timeline = simulate(self.problem, steps)
+        self.tried.append(Trial(name, seconds, timeline.overhead_ms, timeline.peak_bytes, note))
+        logger.debug("%s: %.3f ms in %.2f s", name, timeline.overhead_ms, seconds)
+        if timeline.peak_bytes <= self.budget_bytes and timeline.overhead_ms < self.best_ms:
+            self.best, self.best_ms, self.best_planner = steps, timeline.overhead_ms, name
+
+    def take(self, steps: Steps, planner: str) -> None:
+        """Make these steps the result, whatever was found before."""
+        self.best, self.best_planner = steps, planner
+        self.best_ms = simulate(self.problem, steps).overhead_ms
+
+    def is_within(self, gap: float) -> bool:
+        """Whether there is a plan, and one as near to the bound, relative to the step."""
+        if self.bound_ms is None:
+            self.bound_ms = self._lower_bound()
+        base = self.problem.base_time_ms
+        least = base + (self.bound_ms or 0.0)
+        return base + self.best_ms <= least * (1 + gap)
+
+    def finish(self) -> Plan:
+        """Return the best steps as a plan, with a bound on the time of every other."""
+        assert self.best is not None
+        problem = self.problem
+        timeline = simulate(problem, self.best)
+        self.report(0.95, "bound")
+        if self.bound_ms is None and timeline.overhead_ms > 0:
+            self.bound_ms = self._lower_bound()
+        base = problem.base_time_ms
+        bound = None if self.bound_ms is None else base + self.bound_ms
+        if timeline.overhead_ms == 0:
+            bound = base
+        if bound is not None:
+            bound = min(bound, base + timeline.overhead_ms)  # rounding of the linear program
+        proven = bound is not None and base + timeline.overhead_ms <= bound * (1 + 1e-9)
+        self.report(1.0, "done")
+        return make_plan(
+            problem,
+            self.best,
+            self.budget_bytes,
+            self.best_planner,
+            tried=tuple(self.tried),
+            bound_ms=bound,
+            status="optimal" if proven else "feasible",
+            plan_seconds=time.perf_counter() - self.begin,
+        )
+
+    def _lower_bound(self) -> float | None:
+        return lower_bound(self.problem, self.budget_bytes, cuts=self.effort.bound_cuts)
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def report(self, fraction: float, text: str) -> None:
+        """Tell the user what is being done."""
+        if self.progress is not None:
+            self.progress(fraction, text)
+
+    def seconds_left(self) -> float | None:
+        """Seconds until the search must stop; None where only work is limited."""
+        if self.effort.seconds is None:
+            return None
+        return max(0.0, self.begin + self.effort.seconds - time.perf_counter())
+
+    def is_over(self) -> bool:
+        """Whether the effort's seconds have passed."""
+        left = self.seconds_left()
+        return left is not None and left <= 0
