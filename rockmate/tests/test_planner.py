@@ -123,6 +123,18 @@ def test_a_new_planner_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     found.check(problem)
 
 
+@pytest.mark.parametrize("planner", ["checkmate", "intervals"])
+def test_a_solver_of_whole_graphs_may_find_what_was_known(planner: str) -> None:
+    """The plan that shows the budget feasible is a hint, and not a rival of the answer."""
+    problem = random_problem(401, 5)
+    _, least = minimum_peak(problem)
+    found = plan(problem, least, planner=planner, effort="fast")
+    assert found.planner.startswith("whole graph")
+    assert (
+        found.overhead_ms == next(t for t in found.tried if t.planner == "minimum peak").overhead_ms
+    )
+
+
 def test_the_whole_portfolio_is_at_least_as_good_as_its_parts() -> None:
     problem = NETWORKS["resnet"]
     budget = int(0.75 * keeping_all(problem))

@@ -63,6 +63,10 @@ class Planning:
         self.best, self.best_planner = steps, planner
         self.best_ms = simulate(self.problem, steps).overhead_ms
 
+    def forget(self) -> None:
+        """Drop the best plan, so that what comes next has no rival."""
+        self.best, self.best_ms, self.best_planner = None, float("inf"), ""
+
     def is_within(self, gap: float) -> bool:
         """Whether there is a plan, and one as near to the bound, relative to the step."""
         if self.bound_ms is None:

@@ -203,7 +203,7 @@ def _asked_whole(run: Planning, backend: str) -> None:
     """Solve the whole graph, with simple plans as hints only."""
     start = best_segments(run.problem, run.budget_bytes) or run.fallback
     hint = None if start is None else prune(run.problem, start, run.budget_bytes)
-    run.best = None
+    run.forget()
     _solve_whole(run, backend, hint)
 
 
