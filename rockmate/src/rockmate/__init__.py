@@ -12,6 +12,7 @@ from rockmate.errors import (
     SelfTestError,
     SolverError,
     SolverUnavailableError,
+    UnknownChoiceError,
     UnsupportedModuleError,
 )
 from rockmate.module import Rockmate
@@ -36,5 +37,6 @@ __all__ = [
     "SelfTestError",
     "SolverError",
     "SolverUnavailableError",
+    "UnknownChoiceError",
     "UnsupportedModuleError",
 ]

@@ -6,11 +6,30 @@ Each text has three parts: what was asked, what was found, what to do.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 
 class RockmateError(Exception):
     """Base of every error that this package raises on purpose."""
+
+
+class UnknownChoiceError(RockmateError, ValueError):
+    """An option was given a value that it does not know; `choices` are the names that it knows."""
+
+    def __init__(
+        self, option: str, asked: object, choices: Iterable[str], otherwise: str = ""
+    ) -> None:
+        self.option = option
+        self.asked = asked
+        self.choices = tuple(choices)
+        self.otherwise = otherwise  # what else may be given, in words
+        names = ", ".join(self.choices)
+        known = f"{names}, or {otherwise}" if otherwise else f"one of {names}"
+        super().__init__(f"{option} {asked!r} is unknown; choose {known}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.option, self.asked, self.choices, self.otherwise), vars(self)
 
 
 # --- planning -------------------------------------------------------------------------------------

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
+
+from rockmate.errors import UnknownChoiceError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +67,14 @@ def effort_of(effort: str | float) -> Effort:
     """Return the limits of an effort: a name, or seconds.
 
     Raises:
-        ValueError: the name is unknown, or the number of seconds is not positive.
+        UnknownChoiceError: the name is unknown, or the number of seconds is not positive.
     """
-    if isinstance(effort, str):
-        if effort not in EFFORTS:
-            names = ", ".join(EFFORTS)
-            raise ValueError(f"effort {effort!r} is unknown; choose {names}, or seconds")
+    if isinstance(effort, str) and effort in EFFORTS:
         return EFFORTS[effort]
-    if isinstance(effort, bool) or not effort > 0:
-        raise ValueError(f"effort is {effort!r}; give a positive number of seconds or a name")
+    # Python counts True as the number 1; not a number is not above zero.
+    is_number = isinstance(effort, Real) and not isinstance(effort, bool)
+    if isinstance(effort, str) or not is_number or not effort > 0:
+        raise UnknownChoiceError("effort", effort, EFFORTS, "a positive number of seconds")
     return Effort(
         whole_nodes=120,
         whole_limit=2.0,

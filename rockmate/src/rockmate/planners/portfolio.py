@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from rockmate.blocks import largest_block, pinned_candidates
 from rockmate.chain import LARGE_BLOCK_NODES, SMALL_BLOCK_NODES, chain_model
-from rockmate.errors import InfeasibleBudgetError, SolverError
+from rockmate.errors import InfeasibleBudgetError, SolverError, UnknownChoiceError
 from rockmate.options import BlockOption
 from rockmate.plan import Plan, Trial
 from rockmate.planners.edit import prune
@@ -28,7 +28,7 @@ from rockmate.planners.simple import best_segments, chen, no_recomputation, reco
 from rockmate.problem import Problem
 from rockmate.report import format_bytes
 from rockmate.simulate import simulate
-from rockmate.solvers import block_solver, solve_whole
+from rockmate.solvers import block_solver, check_backend, solve_whole
 from rockmate.solvers.result import Solver, SolverResult
 from rockmate.steps import Steps
 
@@ -61,12 +61,13 @@ def plan(
     solves blocks and whole graphs: "cp-sat", "cbc", "highs" or "gurobi".
 
     Raises:
+        UnknownChoiceError: there is no such effort, planner or backend.
         InfeasibleBudgetError: no plan fits; `minimum_bytes` is the smallest budget accepted.
         SolverUnavailableError: the backend is not installed.
         SolverError: the chosen planner found nothing although the budget is feasible.
     """
-    if planner not in PLANNERS:
-        raise ValueError(f"planner {planner!r} is unknown; choose one of {', '.join(PLANNERS)}")
+    check_planner(planner)
+    check_backend(backend)
     run = Planning(problem, budget_bytes, effort_of(effort), backend, seed, planner, progress)
     everything = no_recomputation(problem)
     if simulate(problem, everything).peak_bytes <= budget_bytes:
@@ -81,6 +82,16 @@ def plan(
             f"found none, although the budget is feasible; use planner='auto'"
         )
     return run.finish()
+
+
+def check_planner(planner: str) -> None:
+    """Refuse a name that no planner has.
+
+    Raises:
+        UnknownChoiceError: there is no such planner.
+    """
+    if planner not in tuple(PLANNERS):  # whose elements are compared and not hashed
+        raise UnknownChoiceError("planner", planner, PLANNERS)
 
 
 # --- the budget -----------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 
+from rockmate.errors import UnknownChoiceError
 from rockmate.problem import Problem
+from rockmate.solvers.ilp import check_installed, solve_ilp
 from rockmate.solvers.result import Solver, SolverResult
 from rockmate.steps import Steps
 
@@ -13,6 +15,18 @@ BACKENDS = ("cp-sat", "cbc", "highs", "gurobi")
 
 # The 0/1 programs count seconds of the clock: CBC has no other limit.
 _SECONDS_PER_UNIT = 10.0
+
+
+def check_backend(backend: str) -> None:
+    """Refuse a backend that is unknown or not installed; nothing is loaded.
+
+    Raises:
+        UnknownChoiceError: there is no such backend.
+        SolverUnavailableError: the library of the backend is not installed.
+    """
+    if backend not in BACKENDS:
+        raise UnknownChoiceError("backend", backend, BACKENDS)
+    check_installed(backend)
 
 
 def solve_whole(
@@ -28,6 +42,7 @@ def solve_whole(
     """Return the best steps that a backend finds for a problem within the budget.
 
     Raises:
+        UnknownChoiceError: there is no such backend.
         SolverUnavailableError: the backend is not installed or not licensed for this size.
     """
     if backend == "cp-sat":
@@ -41,10 +56,7 @@ def solve_whole(
             wall_limit_s=wall_limit_s,
             seed=seed,
         )
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
-    from rockmate.solvers.ilp import solve_ilp
-
+    check_backend(backend)
     seconds = _SECONDS_PER_UNIT * deterministic_limit
     limit = seconds if wall_limit_s is None else min(seconds, wall_limit_s)
     return solve_ilp(problem, budget_bytes, backend=backend, time_limit_s=max(1.0, limit))

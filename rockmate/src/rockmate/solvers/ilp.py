@@ -49,6 +49,20 @@ from rockmate.solvers.result import (
 _MODULES = {"highs": "highspy", "gurobi": "gurobipy"}
 
 
+def check_installed(backend: str) -> None:
+    """Refuse a backend whose library is an extra that is not installed; nothing is loaded.
+
+    Raises:
+        SolverUnavailableError: the library is not installed.
+    """
+    module = _MODULES.get(backend)
+    if module is not None and importlib.util.find_spec(module) is None:
+        raise SolverUnavailableError(
+            f"ILP backend {backend!r} needs {module}, which is not installed. Use another backend, "
+            f"or: pip install 'rockmate[{backend}]'"
+        )
+
+
 def solve_ilp(
     problem: Problem,
     budget_bytes: int,
@@ -62,12 +76,7 @@ def solve_ilp(
         SolverUnavailableError: the backend is not installed, or its licence is too small.
         SolverError: the backend stopped for another reason.
     """
-    module = _MODULES.get(backend)
-    if module is not None and importlib.util.find_spec(module) is None:
-        raise SolverUnavailableError(
-            f"ILP backend {backend!r} needs {module}, which is not installed. Use another backend, "
-            f"or: pip install 'rockmate[{backend}]'"
-        )
+    check_installed(backend)
     begin = time.perf_counter()
     program = _Program(problem, budget_bytes)
     if program.hopeless:
