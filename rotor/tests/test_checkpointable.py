@@ -15,6 +15,7 @@ from rotor.testing import (
     assert_trains_like,
     at_fraction,
     images,
+    in_place_net,
     mlp,
     one_millisecond,
     residual_net,
@@ -72,7 +73,11 @@ def forgetful_schedule(count):
 
 @pytest.mark.parametrize(
     ("make", "shape"),
-    [(lambda: residual_net(6), (6, 3, 16, 16)), (lambda: mlp(6, 64), (256, 64))],
+    [
+        (lambda: residual_net(6), (6, 3, 16, 16)),
+        (lambda: in_place_net(6), (6, 3, 16, 16)),
+        (lambda: mlp(6, 64), (256, 64)),
+    ],
 )
 def test_recorded_stages_may_forget_their_input(make, shape):
     twin = make()

@@ -13,6 +13,7 @@ from rotor.memory import peak_of
 from rotor.testing import (
     at_fraction,
     images,
+    in_place_net,
     least_limit,
     mlp,
     one_millisecond,
@@ -123,6 +124,7 @@ def training_step(module, x):
     ("make", "shape"),
     [
         (lambda: residual_net(8, 12), (6, 3, 24, 24)),
+        (lambda: in_place_net(8, 12), (6, 3, 24, 24)),
         (lambda: mlp(10, 64), (512, 64)),
     ],
 )

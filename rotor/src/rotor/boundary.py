@@ -61,3 +61,8 @@ def unpack(tensors: Tensors, layout: Layout) -> Any:
 def is_differentiable(tensor: torch.Tensor) -> bool:
     """Return whether gradients exist for the tensor's kind of numbers."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def versions(tensors: Tensors) -> tuple[int, ...]:
+    """Return how often each tensor's memory has been written to, as far as torch has noticed."""
+    return tuple(-1 if t.is_inference() else t._version for t in tensors)

@@ -89,7 +89,7 @@ class StageError(RotorError, RuntimeError):
 
 
 class InPlaceInputError(StageError):
-    """A stage begins by overwriting its input, which others still need."""
+    """A stage overwrites its input, which others still need, and cannot be joined to its maker."""
 
 
 class NotMeasuredError(RotorError, RuntimeError):

@@ -30,8 +30,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from rotor.boundary import Layout, Tensors, is_differentiable, pack, unpack
-from rotor.errors import BackwardError, InvalidScheduleError, StageError
+from rotor.boundary import Layout, Tensors, is_differentiable, pack, unpack, versions
+from rotor.errors import BackwardError, InPlaceInputError, InvalidScheduleError, StageError
 from rotor.ops import Backward, ForwardEnableGrad, ForwardNoGrad, Op
 from rotor.rng import RngState, preserved_rng
 from rotor.stages import CodeStage, current_buffer, replaced_buffers, training_flags
@@ -224,13 +224,11 @@ class Session:
 
     def _run(self, op: Op, inputs: Tensors) -> Tensors:
         k = op.stage
-        code = self.program.stages[k].code
         recording = isinstance(op, ForwardEnableGrad) and any(self._needs[k])
         if not recording and not (self.program.stages[k].always_record and any(self._needs[k])):
             # Parameters keep requires_grad: some kernels are chosen by it, and would differ.
             with torch.no_grad():
-                value = code(unpack(tuple(t.detach() for t in inputs), self._layouts[k]))
-            outputs, self._layouts[k + 1] = pack_output(value, code)
+                outputs = self._call(k, tuple(t.detach() for t in inputs))
             return tuple(tensor.detach() for tensor in outputs)
         leaves = [
             tensor.detach().requires_grad_(need)
@@ -241,13 +239,25 @@ class Session:
             stack.enter_context(torch.enable_grad())
             if source is not None:
                 stack.enter_context(saved_tensors_hooks(source.pack, source.unpack))
-            outputs, self._layouts[k + 1] = pack_output(
-                code(unpack(tuple(leaves), self._layouts[k])), code
-            )
+            outputs = self._call(k, tuple(leaves))
         if recording:
             edges = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
             self._recorded[k] = _Recorded(edges, _ends(leaves, emptied=source is not None), source)
         return tuple(tensor.detach() for tensor in outputs)
+
+    def _call(self, k: int, inputs: Tensors) -> Tensors:
+        code = self.program.stages[k].code
+        before = versions(inputs)
+        value = code(unpack(inputs, self._layouts[k]))
+        if versions(inputs) != before:
+            # Measuring would have joined it to the stage before; what a later run needs is gone.
+            raise InPlaceInputError(
+                f"stage {code.name} has overwritten its input, which recomputation needs, and did "
+                f"not when it was measured. Let it do so always, or never.",
+                code.name,
+            )
+        outputs, self._layouts[k + 1] = pack_output(value, code)
+        return outputs
 
     def _run_again(self, op: Op) -> None:
         k = op.stage

@@ -20,10 +20,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from rotor.boundary import Layout, Tensors, is_differentiable, pack, unpack
+from rotor.boundary import Layout, Tensors, is_differentiable, pack
 from rotor.chain import Chain, Option, Stage
-from rotor.errors import InPlaceInputError, StageError
-from rotor.execute import RunStage, pack_output, stage_gradients
+from rotor.errors import StageError
+from rotor.execute import RunStage, stage_gradients
+from rotor.joining import call_stage, join_modules
 from rotor.memory import MemoryMeter, share_storage, storage_bytes
 from rotor.rng import RngState, preserved_rng
 from rotor.stages import CodeStage, current_buffer, flatten, replaced_buffers
@@ -61,9 +62,10 @@ def measure_module(
 
     Raises:
         NotSequentialError: the module has no stages.
-        InPlaceInputError: a stage begins by overwriting its input.
-        StageError: a stage fails, returns something else than tensors, or uses a tensor that
-            requires gradients and is neither its input nor its parameter.
+        InPlaceInputError: a stage overwrites the sample.
+        StageError: a stage fails, returns something else than tensors, overwrites what its own
+            backward needs, or uses a tensor that requires gradients and is neither its input nor
+            its parameter.
     """
     modules = flatten(module)
     try:
@@ -75,7 +77,7 @@ def measure_module(
         ) from None
     device = _device_of(module, inputs)
     with _harmless(module, device):
-        codes = _join_views(modules, inputs, layout)
+        codes = join_modules(modules, inputs, layout)
     probes = [_Probe(code, device, is_last=code is codes[-1]) for code in codes]
     with _harmless(module, device), MemoryMeter(device) as meter:
         _follow(probes, inputs, layout, lambda probe, flow: probe.weigh(meter, *flow))
@@ -113,30 +115,6 @@ def _harmless(module: nn.Module, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _join_views(
-    modules: list[tuple[str, nn.Module]], inputs: Tensors, layout: Layout
-) -> list[CodeStage]:
-    """Group the modules into stages, so that no boundary lies behind a pure view of its input.
-
-    `Flatten`, `Identity` or a `Dropout(0)` hand on the memory they got: a boundary there would be
-    counted twice. Such a module joins the stage before it, or the next one at the very beginning.
-    """
-    groups: list[list[tuple[str, nn.Module]]] = []
-    begins_with_views = True
-    for name, module in modules:
-        code = CodeStage((name,), (module,))
-        outputs, next_layout = _call(code, _leaves(inputs), layout, recording=True)
-        storages = {t.untyped_storage().data_ptr() for t in inputs}
-        is_view = all(t.untyped_storage().data_ptr() in storages for t in outputs)
-        if groups and (is_view or begins_with_views):
-            groups[-1].append((name, module))
-        else:
-            groups.append([(name, module)])
-        begins_with_views = begins_with_views and is_view
-        inputs, layout = tuple(t.detach() for t in outputs), next_layout
-    return [CodeStage(tuple(n for n, _ in g), tuple(m for _, m in g)) for g in groups]
-
-
 def _follow(
     probes: list[_Probe],
     inputs: Tensors,
@@ -149,45 +127,16 @@ def _follow(
         flow = visit(probe, flow)
 
 
-def _call(
-    code: CodeStage, inputs: Tensors, layout: Layout, *, recording: bool
-) -> tuple[Tensors, Layout]:
-    """Run a stage; say which one it was if it fails."""
-    versions = [tensor._version for tensor in inputs]
-    try:
-        with torch.set_grad_enabled(recording):
-            value = code(unpack(inputs, layout))
-    except Exception as error:
-        if "leaf Variable that requires grad" in str(error) and "in-place" in str(error):
-            raise _in_place(code) from error
-        raise StageError(
-            f"stage {code.name} failed on the output of the stages before it: "
-            f"{type(error).__name__}: {error}. Check that the module runs on this sample.",
-            code.name,
-        ) from error
-    if [tensor._version for tensor in inputs] != versions:
-        raise _in_place(code)
-    return pack_output(value, code)
-
-
 def _leaves(inputs: Tensors) -> Tensors:
     # Whole numbers cannot be leaves that refuse to be overwritten, so they are copied.
     return tuple(t.detach().requires_grad_() if is_differentiable(t) else t.clone() for t in inputs)
-
-
-def _in_place(code: CodeStage) -> InPlaceInputError:
-    return InPlaceInputError(
-        f"the first computation of stage {code.name} overwrites its input, which other stages "
-        f"still need. Put it into one module with the layer before it (for a ReLU: "
-        f"rotor.models.utils.ReLUAtEnd), or use inplace=False.",
-        code.name,
-    )
 
 
 class _Backward:
     """The recorded graph of one run of a stage, and the call that runs its backward."""
 
     def __init__(self, code: CodeStage, leaves: Tensors, outputs: Tensors) -> None:
+        self.code = code
         self.leaves = leaves
         recorded = [t for t in outputs if t.requires_grad]
         self.edges = [get_gradient_edge(t) for t in recorded]
@@ -197,7 +146,16 @@ class _Backward:
     def __call__(self) -> tuple[torch.Tensor | None, ...]:
         if not self.edges or not self.wanted:
             return ()
-        return stage_gradients(self.edges, self.wanted, self.grads)
+        try:
+            return stage_gradients(self.edges, self.wanted, self.grads)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise StageError(
+                f"stage {self.code.name} overwrites a tensor that its own backward needs, and "
+                f"plain PyTorch fails in the same way: {error}. Use inplace=False in it.",
+                self.code.name,
+            ) from error
 
 
 class _Probe:
@@ -231,7 +189,7 @@ class _Probe:
         copies = [value.clone() for value in originals]
         with replaced_buffers(buffers, copies):
             outputs, _ = meter.run(
-                self.label("record"), lambda: _call(code, leaves, layout, recording=True)
+                self.label("record"), lambda: call_stage(code, leaves, layout, recording=True)
             )
             self.draws_random = not RngState.now([self.device]).same_as(rng)
             self.mutated = tuple(
@@ -260,7 +218,7 @@ class _Probe:
             del found, backward, alive
         rng.restore()
         return meter.run(
-            self.label("forward"), lambda: _call(code, inputs, layout, recording=False)
+            self.label("forward"), lambda: call_stage(code, inputs, layout, recording=False)
         )
 
     def read(self, meter: MemoryMeter) -> None:
@@ -284,9 +242,9 @@ class _Probe:
             min(times) for times in zip(*rounds, strict=True)
         )
         rng.restore()
-        outputs, next_layout = _call(self.code, inputs, layout, recording=False)
+        outputs, next_layout = call_stage(self.code, inputs, layout, recording=False)
         rng.restore()
-        recorded, _ = _call(self.code, _leaves(inputs), layout, recording=True)
+        recorded, _ = call_stage(self.code, _leaves(inputs), layout, recording=True)
         if not all(torch.equal(a, b) for a, b in zip(outputs, recorded, strict=True)):
             # Some kernels (LSTM on the CPU) are others without grad, and differ in the last bits.
             self.always_record = True
@@ -300,10 +258,12 @@ class _Probe:
         leaves = _leaves(inputs)
         results: list[tuple[Tensors, Layout]] = []
         forward_ms = clock(
-            lambda: results.append(_call(self.code, inputs, layout, recording=False))
+            lambda: results.append(call_stage(self.code, inputs, layout, recording=False))
         )
         results.clear()
-        fwd_ms = clock(lambda: results.append(_call(self.code, leaves, layout, recording=True)))
+        fwd_ms = clock(
+            lambda: results.append(call_stage(self.code, leaves, layout, recording=True))
+        )
         backward = _Backward(self.code, leaves, results.pop()[0])
         return fwd_ms, clock(backward), forward_ms
 

@@ -1,4 +1,4 @@
-"""Stages of a module: nested `nn.Sequential`s flattened, and pure views joined to a neighbour."""
+"""Stages of a module: nested `nn.Sequential`s flattened, and modules that run as one stage."""
 
 from __future__ import annotations
 

@@ -203,6 +203,19 @@ def residual_net(blocks: int = 6, channels: int = 8, dropout: float = 0.2) -> nn
     )
 
 
+def in_place_net(blocks: int = 4, channels: int = 8) -> nn.Sequential:
+    """Return a flat classifier of 3-channel images as commonly written: what can is in place."""
+    layers: list[nn.Module] = [nn.Conv2d(3, channels, 3, padding=1), nn.ReLU(inplace=True)]
+    for block in range(blocks):
+        layers += [nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)]
+        if block % 2:
+            layers += [nn.Hardswish(inplace=True), nn.Dropout(0.1, inplace=True)]
+        else:
+            layers += [nn.ReLU(inplace=True)]
+    layers += [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * channels, 10)]
+    return nn.Sequential(*layers, nn.Dropout(0.1, inplace=True))
+
+
 def mlp(depth: int = 8, width: int = 32, dropout: float = 0.1) -> nn.Sequential:
     """Return a plain deep network with dropout."""
     layers: list[nn.Module] = []

@@ -16,9 +16,8 @@ _INNER = "module."
 class ReLUAtEnd(nn.Module):
     """A layer followed by an in-place ReLU, as one stage.
 
-    The first computation of a stage must not be in place, since others need its input. In place
-    after the layer's own computation it is welcome: it saves a tensor. State-dict keys are those of
-    the layer alone, so weights move freely to and from models with separate layers.
+    In place after the layer's own computation it saves a tensor. State-dict keys are those of the
+    layer alone, so weights move freely to and from models with separate layers.
     """
 
     def __init__(self, module: nn.Module) -> None:
