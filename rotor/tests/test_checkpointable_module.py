@@ -104,14 +104,8 @@ def test_on_a_cpu_the_limit_must_be_given():
     with pytest.raises(rotor.MemoryLimitError, match="no memory limit is given, and on the cpu"):
         chk(torch.randn(4, 32))
     chk.measure(torch.randn(4, 32))
-    with pytest.raises(rotor.MemoryLimitError, match="Give one in bytes"):
+    with pytest.raises(rotor.MemoryLimitError, match="Give one: "):
         chk.compute_sequence()
-
-
-@pytest.mark.parametrize("limit", [0, -5, 2.5, "many", True])
-def test_limits_that_are_no_number_of_bytes(limit):
-    with pytest.raises(rotor.MemoryLimitError, match="mem_limit is"):
-        Checkpointable(mlp(2), mem_limit=limit)
 
 
 def test_reference_solver_gives_the_same_makespan():

@@ -21,6 +21,7 @@ from rotor.errors import (
     format_bytes,
 )
 from rotor.execute import Program, run_program
+from rotor.limit import MemoryLimit, parse_limit
 from rotor.measure import Measurement, Timer, measure_module
 from rotor.memory import usable_cuda_bytes
 from rotor.report import plan_text, save_timeline
@@ -29,7 +30,7 @@ from rotor.simulate import MemoryTimeline
 from rotor.solver import DEFAULT_SLOTS
 from rotor.solver.intervals import MAX_STAGES, improve_with_intervals
 from rotor.stages import flatten
-from rotor.strategies import STRATEGIES
+from rotor.strategies import STRATEGIES, no_checkpointing
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +49,13 @@ class Checkpointable(nn.Module):
     """Run a sequential module so that a training step stays within a limit of activation memory.
 
     Children, parameter names and state-dict keys are those of the given module, which is shared
-    and not changed. In `eval()` mode and under `no_grad` it is the plain module. `mem_limit` is in
-    bytes, above what is resident: parameters, buffers, the input, and parameter gradients. Left
-    out, it is what is free on the CUDA device at the first training step.
+    and not changed. In `eval()` mode and under `no_grad` it is the plain module.
+
+    `mem_limit` is an int (bytes), text (`"2GiB"`, `"800 MB"`, `"40%"`), or a float in (0, 1]: the
+    fraction of what a step takes without recomputation, for the first input that is planned for;
+    from then on `mem_limit` is these bytes, for other inputs too. It counts above what is
+    resident: parameters, buffers, the input, and parameter gradients. Left out, it is what is free
+    on the CUDA device at the first training step.
 
     A plan is made for the sample of `measure`, or for the first input; other inputs (shape,
     type, device, train/eval flags, frozen parameters, autocast) get plans of their own, on demand.
@@ -58,13 +63,14 @@ class Checkpointable(nn.Module):
 
     Raises:
         NotSequentialError: the module is no `nn.Sequential`.
+        MemoryLimitFormatError: the limit cannot be read.
     """
 
     def __init__(
         self,
         module: nn.Module,
         input: Any = None,  # the published name
-        mem_limit: int | None = None,
+        mem_limit: MemoryLimit | None = None,
         mem_slots: int = DEFAULT_SLOTS,
         *,
         force_python: bool = False,
@@ -85,7 +91,7 @@ class Checkpointable(nn.Module):
         self._planned_modules: list[nn.Module]
         self.__dict__["_sequential"] = module  # not registered a second time
         self.training = module.training
-        self.mem_limit = None if mem_limit is None else _checked_limit(mem_limit)
+        self.mem_limit = None if mem_limit is None else parse_limit(mem_limit)
         self.mem_slots = mem_slots
         self.force_python = force_python
         self.preserve_rng_state = preserve_rng_state
@@ -110,7 +116,7 @@ class Checkpointable(nn.Module):
 
     def compute_sequence(
         self,
-        mem_limit: int | None = None,
+        mem_limit: MemoryLimit | None = None,
         mem_slots: int | None = None,
         force_python: bool | None = None,
         *,
@@ -120,10 +126,12 @@ class Checkpointable(nn.Module):
         """Plan for the measured sample: the fastest schedule whose predicted peak is in the limit.
 
         `strategy` may name another one of `rotor.strategies`, to compare with; the arguments are
-        its own. Plans for other inputs are made again, for the new limit.
+        its own. The limit is given as to the constructor; a fraction is of what the measured sample
+        takes without recomputation. Plans for other inputs are made again, for the new limit.
 
         Raises:
             NotMeasuredError: nothing has been measured.
+            MemoryLimitFormatError: the limit cannot be read.
             MemoryLimitError: no limit is given and there is no CUDA device to ask.
             InfeasibleBudgetError: no schedule fits; the error carries the smallest limit.
         """
@@ -131,7 +139,8 @@ class Checkpointable(nn.Module):
             known = ", ".join(STRATEGIES)
             raise ValueError(f"strategy {strategy!r} is unknown. Use one of {known}.")
         plan = self._measured_plan()
-        limit = self.mem_limit if mem_limit is None else _checked_limit(mem_limit)
+        given = self.mem_limit if mem_limit is None else parse_limit(mem_limit)
+        limit = _in_bytes(given, plan.measurement)
         slots = self.mem_slots if mem_slots is None else mem_slots
         python = self.force_python if force_python is None else force_python
         before = (self.mem_slots, self.force_python, self._strategy)
@@ -188,7 +197,8 @@ class Checkpointable(nn.Module):
                 error.minimum_bytes + measurement.held_bytes,
                 len(chain),
                 f"Of these, {format_bytes(measurement.held_bytes)} are held through the whole "
-                f"step (the output, and copies for recomputation).",
+                f"step (the output, and copies for recomputation). Without recomputation the "
+                f"step takes {format_bytes(_plain_bytes(measurement))}.",
             ) from None
         plan.program = self._build_program(measurement, schedule)
         plan.schedule, plan.limit_bytes = schedule, limit
@@ -230,7 +240,7 @@ class Checkpointable(nn.Module):
         if device.type != "cuda":
             raise MemoryLimitError(
                 f"no memory limit is given, and on the {device.type} device there is none to "
-                f"find out. Give one in bytes: Checkpointable(module, mem_limit=...) or "
+                f"find out. Give one: Checkpointable(module, mem_limit=...) or "
                 f"compute_sequence(mem_limit=...)."
             )
         missing = sum(p.nbytes for p in self.parameters() if p.requires_grad and p.grad is None)
@@ -296,7 +306,9 @@ class Checkpointable(nn.Module):
             plan = self._measure(value)
         self._current = key
         if plan.program is None:
-            self._schedule(plan, self.mem_limit)
+            limit = _in_bytes(self.mem_limit, plan.measurement)
+            self._schedule(plan, limit)
+            self.mem_limit = limit
         assert plan.program is not None
         return plan.program
 
@@ -389,12 +401,13 @@ class Checkpointable(nn.Module):
         return f"{head})\n{text}"
 
 
-def _checked_limit(limit: int) -> int:
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or limit != int(limit):
-        raise MemoryLimitError(f"mem_limit is {limit!r}. Give a whole number of bytes.")
-    if limit <= 0:
-        raise MemoryLimitError(f"mem_limit is {limit}. Give a positive number of bytes.")
-    return int(limit)
+def _in_bytes(limit: int | float | None, measurement: Measurement) -> int | None:
+    return int(limit * _plain_bytes(measurement)) if isinstance(limit, float) else limit
+
+
+def _plain_bytes(measurement: Measurement) -> int:
+    """What a step takes without recomputation, as `get_expected_memory` would say."""
+    return no_checkpointing(measurement.chain).peak_bytes + measurement.held_bytes
 
 
 def _tensors_of(value: Any) -> Tensors:

@@ -97,7 +97,22 @@ class NotMeasuredError(RotorError, RuntimeError):
 
 
 class MemoryLimitError(RotorError, ValueError):
-    """The memory limit is missing where none can be found out, or is not a number of bytes."""
+    """The memory limit is missing where none can be found out, or cannot be read."""
+
+
+class MemoryLimitFormatError(MemoryLimitError):
+    """A memory limit that cannot be read; `limit` is what was given, `problem` what it is."""
+
+    def __init__(self, limit: object, problem: str) -> None:
+        self.limit = limit
+        self.problem = problem
+        super().__init__(
+            f"mem_limit {limit!r} {problem}. Give an int (bytes), a float in (0, 1] (fraction of "
+            f"what a step takes without recomputation), or text such as '2GiB', '800 MB' or '40%'."
+        )
+
+    def __reduce__(self) -> tuple[type[MemoryLimitFormatError], tuple[object, str]]:
+        return (type(self), (self.limit, self.problem))
 
 
 class BackwardError(RotorError, RuntimeError):
