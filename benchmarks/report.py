@@ -50,6 +50,7 @@ def benchmark_results(results: Path) -> str:
         "Performance": tables.performance_table(results),
         "Planning": tables.planning_table(results),
         "Phases of planning": tables.phases_table(results),
+        "What the executor costs": tables.step_table(results),
         "FLOPs of an 8-layer GPT at fifteen budgets": tables.front_table(results),
         "Throughput": tables.throughput_table(results),
         "Peers": tables.peers_table(results),

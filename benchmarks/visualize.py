@@ -26,6 +26,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiment import RESULTS, Row, read_rows
+from step_figure import draw_step
 
 MIB = 2**20
 # Colours that people with any colour vision tell apart (Okabe and Ito), one for each strategy.
@@ -425,6 +426,7 @@ FIGURES: dict[str, tuple[str, Callable[[list[Row]], Figure]]] = {
     "throughput": ("throughput", draw_throughput),
     "options": ("options", draw_options),
     "peers": ("peers", draw_peers),
+    "step": ("step", draw_step),
 }
 
 
@@ -445,11 +447,12 @@ def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def draw_all(results: Path, out: Path) -> list[Path]:
-    """Draw every figure that there are rows for; return the files written."""
+def draw_all(results: Path, out: Path, only: Iterable[str] = FIGURES) -> list[Path]:
+    """Draw the figures that there are rows for; return the files written."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, (table, draw) in FIGURES.items():
+    for name in only:
+        table, draw = FIGURES[name]
         for suffix, rows in groups(read_rows(results / f"{table}.csv")).items():
             if not ok(rows):
                 continue

@@ -10,6 +10,7 @@ import pytest
 import experiment
 import visualize
 from experiment import CURVE_COLUMNS, POINT_COLUMNS, RESULT_COLUMNS, STAMP_COLUMNS, Row, Table
+from step_cases import subjects
 
 COLUMNS = (*POINT_COLUMNS, *RESULT_COLUMNS, *CURVE_COLUMNS, *STAMP_COLUMNS)
 STRATEGIES = ("plain", "rockmate", "rotor", "checkpoint", "selective", "compile", "compile-aot")
@@ -78,6 +79,8 @@ def rows_of(table: str) -> list[Row]:
         ):
             values = {"planned_overhead_percent": 9 - i, "solve_seconds": 2.0**i}
             made.append(row(table, network, grid, budget, **values))
+    elif table == "step":
+        made = step_rows()
     else:
         for i, strategy in enumerate(STRATEGIES):
             for share in (0.3, 0.6):
@@ -85,6 +88,30 @@ def rows_of(table: str) -> list[Row]:
                     row(table, "gpt", strategy, f"{share}", flops_ratio=1 + 0.1 * i / share)
                     | {"peak_bytes": f"{int(2**28 * share)}"}
                 )
+    return made
+
+
+def step_rows() -> list[Row]:
+    """Return rows of every subject, of two checkouts one of which fails in places."""
+    made = []
+    for subject, which in itertools.product(subjects(), ("this", "against")):
+        values = {
+            "which": which,
+            "kind": subject.kind,
+            "name": subject.name,
+            "target": subject.target,
+            **dict.fromkeys(("time_ratio", "capture_seconds"), 1.2),
+            **dict.fromkeys(("time_ratio_low", "capture_seconds_low"), 1.1),
+            **dict.fromkeys(("time_ratio_high", "capture_seconds_high"), 1.5),
+            "measured_minus_planned_points": -4.0,
+        }
+        ways = ["rockmate"]
+        if subject.kind == "recomputed":
+            ways = ["checkpoint", "rockmate", "rockmate recompute_all"]
+        for strategy in ways:
+            made.append(row("step", subject.network, strategy, **values))
+        if (which, subject.name) in (("against", "gru20"), ("this", "planned_unet_60")):
+            made[-1]["status"] = "infeasible"
     return made
 
 
