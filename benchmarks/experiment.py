@@ -335,12 +335,12 @@ def stamp_of(device: str) -> dict[str, str]:
     }
 
 
-def commit() -> str:
+def commit(root: Path = HERE.parent) -> str:
     """Return the commit, marked when code differs from it; results being written do not count."""
 
     def git(*words: str) -> str:
         found = subprocess.run(
-            ["git", *words], capture_output=True, text=True, check=False, cwd=HERE.parent
+            ["git", *words], capture_output=True, text=True, check=False, cwd=root
         )
         return found.stdout.strip()
 
