@@ -16,7 +16,7 @@ SOURCES := $(wildcard */pyproject.toml) $(CORE) rotor/setup.py constraints.txt M
 
 .DEFAULT_GOAL := help
 .PHONY: help install build format lint typecheck test test-rkgb test-rotor test-rockmate imports \
-	versions check isolated readme demo planning bench bench-smoke bench-paper \
+	versions check isolated readme demo planning step bench bench-smoke bench-paper \
 	bench-solvers figures dist clean
 
 help: ## print this list
@@ -65,6 +65,10 @@ demo: $(INSTALLED) ## train a GPT-2 and a ResNet plain and at half their memory,
 	$(PY) benchmarks/demo.py
 planning: $(INSTALLED) ## time the phases of planning
 	$(PY) benchmarks/planning.py
+# A second checkout to measure in turn: make step AGAINST=../older
+AGAINST ?=
+step: $(INSTALLED) ## time steps, captures and planned extra time beside plain PyTorch
+	$(PY) benchmarks/step.py $(if $(AGAINST),--against "$(AGAINST)") $(STEP_ARGS)
 EXPERIMENTS := Performance Peers Solvingtime Options
 bench-smoke: $(INSTALLED) ## every experiment, tiny, about a minute; fails on an unexpected failure
 	rm -rf benchmarks/results/latest/smoke
