@@ -23,7 +23,7 @@ from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
 
 import harness
 from harness import MIB
-from rkgb.inspect_op import EXTRA_FLOP_FORMULAS
+from rkgb.engine import EXTRA_FLOP_FORMULAS
 from rockmate import InfeasibleBudgetError, Rockmate
 
 # budget in MiB -> FLOPs over eager's of the best peer within it

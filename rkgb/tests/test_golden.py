@@ -1,4 +1,4 @@
-"""The text of B, D and S of three small modules, kept in files so that a change is seen.
+"""The text of B, D and S of three small modules, with its backward, kept to see every change.
 
 Rewrite the files after an intended change: python rkgb/tests/test_golden.py
 """
@@ -22,9 +22,24 @@ def text_of(name: str) -> str:
     bg = rkgb.Btools.make_B(model, sample)
     dg = rkgb.Dtools.B_to_D(bg, model, sample)
     sg = rkgb.Stools.D_to_S(dg, model)
-    parts = [f"=== {kind} ===\n{graph}\n" for kind, graph in (("B", bg), ("D", dg), ("S", sg))]
+    texts = (("B", bg), ("D", dg), ("S", sg), ("backward of S", backward_of(sg)))
+    parts = [f"=== {kind} ===\n{graph}\n" for kind, graph in texts]
     # Lines move whenever a file is edited; that each operation has one is tested elsewhere.
     return re.sub(r"(\w+\.py):\d+", r"\1:N", "\n".join(parts))
+
+
+def backward_of(sg: rkgb.SimplifiedGraph) -> str:
+    infos, lines = sg.dataflow.infos, []
+    for index in reversed(range(len(sg.nodes))):
+        node = sg.nodes[index]
+        if node.backward or node.hand_overs:
+            lines.append(f"[{index}] {node.name}")
+        for op in node.backward:
+            roots = [infos[name].alias_of for name in op.results if name]
+            shares = [root for root in roots if root not in op.results]
+            lines.append(f"    {op}  # {infos[op.name]}{''.join(f' = {r}' for r in shares)}")
+        lines += [f"    {given.leaf} += {given.value}" for given in node.hand_overs]
+    return "\n".join(lines)
 
 
 @pytest.mark.parametrize("name", NAMES)

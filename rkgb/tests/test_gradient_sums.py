@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rkgb.basic import make_B
+from rkgb.capture.record import make_B
 from rkgb.dataflow import B_to_D
 from rkgb.simplified import D_to_S
 from rkgb.testing import assert_same_gradients
@@ -88,7 +88,7 @@ def check(seed: int, length: int) -> None:
     torch.manual_seed(seed)
     model = RandomUses(seed, length)
     sample = (torch.randn(SIZE, SIZE),)
-    graph = D_to_S(B_to_D(make_B(model, sample), model, sample))
+    graph = D_to_S(B_to_D(make_B(model, sample)))
     assert_same_gradients(graph, model, sample)
 
 

@@ -158,8 +158,9 @@ def test_two_runs_print_identical_graphs(name: str) -> None:
 def test_nodes_say_where_they_come_from() -> None:
     _, _, _, dg = graphs("convolutional")
     sg = D_to_S(dg)
-    conv = next(n for n in sg.nodes if n.main.target_name == "conv2d")
+    conv = next(n for n in sg.nodes if n.main.target_name == "convolution")
     assert conv.module_path == "conv1"
+    assert conv.main.source.startswith("testing.py:")
     relu = next(op for n in sg.nodes for op in n.ops if op.target_name == "relu_")
     assert relu.source.startswith("testing.py:")
 
@@ -215,7 +216,7 @@ def test_both_published_spellings_are_the_same_modules() -> None:
 
 
 def test_forward_backward_graph_round_trips_through_json() -> None:
-    model, sample = example("residual")
+    model, sample = example("convolutional")
     result = rkgb.make_all_graphs(model, sample, cost="flops")
     assert rkgb.KGraph.from_json(result.K_graph.to_json()) == result.K_graph
     kinds = {node.kind for node in result.K_graph.data}

@@ -23,7 +23,7 @@ def built(name: str) -> tuple[nn.Module, object, rkgb.RkgbResult]:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_walking_k_gives_autograds_gradients(name: str) -> None:
     model, sample, result = built(name)
-    assert_k_gives_gradients(result.K_graph, result.inspection, model, sample)
+    assert_k_gives_gradients(result.K_graph, result.S_graph, model, sample)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -33,7 +33,7 @@ def test_any_order_of_k_gives_autograds_gradients(name: str) -> None:
     @settings(max_examples=5, deadline=None)
     @given(seed=st.integers(0, 2**32))
     def check(seed: int) -> None:
-        assert_k_gives_gradients(result.K_graph, result.inspection, model, sample, seed=seed)
+        assert_k_gives_gradients(result.K_graph, result.S_graph, model, sample, seed=seed)
 
     check()
 
@@ -51,43 +51,76 @@ def test_the_walk_notices_a_missing_reader() -> None:
             kg, data=(*kg.data[:place], replace(data, users=users), *kg.data[place + 1 :])
         )
         with pytest.raises(KeyError):
-            assert_k_gives_gradients(broken, result.inspection, model, sample)
+            assert_k_gives_gradients(broken, result.S_graph, model, sample)
 
 
-def test_the_walk_notices_a_missing_contribution() -> None:
-    model, sample, result = built("residual")
+def test_the_walk_notices_a_missing_reader_of_a_gradient() -> None:
+    model, sample, result = built("overlapping")
     kg = result.K_graph
-    order = [node.name for node in kg.compute]
-    place, data = next((i, d) for i, d in enumerate(kg.data) if len(d.producers) > 1)
-    assert data.kind == "grad"
-    early = replace(data, producers=data.producers[-1:])
-    assert order.index(early.producers[0]) < order.index(data.producers[0])
-    broken = replace(kg, data=(*kg.data[:place], early, *kg.data[place + 1 :]))
+    shared = [(i, d) for i, d in enumerate(kg.data) if d.kind == "grad" and len(d.users) > 1]
+    assert shared
+    for place, data in shared:
+        users = tuple(name for name in data.users if name != data.users[-1])
+        broken = replace(
+            kg, data=(*kg.data[:place], replace(data, users=users), *kg.data[place + 1 :])
+        )
+        with pytest.raises(KeyError):
+            assert_k_gives_gradients(broken, result.S_graph, model, sample)
+
+
+@pytest.mark.parametrize("name", ["residual", "overlapping"])
+def test_the_walk_notices_a_missing_maker_of_a_gradient(name: str) -> None:
+    """Without it, some order reads the gradient before it is there."""
+    model, sample, result = built(name)
+    kg = result.K_graph
     failures = 0
-    for seed in range(12):
-        try:
-            assert_k_gives_gradients(broken, result.inspection, model, sample, seed=seed)
-        except (AssertionError, KeyError):
-            failures += 1
+    for place, data in enumerate(kg.data):
+        if data.kind != "grad" or not data.producers:
+            continue
+        broken = replace(
+            kg, data=(*kg.data[:place], replace(data, producers=()), *kg.data[place + 1 :])
+        )
+        for seed in range(12):
+            try:
+                assert_k_gives_gradients(broken, result.S_graph, model, sample, seed=seed)
+            except KeyError:
+                failures += 1
+                break
     assert failures > 0
 
 
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_gradients_are_made_before_they_are_read(name: str) -> None:
+    kg = built(name)[2].K_graph
+    order = {node.name: place for place, node in enumerate(kg.compute)}
+    for data in kg.data:
+        assert not set(data.producers) & set(data.users) or len(data.producers) > 1
+        if data.kind == "grad" and data.producers:
+            assert order[data.producers[0]] < min(order[name] for name in data.users)
+    for node in kg.compute:
+        assert all(order[other] < order[node.name] for other in node.after)
+
+
 def test_bytes_of_a_node() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5)).train()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Dropout(0.5)).train()
     x = torch.randn(3, 4, requires_grad=True)
     kg = rkgb.make_all_graphs(model, x, cost="flops").K_graph
     forward = {node.op: node for node in kg.compute if node.kind == "fwd"}
     value = 3 * 8 * 4
     assert {op: node.output_bytes for op, node in forward.items()} == {
-        "linear": value,
+        "addmm": value,
         "tanh": value,
-        "dropout": value,
+        "native_batch_norm": value,
+        "bernoulli_": value,  # the mask of the dropout
+        "mul": value,
     }
-    assert forward["linear"].saved_bytes == 0  # its input is the model's, and resident
+    assert forward["addmm"].saved_bytes == 0  # its input is the model's, and resident
     assert forward["tanh"].saved_bytes == value  # its own result
+    statistics = 2 * 8 * 4  # mean and deviation, which only the backward reads
+    assert forward["native_batch_norm"].saved_bytes == value + statistics
+    assert forward["mul"].saved_bytes == value
     phantoms = {data.producers[0]: data.size_bytes for data in kg.data if data.kind == "phantom"}
-    assert list(phantoms) == [forward["dropout"].name]
-    assert forward["dropout"].saved_bytes == phantoms[forward["dropout"].name]
+    assert phantoms == {forward["native_batch_norm"].name: statistics}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

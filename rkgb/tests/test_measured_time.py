@@ -1,8 +1,11 @@
-"""Measured times under a clock of our own: medians that noise does not move, shared by classes."""
+"""Measured times under a clock of our own: the least of several rounds, one visit per kind."""
 
 from __future__ import annotations
 
+import logging
 import random
+from collections import Counter
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,81 +14,183 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from rkgb import inspect_op
-from rkgb.basic import bind_inputs, external_values, make_B
-from rkgb.dataflow import B_to_D
-from rkgb.inspect_op import Cost, MeasuredTime, inspect_graph
-from rkgb.runner import Runner
-from rkgb.simplified import D_to_S
-
-CPU = torch.device("cpu")
+import rkgb
+from rkgb.basic import BasicGraph, bind_inputs, external_values
+from rkgb.costs import measure as measuring
+from rkgb.costs.measure import Measured, Timing, measure
+from rkgb.costs.op_costs import FlopCost, op_key
+from rkgb.op import Op
+from rkgb.testing import EXAMPLES, example
 
 
 class NoisyMachine:
-    """A clock that only our runs advance: by their time, a jitter, and now and then a stall."""
+    """A clock that only calls of operations advance: by their time, a jitter, and stalls.
 
-    def __init__(self, seed: int, *, jitter: float = 0.02, stalls: float = 0.1) -> None:
-        self._draw = random.Random(seed)
-        self._jitter, self._stalls = jitter, stalls
-        self._now_s = 0.0
-        self.runs = 0
+    It stands in for the choice of callees, so that each call takes what the test says.
+    """
+
+    def __init__(
+        self,
+        time_ms: Callable[[Op], float],
+        seed: int = 0,
+        *,
+        jitter: float = 0.02,
+        stalls: float = 0.1,
+    ) -> None:
+        self.time_ms, self.jitter, self.stalls = time_ms, jitter, stalls
+        self.source = random.Random(seed)
+        self.now_s = 0.0
+        self.calls: dict[str, int] = {}
+        self.slow_until = 0  # calls of a slow phase: every one takes longer
 
     def perf_counter(self) -> float:
-        return self._now_s
+        return self.now_s
 
-    def spend(self, time_ms: float) -> None:
-        self.runs += 1
-        factor = 1 + self._draw.uniform(0, self._jitter)
-        if self._draw.random() < self._stalls:
-            factor *= self._draw.uniform(2, 20)
-        self._now_s += factor * time_ms / 1e3
+    def choose_callee(self, op: Op, arguments: Callable[[], Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            self.calls[op.name] = self.calls.get(op.name, 0) + 1
+            factor = 1 + self.source.uniform(0, self.jitter)
+            if self.source.random() < self.stalls:
+                factor *= self.source.uniform(2, 20)
+            if sum(self.calls.values()) <= self.slow_until:
+                factor *= 5
+            self.now_s += factor * self.time_ms(op) / 1e3
+
+        return call
+
+    def measured(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, timing: Timing | None = None
+    ) -> tuple[BasicGraph, Sequence[Op], Measured]:
+        """Measure every operation of an example on this machine."""
+        clock = SimpleNamespace(perf_counter=self.perf_counter)
+        monkeypatch.setattr(measuring, "time", clock)
+        monkeypatch.setattr(measuring, "choose_callee", self.choose_callee)
+        monkeypatch.setattr(measuring, "_workspaces", lambda benches, *_: dict.fromkeys(benches, 0))
+        model, sample = example(name)
+        basic = rkgb.Btools.make_B(model, sample)
+        leaves = tuple(pytree.tree_leaves(bind_inputs(sample)))
+        ops = (*basic.ops, *basic.backward)
+        return basic, ops, measure(basic, ops, external_values(basic, model, leaves), timing=timing)
 
 
-def measured(
-    monkeypatch: pytest.MonkeyPatch, machine: NoisyMachine, fwd_ms: float, bwd_ms: float
-) -> Cost:
-    monkeypatch.setattr(inspect_op, "time", SimpleNamespace(perf_counter=machine.perf_counter))
-    return MeasuredTime(CPU)(
-        lambda: None, lambda: machine.spend(fwd_ms), lambda: machine.spend(bwd_ms), 0
+def of_its_name(op: Op) -> float:
+    """Return some time of an operation's kind, in ms: the same for equal kinds."""
+    return 0.01 * (1 + sum(map(ord, op.target_name)) % 97)
+
+
+def calls_of(machine: NoisyMachine) -> int:
+    return sum(machine.calls.values())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_stalls_do_not_move_the_least(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    machine = NoisyMachine(of_its_name, seed)
+    basic, ops, found = machine.measured(monkeypatch, "mixed")
+    for op in ops:
+        time = found.costs[op_key(op, basic.infos)].time_ms
+        assert of_its_name(op) <= time * (1 + 1e-9)
+        assert time <= 1.1 * of_its_name(op)
+
+
+def test_a_slow_phase_of_the_machine_is_outlived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All calls of the first round take five times as long; the rounds go on."""
+    quiet = NoisyMachine(of_its_name, jitter=0.0, stalls=0.0)
+    kinds = len(
+        quiet.measured(monkeypatch, "residual", Timing(min_rounds=1, max_rounds=1))[2].costs
     )
-
-
-@pytest.mark.parametrize(("fwd_ms", "bwd_ms"), [(0.01, 0.02), (1.0, 2.5), (6.0, 12.0)])
-def test_stalls_do_not_move_the_median(
-    monkeypatch: pytest.MonkeyPatch, fwd_ms: float, bwd_ms: float
-) -> None:
-    for seed in range(200):
-        cost = measured(monkeypatch, NoisyMachine(seed), fwd_ms, bwd_ms)
-        assert fwd_ms <= cost.fwd_time_ms <= 1.1 * fwd_ms
-        assert bwd_ms <= cost.bwd_time_ms <= 1.1 * bwd_ms
+    one_round = calls_of(quiet)
+    assert one_round >= 2 * kinds
+    machine = NoisyMachine(of_its_name, jitter=0.0, stalls=0.0)
+    machine.slow_until = one_round
+    basic, ops, found = machine.measured(monkeypatch, "residual", Timing(patience_ms=1e9))
+    for op in ops:
+        assert found.costs[op_key(op, basic.infos)].time_ms == pytest.approx(of_its_name(op))
+    assert found.spread == pytest.approx(0.0)
 
 
 def test_a_quiet_machine_is_measured_briefly_and_a_restless_one_not_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    quiet = NoisyMachine(0, stalls=0.0)
-    measured(monkeypatch, quiet, 50.0, 100.0)
-    assert quiet.runs == 2 * (1 + MeasuredTime.min_repeats)
-    restless = NoisyMachine(0, jitter=5.0, stalls=0.0)
-    measured(monkeypatch, restless, 0.5, 1.0)
-    assert quiet.runs < restless.runs <= 2 * (1 + MeasuredTime.max_repeats)
+    timing = Timing(patience_ms=1e9)
+    quiet = NoisyMachine(lambda op: 1.0, jitter=0.0, stalls=0.0)
+    quiet.measured(monkeypatch, "averaging", timing)
+    few = calls_of(quiet)
+    # Each visit: a call that warms up and one that counts, which is longer than a visit may be.
+    assert few == 2 * timing.min_rounds * len(quiet.calls)
+    falling = NoisyMachine(lambda op: 1.0 / (1 + calls_of(falling)), jitter=0.0, stalls=0.0)
+    falling.measured(monkeypatch, "averaging", timing)
+    assert few < calls_of(falling) <= timing.most_calls * timing.max_rounds * len(falling.calls)
 
 
-def test_equal_nodes_are_measured_once_and_share_their_time() -> None:
+def test_rounds_end_when_patience_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    falling = NoisyMachine(lambda op: 1e3 / (1 + calls_of(falling)), jitter=0.0, stalls=0.0)
+    falling.measured(monkeypatch, "averaging", Timing(patience_ms=1.0))
+    assert calls_of(falling) == 2 * Timing.min_rounds * len(falling.calls)
+
+
+def test_short_operations_are_called_more_often_within_a_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timing = Timing(min_rounds=1, max_rounds=1)
+    short = NoisyMachine(lambda op: 0.001, jitter=0.0, stalls=0.0)
+    short.measured(monkeypatch, "averaging", timing)
+    assert set(short.calls.values()) == {timing.most_calls}
+
+
+def test_equal_operations_are_measured_once_and_share_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
-    sample = torch.randn(4, 8)
-    graph = D_to_S(B_to_D(make_B(model, sample), model, sample))
-    runner = Runner(graph, CPU)
+    machine = NoisyMachine(of_its_name)
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=machine.perf_counter))
+    monkeypatch.setattr(measuring, "choose_callee", machine.choose_callee)
+    result = rkgb.make_all_graphs(model, torch.randn(4, 8))
+    ops = {op.name: op for op in (*result.B_graph.ops, *result.B_graph.backward)}
+    called = Counter(ops[name].target_name for name in machine.calls)
+    assert called["tanh"] == called["tanh_backward"] == called["addmm"] == 1
+    facts, classes = result.inspection.facts, result.inspection.classes
+    assert [fact.cost.fwd_time_ms for fact in facts] == [
+        *(facts[0].cost.fwd_time_ms, facts[1].cost.fwd_time_ms) * 4
+    ]
+    # The first layer reads an input and not a value, and is a class of its own.
+    assert classes == ((0,), (1, 3, 5, 7), (2, 4, 6))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_measuring_changes_nothing(name: str) -> None:
+    """Operations write to copies: parameters, buffers, inputs and the random stream stay."""
+    model, sample = example(name)
+    before = [t.detach().clone() for t in (*model.parameters(), *model.buffers(), *sample)]
+    stream = torch.get_rng_state()
+    grad_mode = torch.is_grad_enabled()
+    basic = rkgb.Btools.make_B(model, sample)
     leaves = tuple(pytree.tree_leaves(bind_inputs(sample)))
-    external = external_values(graph.dataflow.basic, model, leaves)
-    times = iter(range(1, 100))  # no two measurements agree
+    ops = (*basic.ops, *basic.backward)
+    found = measure(basic, ops, external_values(basic, model, leaves), timing=Timing(1, 1))
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert torch.is_grad_enabled() == grad_mode
+    now = (*model.parameters(), *model.buffers(), *sample)
+    assert all(torch.equal(a, b) for a, b in zip(now, before, strict=True))
+    assert set(found.costs) == {op_key(op, basic.infos) for op in ops}
 
-    def source(*_: Any) -> Cost:
-        return Cost(float(next(times)), 2.0)
 
-    inspection = inspect_graph(runner, external, source, measure_memory=False)
-    found = [fact.cost.fwd_time_ms for fact in inspection.facts]
-    # the first layer reads an input and not a value, and is a class of its own
-    assert found == [1.0, 2.0, 3.0, 2.0, 3.0, 2.0, 3.0, 2.0]
-    assert inspection.classes == ((0,), (1, 3, 5, 7), (2, 4, 6))
+def test_counted_costs_need_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clock() -> float:
+        raise AssertionError("the clock was read")
+
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=clock))
+    model, sample = example("mixed")
+    result = rkgb.make_all_graphs(model, sample, cost="flops")
+    infos = result.B_graph.infos
+    for node, fact in zip(result.S_graph.nodes, result.inspection.facts, strict=True):
+        expected = sum(FlopCost().time_ms(op, infos) for op in node.ops)
+        assert fact.cost.fwd_time_ms == pytest.approx(expected)
+
+
+def test_how_sure_the_times_are_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, logger="rkgb"):
+        NoisyMachine(of_its_name).measured(monkeypatch, "averaging")
+    assert "times sure to" in caplog.text

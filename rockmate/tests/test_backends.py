@@ -86,7 +86,7 @@ print(json.dumps(sorted(m for m in heavy if m in sys.modules)))
 PLANNING = (
     "rockmate.problem",
     "rockmate.simulate",
-    "rockmate.program",
+    "rockmate.liveness",
     "rockmate.report",
     "rockmate.solvers.ilp",
     "rockmate.solvers.intervals",

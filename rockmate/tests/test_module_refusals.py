@@ -49,24 +49,6 @@ class DataDependent(nn.Module):
         return y
 
 
-class Doubling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 3
-
-
-double = Doubling.apply  # bound early, as tutorials do
-
-
-class CustomFunction(DataDependent):
-    def forward(self, x: Tensor) -> Tensor:
-        return double(self.linear(x))
-
-
 class Printing(DataDependent):
     def forward(self, x: Tensor) -> Tensor:
         print("shape", x.shape)
@@ -125,11 +107,6 @@ class Hidden(DataDependent):
             DataDependent,
             rkgb.DataDependentError,
             r"control flow .* test_module_refusals\.py:\d+ \(if y.sum",
-        ),
-        (
-            CustomFunction,
-            rkgb.UnsupportedOpError,
-            r"Function 'Doubling' at test_module_refusals\.py:\d+",
         ),
         (Printing, rkgb.SideEffectError, "its forward prints"),
         (Mutating, rkgb.SideEffectError, r"overwrites the input .*clone"),

@@ -13,6 +13,7 @@ from rockmate.blocks import (
     pinned_candidates,
     reserved_bytes,
 )
+from rockmate.errors import InvalidPlanError
 from rockmate.options import Grid, block_options, boxed, measure_option
 from rockmate.planners.simple import no_recomputation
 from rockmate.problem import Node, Problem, Storage
@@ -77,6 +78,12 @@ def test_options_are_exact_and_none_is_dominated() -> None:
             # the box is a constraint of the local problem, and the option fits into its own
             peak = max(option.fwd_peak_bytes, option.bwd_peak_bytes)
             simulate(boxed(block.local, peak, option.saved_bytes), option.steps, budget_bytes=peak)
+            with pytest.raises(InvalidPlanError, match="end of forward"):
+                simulate(
+                    boxed(block.local, peak, option.saved_bytes - 1),
+                    option.steps,
+                    budget_bytes=peak,
+                )
         for a, b in itertools.permutations(options, 2):
             assert not (
                 a.overhead_ms <= b.overhead_ms

@@ -85,7 +85,7 @@ def captured(name: str) -> Problem:
     torch.manual_seed(0)
     model, sample = NETS[name]() if name in NETS else network(name)
     wrapped = Rockmate(model, sample, "1GiB", cost="flops", self_test=False)
-    problem: Problem = vars(wrapped)["_plans"][0].calibration.problem
+    problem: Problem = vars(wrapped)["_plans"][0].problem
     return problem
 
 

@@ -1,4 +1,4 @@
-"""The exact simulator against an exhaustive search; editing, lowering and saving plans."""
+"""The exact simulator against an exhaustive search; what steps imply; editing and saving plans."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rockmate.errors import InvalidPlanError
+from rockmate.liveness import live_after, recording_steps
 from rockmate.plan import Plan, make_plan
 from rockmate.planners.edit import EditablePlan, prune
 from rockmate.planners.simple import checkpoint_segments, no_recomputation, rerun_for_each
 from rockmate.problem import Node, Problem, Storage
-from rockmate.program import lower
 from rockmate.simulate import simulate
 from rockmate.steps import Step, backward, forward, steps_from_text, steps_to_text
 from rockmate.testing import gpt_problem, random_problem, small_problems
@@ -49,16 +49,17 @@ def test_timeline_by_hand() -> None:
     assert again.peak_step == 3
 
 
-def test_recording_and_frees_of_the_program() -> None:
+def test_what_steps_keep_and_record() -> None:
     problem = two_nodes()
     steps = (forward(0), forward(1), forward(0), backward(1), backward(0))
-    program = lower(problem, steps)
-    first, second, rerun, *_ = program.instructions
-    assert (first.record, first.saves_state, first.frees) == (False, True, ())
-    assert (second.record, second.frees) == (True, (0,))
-    assert (rerun.record, rerun.is_rerun, rerun.frees_state) == (True, True, True)
-    assert [i.frees for i in program.backward_phase[1:]] == [(0,), (1,)]
-    assert program.forward_length == 2
+    after = live_after(problem, steps)
+    s, p, y = 1, 2, 4
+    # the first s goes after F1, the second after B1, its last reader
+    assert after == [s, y, s | p | y, p | y, y]
+    # the second F0 makes the phantom that B0 reads; b has none, and records at once
+    assert recording_steps(problem, steps, after) == [False, True, True, False, False]
+    # the state of a is kept from its first forward to its last, and gradients follow
+    assert simulate(problem, steps).bytes_after == (10 + 1, 2 + 1 + 2, 15 + 2, 5 + 5, 2)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -77,25 +78,30 @@ def test_predictions_equal_the_exhaustive_semantics(seed: int) -> None:
 
 
 @given(small_problems(), st.randoms(use_true_random=False))
-def test_program_replay_keeps_what_is_read(problem: Problem, draw: random.Random) -> None:
-    """Execute the program on sets: everything a step reads is there, nothing is freed twice."""
+def test_replay_keeps_what_is_read(problem: Problem, draw: random.Random) -> None:
+    """Execute the steps on sets: everything a step reads is there, nothing comes from nowhere."""
     steps = random_steps(problem, draw)
+    after = live_after(problem, steps)
+    records = recording_steps(problem, steps, after)
+    outputs = {i for i, s in enumerate(problem.storages) if s.is_output}
     held: set[int] = set()
-    graphs: set[int] = set()
-    for instruction in lower(problem, steps).instructions:
-        k = instruction.node
-        if instruction.kind == "F":
+    recorded: set[int] = set()
+    for t, (kind, k) in enumerate(steps):
+        if kind == "F":
             assert held >= set(problem.fwd_inputs[k])
             phantoms = {i for i in problem.products[k] if problem.storages[i].is_phantom}
-            held |= set(problem.products[k]) - (set() if instruction.record else phantoms)
-            if instruction.record:
-                graphs.add(k)
+            held |= set(problem.products[k]) - (set() if records[t] else phantoms)
+            if records[t]:
+                recorded.add(k)
         else:
+            assert not records[t]
             assert held >= set(problem.bwd_inputs[k])
-            assert k in graphs
-        assert held >= set(instruction.frees)
-        held -= set(instruction.frees)
-    assert held == {i for i, s in enumerate(problem.storages) if s.is_output}
+            assert k in recorded
+        kept = {i for i in range(len(problem.storages)) if after[t] >> i & 1}
+        assert held >= kept
+        assert kept >= outputs & held
+        held = kept
+    assert held == outputs
 
 
 def random_steps(problem: Problem, draw: random.Random) -> tuple[Step, ...]:

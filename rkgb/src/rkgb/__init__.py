@@ -2,7 +2,6 @@
 
 from rkgb import anonymize as Atools
 from rkgb import backward as Ktools
-from rkgb import basic as Btools
 from rkgb import dataflow as Dtools
 from rkgb import simplified as Stools
 from rkgb.api import (
@@ -12,6 +11,8 @@ from rkgb.api import (
 )
 from rkgb.backward import KGraph
 from rkgb.basic import BasicGraph
+from rkgb.capture import record as Btools
+from rkgb.costs.recorded_costs import RecordedCosts
 from rkgb.dataflow import DataFlowGraph
 from rkgb.errors import (
     DataDependentError,
@@ -21,7 +22,6 @@ from rkgb.errors import (
     TraceError,
     UnsupportedOpError,
 )
-from rkgb.recording import RecordedCosts
 from rkgb.render import print_all_graphs, print_graph, print_graph_list
 from rkgb.simplified import SimplifiedGraph
 

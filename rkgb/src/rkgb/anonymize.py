@@ -19,7 +19,8 @@ from rkgb.op import Op, Ref
 from rkgb.simplified import SimplifiedGraph, SimplifiedNode
 
 if TYPE_CHECKING:
-    from rkgb.backward import CostChoice, KGraph
+    from rkgb.backward import KGraph
+    from rkgb.costs.inspection import CostChoice
 
 
 @dataclass(frozen=True)
@@ -111,19 +112,18 @@ def _key(sg: SimplifiedGraph, nodes: Sequence[SimplifiedNode], outputs: Sequence
             return f"[{', '.join(text(item) for item in tree)}]"
         if isinstance(tree, Mapping):
             return f"{{{', '.join(f'{key}={text(value)}' for key, value in tree.items())}}}"
-        if isinstance(tree, slice):
-            return f"slice({text(tree.start)}, {text(tree.stop)}, {text(tree.step)})"
         return repr(tree)
 
     def line(op: Op) -> str:
-        mode = "" if op.grad_enabled else " no_grad"
-        mode += f" {op.autocast}" if op.autocast is not None else ""
-        call = f"{op.target}({text(op.args)}, {text(op.kwargs)}){mode}"
-        return f"{number(op.name)} = {call}"
+        call = f"{op.target}({text(op.args)}, {text(op.kwargs)})"
+        return f"{', '.join(number(name) if name else '_' for name in op.results)} = {call}"
 
     for node in nodes:
         lines.append(f"node{' random' if node.is_random else ''}")
         lines.extend(line(op) for op in node.ops)
+        lines.append("backward")
+        lines.extend(line(op) for op in node.backward)
+        lines.extend(f"gives {number(h.leaf)} {number(h.value)}" for h in node.hand_overs)
     lines.append(f"return {', '.join(number(name) for name in outputs)}")
     return "\n".join(lines)
 

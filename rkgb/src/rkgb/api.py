@@ -8,18 +8,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from rkgb import serialize
 from rkgb.anonymize import AnonymousGraph, anonymize, equivalence_classes
-from rkgb.backward import CostChoice, KGraph, inspect_model, k_graph
-from rkgb.basic import BasicGraph, bind_inputs, check_device, make_B
+from rkgb.backward import KGraph, k_graph
+from rkgb.basic import BasicGraph, bind_inputs, check_device
+from rkgb.capture.record import make_B
+from rkgb.costs.inspection import CostChoice, Inspection, inspect_model
+from rkgb.costs.node_facts import node_facts
+from rkgb.costs.op_costs import OpCost
+from rkgb.costs.recorded_costs import RecordedCosts
 from rkgb.dataflow import B_to_D, DataFlowGraph
 from rkgb.errors import InvalidGraphError
-from rkgb.inspect_op import Inspection
-from rkgb.recording import RecordedCosts
-from rkgb.runner import Runner
 from rkgb.simplified import D_to_S, SimplifiedGraph, cut
 
 
@@ -39,8 +40,8 @@ class RkgbResult:
 
     @property
     def costs(self) -> RecordedCosts:
-        """What each kind of node costs; to be saved and used as `cost=` elsewhere."""
-        return RecordedCosts.of(self.S_graph, self.inspection)
+        """What each kind of operation costs; to be saved and used as `cost=` elsewhere."""
+        return RecordedCosts.of(self.inspection)
 
     def save(self, path: str | Path) -> None:
         """Write the graphs and their costs into a JSON file.
@@ -51,11 +52,10 @@ class RkgbResult:
         inspection = self.inspection
         rows = {
             "format": serialize.FORMAT,
-            "graph": serialize.graph_to_json(self.S_graph),
-            "device": str(inspection.runner.device),
-            "facts": [asdict(fact) for fact in inspection.facts],
+            "graph": serialize.basic_to_json(self.B_graph),
+            "device": inspection.device,
+            "costs": {key: asdict(cost) for key, cost in inspection.costs.items()},
             "classes": inspection.classes,
-            "grad_names": sorted(inspection.runner.grad_names),
             "seconds": inspection.seconds,
         }
         Path(path).write_text(json.dumps(rows), encoding="utf-8")
@@ -72,12 +72,11 @@ class RkgbResult:
             raise InvalidGraphError(
                 f"'{path}' is no file of graphs: expected format '{serialize.FORMAT}'."
             )
-        sg = serialize.graph_from_json(rows["graph"])
-        runner = Runner(sg, torch.device(rows["device"]))
-        runner.grad_names.update(rows["grad_names"])
-        facts = tuple(serialize.facts_from_json(row) for row in rows["facts"])
+        sg = D_to_S(B_to_D(serialize.basic_from_json(rows["graph"])))
+        costs = {key: OpCost(**row) for key, row in rows["costs"].items()}
         classes = tuple(map(tuple, rows["classes"]))
-        return _assemble(sg, Inspection(runner, facts, classes, rows["seconds"]))
+        facts = node_facts(sg, costs)
+        return _assemble(sg, Inspection(facts, costs, classes, rows["device"], rows["seconds"]))
 
     def __str__(self) -> str:
         return (
@@ -105,9 +104,7 @@ def make_all_graphs(
     """
     args, keywords = bind_inputs(sample, kwargs)
     device = check_device(model, (args, keywords), None)
-    bg = make_B(model, args, device, kwargs=keywords)
-    dg = B_to_D(bg, model, args, device, kwargs=keywords)
-    sg = D_to_S(dg, model, device)
+    sg = D_to_S(B_to_D(make_B(model, args, device, kwargs=keywords)))
     inspection = inspect_model(sg, model, device, inputs=args, kwargs=keywords, cost=cost)
     return _assemble(sg, inspection)
 
@@ -120,26 +117,13 @@ def _assemble(sg: SimplifiedGraph, inspection: Inspection) -> RkgbResult:
         B_graph=sg.dataflow.basic,
         D_graph=sg.dataflow,
         S_graph=sg,
-        K_graph=k_graph(sg, inspection),
+        K_graph=k_graph(sg, inspection.facts),
         S_graph_list=tuple(pieces),
-        K_graph_list=tuple(_pieces_of(sg, pieces, inspection)),
+        K_graph_list=tuple(k_graph(p, node_facts(p, inspection.costs)) for p in pieces),
         equivalent_classes=tuple(map(tuple, classes)),
         list_ano_S=tuple(anonymous),
         inspection=inspection,
     )
-
-
-def _pieces_of(
-    sg: SimplifiedGraph, pieces: list[SimplifiedGraph], inspection: Inspection
-) -> list[KGraph]:
-    graphs = []
-    start = 0
-    for piece in pieces:
-        end = start + len(piece.nodes)
-        part = Inspection(inspection.runner, inspection.facts[start:end], (), 0.0)
-        graphs.append(k_graph(piece, part))
-        start = end
-    return graphs
 
 
 def test_rkgb(model: nn.Module, sample: Any, **options: Any) -> RkgbResult:

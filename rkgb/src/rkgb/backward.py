@@ -10,26 +10,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from rkgb.anonymize import node_key
-from rkgb.basic import bind_inputs, external_values
-from rkgb.dataflow import _device_of
-from rkgb.inspect_op import (
-    CostSource,
-    FlopCost,
-    Inspection,
-    KnownCosts,
-    MeasuredTime,
-    NodeFacts,
-    inspect_graph,
-)
-from rkgb.runner import Runner
+from rkgb.backward_slices import order_of
+from rkgb.costs.inspection import CostChoice, inspect_model
+from rkgb.costs.node_facts import NodeFacts
 from rkgb.simplified import SimplifiedGraph
-from rkgb.tensor_info import TensorInfo
-
-CostChoice = Literal["measured", "flops"] | KnownCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,109 +111,37 @@ def S_to_K(
     kwargs: Mapping[str, Any] | None = None,
     cost: CostChoice = "measured",
 ) -> KGraph:
-    """Measure `sg` and return its forward-backward graph.
-
-    `inputs` is the sample that the model was captured with; without it, random values of the
-    recorded shapes stand in (zeros for integers, which are valid indices).
-    """
+    """Measure `sg` and return its forward-backward graph; see `inspect_model` for the rest."""
     inspection = inspect_model(sg, model, device, inputs=inputs, kwargs=kwargs, cost=cost)
-    return k_graph(sg, inspection)
+    return k_graph(sg, inspection.facts)
 
 
-def inspect_model(
-    sg: SimplifiedGraph,
-    model: nn.Module,
-    device: torch.device | str | None = None,
-    *,
-    inputs: Any = None,
-    kwargs: Mapping[str, Any] | None = None,
-    cost: CostChoice = "measured",
-    measure_memory: bool = True,
-) -> Inspection:
-    """Run and measure every class of nodes of `sg` on the sample."""
-    place = torch.device(device) if device is not None else _device_of(model, None)
-    basic = sg.dataflow.basic
-    infos = sg.dataflow.infos
-    if inputs is None and kwargs is None:
-        leaves = tuple(
-            None if name is None else _stand_in(infos[name], place) for name in basic.inputs
-        )
-    else:
-        leaves = tuple(pytree.tree_leaves(bind_inputs(inputs, kwargs)))
-    values = {name: _stand_in(infos[name], place) for name in sg.input_names}
-    return inspect_graph(
-        Runner(sg, place),
-        external_values(basic, model, leaves),
-        cost_source(cost, place),
-        values=values,
-        measure_memory=measure_memory,
-    )
-
-
-def cost_source(cost: CostChoice, device: torch.device) -> CostSource | KnownCosts:
-    """Return the source of costs that the user chose by name, or the recording itself.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    if isinstance(cost, KnownCosts):
-        return cost
-    if cost == "measured":
-        return MeasuredTime(device)
-    if cost == "flops":
-        return FlopCost()
-    raise ValueError(
-        f"cost {cost!r} was asked for; choose 'measured', 'flops', or RecordedCosts.load(path)."
-    )
-
-
-def _stand_in(info: TensorInfo, device: torch.device) -> Tensor:
-    if info.dtype.is_floating_point or info.dtype.is_complex:
-        tensor = torch.randn(info.shape, dtype=info.dtype, device=device)
-    else:
-        tensor = torch.zeros(info.shape, dtype=info.dtype, device=device)
-    return tensor.requires_grad_(info.requires_grad)
-
-
-def k_graph(sg: SimplifiedGraph, inspection: Inspection) -> KGraph:
-    """Assemble the graph from the facts of an inspection; nothing is run."""
-    facts = inspection.facts
-    grad_names = inspection.runner.grad_names
-    infos = sg.dataflow.infos
+def k_graph(sg: SimplifiedGraph, facts: Sequence[NodeFacts]) -> KGraph:
+    """Assemble the graph from the facts of its nodes; nothing is run."""
     keys = [hashlib.sha1(node_key(sg, node).encode()).hexdigest()[:12] for node in sg.nodes]
-    sizes = {n: (s.names[0], s.size_bytes) for f in facts for s in f.storages for n in s.names}
-    compute = [_forward(sg, index, fact, keys[index], sizes) for index, fact in enumerate(facts)]
-    compute += [
-        _computation(sg, index, "bwd", facts[index], keys[index])
-        for index in reversed(range(len(facts)))
-        if facts[index].wants_grad
-    ]
+    compute = [_forward(sg, index, fact, keys[index]) for index, fact in enumerate(facts)]
+    after = order_of([node.backward for node in sg.nodes], sg.dataflow.infos)
+    gradients = _gradients(sg)
+    single = [data for data in gradients if len(data.producers) == 1]
+    flowing = {(user, data.producers[0]) for data in single for user in data.users}
+    for index in reversed(range(len(facts))):
+        if facts[index].has_backward:
+            node = _computation(sg, index, "bwd", facts[index], keys[index])
+            others = (f"bwd_{other}" for other in after[index] if facts[other].has_backward)
+            others = (other for other in others if (node.name, other) not in flowing)
+            compute.append(replace(node, after=tuple(others)))
     data: list[KDataNode] = []
     for index, fact in enumerate(facts):
         for storage in fact.storages:
-            names = set(storage.names)
-            readers = [f"fwd_{i}" for i, n in enumerate(sg.nodes) if names & set(n.inputs)]
-            readers += [
-                f"bwd_{i}" for i, f in enumerate(facts) if f.wants_grad and names & set(f.saved)
-            ]
+            if storage.is_phantom:
+                continue
+            readers = [f"fwd_{i}" for i in storage.fwd_users]
+            readers += [f"bwd_{i}" for i in storage.bwd_users]
             data.append(
                 KDataNode(
-                    storage.names[0], "data", storage.size_bytes, (f"fwd_{index}",), tuple(readers)
+                    storage.root, "data", storage.size_bytes, (f"fwd_{index}",), tuple(readers)
                 )
             )
-            wanting = [name for name in storage.names if name in grad_names]
-            if wanting:
-                makers = [
-                    f"bwd_{i}"
-                    for i, n in enumerate(sg.nodes)
-                    if facts[i].wants_grad and set(wanting) & set(n.inputs)
-                ]
-                size = sum(infos[name].size_bytes for name in wanting)
-                data.append(
-                    KDataNode(
-                        f"{storage.names[0]}.grad", "grad", size, tuple(makers), (f"bwd_{index}",)
-                    )
-                )
         if fact.phantom_bytes:
             data.append(
                 KDataNode(
@@ -237,24 +152,46 @@ def k_graph(sg: SimplifiedGraph, inspection: Inspection) -> KGraph:
                     (f"bwd_{index}",),
                 )
             )
-    return KGraph(tuple(compute), tuple(data))
+    return KGraph(tuple(compute), (*data, *gradients))
 
 
-def _forward(
-    sg: SimplifiedGraph,
-    index: int,
-    fact: NodeFacts,
-    key: str,
-    sizes: Mapping[str, tuple[str, int]],  # value -> its storage and the storage's bytes
-) -> KComputeNode:
-    node, infos = sg.nodes[index], sg.dataflow.infos
-    # What a piece reads from before it has no storage here; the size of the value stands in.
-    saved = dict(sizes.get(n, (infos[n].alias_of, infos[n].size_bytes)) for n in fact.saved)
-    flowing = {sg.producer[name] for name in node.inputs if name in sg.producer}
+def _gradients(sg: SimplifiedGraph) -> list[KDataNode]:
+    """Return the gradients that one backward makes and another reads, or that come from outside."""
+    infos, home = sg.dataflow.infos, sg.producer
+    external = set(sg.dataflow.basic.externals)
+    makers: dict[str, dict[int, None]] = {}
+    users: dict[str, dict[int, None]] = {}
+    for index in reversed(range(len(sg.nodes))):
+        node = sg.nodes[index]
+        for op in node.backward:
+            made = (name for name in op.results if name and infos[name].alias_of == name)
+            for name in (*made, *op.writes):
+                makers.setdefault(infos[name].alias_of, {})[index] = None
+            for name in op.inputs:
+                users.setdefault(infos[name].alias_of, {})[index] = None
+        for hand_over in node.hand_overs:
+            users.setdefault(infos[hand_over.value].alias_of, {})[index] = None
+    found = []
+    for root, readers in users.items():
+        if root in home or root in external:
+            continue
+        writers = makers.get(root, {})
+        others = [f"bwd_{i}" for i in readers if len(writers) != 1 or i not in writers]
+        if others:
+            names = tuple(f"bwd_{i}" for i in writers)
+            found.append(KDataNode(root, "grad", infos[root].storage_bytes, names, tuple(others)))
+    return found
+
+
+def _forward(sg: SimplifiedGraph, index: int, fact: NodeFacts, key: str) -> KComputeNode:
+    node, infos, home = sg.nodes[index], sg.dataflow.infos, sg.producer
+    read = {infos[name].alias_of for op in node.backward for name in op.inputs}
+    saved = {root for root in read if root in home or root in sg.input_names}
+    flowing = {home[name] for name in node.inputs if name in home}
     return replace(
         _computation(sg, index, "fwd", fact, key),
-        output_bytes=sum(storage.size_bytes for storage in fact.storages),
-        saved_bytes=sum(saved.values()) + fact.phantom_bytes,
+        output_bytes=sum(s.size_bytes for s in fact.storages if not s.is_phantom),
+        saved_bytes=sum(infos[root].storage_bytes for root in saved),
         after=tuple(f"fwd_{dep}" for dep in node.deps if dep not in flowing),
     )
 

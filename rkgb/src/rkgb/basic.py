@@ -1,12 +1,14 @@
-"""BasicGraph (B): the raw, ordered assignments of a captured forward.
+"""BasicGraph (B): the raw, ordered operations of one recorded step.
 
-It says what is computed, not what depends on what: it can be printed and run, not drawn.
+It says what was computed, not what depends on what: it can be printed and run, not drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,29 +16,78 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rkgb.errors import TraceError
-from rkgb.op import Op, Ref, map_refs
-from rkgb.trace import Trace, capture
+from rkgb.op import Op, Ref
+from rkgb.tensor_info import TensorInfo
+
+# How the gradient of one output lies in memory: its strides, or None where none arrives.
+Tangent = tuple[int, ...] | None
+# An autocast region: device and type.
+Region = tuple[str, torch.dtype]
+
+
+def ambient_autocast() -> Region | None:
+    """Return the autocast region that is active."""
+    for kind in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(kind):
+            return kind, torch.get_autocast_dtype(kind)
+    return None
+
+
+@contextlib.contextmanager
+def autocast_as(region: Region | None) -> Iterator[None]:
+    """Be in an autocast region, or in none."""
+    with contextlib.ExitStack() as stack:
+        for kind in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(kind) and (region is None or region[0] != kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if region is not None and ambient_autocast() != region:
+            stack.enter_context(torch.autocast(region[0], dtype=region[1]))
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardKind:
+    """What a recorded backward takes for granted: how gradients lie, the region that it runs in."""
+
+    tangents: tuple[Tangent, ...]
+    autocast: Region | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """`value` is one part of the gradient of `leaf`; the autograd node with this number gave it."""
+
+    leaf: str
+    value: str
+    sequence_nr: int
 
 
 @dataclass(frozen=True)
 class BasicGraph:
-    """Flat assignments of a forward, and where every other name in them comes from."""
+    """The operations of a forward and its backward, and where every other name comes from."""
 
-    ops: tuple[Op, ...]
-    parameters: Mapping[str, str]
-    buffers: Mapping[str, str]
-    constants: Mapping[str, Tensor]
-    inputs: tuple[str | None, ...]
+    ops: tuple[Op, ...]  # of the forward
+    backward: tuple[Op, ...]
+    hand_overs: tuple[HandOver, ...]  # parts of gradients of parameters and inputs, in order
+    parameters: Mapping[str, str]  # name of the value -> name in model.named_parameters()
+    buffers: Mapping[str, str]  # name of the value -> name in model.named_buffers()
+    constants: Mapping[str, Tensor]  # tensors that belong to the graph itself
+    inputs: tuple[str | None, ...]  # one per leaf of (args, kwargs); None where it is no tensor
     input_spec: pytree.TreeSpec
-    outputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]  # one per leaf of the result: Ref, or the value itself
     output_spec: pytree.TreeSpec
+    infos: Mapping[str, TensorInfo]  # of every value, of forward and backward
+    roots: tuple[str, ...]  # outputs from which a gradient can flow back, each once
+    kind: BackwardKind  # one tangent per root
+    tangent_names: tuple[str | None, ...]  # one per root
+    device: torch.device
     model_name: str
 
-    @property
+    @cached_property
     def externals(self) -> tuple[str, ...]:
         """Values that exist before the forward: parameters, buffers, constants and inputs."""
         names = [*self.parameters, *self.buffers, *self.constants]
-        return (*names, *(name for name in self.inputs if name is not None))
+        return tuple(dict.fromkeys((*names, *(name for name in self.inputs if name is not None))))
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -47,37 +98,6 @@ class BasicGraph:
         lines = [f"{self.model_name}({', '.join(n for n in self.inputs if n)})"]
         lines += [f"  {op}" for op in self.ops]
         return "\n".join([*lines, f"  return {', '.join(map(repr, self.outputs))}"])
-
-
-def make_B(
-    model: nn.Module,
-    inputs: Any,
-    device: torch.device | str | None = None,
-    *,
-    kwargs: Mapping[str, Any] | None = None,
-) -> BasicGraph:
-    """Capture `model` on sample `inputs` (a tensor, a tuple of arguments, or a dict of keywords).
-
-    The model is captured in the mode (train or eval) that it is in, and is not changed. `device`
-    is only checked: the model and the inputs must be on it already.
-
-    Raises:
-        TraceError: see `rkgb.trace.capture`; or the devices differ.
-    """
-    args, keywords = bind_inputs(inputs, kwargs)
-    check_device(model, (args, keywords), device)
-    trace: Trace = capture(model, args, keywords)
-    return BasicGraph(
-        ops=trace.ops,
-        parameters=trace.parameters,
-        buffers=trace.buffers,
-        constants=trace.constants,
-        inputs=trace.inputs,
-        input_spec=trace.input_spec,
-        outputs=trace.outputs,
-        output_spec=trace.output_spec,
-        model_name=type(model).__name__,
-    )
 
 
 def bind_inputs(
@@ -137,19 +157,3 @@ def external_values(
         {name: leaf for name, leaf in zip(graph.inputs, inputs, strict=True) if name is not None}
     )
     return values
-
-
-def run_op(op: Op, values: Mapping[str, Any]) -> Any:
-    """Run one operation on `values`, in the grad and autocast mode of its place."""
-    args = map_refs(op.args, values.__getitem__)
-    kwargs = map_refs(op.kwargs, values.__getitem__)
-    if op.autocast is None and op.grad_enabled:
-        return op.target(*args, **kwargs)
-    with torch.set_grad_enabled(op.grad_enabled and torch.is_grad_enabled()):
-        if op.autocast is None:
-            return op.target(*args, **kwargs)
-        cast = op.autocast
-        with torch.autocast(
-            cast.device, dtype=cast.dtype, enabled=cast.enabled, cache_enabled=False
-        ):
-            return op.target(*args, **kwargs)

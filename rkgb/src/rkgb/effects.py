@@ -1,19 +1,17 @@
 """What a forward does besides returning results: found, said where, refused, and undone.
 
-A captured graph repeats operations on tensors. It does not set attributes, print, or draw from
-Python's random numbers, and the capture itself must leave no trace on the user's module: during it
-every tensor is a stand-in without data, and a forward that keeps one would keep a stand-in.
+A recorded step repeats operations on tensors. It does not set attributes, print, or draw from
+Python's random numbers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import random
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,13 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.as_eager import NotCapturedError
 from rkgb.errors import SideEffectError
 from rkgb.refusals import place_of
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _CONTAINERS = (list, dict, set, deque)
-_SEEDING = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
 # Kept by nn.Module itself; buffers have a message of their own.
 _OWN = frozenset(("_parameters", "_buffers", "_modules"))
 
@@ -170,27 +166,6 @@ class Printed(io.StringIO):
             f"{source} in module '{path or '(root)'}', and a captured graph would print nothing. "
             "Remove the print, or move it out of forward."
         )
-
-
-@contextlib.contextmanager
-def no_seeding() -> Iterator[None]:
-    """While active, a call that sets the state of torch's random numbers is refused."""
-
-    def refuse(*_args: Any, **_kwargs: Any) -> Any:
-        raise NotCapturedError(
-            "sets the state of torch's random numbers, which a captured graph would not do. Seed "
-            "outside of forward"
-        )
-
-    places = [(place, name) for place in (torch, torch.random, torch.cuda) for name in _SEEDING]
-    old = [(place, name, getattr(place, name)) for place, name in places if hasattr(place, name)]
-    try:
-        for place, name, _ in old:
-            setattr(place, name, refuse)
-        yield
-    finally:
-        for place, name, function in old:
-            setattr(place, name, function)
 
 
 def refuse_new_buffers(

@@ -1,12 +1,10 @@
-"""One primitive assignment of a captured forward: the alphabet of every graph in this package."""
+"""One recorded operation: the alphabet of every graph in this package."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,65 +17,69 @@ class Ref:
         return self.name
 
 
-@dataclass(frozen=True, slots=True)
-class Autocast:
-    """An autocast region that the forward enters."""
-
-    device: str
-    dtype: torch.dtype
-    enabled: bool
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """`name = target(*args, **kwargs)`, run in the grad and autocast mode of its place."""
+    """`results = target(*args, **kwargs)`: one call of a kernel, below autograd.
+
+    `name` is the first result, or names an operation whose results nobody sees. `sequence_nr` is
+    that of autograd's node: of the one that the operation made in the forward (or the latest before
+    it), of the running one in the backward.
+    """
 
     name: str
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    results: tuple[str, ...]  # one per tensor that it returns, '' where it returns none
+    returns_many: bool = False  # a tuple or list, of any length
     module_path: str = ""
     source: str = ""  # "file.py:12"
-    grad_enabled: bool = True
-    autocast: Autocast | None = None
+    sequence_nr: int = -1
+    is_random: bool = False
+    writes: tuple[str, ...] = ()  # values and externals that it overwrites
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names that the operation reads, in argument order, repeated when read twice."""
-        return tuple(_refs((self.args, self.kwargs)))
+    inputs: tuple[str, ...] = field(init=False)  # in argument order, repeated when read twice
+
+    def __post_init__(self) -> None:
+        found: list[str] = []
+        _collect(self.args, found)
+        if self.kwargs:
+            _collect(self.kwargs, found)
+        object.__setattr__(self, "inputs", tuple(found))
 
     @property
     def target_name(self) -> str:
-        """'linear' for aten.linear.default, 'getitem' for operator.getitem."""
+        """'addmm' for aten.addmm.default."""
         return str(getattr(self.target, "__name__", self.target)).split(".")[0]
 
     def __str__(self) -> str:
         parts = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
-        return f"{self.name} = {self.target_name}({', '.join(parts)})"
+        made = ", ".join(name or "_" for name in self.results) or self.name
+        return f"{made} = {self.target_name}({', '.join(parts)})"
 
 
-def _refs(tree: Any) -> list[str]:
-    if isinstance(tree, Ref):
-        return [tree.name]
-    if isinstance(tree, Mapping):
-        return [name for value in tree.values() for name in _refs(value)]
-    if isinstance(tree, slice):
-        return _refs((tree.start, tree.stop, tree.step))
-    if isinstance(tree, (tuple, list)):
-        return [name for value in tree for name in _refs(value)]
-    return []
+def _collect(tree: Any, found: list[str]) -> None:
+    """Append the names in a tree of arguments, in order."""
+    kind = type(tree)
+    if kind is Ref:
+        found.append(tree.name)
+    elif kind is tuple or kind is list:
+        for value in tree:
+            _collect(value, found)
+    elif kind is dict:
+        for value in tree.values():
+            _collect(value, found)
 
 
 def map_refs(tree: Any, function: Callable[[str], Any]) -> Any:
     """Return `tree` with every Ref replaced by `function(name)`."""
-    if isinstance(tree, Ref):
+    kind = type(tree)
+    if kind is Ref:
         return function(tree.name)
-    if isinstance(tree, Mapping):
-        return {key: map_refs(value, function) for key, value in tree.items()}
-    if isinstance(tree, slice):
-        return slice(*(map_refs(v, function) for v in (tree.start, tree.stop, tree.step)))
-    if isinstance(tree, tuple):
-        return tuple(map_refs(value, function) for value in tree)
-    if isinstance(tree, list):
+    if kind is tuple:
+        return tuple([map_refs(value, function) for value in tree])
+    if kind is list:
         return [map_refs(value, function) for value in tree]
+    if kind is dict:
+        return {key: map_refs(value, function) for key, value in tree.items()}
     return tree

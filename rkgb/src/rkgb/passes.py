@@ -6,11 +6,9 @@ Each works on groups of operations, can be applied alone and keeps the results; 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from rkgb.dataflow import DataFlowGraph, DataFlowNode
-from rkgb.op import Ref, map_refs
 
 
 @dataclass
@@ -19,14 +17,16 @@ class Groups:
 
     dataflow: DataFlowGraph
     nodes: list[DataFlowNode]
-    outputs: list[Any]
+    kept: frozenset[str]  # values that the user or the backward reads
     dropped: set[int]
     parent: list[int]
 
     @classmethod
     def singletons(cls, dg: DataFlowGraph) -> Groups:
         count = len(dg.nodes)
-        return cls(dg, list(dg.nodes), list(dg.basic.outputs), set(), list(range(count)))
+        read = (name for op in dg.basic.backward for name in op.inputs)
+        kept = frozenset((*dg.basic.output_names, *read))
+        return cls(dg, list(dg.nodes), kept, set(), list(range(count)))
 
     def find(self, index: int) -> int:
         while self.parent[index] != index:
@@ -52,95 +52,55 @@ class Groups:
     def buffers(self) -> Mapping[str, str]:
         return self.dataflow.basic.buffers
 
-    def root(self, name: str) -> str | None:
-        info = self.dataflow.infos.get(name)
-        return info.alias_of if info is not None else None
+    def root(self, name: str) -> str:
+        return self.dataflow.infos[name].alias_of
+
+    def roots(self, index: int) -> list[str]:
+        """Return the storages of what an operation returns."""
+        return [self.root(name) for name in self.nodes[index].op.results if name]
 
 
 Pass = Callable[[Groups], None]
 
 
-def drop_identities(groups: Groups) -> None:
-    """Drop operations that returned their input itself; rename what an in-place result replaced.
-
-    Two names of one tensor would have their gradients summed in another order than autograd's.
-    """
-    renamed: dict[str, str] = {}
-
-    def current(name: str) -> Ref:
-        while name in renamed:
-            name = renamed[name]
-        return Ref(name)
-
-    for index, node in enumerate(groups.nodes):
-        op = node.op
-        if any(name in renamed for name in op.inputs):
-            op = replace(
-                op, args=map_refs(op.args, current), kwargs=map_refs(dict(op.kwargs), current)
-            )
-            groups.nodes[index] = replace(node, op=op)
-        if node.same_as is None:
-            continue
-        if not node.written:
-            groups.dropped.add(index)
-            renamed[op.name] = current(node.same_as).name
-        elif node.same_as in groups.dataflow.producer:
-            renamed[current(node.same_as).name] = op.name
-    groups.outputs = [map_refs(out, current) for out in groups.outputs]
-
-
 def drop_dead(groups: Groups) -> None:
-    """Drop what neither the outputs nor the random stream nor a buffer depends on."""
-    needed = {out.name for out in groups.outputs if isinstance(out, Ref)}
+    """Drop what neither outputs nor backward nor the random stream nor a buffer depends on."""
+    needed = set(groups.kept)
     roots = {groups.root(name) for name in needed}
     for index in reversed(range(len(groups.nodes))):
-        if index in groups.dropped:
-            continue
         node = groups.nodes[index]
         writes = any(name in roots or name in groups.buffers for name in node.written)
-        if node.op.name in needed or node.is_random or writes:
+        if node.op.is_random or writes or not needed.isdisjoint(node.op.results):
             needed.update(node.op.inputs)
             roots.update(groups.root(name) for name in node.op.inputs)
-            roots.add(groups.root(node.op.name))
+            roots.update(groups.roots(index))
         else:
             groups.dropped.add(index)
 
 
 def merge_views(groups: Groups) -> None:
-    """Put every view, and every part of a tuple, into the node that made the storage."""
+    """Put every view into the node that made the storage."""
     producer = groups.dataflow.producer
     for index in groups.alive():
-        op = groups.nodes[index].op
-        if op.target_name == "getitem" and op.inputs and op.inputs[0] in producer:
-            groups.merge(index, producer[op.inputs[0]])
-        storages = [groups.root(op.name)]
-        if storages[0] is None:  # a tuple: its parts may be views of the input
-            storages = [
-                info.alias_of
-                for part in range(_tuple_length(groups, op.name))
-                if (info := groups.dataflow.infos.get(f"{op.name}[{part}]")) is not None
-            ]
-        for storage in storages:
-            maker = (storage or "").split("[")[0]
-            if maker in producer and producer[maker] not in groups.dropped:
-                groups.merge(index, producer[maker])
+        for storage in groups.roots(index):
+            if storage in producer and producer[storage] not in groups.dropped:
+                groups.merge(index, producer[storage])
 
 
 def merge_inplace(groups: Groups) -> None:
     """Put an in-place operation, and who read the old content, into the node of its target."""
     producer = groups.dataflow.producer
-    readers: dict[str | None, list[int]] = {}
+    readers: dict[str, list[int]] = {}
     for index in groups.alive():
         for storage in {groups.root(name) for name in groups.nodes[index].op.inputs}:
             readers.setdefault(storage, []).append(index)
     for index in groups.alive():
         for storage in groups.nodes[index].written:
-            maker = storage.split("[")[0]
-            if maker not in producer:
+            if storage not in producer:
                 continue
-            groups.merge(index, producer[maker])
+            groups.merge(index, producer[storage])
             for other in readers.get(storage, ()):
-                if producer[maker] < other < index:
+                if producer[storage] < other < index:
                     groups.merge(index, other)
 
 
@@ -157,11 +117,10 @@ def merge_constants(groups: Groups) -> None:
         node = groups.nodes[index]
         sources = [producer[name] for name in node.op.inputs if name in producer]
         infos = groups.dataflow.infos
-        values = [node.op.name, *(f"{node.op.name}[{i}]" for i in range(8))]
-        wants_grad = any(infos[v].requires_grad for v in values if v in infos)
-        reads_grad = any(infos[n].requires_grad for n in node.op.inputs if n in infos)
+        values = (*node.op.inputs, *node.op.results)
+        wants_grad = any(infos[name].requires_grad for name in values if name)
         touches_written = any(name in written_buffers for name in node.op.inputs)
-        if wants_grad or reads_grad or node.is_random or node.written or touches_written:
+        if wants_grad or node.op.is_random or node.written or touches_written:
             continue
         if all(source in plain for source in sources):
             plain.add(index)
@@ -173,16 +132,12 @@ def merge_resident_views(groups: Groups) -> None:
     """Put a view of a parameter, buffer or input into its reader, when there is only one."""
     producer = groups.dataflow.producer
     users = groups.users()
-    returned = {out.name for out in groups.outputs if isinstance(out, Ref)}
+    returned = set(groups.dataflow.basic.output_names)
     for index in reversed(list(groups.alive())):
-        op = groups.nodes[index].op
-        storage = groups.root(op.name)
-        if storage is None:
-            part = groups.dataflow.infos.get(f"{op.name}[0]")
-            storage = part.alias_of if part is not None else op.name
-        if storage.split("[")[0] in producer or op.name in returned:
+        results = [name for name in groups.nodes[index].op.results if name]
+        if any(groups.root(name) in producer or name in returned for name in results):
             continue
-        readers = {groups.find(user) for user in users.get(op.name, ())}
+        readers = {groups.find(user) for name in results for user in users.get(name, ())}
         if len(readers) == 1:
             groups.merge(index, readers.pop())
 
@@ -191,17 +146,86 @@ def merge_effects(groups: Groups) -> None:
     """Put an operation that only updates a buffer into the node that follows it."""
     users = groups.users()
     alive = list(groups.alive())
-    returned = {out.name for out in groups.outputs if isinstance(out, Ref)}
     for place, index in enumerate(alive):
         node = groups.nodes[index]
         updates = node.written and not any(w in groups.dataflow.producer for w in node.written)
-        unread = not users.get(node.op.name) and node.op.name not in returned
+        results = node.op.results
+        unread = groups.kept.isdisjoint(results) and not any(users.get(n) for n in results)
         if updates and unread and place + 1 < len(alive):
             groups.merge(index, alive[place + 1])
 
 
+def merge_into_reader(groups: Groups) -> None:
+    """Put an operation into the node that follows it, where nobody else reads its result.
+
+    If no backward reads the result either, and it is no smaller than what the reader makes, a plan
+    that keeps it is never better than one that keeps what the reader makes. Two nodes that both
+    have work to do in the backward stay apart: one after the other they need less memory.
+    """
+    users = groups.users()
+    producer, infos = groups.dataflow.producer, groups.dataflow.infos
+    working = _with_backward(groups)
+    members: dict[int, list[int]] = {}
+    for index in groups.alive():
+        members.setdefault(groups.find(index), []).append(index)
+
+    def results(head: int) -> list[str]:
+        made = (n for i in members[head] for n in groups.nodes[i].op.results if n)
+        return [n for n in made if groups.root(n) in producer]  # not views of what is resident
+
+    def read_outside(head: int) -> set[int]:
+        heads = {groups.find(user) for name in results(head) for user in users.get(name, ())}
+        return heads - {head}
+
+    def left_bytes(head: int) -> int:
+        """Return the bytes of what others read."""
+        roots = {
+            groups.root(n)
+            for n in results(head)
+            if n in groups.kept or any(groups.find(u) != head for u in users.get(n, ()))
+        }
+        return sum(infos[root].storage_bytes for root in roots)
+
+    def reads_nothing(head: int) -> bool:
+        names = (name for i in members[head] for name in groups.nodes[i].op.inputs)
+        return all(groups.find(producer[name]) == head for name in names if name in producer)
+
+    for start in sorted(members):
+        head = groups.find(start)
+        nodes = [groups.nodes[i] for i in members[head]]
+        if any(node.op.is_random or node.written for node in nodes):
+            continue
+        readers = read_outside(head)
+        if len(readers) != 1 or not groups.kept.isdisjoint(results(head)):
+            continue
+        reader = readers.pop()
+        last, first = max(members[head]), min(members[reader])
+        between = {groups.find(i) for i in range(last + 1, first) if i not in groups.dropped}
+        if last > first or not all(reads_nothing(other) for other in between):
+            continue
+        if not (working.isdisjoint(members[head]) or working.isdisjoint(members[reader])):
+            continue
+        if left_bytes(head) >= left_bytes(reader):
+            groups.merge(head, reader)
+            both = sorted((*members.pop(head), *members.pop(reader)))
+            members[groups.find(head)] = both
+
+
+def _with_backward(groups: Groups) -> set[int]:
+    """Return the operations for which the backward computes something, views aside."""
+    basic = groups.dataflow.basic
+    owner: dict[int, int] = {}
+    for index in groups.alive():
+        owner.setdefault(groups.nodes[index].op.sequence_nr, index)
+    found = set()
+    for op in basic.backward:
+        makes = any(name and basic.infos[name].alias_of == name for name in op.results)
+        if (makes or op.writes) and op.sequence_nr in owner:
+            found.add(owner[op.sequence_nr])
+    return found
+
+
 PASSES: tuple[Pass, ...] = (
-    drop_identities,
     drop_dead,
     merge_views,
     merge_inplace,
@@ -209,15 +233,10 @@ PASSES: tuple[Pass, ...] = (
     merge_resident_views,
     merge_effects,
 )
+# For a graph that is planned: fewer nodes, and no plan is lost that is worth having.
+PLANNED_PASSES: tuple[Pass, ...] = (*PASSES, merge_into_reader)
 
 
 def _written_buffers(groups: Groups) -> set[str]:
     written = {name for node in groups.dataflow.nodes for name in node.written}
     return written & set(groups.buffers)
-
-
-def _tuple_length(groups: Groups, name: str) -> int:
-    length = 0
-    while f"{name}[{length}]" in groups.dataflow.infos:
-        length += 1
-    return length

@@ -117,3 +117,37 @@ def refuse_backward_hooks(model: nn.Module) -> None:
                     module_path=path,
                     source=source,
                 )
+
+
+def refuse_hidden_leaves(model: nn.Module) -> None:
+    """Refuse a tensor attribute that requires a gradient but is no parameter: it would get none.
+
+    Raises:
+        UnsupportedOpError: a module has one.
+    """
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                raise UnsupportedOpError(
+                    f"cannot capture {type(model).__name__}: attribute '{name}' of module "
+                    f"'{path or '(root)'}' is a tensor that requires a gradient but is no "
+                    "parameter. Make it an nn.Parameter, or a buffer without gradient.",
+                    op=name,
+                    module_path=path,
+                    source="",
+                )
+
+
+def refuse_compiled_modules(model: nn.Module) -> None:
+    """Refuse modules that `torch.compile` has made: their kernels are not the recorded ones.
+
+    Raises:
+        TraceError: a module, the model included, is one.
+    """
+    for path, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise TraceError(
+                f"cannot capture {type(model).__name__}: module '{path or '(root)'}' is a "
+                "dynamo-optimized module, made by torch.compile. Wrap the original module, and "
+                "leave compiling out."
+            )

@@ -11,22 +11,19 @@ import base64
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from rkgb.basic import BasicGraph
-from rkgb.dataflow import DataFlowGraph, DataFlowNode
+from rkgb.basic import BackwardKind, BasicGraph, HandOver
 from rkgb.errors import InvalidGraphError
-from rkgb.inspect_op import Cost, NodeFacts, StorageFacts
-from rkgb.op import Autocast, Op, Ref
-from rkgb.simplified import SimplifiedGraph, SimplifiedNode
+from rkgb.op import Op, Ref
 from rkgb.tensor_info import TensorInfo
 
-FORMAT = "rkgb graphs 1"
+FORMAT = "rkgb graphs 2"
 
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
@@ -51,8 +48,6 @@ def encode(value: Any) -> Any:
         return {"tuple": [encode(item) for item in value]}
     if isinstance(value, Mapping):
         return {"dict": [[key, encode(item)] for key, item in value.items()]}
-    if isinstance(value, slice):
-        return {"slice": [encode(v) for v in (value.start, value.stop, value.step)]}
     if isinstance(value, _TORCH_CONSTANTS):
         return {"torch": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
@@ -81,7 +76,6 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "ref": Ref,
     "tuple": lambda v: tuple(decode(item) for item in v),
     "dict": lambda v: {key: decode(item) for key, item in v},
-    "slice": lambda v: slice(*(decode(item) for item in v)),
     "torch": lambda v: getattr(torch, v),
     "device": torch.device,
     "tensor": lambda v: _tensor_from_json(v),
@@ -133,39 +127,38 @@ def _target_of(name: str) -> Callable[..., Any]:
 
 
 def _op_to_json(op: Op) -> dict[str, Any]:
-    region = op.autocast
+    row = {field.name: getattr(op, field.name) for field in fields(op) if field.init}
     return {
-        "name": op.name,
+        **row,
         "target": _target_name(op.target),
         "args": encode(op.args),
         "kwargs": encode(op.kwargs),
-        "module_path": op.module_path,
-        "source": op.source,
-        "grad_enabled": op.grad_enabled,
-        "autocast": None
-        if region is None
-        else [region.device, encode(region.dtype), region.enabled],
+        "results": list(op.results),
+        "writes": list(op.writes),
     }
 
 
 def _op_from_json(row: Mapping[str, Any]) -> Op:
-    region = row["autocast"]
     return Op(
-        name=row["name"],
-        target=_target_of(row["target"]),
-        args=decode(row["args"]),
-        kwargs=decode(row["kwargs"]),
-        module_path=row["module_path"],
-        source=row["source"],
-        grad_enabled=row["grad_enabled"],
-        autocast=None if region is None else Autocast(region[0], decode(region[1]), region[2]),
+        **{
+            **row,
+            "target": _target_of(row["target"]),
+            "args": decode(row["args"]),
+            "kwargs": decode(row["kwargs"]),
+            "results": tuple(row["results"]),
+            "writes": tuple(row["writes"]),
+        }
     )
 
 
-def _basic_to_json(bg: BasicGraph) -> dict[str, Any]:
+def basic_to_json(bg: BasicGraph) -> dict[str, Any]:
+    """Return a recorded step; the other graphs follow from it."""
     return {
         "model_name": bg.model_name,
+        "device": str(bg.device),
         "ops": [_op_to_json(op) for op in bg.ops],
+        "backward": [_op_to_json(op) for op in bg.backward],
+        "hand_overs": [[h.leaf, h.value, h.sequence_nr] for h in bg.hand_overs],
         "parameters": dict(bg.parameters),
         "buffers": dict(bg.buffers),
         "constants": {name: _tensor_to_json(t) for name, t in bg.constants.items()},
@@ -173,12 +166,24 @@ def _basic_to_json(bg: BasicGraph) -> dict[str, Any]:
         "input_spec": pytree.treespec_dumps(bg.input_spec),
         "outputs": encode(bg.outputs),
         "output_spec": pytree.treespec_dumps(bg.output_spec),
+        "infos": {name: _info_to_json(info) for name, info in bg.infos.items()},
+        "roots": list(bg.roots),
+        "tangents": encode(bg.kind.tangents),
+        "backward_autocast": encode(bg.kind.autocast),
+        "tangent_names": list(bg.tangent_names),
     }
 
 
-def _basic_from_json(row: Mapping[str, Any]) -> BasicGraph:
+def basic_from_json(row: Mapping[str, Any]) -> BasicGraph:
+    """Read what `basic_to_json` wrote.
+
+    Raises:
+        InvalidGraphError: it holds an operator that is unknown here.
+    """
     return BasicGraph(
         ops=tuple(_op_from_json(op) for op in row["ops"]),
+        backward=tuple(_op_from_json(op) for op in row["backward"]),
+        hand_overs=tuple(HandOver(*given) for given in row["hand_overs"]),
         parameters=row["parameters"],
         buffers=row["buffers"],
         constants={name: _tensor_from_json(t) for name, t in row["constants"].items()},
@@ -186,6 +191,11 @@ def _basic_from_json(row: Mapping[str, Any]) -> BasicGraph:
         input_spec=pytree.treespec_loads(row["input_spec"]),
         outputs=decode(row["outputs"]),
         output_spec=pytree.treespec_loads(row["output_spec"]),
+        infos={name: _info_from_json(info) for name, info in row["infos"].items()},
+        roots=tuple(row["roots"]),
+        kind=BackwardKind(decode(row["tangents"]), decode(row["backward_autocast"])),
+        tangent_names=tuple(row["tangent_names"]),
+        device=torch.device(row["device"]),
         model_name=row["model_name"],
     )
 
@@ -197,67 +207,3 @@ def _info_to_json(info: TensorInfo) -> dict[str, Any]:
 def _info_from_json(row: Mapping[str, Any]) -> TensorInfo:
     shape, stride = tuple(row["shape"]), tuple(row["stride"])
     return TensorInfo(**{**row, "dtype": decode(row["dtype"]), "shape": shape, "stride": stride})
-
-
-def graph_to_json(sg: SimplifiedGraph) -> dict[str, Any]:
-    """Return S with the D and B that it was made from."""
-    dg = sg.dataflow
-    return {
-        "basic": _basic_to_json(dg.basic),
-        "dataflow": [
-            {**asdict(node), "op": None} for node in dg.nodes
-        ],  # the operations are those of `basic`, in its order
-        "infos": {name: _info_to_json(info) for name, info in dg.infos.items()},
-        "simplified": [
-            {
-                **{name: getattr(node, name) for name in _NODE_FIELDS},
-                "ops": [_op_to_json(op) for op in node.ops],
-            }
-            for node in sg.nodes
-        ],
-        "output_names": list(sg.output_names),
-        "outputs": encode(sg.outputs),
-    }
-
-
-_NODE_FIELDS = (
-    *("name", "positions", "inputs", "externals", "outputs", "deps", "is_random"),
-    "written_buffers",
-)
-
-
-def graph_from_json(row: Mapping[str, Any]) -> SimplifiedGraph:
-    """Read what `graph_to_json` wrote."""
-    basic = _basic_from_json(row["basic"])
-    nodes = tuple(
-        DataFlowNode(
-            op=op,
-            deps=tuple(node["deps"]),
-            order_deps=tuple(node["order_deps"]),
-            is_random=node["is_random"],
-            written=tuple(node["written"]),
-            same_as=node["same_as"],
-        )
-        for op, node in zip(basic.ops, row["dataflow"], strict=True)
-    )
-    infos = {name: _info_from_json(info) for name, info in row["infos"].items()}
-    simplified = tuple(
-        SimplifiedNode(**{**_tuples(node), "ops": tuple(_op_from_json(op) for op in node["ops"])})
-        for node in row["simplified"]
-    )
-    return SimplifiedGraph(
-        DataFlowGraph(basic, nodes, infos),
-        simplified,
-        tuple(row["output_names"]),
-        decode(row["outputs"]),
-    )
-
-
-def facts_from_json(row: Mapping[str, Any]) -> NodeFacts:
-    """Read what `dataclasses.asdict` made of the facts of a node."""
-    storages = tuple(StorageFacts(tuple(s["names"]), s["size_bytes"]) for s in row["storages"])
-    return NodeFacts(**{**_tuples(row), "cost": Cost(**row["cost"]), "storages": storages})
-
-
-def _tuples(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}

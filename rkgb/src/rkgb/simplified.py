@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rkgb.backward_slices import slice_backward
+from rkgb.basic import HandOver
 from rkgb.dataflow import DataFlowGraph
 from rkgb.op import Op, Ref
 from rkgb.op_kinds import VIEW_NAMES
@@ -39,10 +41,12 @@ class SimplifiedNode:
     positions: tuple[int, ...]  # of the operations in the program
     inputs: tuple[str, ...]  # values of other nodes that it reads
     externals: tuple[str, ...]  # parameters, buffers, constants and inputs of the model it reads
-    outputs: tuple[str, ...]  # values that other nodes or the user read
+    outputs: tuple[str, ...]  # values that other nodes, a backward or the user read
     deps: tuple[int, ...]  # indices of the nodes it must follow
     is_random: bool
     written_buffers: tuple[str, ...]
+    backward: tuple[Op, ...] = ()  # its part of the backward, in program order
+    hand_overs: tuple[HandOver, ...] = ()  # gradients of leaves that this part completes
 
     @property
     def main(self) -> Op:
@@ -63,13 +67,14 @@ class SimplifiedGraph:
 
     dataflow: DataFlowGraph
     nodes: tuple[SimplifiedNode, ...]
-    output_names: tuple[str, ...]  # values that leave the graph, identities resolved
-    outputs: tuple[Any, ...]  # the forward's results: Ref or constant, identities resolved
+    output_names: tuple[str, ...]  # values that leave the graph
+    outputs: tuple[Any, ...]  # the forward's results: Ref or constant
 
     @cached_property
     def producer(self) -> Mapping[str, int]:
         """Index of the node that makes each value, inner values included."""
-        return {op.name: i for i, node in enumerate(self.nodes) for op in node.ops}
+        nodes = enumerate(self.nodes)
+        return {name: i for i, node in nodes for op in node.ops for name in op.results if name}
 
     @cached_property
     def input_names(self) -> tuple[str, ...]:
@@ -170,43 +175,41 @@ def _condense(groups: Groups) -> SimplifiedGraph:
     order = topological_order(deps, {head: indices[0] for head, indices in members.items()})
     place = {head: position for position, head in enumerate(order)}
 
-    made = {groups.nodes[i].op.name for i in groups.alive()}
-    home = {groups.nodes[i].op.name: groups.find(i) for i in groups.alive()}
+    basic = groups.dataflow.basic
+    home = {n: groups.find(i) for i in groups.alive() for n in groups.nodes[i].op.results if n}
     readers: dict[str, set[int]] = {}
     for index in groups.alive():
         for name in groups.nodes[index].op.inputs:
             readers.setdefault(name, set()).add(groups.find(index))
-    returned = dict.fromkeys(out.name for out in groups.outputs if isinstance(out, Ref))
-    buffers = groups.buffers
+    node_of = {index: place[groups.find(index)] for index in groups.alive()}
+    slices = slice_backward(basic, len(order), node_of)
     nodes = []
     for head in order:
         indices = members[head]
         ops = tuple(groups.nodes[i].op for i in indices)
         read = list(dict.fromkeys(name for op in ops for name in op.inputs))
+        made = [name for op in ops for name in op.results if name]
         written = dict.fromkeys(w for i in indices for w in groups.nodes[i].written)
+        backward, hand_overs = slices[place[head]]
         nodes.append(
             SimplifiedNode(
                 name="+".join(op.target_name for op in ops[:6]) + ("+..." if len(ops) > 6 else ""),
                 ops=ops,
                 positions=tuple(indices),
-                inputs=tuple(n for n in read if n in made and home[n] != head),
-                externals=tuple(n for n in read if n not in made),
+                inputs=tuple(n for n in read if n in home and home[n] != head),
+                externals=tuple(n for n in read if n not in home),
                 outputs=tuple(
-                    op.name
-                    for op in ops
-                    if op.name in returned or readers.get(op.name, set()) - {head}
+                    n for n in made if n in groups.kept or readers.get(n, set()) - {head}
                 ),
                 deps=tuple(sorted(place[d] for d in deps[head])),
-                is_random=any(groups.nodes[i].is_random for i in indices),
-                written_buffers=tuple(w for w in written if w in buffers),
+                is_random=any(op.is_random for op in ops),
+                written_buffers=tuple(w for w in written if w in groups.buffers),
+                backward=backward,
+                hand_overs=hand_overs,
             )
         )
-    return SimplifiedGraph(
-        groups.dataflow,
-        tuple(nodes),
-        tuple(name for name in returned if name in made),
-        tuple(groups.outputs),
-    )
+    returned = tuple(name for name in basic.output_names if name in home)
+    return SimplifiedGraph(groups.dataflow, tuple(nodes), returned, basic.outputs)
 
 
 def print_S_graph(

@@ -71,15 +71,15 @@ def sketch_dataflow(dg: DataFlowGraph) -> Sketch:
     base = len(cells)
     arrows: list[Arrow] = []
     for index, node in enumerate(dg.nodes):
-        info = dg.infos.get(node.op.name) or dg.infos.get(f"{node.op.name}[0]")
-        shares = info is not None and info.alias_of.split("[")[0] != node.op.name
-        marks = [m for m, on in (("random", node.is_random), ("view", shares)) if on]
+        info = dg.infos.get(node.op.name)
+        shares = info is not None and info.alias_of != node.op.name
+        marks = [m for m, on in (("random", node.op.is_random), ("view", shares)) if on]
         marks += ["in place"] if node.written else []
         size = info.size_bytes if info is not None and not shares else 0
         title = node.op.target_name
         vertex = Vertex(title, _detail(info, marks), "fwd", size)
         cells.append(Cell(node.op.module_path, (title, str(info), *marks), {"fwd": vertex}))
-        place[node.op.name] = base + index
+        place.update((name, base + index) for name in node.op.results if name)
         for name in dict.fromkeys(node.op.inputs):
             if name in place:
                 arrows.append(Arrow((place[name], "fwd"), (base + index, "fwd")))
@@ -108,10 +108,11 @@ def sketch_simplified(sg: SimplifiedGraph, *, piece: bool = False) -> Sketch:
         body = list(dict.fromkeys(op.target_name for op in node.ops if op is not node.main))
         marks += [f"with {', '.join(body[:3])}{', …' if len(body) > 3 else ''}"] if body else []
         size = sum({i.alias_of: i.size_bytes for i in made}.values())
-        vertex = Vertex(node.main.target_name, _detail(next(iter(made), None), marks), "fwd", size)
+        largest = max(made, key=lambda info: info.size_bytes, default=None)
+        vertex = Vertex(node.main.target_name, _detail(largest, marks), "fwd", size)
         cells.append(Cell(node.module_path, node_key(sg, node), {"fwd": vertex}))
         for op in node.ops:
-            place[op.name] = base + index
+            place.update((name, base + index) for name in op.results if name)
         readable = (*node.inputs, *(() if piece else node.externals))
         known = {place[name] for name in readable if name in place}
         arrows += [Arrow((i, "fwd"), (base + index, "fwd")) for i in sorted(known)]

@@ -13,7 +13,8 @@ class TensorInfo:
     """Shape, type and layout of a value, and the value whose storage it shares.
 
     `alias_of` names the value that made the storage; it equals the value's own name when the
-    storage is its own. `size_bytes` is the size of the tensor's elements, not of its storage.
+    storage is its own. `size_bytes` is the size of the tensor's elements, `storage_bytes` that of
+    its storage.
     """
 
     shape: tuple[int, ...]
@@ -22,16 +23,21 @@ class TensorInfo:
     requires_grad: bool
     alias_of: str
     size_bytes: int
+    storage_bytes: int
+    offset: int = 0  # of the first element in the storage, in elements
 
     @classmethod
-    def of(cls, tensor: Tensor, *, requires_grad: bool, alias_of: str) -> TensorInfo:
+    def of(cls, tensor: Tensor, alias_of: str, storage_bytes: int) -> TensorInfo:
+        """Return the facts about a tensor whose storage is `alias_of`'s."""
         return cls(
-            shape=tuple(tensor.shape),
-            dtype=tensor.dtype,
-            stride=tuple(tensor.stride()),
-            requires_grad=requires_grad,
-            alias_of=alias_of,
-            size_bytes=tensor.numel() * tensor.element_size(),
+            tuple(tensor.shape),
+            tensor.dtype,
+            tensor.stride(),
+            False,
+            alias_of,
+            tensor.numel() * tensor.element_size(),
+            storage_bytes,
+            int(tensor.storage_offset()),
         )
 
     def __str__(self) -> str:

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rkgb.basic import BasicGraph, bind_inputs, external_values, run_op
-from rkgb.dataflow import DataFlowGraph, _device_of
-from rkgb.inspect_op import FlopCost, inspect_graph
-from rkgb.op import Op, Ref
+from rkgb.basic import BasicGraph, bind_inputs, check_device, external_values
+from rkgb.dataflow import DataFlowGraph
+from rkgb.op import Op, Ref, map_refs
 from rkgb.rng import RngState
-from rkgb.runner import Runner, StepState
+from rkgb.run.program import Step, StepProgram, lower_step
+from rkgb.run.source import compile_step, plain_callee
+from rkgb.run.views import runnable
 from rkgb.simplified import SimplifiedGraph
-from rkgb.tensor_info import storage_id
+from rkgb.torch_private import straight_to_kernels
 
 Graph = BasicGraph | DataFlowGraph | SimplifiedGraph
 
@@ -29,7 +30,7 @@ def run_graph(
     kwargs: Mapping[str, Any] | None = None,
     order: Sequence[int] | None = None,
 ) -> list[Any]:
-    """Run the graph's operations under autograd and return the leaves of its result.
+    """Run the graph's operations and return the leaves of its result.
 
     `order` is any topological order of the graph's nodes; program order without it. Buffers are
     updated as the module would update them.
@@ -37,10 +38,19 @@ def run_graph(
     basic, groups, outputs = _parts(graph)
     leaves = tuple(pytree.tree_leaves(bind_inputs(sample, kwargs)))
     values: dict[str, Any] = dict(external_values(basic, model, leaves))
-    for index in order if order is not None else range(len(groups)):
-        for op in groups[index]:
-            values[op.name] = run_op(op, values)
+    with straight_to_kernels():
+        for index in order if order is not None else range(len(groups)):
+            for op in groups[index]:
+                run_op(op, values)
     return [values[out.name] if isinstance(out, Ref) else out for out in outputs]
+
+
+def run_op(op: Op, values: dict[str, Any]) -> None:
+    """Run one operation on `values`, and put its results there."""
+    args = map_refs(op.args, values.__getitem__)
+    result = op.target(*args, **map_refs(dict(op.kwargs), values.__getitem__))
+    made = result if op.returns_many else (result,) * len(op.results)
+    values.update((name, value) for name, value in zip(op.results, made, strict=True) if name)
 
 
 def _parts(graph: Graph) -> tuple[BasicGraph, list[tuple[Op, ...]], Sequence[Any]]:
@@ -66,8 +76,8 @@ def assert_same_as_module(
     Raises:
         AssertionError: an output or the random state differs.
     """
-    device = _device_of(model, None)
     args, keywords = bind_inputs(sample, kwargs)
+    device = check_device(model, (args, keywords), None)
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     stream = RngState.save(device)
 
@@ -111,53 +121,72 @@ def gradients_of_module(
     args, keywords = bind_inputs(sample, kwargs)
     outputs = [t for t in pytree.tree_leaves(model(*args, **keywords)) if isinstance(t, Tensor)]
     outputs = list({id(t): t for t in outputs if t.requires_grad}.values())
-    wanted = _leaves_that_want(model, (args, keywords))
+    wanted = leaves_that_want(model, (args, keywords))
     if not outputs or not wanted:
         return [None] * len(wanted)
     ones = [torch.ones_like(t) for t in outputs]
     return list(torch.autograd.grad(outputs, wanted, ones, allow_unused=True))
 
 
-def gradients_by_runner(
-    runner: Runner,
+def gradients_of_graph(
+    sg: SimplifiedGraph,
     model: nn.Module,
     sample: Any,
     *,
     kwargs: Mapping[str, Any] | None = None,
-    recompute: int = 1,
+    steps: Sequence[Step] | None = None,
 ) -> list[Tensor | None]:
-    """Return the same gradients, from nodes run one by one on a runner that has been inspected.
+    """Return the same gradients, from the generated program of `steps`.
 
-    The forward runs without graphs, then `recompute` times again, the last time recorded.
+    Without `steps`, the whole forward runs twice before the backward.
     """
+    count = len(sg.nodes)
+    forwards: list[Step] = [("F", k) for k in range(count)]
+    backwards: list[Step] = [
+        ("B", k) for k in reversed(range(count)) if sg.nodes[k].backward or sg.nodes[k].hand_overs
+    ]
+    program = lower_step(sg, steps or [*forwards, *forwards, *backwards])
+    return run_program(sg, program, model, sample, kwargs=kwargs)[1]
+
+
+def run_program(
+    sg: SimplifiedGraph,
+    program: StepProgram,
+    model: nn.Module,
+    sample: Any,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+) -> tuple[list[Any], list[Tensor | None]]:
+    """Run a step; return the leaves of the result, and the gradients of the sum of all of them.
+
+    The gradients are those of parameters, then of inputs.
+    """
+    compiled = compile_step(sg, program, plain_callee)
+    basic = sg.dataflow.basic
     bound = bind_inputs(sample, kwargs)
-    external = external_values(runner.graph.dataflow.basic, model, tuple(pytree.tree_leaves(bound)))
-    state = StepState(external)
-    nodes = range(len(runner.graph.nodes))
-    for index in nodes:
-        runner.forward(index, state, record=False, keep_state=True)
-    for round_ in range(1 + recompute):
-        for index in nodes:
-            runner.forward(index, state, record=round_ == recompute, keep_state=False)
-    for name in runner.graph.output_names:
-        if name in runner.grad_names:
-            state.grads[name] = torch.ones_like(state.values[name])
-            state.borrowed.add(storage_id(state.grads[name]))
+    external = external_values(basic, model, tuple(pytree.tree_leaves(bound)))
     found: dict[int, Tensor] = {}
-    for out in runner.graph.outputs:  # a parameter or input that is returned as it is
+    for out in sg.outputs:  # a parameter or input that is returned as it is
         if isinstance(out, Ref) and out.name in external and external[out.name].requires_grad:
             found[id(external[out.name])] = torch.ones_like(external[out.name])
-    for index in reversed(nodes):
-        for name, grad in runner.backward(index, state):
-            key = id(external[name])
-            if grad is not None:
-                found[key] = found[key] + grad if key in found else grad
-    assert not state.grads, f"gradients left over: {', '.join(state.grads)}"
-    assert not state.grad_parts, f"gradients left over: {', '.join(state.grad_parts)}"
-    return [found.get(id(t)) for t in _leaves_that_want(model, bound)]
+    with straight_to_kernels(), torch.enable_grad():
+        outputs, saved = compiled.forward([external[name] for name in program.externals])
+    made = {**external, **dict(zip(program.outputs, outputs, strict=True))}
+    results = [made[out.name] if isinstance(out, Ref) else out for out in sg.outputs]
+    with straight_to_kernels(), torch.no_grad():
+        pairs = zip(basic.roots, basic.tangent_names, strict=True)
+        tangents = [torch.ones_like(made[root]) for root, name in pairs if name is not None]
+        parts = compiled.backward(saved, tangents)
+        for give, gradients in zip(program.gives, parts, strict=True):
+            for (leaf, _), gradient in zip(give.gradients, gradients, strict=True):
+                key = id(external[leaf])
+                found[key] = found[key] + gradient if key in found else gradient
+            gradients.clear()
+    return results, [found.get(id(t)) for t in leaves_that_want(model, bound)]
 
 
-def _leaves_that_want(model: nn.Module, bound: Any) -> list[Tensor]:
+def leaves_that_want(model: nn.Module, bound: Any) -> list[Tensor]:
+    """Return the parameters, then the inputs, that require a gradient; each once."""
     inputs = [t for t in pytree.tree_leaves(bound) if isinstance(t, Tensor) and t.requires_grad]
     tensors = [*(p for p in model.parameters() if p.requires_grad), *inputs]
     return list({id(t): t for t in tensors}.values())
@@ -170,23 +199,20 @@ def assert_same_gradients(
     *,
     kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Assert that the graph's nodes, run backward one by one, give autograd's gradients.
+    """Assert that the graph's program, as recorded and as it is run, gives autograd's gradients.
 
     The module's buffers and the random stream are as before afterwards.
 
     Raises:
         AssertionError: a gradient differs, or only one of the two has it.
     """
-    device = _device_of(model, None)
+    device = check_device(model, bind_inputs(sample, kwargs), None)
+    for graph in (sg, runnable(sg).graph):
 
-    def ours() -> Sequence[Tensor | None]:
-        runner = Runner(sg, device)
-        leaves = tuple(pytree.tree_leaves(bind_inputs(sample, kwargs)))
-        external = external_values(sg.dataflow.basic, model, leaves)
-        inspect_graph(runner, external, FlopCost(), measure_memory=False)
-        return gradients_by_runner(runner, model, sample, kwargs=kwargs)
+        def ours(graph: SimplifiedGraph = graph) -> Sequence[Tensor | None]:
+            return gradients_of_graph(graph, model, sample, kwargs=kwargs)
 
-    assert_autograds_gradients(ours, model, sample, device, kwargs=kwargs)
+        assert_autograds_gradients(ours, model, sample, device, kwargs=kwargs)
 
 
 def assert_autograds_gradients(

@@ -16,17 +16,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rkgb.backward import KGraph
-from rkgb.basic import bind_inputs, external_values
-from rkgb.inspect_op import Inspection
+from rkgb.basic import bind_inputs, check_device, external_values
 from rkgb.op import Ref
-from rkgb.runner import Runner, StepState
-from rkgb.tensor_info import storage_id
-from rkgb.testing import _leaves_that_want, assert_autograds_gradients
+from rkgb.simplified import SimplifiedGraph
+from rkgb.testing import assert_autograds_gradients, leaves_that_want, run_op
+from rkgb.torch_private import set_grad_mode, straight_to_kernels
 
 
 def assert_k_gives_gradients(
     kg: KGraph,
-    inspection: Inspection,
+    sg: SimplifiedGraph,
     model: nn.Module,
     sample: Any,
     *,
@@ -42,74 +41,79 @@ def assert_k_gives_gradients(
         AssertionError: a gradient differs, exists on one side only, or memory is left over.
         KeyError: something was dropped that was still to be read.
     """
-    walk = _Walk(kg, inspection, model, bind_inputs(sample, kwargs))
-    device = inspection.runner.device
+    walk = _Walk(kg, sg, model, bind_inputs(sample, kwargs))
+    device = check_device(model, bind_inputs(sample, kwargs), None)
     assert_autograds_gradients(lambda: walk.run(seed), model, sample, device, kwargs=kwargs)
 
 
 class _Walk:
     def __init__(
-        self, kg: KGraph, inspection: Inspection, model: nn.Module, bound: tuple[Any, Any]
+        self, kg: KGraph, sg: SimplifiedGraph, model: nn.Module, bound: tuple[Any, Any]
     ) -> None:
-        self.kg = kg
-        self.model = model
-        self.bound = bound
-        self.runner = _sorting(inspection.runner)
-        self.graph = inspection.runner.graph
+        self.kg, self.sg, self.model, self.bound = kg, sg, model, bound
         leaves = tuple(pytree.tree_leaves(bound))
-        self.state = StepState(external_values(self.graph.dataflow.basic, model, leaves))
-        self.names = {s.names[0]: s.names for fact in inspection.facts for s in fact.storages}
+        self.external = external_values(sg.dataflow.basic, model, leaves)
+        self.values: dict[str, Any] = dict(self.external)
+        self.seeded = False
 
     def run(self, seed: int | None) -> list[Tensor | None]:
-        returned = {name for name in self.graph.output_names if name in self.runner.grad_names}
-        unread = {node.name: set(node.users) for node in self.kg.data if node.kind == "data"}
-        parts: dict[int, list[tuple[int, str, Tensor]]] = {}
-        seeded = False
-        for number in self._order(seed):
-            node = self.kg.compute[number]
-            if node.kind == "fwd":
-                self.runner.forward(node.node, self.state, record=True, keep_state=False)
-            else:
-                if not seeded:
-                    self._seed_gradients(returned)
-                    seeded = True
-                for name, grad in self.runner.backward(node.node, self.state):
-                    if grad is not None:
-                        key = id(self.state.external[name])
-                        parts.setdefault(key, []).append((-node.node, name, grad))
-            for data in self.kg.data:
-                if data.kind == "data" and node.name in (*data.users, *data.producers):
-                    unread[data.name].discard(node.name)
-                    names = self.names[data.name]
-                    if not unread[data.name] and (seeded or not returned & set(names)):
-                        for name in names:
-                            self.state.values.pop(name, None)
-        assert not self.state.values, f"never read: {', '.join(self.state.values)}"
-        assert not self.state.grads, f"gradients left over: {', '.join(self.state.grads)}"
-        assert not self.state.grad_parts, f"left over: {', '.join(self.state.grad_parts)}"
+        infos, basic = self.sg.dataflow.infos, self.sg.dataflow.basic
+        unread = {data.name: set(data.users) for data in self.kg.data}
+        kept = {infos[name].alias_of for name in (*self.sg.output_names, *self.external)}
+        parts: dict[str, list[tuple[int, Tensor]]] = {}
+        place = {h: i for i, h in enumerate(basic.hand_overs)}
+        with straight_to_kernels(), torch.no_grad():
+            for number in self._order(seed):
+                node = self.kg.compute[number]
+                simplified = self.sg.nodes[node.node]
+                if node.kind == "bwd":
+                    self._seed_gradients()
+                set_grad_mode(node.kind == "fwd")  # some kernels are chosen by it
+                for op in simplified.ops if node.kind == "fwd" else simplified.backward:
+                    run_op(op, self.values)
+                if node.kind == "bwd":
+                    for given in simplified.hand_overs:
+                        value = self.values[given.value].clone()
+                        parts.setdefault(given.leaf, []).append((place[given], value))
+                # Memory that K says nobody reads any more is gone, and what K does not list.
+                for data in unread:
+                    unread[data].discard(node.name)
+                alive = {name for name, users in unread.items() if users}
+                alive |= {f"phantoms of fwd_{node.node}"} if node.kind == "fwd" else set()
+                for name in list(self.values):
+                    root = infos[name].alias_of
+                    if root not in kept and self._keeper(root) not in alive:
+                        del self.values[name]
         return self._gradients(parts)
 
-    def _seed_gradients(self, returned: set[str]) -> None:
-        for name in returned:
-            self.state.grads[name] = torch.ones_like(self.state.values[name])
-            self.state.borrowed.add(storage_id(self.state.grads[name]))
-        read = {
-            name for data in self.kg.data if data.users for name in self.names.get(data.name, ())
-        }
-        for name in self.graph.output_names:
-            if name not in read:  # returned, and no node reads it
-                self.state.values.pop(name, None)
+    def _keeper(self, root: str) -> str:
+        """Return the data node of K that a storage is part of."""
+        maker = self.sg.producer.get(root)
+        listed = {data.name for data in self.kg.data}
+        return root if root in listed or maker is None else f"phantoms of fwd_{maker}"
 
-    def _gradients(self, parts: dict[int, list[tuple[int, str, Tensor]]]) -> list[Tensor | None]:
-        external = self.state.external
+    def _seed_gradients(self) -> None:
+        """Give the results their gradients, once: all forwards have run."""
+        if self.seeded:
+            return
+        self.seeded = True
+        basic = self.sg.dataflow.basic
+        for root, name in zip(basic.roots, basic.tangent_names, strict=True):
+            if name is not None:
+                self.values[name] = torch.ones_like(self.values[root])
+
+    def _gradients(self, parts: dict[str, list[tuple[int, Tensor]]]) -> list[Tensor | None]:
         found: dict[int, Tensor] = {}
-        for out in self.graph.outputs:  # a parameter or input that is returned as it is
-            if isinstance(out, Ref) and out.name in external and external[out.name].requires_grad:
-                found[id(external[out.name])] = torch.ones_like(external[out.name])
-        for key, mine in parts.items():
-            for _, _, grad in sorted(mine, key=lambda part: part[0]):  # stable: uses stay in order
+        for out in self.sg.outputs:  # a parameter or input that is returned as it is
+            if isinstance(out, Ref) and out.name in self.external:
+                tensor = self.external[out.name]
+                if tensor.requires_grad:
+                    found[id(tensor)] = torch.ones_like(tensor)
+        for leaf, mine in parts.items():
+            key = id(self.external[leaf])
+            for _, grad in sorted(mine, key=lambda part: part[0]):
                 found[key] = found[key] + grad if key in found else grad
-        return [found.get(id(t)) for t in _leaves_that_want(self.model, self.bound)]
+        return [found.get(id(t)) for t in leaves_that_want(self.model, self.bound)]
 
     def _order(self, seed: int | None) -> list[int]:
         """Return positions in `kg.compute` in an order that its edges allow."""
@@ -117,8 +121,10 @@ class _Walk:
         waiting = {i: {place[n] for n in node.after} for i, node in enumerate(self.kg.compute)}
         forwards = {i for i, node in enumerate(self.kg.compute) if node.kind == "fwd"}
         for data in self.kg.data:
+            if len(data.producers) > 1:  # a sum that grows in place: its order is in `after`
+                continue
             for user in data.users:
-                waiting[place[user]].update(place[name] for name in data.producers)
+                waiting[place[user]].update(place[n] for n in data.producers if n != user)
         for index, node in enumerate(self.kg.compute):
             if node.kind == "bwd":  # the gradient of the results exists once they all do
                 waiting[index] |= forwards
@@ -131,16 +137,3 @@ class _Walk:
             order.append(ready[0] if seed is None else source.choice(ready))
             del waiting[order[-1]]
         return order
-
-
-def _sorting(runner: Runner) -> Runner:
-    """Return a runner that adds the gradients of every value in autograd's order.
-
-    A plan runs backwards in one order, in which most sums come out right by themselves.
-    """
-    copy = Runner(runner.graph, runner.device)
-    copy.facts.update(runner.facts)
-    copy.grad_names.update(runner.grad_names)
-    copy.always_record.update(runner.always_record)
-    copy.collected = frozenset(copy.grad_names)
-    return copy

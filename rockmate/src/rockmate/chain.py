@@ -200,10 +200,8 @@ def _forward_peak(local: Problem) -> int:
         dataclasses.replace(
             node,
             has_backward=False,
-            fwd_peak_nograd_bytes=(
-                local.forward_peaks[k]
-                if node.has_backward and not local.phantom_masks[k]
-                else local.forward_peaks_nograd[k]
+            fwd_peak_bytes=(
+                local.forward_peaks_nograd[k] if local.phantom_masks[k] else local.forward_peaks[k]
             ),
         )
         for k, node in enumerate(local.nodes)

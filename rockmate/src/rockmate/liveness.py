@@ -85,11 +85,11 @@ def live_after(problem: Problem, steps: Sequence[Step]) -> list[int]:
 
 
 def recording_steps(problem: Problem, steps: Sequence[Step], after: Sequence[int]) -> list[bool]:
-    """Return, for each step, whether it is a forward that records an autograd graph.
+    """Return, for each step, whether it is a forward that keeps all that its node makes.
 
-    A node with phantoms records where its phantoms are kept, which is its last forward before its
-    backward. A node without phantoms records at its first forward, because its graph costs no
-    bytes; its later forwards record nothing.
+    A node with phantoms keeps them at its last forward before its backward; its other forwards drop
+    them as they go. A node without phantoms has nothing to drop: its first forward counts as
+    recording, its later ones, which put the random state back, as not.
     """
     phantoms = problem.phantom_masks
     first = len(problem.nodes)
@@ -100,5 +100,5 @@ def recording_steps(problem: Problem, steps: Sequence[Step], after: Sequence[int
         elif phantoms[node]:
             records.append(bool(after[t] & phantoms[node]))
         else:
-            records.append(t < first and problem.nodes[node].has_backward)
+            records.append(t < first)
     return records

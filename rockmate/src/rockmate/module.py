@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from rockmate.budget import Budget
+from rockmate.choices import check_choices
 from rockmate.errors import InputMismatchError, RockmateError
-from rockmate.guards import ModuleGuard
 from rockmate.pipeline import Planned, Settings, plan_module
 from rockmate.plan_report import PlanReport
+from rockmate.runtime.module_state import ExternalValues, ModuleGuard
 
 _log = logging.getLogger("rockmate")
 
@@ -69,6 +70,7 @@ class Rockmate(nn.Module):
         backend: str = "cp-sat",
         progress: bool = False,
     ) -> None:
+        check_choices(cost=cost, effort=effort, planner=planner, backend=backend)
         settings = Settings(
             budget, effort, cost, self_test, reserve, planner, backend, progress, max_plans
         )
@@ -83,6 +85,7 @@ class Rockmate(nn.Module):
         vars(self)["_settings"] = settings
         vars(self)["_plans"] = plans
         vars(self)["_guard"] = ModuleGuard(model)
+        vars(self)["_values"] = [self._values_of(planned) for planned in plans]
         self._parameters = model._parameters
         self._buffers = model._buffers
         self._modules = model._modules
@@ -104,25 +107,30 @@ class Rockmate(nn.Module):
         if not self.training or not torch.is_grad_enabled():
             return original(*args, **kwargs)
         vars(self)["_guard"].check()
-        planned, leaves = self._planned_for(args, kwargs)
-        return planned(original, leaves)
+        place, leaves = self._planned_for(args, kwargs)
+        planned: Planned = vars(self)["_plans"][place]
+        return planned(original, vars(self)["_values"][place], leaves)
+
+    def _values_of(self, planned: Planned) -> ExternalValues:
+        return ExternalValues(planned.network.graph.dataflow.basic, self.original)
 
     def _planned_for(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Planned, list[Any]]:
+    ) -> tuple[int, list[Any]]:
         plans: list[Planned] = vars(self)["_plans"]
         settings: Settings = vars(self)["_settings"]
         refusal: InputMismatchError | None = None
-        for planned in plans:
+        for place, planned in enumerate(plans):
             try:
-                return planned, planned.signature.check(args, kwargs)
+                return place, planned.signature.check(args, kwargs)
             except InputMismatchError as error:
                 refusal = refusal or error
         if refusal is not None and len(plans) >= settings.max_plans:
             raise refusal
         _log.info("planning for another kind of input: %s", refusal)
         plans.append(plan_module(self.original, args, kwargs, settings))
-        return plans[-1], plans[-1].signature.check(args, kwargs)
+        vars(self)["_values"].append(self._values_of(plans[-1]))
+        return len(plans) - 1, plans[-1].signature.check(args, kwargs)
 
     def backward(self) -> None:
         """Do nothing: `loss.backward()` has done it all. Kept for the published examples."""
@@ -142,7 +150,8 @@ class Rockmate(nn.Module):
     @property
     def plan(self) -> PlanReport:
         """The plan for the sample; printing it shows what is recomputed and at what price."""
-        return PlanReport(self._first.calibration.problem, self._first.plan)
+        first = self._first
+        return PlanReport(first.problem, first.plan, first.executor.planned.compiled.source)
 
     @property
     def budget_bytes(self) -> int:

@@ -51,7 +51,7 @@ def measure_option(local: Problem, steps: Steps) -> BlockOption:
 
 def boxed(local: Problem, peak_bytes: int, save_bytes: int) -> Problem:
     """Return the local problem in which a peak within `peak_bytes` saves `save_bytes` at most."""
-    closing = dataclasses.replace(local.nodes[-1], fwd_peak_nograd_bytes=peak_bytes - save_bytes)
+    closing = dataclasses.replace(local.nodes[-1], fwd_peak_bytes=peak_bytes - save_bytes)
     return dataclasses.replace(local, nodes=(*local.nodes[:-1], closing))
 
 

@@ -1,17 +1,17 @@
 """From a module, a sample and a budget to an executor: the whole road, phase by phase.
 
-capture      torch.export -> B -> D -> S            (rkgb)
-measurement  time of each class of nodes            (rkgb)
-calibration  one metered run of the executor        -> Problem
+capture      one recorded step -> B -> D -> S -> the graph that is run     (rkgb)
+measurement  time and workspace of each kind of operation                  (rkgb)
+calibration  sizes, times and peaks of each node                           -> Problem
 eager        one metered step of the eager twin     (for a fraction as budget, and the self-test)
-planning     options, chain, simulation, search     -> Plan
+planning     options, chain, simulation, search     -> Plan -> step program
 self_test    one step of the planned module against the twin, bits and bytes
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,23 +19,47 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rkgb.basic import bind_inputs, check_device, external_values, make_B
-from rkgb.dataflow import B_to_D
-from rkgb.inspect_op import CostSource, FlopCost, MeasuredTime, inspect_graph
-from rkgb.op import Ref
-from rkgb.runner import Runner
-from rkgb.simplified import D_to_S, SimplifiedGraph
+from rkgb.engine import (
+    PLANNED_PASSES,
+    B_to_D,
+    BackwardKind,
+    D_to_S,
+    FlopCost,
+    Measured,
+    NodeFacts,
+    Op,
+    OpCost,
+    Ref,
+    RunnableGraph,
+    SimplifiedGraph,
+    autocast_as,
+    bind_inputs,
+    check_device,
+    choose_plainly,
+    compile_step,
+    external_values,
+    lower_step,
+    make_B,
+    measure,
+    node_facts,
+    op_key,
+    operations,
+    runnable,
+    twin_of,
+    without_idle_steps,
+)
 from rockmate.budget import Budget, parse_budget
-from rockmate.calibrate import Calibration, calibrate
 from rockmate.errors import InfeasibleBudgetError, SelfTestError, UnsupportedModuleError
-from rockmate.execute import Executor
-from rockmate.guards import InputSignature, refuse_hooks
 from rockmate.plan import Plan
 from rockmate.planners import plan as make_plan
 from rockmate.planners.simple import no_recomputation
-from rockmate.program import lower
+from rockmate.problem import Problem
 from rockmate.progress import Phases
-from rockmate.reference import Step, compare, run_step, twin_of
+from rockmate.runtime.eager import StepResult, compare, run_step
+from rockmate.runtime.execute import Executable, Executor
+from rockmate.runtime.input_signature import InputSignature
+from rockmate.runtime.module_state import ExternalValues, refuse_hooks
+from rockmate.runtime.network_problem import problem_of
 from rockmate.simulate import simulate
 from rockmate.stopwatch import stopwatch
 
@@ -66,11 +90,21 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Network:
+    """A recorded module, what its nodes cost, and the problem that they make."""
+
+    recorded: RunnableGraph
+    graph: SimplifiedGraph
+    measured: Measured
+    facts: tuple[NodeFacts, ...]
+    problem: Problem
+
+
+@dataclass(frozen=True)
 class Planned:
     """A module planned for one kind of input."""
 
-    graph: SimplifiedGraph
-    calibration: Calibration
+    network: Network
     executor: Executor
     plan: Plan
     signature: InputSignature
@@ -80,17 +114,29 @@ class Planned:
     eager_peak_bytes: int | None
     measured_peak_bytes: int | None
 
-    def __call__(self, model: nn.Module, leaves: Sequence[Any]) -> Any:
-        """Run the planned forward on `model` as it is now; `leaves` passed `signature.check`."""
-        return self.run(external_values(self.graph.dataflow.basic, model, tuple(leaves)))
+    @property
+    def problem(self) -> Problem:
+        """What was planned."""
+        return self.network.problem
 
-    def run(self, external: Mapping[str, Tensor]) -> Any:
-        made = dict(zip(self.graph.output_names, self.executor(external), strict=True))
+    def __call__(self, model: nn.Module, values: ExternalValues, leaves: Sequence[Any]) -> Any:
+        """Run the planned forward on `model` as it is now; `leaves` passed `signature.check`."""
+        external = values.now(tuple(leaves))
+        return self.run(model, external, leaves)
+
+    def run(self, model: nn.Module, external: Mapping[str, Tensor], leaves: Sequence[Any]) -> Any:
+        """Run the planned forward; `model` and `leaves` serve to record other gradients."""
+
+        def variant(kind: BackwardKind) -> Executable:
+            return _variant(self, model, leaves, kind)
+
+        names = self.executor.expected.program.outputs
+        made = dict(zip(names, self.executor(external, variant), strict=True))
         results = [
             (made[out.name] if out.name in made else external[out.name])
             if isinstance(out, Ref)
             else out
-            for out in self.graph.outputs
+            for out in self.network.graph.outputs
         ]
         return self.output_spec.unflatten(results)
 
@@ -105,7 +151,7 @@ def plan_module(
     Raises:
         BudgetFormatError: the budget cannot be read.
         InfeasibleBudgetError: no plan fits; it names the smallest budget that does.
-        rkgb.TraceError, rkgb.UnsupportedOpError: the module cannot be captured exactly.
+        rkgb.TraceError, rkgb.UnsupportedOpError: the module cannot be recorded exactly.
         UnsupportedModuleError: the module or its state cannot be run exactly.
         SelfTestError: the planned module disagreed with eager PyTorch.
     """
@@ -116,38 +162,21 @@ def plan_module(
     refuse_hooks(model)
     signature = InputSignature.of(args, keywords)
     phases = Phases(PHASES, show=settings.progress)
-    leaves = tuple(pytree.tree_leaves((args, keywords)))
-
-    with phases.phase("capture"):
-        # On a copy: whatever else the forward does in Python, the user's module does not see it.
-        bg = make_B(_copy_or_itself(model), args, device, kwargs=keywords)
-        graph = D_to_S(B_to_D(bg, model, args, device, kwargs=keywords))
-        runner = Runner(graph, device)
-    with phases.phase("measurement"):
-        source: CostSource = FlopCost() if settings.cost == "flops" else MeasuredTime(device)
-        inspection = inspect_graph(
-            runner, external_values(bg, model, leaves), source, measure_memory=False
-        )
-    with phases.phase("calibration"):
-        calibration = calibrate(graph, inspection, external_values(bg, model, leaves))
-    eager: Step | None = None
+    network = _network(model, args, keywords, device, settings, phases)
+    eager: StepResult | None = None
     if settings.self_test or fraction is not None:
         with phases.phase("eager"):
             eager = _eager_step(model, args, keywords, device, settings.self_test)
     if fraction is not None:
-        budget_bytes = int(fraction * _eager_peak_bytes(eager, calibration))
+        budget_bytes = int(fraction * _eager_peak_bytes(eager, network.problem))
     assert budget_bytes is not None
-    plan = _plan_within(calibration, budget_bytes, settings, phases)
-    executor = Executor(
-        runner, calibration.problem, lower(calibration.problem, plan), calibration.layout
-    )
+    plan = _plan_within(network.problem, budget_bytes, settings, phases)
     planned = Planned(
-        graph=graph,
-        calibration=calibration,
-        executor=executor,
+        network=network,
+        executor=Executor(_planned_executable(network, plan)),
         plan=plan,
         signature=signature,
-        output_spec=bg.output_spec,
+        output_spec=network.graph.dataflow.basic.output_spec,
         seconds=phases.seconds,
         budget_bytes=budget_bytes,
         eager_peak_bytes=eager.peak_bytes if eager is not None else None,
@@ -161,13 +190,97 @@ def plan_module(
     return planned
 
 
+def _network(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    settings: Settings,
+    phases: Phases,
+) -> Network:
+    with phases.phase("capture"):
+        basic = make_B(model, args, device, kwargs=kwargs)
+        recorded = runnable(D_to_S(B_to_D(basic), passes=PLANNED_PASSES))
+    graph = recorded.graph
+    leaves = tuple(pytree.tree_leaves((args, dict(kwargs))))
+    external = external_values(basic, model, leaves)
+    with phases.phase("measurement"):
+        ops = operations(graph)
+        measured = measure(basic, ops, external, times=settings.cost == "measured")
+        if settings.cost == "flops":
+            measured = replace(measured, costs=_by_flops(graph, ops, measured))
+    with phases.phase("calibration"):
+        facts = node_facts(graph, measured.costs)
+        problem = problem_of(graph, facts, external)
+    return Network(recorded, graph, measured, facts, problem)
+
+
+def _by_flops(
+    graph: SimplifiedGraph, ops: Sequence[Op], measured: Measured
+) -> Mapping[str, OpCost]:
+    infos, source = graph.dataflow.infos, FlopCost()
+    kinds = {op_key(op, infos): op for op in ops}
+    return {
+        key: replace(cost, time_ms=source.time_ms(kinds[key], infos))
+        for key, cost in measured.costs.items()
+    }
+
+
+def _planned_executable(network: Network, plan: Plan) -> Executable:
+    timeline = simulate(network.problem, plan.steps)
+    # Gradients that wait must not move the peak that was predicted.
+    spare = [timeline.peak_bytes - during for during in timeline.peak_during]
+    return executable(network.graph, plan.steps, network.measured, spare_bytes=spare)
+
+
+def executable(
+    graph: SimplifiedGraph,
+    steps: Sequence[Any],
+    measured: Measured,
+    *,
+    leaves: tuple[str, ...] = (),
+    spare_bytes: Sequence[int] = (),
+) -> Executable:
+    """Compile the program of some steps; `leaves` are those of every kind of backward.
+
+    `spare_bytes` says for each step how much more memory may be in use during it.
+    """
+    infos, chosen = graph.dataflow.infos, measured.callees
+    callees = {op.name: chosen.get(op_key(op, infos)) for op in operations(graph)}
+
+    def callee(op: Op) -> Callable[..., Any]:
+        return callees.get(op.name) or choose_plainly(op)
+
+    compiled = compile_step(graph, lower_step(graph, steps, spare_bytes), callee)
+    return Executable(graph, compiled, leaves or leaves_of(graph))
+
+
+def leaves_of(graph: SimplifiedGraph) -> tuple[str, ...]:
+    """Return the parameters and inputs that the backward of a graph gives gradients to."""
+    return tuple(dict.fromkeys(h.leaf for node in graph.nodes for h in node.hand_overs))
+
+
+def _variant(
+    planned: Planned, model: nn.Module, leaves: Sequence[Any], kind: BackwardKind
+) -> Executable:
+    """Return the executable for gradients that arrive otherwise, from a recording of their own."""
+    args, kwargs = planned.signature.spec.unflatten(list(leaves))
+    _log.info("recording another backward: %s", kind)
+    with autocast_as(planned.signature.autocast):
+        basic = make_B(model, args, kwargs=kwargs, kind=kind)
+    graph = planned.network.recorded.with_backward(basic)
+    steps = without_idle_steps(graph, planned.plan.steps)
+    every = leaves_of(planned.network.graph)
+    return executable(graph, steps, planned.network.measured, leaves=every)
+
+
 def _eager_step(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     device: torch.device,
     keep_bits: bool,
-) -> Step | None:
+) -> StepResult | None:
     """Run one step of the eager twin; None if the device has too little memory for it."""
     twin = twin_of(model)
     try:
@@ -189,22 +302,20 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
-def _eager_peak_bytes(eager: Step | None, calibration: Calibration) -> int:
+def _eager_peak_bytes(eager: StepResult | None, problem: Problem) -> int:
     """Return what a fraction as budget refers to: measured where eager fits, else simulated."""
     if eager is not None:
         return eager.peak_bytes
-    return simulate(calibration.problem, no_recomputation(calibration.problem)).peak_bytes
+    return simulate(problem, no_recomputation(problem)).peak_bytes
 
 
-def _plan_within(
-    calibration: Calibration, budget_bytes: int, settings: Settings, phases: Phases
-) -> Plan:
-    """Plan with what is left of the budget once reserve and margin are set aside."""
-    aside = settings.reserve_bytes + calibration.margin_bytes
+def _plan_within(problem: Problem, budget_bytes: int, settings: Settings, phases: Phases) -> Plan:
+    """Plan with what is left of the budget once the reserve is set aside."""
+    aside = settings.reserve_bytes
     with phases.phase("planning"), stopwatch() as parts:
         try:
             plan = make_plan(
-                calibration.problem,
+                problem,
                 budget_bytes - aside,
                 effort=settings.effort,
                 planner=settings.planner,
@@ -216,9 +327,8 @@ def _plan_within(
                 raise
             minimum = error.minimum_bytes + aside
             raise InfeasibleBudgetError(
-                f"of the budget of {budget_bytes} bytes, {aside} are set aside (reserve, and what "
-                f"calibration could not attribute), and in the rest {error}. With what is set "
-                f"aside that makes {minimum} bytes",
+                f"of the budget of {budget_bytes} bytes, {aside} are set aside as reserve, and in "
+                f"the rest {error}. With what is set aside that makes {minimum} bytes",
                 asked_bytes=budget_bytes,
                 minimum_bytes=minimum,
             ) from None
@@ -228,19 +338,12 @@ def _plan_within(
     return plan
 
 
-def _copy_or_itself(model: nn.Module) -> nn.Module:
-    try:
-        return twin_of(model)
-    except UnsupportedModuleError:
-        return model
-
-
 def _self_test(
     planned: Planned,
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    eager: Step | None,
+    eager: StepResult | None,
     device: torch.device,
     budget_bytes: int,
 ) -> int:
@@ -249,7 +352,8 @@ def _self_test(
 
     def call(*call_args: Any, **call_kwargs: Any) -> Any:
         leaves = tuple(pytree.tree_leaves((call_args, call_kwargs)))
-        return planned.run(external_values(planned.graph.dataflow.basic, twin, leaves))
+        basic = planned.network.graph.dataflow.basic
+        return planned.run(twin, external_values(basic, twin, leaves), leaves)
 
     ours = run_step(call, twin, args, kwargs, device)
     if eager is not None:

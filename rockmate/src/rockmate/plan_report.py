@@ -16,6 +16,11 @@ class PlanReport:
 
     problem: Problem
     plan: Plan
+    program: str = ""  # the generated program, for people
+
+    def source(self) -> str:
+        """Return the program that runs a step: Python, with module paths as comments."""
+        return self.program
 
     @property
     def overhead_percent(self) -> float:

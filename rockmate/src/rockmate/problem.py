@@ -26,8 +26,8 @@ class Storage:
     """One block of memory that a node's forward makes.
 
     `fwd_users` are the nodes whose forward reads it; `bwd_users` are the nodes whose *backward*
-    reads it (possibly the producer itself). A phantom lives only inside the autograd graph of its
-    producer, so its sole reader is the producer's backward. An output is returned to the user: it
+    reads it (possibly the producer itself). A phantom's sole reader is its producer's backward (a
+    mask, statistics, indices). An output is returned to the user: it
     stays alive from its first production to the end of the step, whatever the plan does.
     """
 
@@ -52,8 +52,8 @@ class Node:
     fwd_time_ms: float
     bwd_time_ms: float = 0.0
     has_backward: bool = True
-    fwd_peak_bytes: int = 0  # forward that records an autograd graph
-    fwd_peak_nograd_bytes: int = 0  # forward that records nothing
+    fwd_peak_bytes: int = 0  # forward that keeps its phantoms ("records")
+    fwd_peak_nograd_bytes: int = 0  # forward that drops them, or a later one of a node without
     bwd_peak_bytes: int = 0
     grads_before_bytes: int = 0  # activation gradients alive when the backward step starts
     rerun_state_bytes: int = 0  # random state and buffer copies kept from first to last forward

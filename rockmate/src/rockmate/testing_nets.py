@@ -15,8 +15,7 @@ import torch.nn.functional as F  # noqa: N812 (the name everybody uses)
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rkgb.basic import bind_inputs
-from rkgb.memory import trace_memory
+from rkgb.engine import bind_inputs, trace_memory
 from rockmate.testing_operators import TinyFNO, TinyUNO
 
 

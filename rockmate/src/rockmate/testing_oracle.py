@@ -82,7 +82,7 @@ def exhaustive_search(
                 own_phantoms = made[k] & phantoms
                 if with_graph and not own_phantoms:
                     continue
-                recorded = with_graph if own_phantoms else in_forward and nodes[k].has_backward
+                recorded = with_graph if own_phantoms else in_forward
                 peak = nodes[k].fwd_peak_bytes if recorded else nodes[k].fwd_peak_nograd_bytes
                 new = held | (made[k] if with_graph else made[k] - phantoms)
                 for keep_state in (False, True) if in_forward else (False,):

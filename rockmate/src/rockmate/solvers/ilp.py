@@ -254,7 +254,7 @@ class _Program:
             self.constant[s * width + self.count] += row.grads_before_bytes + row.bwd_peak_bytes
         for k in range(self.count):
             plain, recording = problem.forward_peaks_nograd[k], problem.forward_peaks[k]
-            first_records = problem.nodes[k].has_backward and not problem.phantom_masks[k]
+            first_records = not problem.phantom_masks[k]
             self.constant[k] += recording if first_records else plain
             for s in range(self.last[k] + 1):
                 t = s * width + k

@@ -213,7 +213,7 @@ class Demands:
                 recording = problem.forward_peaks[k] - made - phantom
                 plain = problem.forward_peaks_nograd[k] - made
                 if not problem.phantom_masks[k]:
-                    records = i == 0 and node.has_backward
+                    records = i == 0
                     self._add_moment(run, None, recording if records else plain)
                 elif isinstance(run.records, bool):
                     self._add_moment(run, None, recording if run.records else plain)

@@ -7,7 +7,6 @@ bits that the planned module is held to.
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,28 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rkgb.memory import trace_memory
-from rkgb.rng import RngState
-from rockmate.errors import SelfTestError, UnsupportedModuleError
-
-
-def twin_of(model: nn.Module) -> nn.Module:
-    """Return a copy whose parameters are new leaves on the same memory, and buffers clones.
-
-    Raises:
-        UnsupportedModuleError: the module cannot be copied.
-    """
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        raise UnsupportedModuleError(
-            f"{type(model).__name__} cannot be deep-copied ({error}), which the comparison with "
-            "eager PyTorch needs. Give the budget in bytes and pass self_test=False, or make the "
-            "module copyable."
-        ) from error
+from rkgb.engine import RngState, autocast_as, trace_memory
+from rockmate.errors import SelfTestError
 
 
 def detached_inputs(tree: Any) -> Any:
@@ -54,7 +33,7 @@ def detached_inputs(tree: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     """What one forward and backward computed."""
 
     outputs: list[Any]
@@ -73,7 +52,7 @@ def run_step(
     device: torch.device,
     *,
     keep_bits: bool = True,
-) -> Step:
+) -> StepResult:
     """Run `call(*args, **kwargs)` and its backward on the twin's leaves, metering the memory.
 
     Gradients of the outputs are pseudo-random but fixed; parameter gradients are moved into buffers
@@ -119,7 +98,7 @@ def run_step(
         for handle in handles:
             handle.remove()
     buffers = {name: buffer.detach().clone() for name, buffer in twin.named_buffers()}
-    return Step(kept, found, buffers, end, trace.peak_bytes, trace.timeline)
+    return StepResult(kept, found, buffers, end, trace.peak_bytes, trace.timeline)
 
 
 def seed_backward(outputs: Sequence[Tensor]) -> None:
@@ -127,32 +106,40 @@ def seed_backward(outputs: Sequence[Tensor]) -> None:
 
     The gradient that starts a backward is held to its end, and so is that of a scalar output here.
     A tensor's gradient comes from a loss that the user computes, and is freed once it is used: it
-    is made by a function in front of the output. Its values are pseudo-random but fixed.
+    is made by a function in front of the output. Its values are pseudo-random but fixed, and it
+    lies in memory as the output does, unless that has gaps or overlaps.
     """
     roots = [t for t in outputs if t.dim() == 0]
     tensors = [t for t in outputs if t.dim() > 0]
     del outputs
     if tensors:
         roots.append(_Seed.apply(*tensors))  # type: ignore[no-untyped-call]
-    torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+    with autocast_as(None):  # as users do: the region ends before the backward
+        torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
 
 
 class _Seed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
-        ctx.kinds = [(t.shape, t.dtype, t.device) for t in outputs]
+        ctx.kinds = [(t.dtype, t.device, t.shape, _usual_strides(t)) for t in outputs]
         return outputs[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        source = torch.Generator(ctx.kinds[0][2]).manual_seed(0)
+        source = torch.Generator(ctx.kinds[0][1]).manual_seed(0)
         return tuple(
-            torch.randn(shape, dtype=dtype, device=device, generator=source)
-            for shape, dtype, device in ctx.kinds
+            torch.empty_strided(shape, strides, dtype=dtype, device=device).normal_(
+                generator=source
+            )
+            for dtype, device, shape, strides in ctx.kinds
         )
 
 
-def compare(eager: Step, ours: Step, name: str) -> None:
+def _usual_strides(output: Tensor) -> tuple[int, ...]:
+    return tuple(torch.empty_like(output, device="meta").stride())
+
+
+def compare(eager: StepResult, ours: StepResult, name: str) -> None:
     """Hold our step to eager's bits.
 
     Raises:

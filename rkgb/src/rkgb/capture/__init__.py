@@ -1,0 +1,1 @@
+"""Record one step of a module; read record.py first, then recorder.py."""

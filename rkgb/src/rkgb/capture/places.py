@@ -1,0 +1,92 @@
+"""Where in the module and in its source a recorded operation comes from."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+_TORCH_DIR = str(Path(torch.__file__).parent)
+_RKGB_DIR = str(Path(__file__).parents[1])
+_TORCH_MODULES = f"{_TORCH_DIR}/nn/modules"
+
+
+class Places:
+    """Follows which module of a model is running; `here()` adds the line of the user's code."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._stack = [""]
+        self._kinds: dict[CodeType, tuple[int, str]] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """While active, calls of the model's modules are followed."""
+        original = nn.Module.__call__
+        paths, stack = self._paths, self._stack
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            path = paths.get(id(module))
+            if path is None:
+                return original(module, *args, **kwargs)
+            stack.append(path)
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                stack.pop()
+
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = original  # type: ignore[method-assign]
+
+    def here(self) -> tuple[str, str]:
+        """Return (module path, 'file.py:12') of what runs now.
+
+        The line is the innermost one outside torch and rkgb; failing that, of torch's own modules.
+        """
+        return self._stack[-1], self._source()
+
+    def _source(self) -> str:
+        frame: FrameType | None = sys._getframe(2)
+        torchs = ""
+        while frame is not None:
+            code = frame.f_code
+            found = self._kinds.get(code)
+            if found is None:
+                found = self._kinds[code] = _kind(code.co_filename)
+            kind, name = found
+            if kind == _USERS:
+                return f"{name}:{frame.f_lineno}"
+            if kind == _OUTERMOST:
+                break
+            if kind == _TORCHS and not torchs:
+                torchs = f"{name}:{frame.f_lineno}"
+            frame = frame.f_back
+        return torchs or "unknown source"
+
+
+# Whose a frame is: nobody's that a reader looks for, torch's own modules', the user's, or that of
+# the call of the model, outside of which nothing belongs to the forward.
+_PASSED_OVER, _TORCHS, _USERS, _OUTERMOST = range(4)
+_CAPTURE = str(Path(__file__).with_name("record.py"))
+
+
+def _kind(filename: str) -> tuple[int, str]:
+    if filename == _CAPTURE:
+        return _OUTERMOST, ""
+    path = Path(filename)
+    if filename.startswith((_RKGB_DIR, "<")) or filename == contextlib.__file__:
+        return (_USERS if "/testing" in filename else _PASSED_OVER), path.name
+    if not filename.startswith(_TORCH_DIR):
+        return _USERS, path.name
+    if filename.startswith(_TORCH_MODULES):
+        return _TORCHS, f"torch/{path.relative_to(_TORCH_DIR).as_posix()}"
+    return _PASSED_OVER, ""

@@ -1,0 +1,107 @@
+"""Measure a graph and gather the facts of its nodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from rkgb.anonymize import equivalence_classes, node_key
+from rkgb.basic import bind_inputs, external_values
+from rkgb.costs.measure import measure
+from rkgb.costs.node_facts import NodeFacts, node_facts
+from rkgb.costs.op_costs import FlopCost, OpCost, kinds_of
+from rkgb.op import Op
+from rkgb.simplified import SimplifiedGraph
+
+
+@runtime_checkable
+class KnownCosts(Protocol):
+    """Knows costs beforehand, by the kind of an operation (see `RecordedCosts`); runs nothing."""
+
+    def lookup(self, key: str, where: str) -> OpCost:
+        """Return the cost of a kind; `where` names an operation of it in an error."""
+
+
+CostChoice = Literal["measured", "flops"] | KnownCosts
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Facts about every node, and what they are made from: the costs of kinds of operation."""
+
+    facts: tuple[NodeFacts, ...]
+    costs: Mapping[str, OpCost]
+    classes: tuple[tuple[int, ...], ...]  # equal nodes
+    device: str
+    seconds: float
+
+
+def inspect_model(
+    sg: SimplifiedGraph,
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    *,
+    inputs: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    cost: CostChoice = "measured",
+) -> Inspection:
+    """Find out what every kind of operation of `sg` costs, and what follows for its nodes.
+
+    `inputs` is the sample that the model was recorded with; without it, random values of the
+    recorded shapes stand in (zeros for integers, which are valid indices).
+
+    Raises:
+        ValueError: `cost` is unknown.
+    """
+    began = time.perf_counter()
+    ops = [op for node in sg.nodes for op in (*node.ops, *node.backward)]
+    costs = _costs(sg, model, ops, inputs, kwargs, cost)
+    keys = [node_key(sg, node) for node in sg.nodes]
+    return Inspection(
+        facts=node_facts(sg, costs),
+        costs=costs,
+        classes=tuple(map(tuple, equivalence_classes(keys))),
+        device=str(sg.dataflow.basic.device if device is None else device),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _costs(
+    sg: SimplifiedGraph,
+    model: nn.Module,
+    ops: Sequence[Op],
+    inputs: Any,
+    kwargs: Mapping[str, Any] | None,
+    cost: CostChoice,
+) -> Mapping[str, OpCost]:
+    basic = sg.dataflow.basic
+    if isinstance(cost, KnownCosts):
+        return {
+            key: cost.lookup(key, f"'{op.target_name}' ({op.module_path or 'root'}, {op.source})")
+            for key, op in kinds_of(basic, ops).items()
+        }
+    if cost not in ("measured", "flops"):
+        raise ValueError(
+            f"cost {cost!r} was asked for; choose 'measured', 'flops', or RecordedCosts.load(path)."
+        )
+    if inputs is None and kwargs is None:
+        leaves: tuple[Any, ...] = (None,) * len(basic.inputs)
+    else:
+        leaves = tuple(pytree.tree_leaves(bind_inputs(inputs, kwargs)))
+    external = external_values(basic, model, leaves)
+    known = {name: tensor for name, tensor in external.items() if tensor is not None}
+    measured = measure(basic, ops, known, times=cost == "measured").costs
+    if cost == "measured":
+        return measured
+    source = FlopCost()
+    kinds = kinds_of(basic, ops)
+    return {
+        key: replace(found, time_ms=source.time_ms(kinds[key], basic.infos))
+        for key, found in measured.items()
+    }

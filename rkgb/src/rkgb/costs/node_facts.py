@@ -1,0 +1,200 @@
+"""Facts about every node: what it makes, what its forward and backward cost, how high they peak.
+
+Memory is not measured again but followed, operation by operation, in the order and with the drops
+of the generated program: sizes were recorded, workspaces measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rkgb.basic import HandOver
+from rkgb.costs.op_costs import OpCost, op_key
+from rkgb.op import Op
+from rkgb.rng import RngState
+from rkgb.run.program import rerun_state
+from rkgb.simplified import SimplifiedGraph, SimplifiedNode
+from rkgb.storages import NodeStorage, dying_in_backward, storages_of
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Time of one node; FLOPs where they were counted."""
+
+    fwd_time_ms: float
+    bwd_time_ms: float
+    fwd_flops: int = 0
+    bwd_flops: int = 0
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What one node makes, needs and costs. Peaks are above what is alive when the part starts."""
+
+    cost: Cost
+    storages: tuple[NodeStorage, ...]
+    state_bytes: int  # random state and buffer copies that a recomputation needs
+    has_backward: bool
+    fwd_peak_bytes: int  # with its phantoms kept
+    fwd_peak_dropping_bytes: int  # with its phantoms dropped
+    bwd_peak_bytes: int
+    grads_before_bytes: int  # gradients of values that are alive when the backward starts
+    fwd_overhead_bytes: int  # temporary part of the forward, above what it leaves behind
+    bwd_overhead_bytes: int
+
+    @property
+    def phantom_bytes(self) -> int:
+        """Bytes that nobody but the node's own backward reads."""
+        return sum(s.size_bytes for s in self.storages if s.is_phantom)
+
+
+def node_facts(sg: SimplifiedGraph, costs: Mapping[str, OpCost]) -> tuple[NodeFacts, ...]:
+    """Return the facts of every node of `sg`; `costs` holds every kind of its operations."""
+    return _Facts(sg, costs).all()
+
+
+class _Facts:
+    def __init__(self, sg: SimplifiedGraph, costs: Mapping[str, OpCost]) -> None:
+        self.sg, self.costs, self.infos = sg, costs, sg.dataflow.infos
+        self.storages = storages_of(sg)
+        self.dying = dying_in_backward(self.storages)
+        self.rounded = block_rounding(sg.dataflow.basic.device.type)
+        self.random_bytes = RngState.save(sg.dataflow.basic.device).size_bytes
+        self.last_reader, self.gradient_roots = self._gradients()
+
+    def all(self) -> tuple[NodeFacts, ...]:
+        return tuple(self._node(index, node) for index, node in enumerate(self.sg.nodes))
+
+    def _node(self, index: int, node: SimplifiedNode) -> NodeFacts:
+        state = sum(self.infos[name].storage_bytes for name in rerun_state(self.sg, node))
+        state += self.random_bytes if node.is_random else 0
+        others = {s.root for s in self.storages[index] if not s.is_phantom}
+        all_kept = {s.root for s in self.storages[index]}
+        keeping = self._forward_peak(node, all_kept)
+        dropping = self._forward_peak(node, others)
+        before = sum(
+            self._size(root)
+            for root, (made, last) in self.gradient_roots.items()
+            if made > index >= last
+        )
+        peak, left = self._backward_peak(index, node)
+        kept = sum(self._size(root) for root in all_kept)
+        return NodeFacts(
+            cost=Cost(
+                self._sum(node.ops, lambda cost: cost.time_ms),
+                self._sum(node.backward, lambda cost: cost.time_ms),
+                int(self._sum(node.ops, lambda cost: cost.flops)),
+                int(self._sum(node.backward, lambda cost: cost.flops)),
+            ),
+            storages=self.storages[index],
+            state_bytes=state,
+            has_backward=bool(node.backward or node.hand_overs),
+            fwd_peak_bytes=keeping,
+            fwd_peak_dropping_bytes=dropping + state,
+            bwd_peak_bytes=peak,
+            grads_before_bytes=before,
+            fwd_overhead_bytes=max(0, keeping - kept),
+            bwd_overhead_bytes=max(0, peak - max(0, left)),
+        )
+
+    def _sum(self, ops: Sequence[Op], part: Callable[[OpCost], float]) -> float:
+        return sum(part(self._cost(op)) for op in ops)
+
+    def _cost(self, op: Op) -> OpCost:
+        return self.costs[op_key(op, self.infos)]
+
+    def _size(self, root: str) -> int:
+        return self.rounded(self.infos[root].storage_bytes)
+
+    def _made(self, op: Op) -> list[str]:
+        return [name for name in op.results if name and self.infos[name].alias_of == name]
+
+    # ------------------------------------------------------------------ forward
+
+    def _forward_peak(self, node: SimplifiedNode, kept: set[str]) -> int:
+        """Return the peak of a forward that keeps the storages `kept` to its end."""
+        ops = node.ops
+        last = {
+            self.infos[name].alias_of: i
+            for i, op in enumerate(ops)
+            for name in (*op.inputs, *op.results)
+            if name
+        }
+        alive = peak = 0
+        mine: set[str] = set()
+        for index, op in enumerate(ops):
+            made = self._made(op)
+            mine.update(made)
+            alive += sum(map(self._size, made))
+            peak = max(peak, alive + self._cost(op).workspace_bytes)
+            alive -= sum(
+                self._size(root) for root in mine if last[root] == index and root not in kept
+            )
+        return peak
+
+    # ------------------------------------------------------------------ backward
+
+    def _gradients(self) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
+        """Return who reads each storage of a gradient last, and (maker, last reader) of each.
+
+        The maker of the gradient of an output is one node behind the last.
+        """
+        home = self.sg.producer
+        external = set(self.sg.dataflow.basic.externals)
+        last: dict[str, int] = {}
+        maker: dict[str, int] = {}
+        for index in reversed(range(len(self.sg.nodes))):
+            node = self.sg.nodes[index]
+            names = [n for op in node.backward for n in (*op.inputs, *op.results) if n]
+            names += [hand_over.value for hand_over in node.hand_overs]
+            for name in names:
+                root = self.infos[name].alias_of
+                if root not in home and root not in external:
+                    last[root] = index
+                    maker.setdefault(root, index)
+        tangents = [n for n in self.sg.dataflow.basic.tangent_names if n is not None]
+        for name in tangents:
+            maker[name] = len(self.sg.nodes)
+            # Autograd holds the gradient that a backward starts from, which a loss is, to its end.
+            last[name] = last.get(name, 0) if self.infos[name].shape else -1
+        return last, {root: (maker[root], last[root]) for root in last}
+
+    def _backward_peak(self, index: int, node: SimplifiedNode) -> tuple[int, int]:
+        """Return the peak above the start, and what is alive at the end above the start."""
+        given = {self.infos[h.value].alias_of for h in node.hand_overs}
+        last = {
+            self.infos[name].alias_of: i
+            for i, op in enumerate(node.backward)
+            for name in (*op.inputs, *op.results)
+            if name
+        }
+        alive = peak = 0
+        for place, op in enumerate(node.backward):
+            alive += sum(map(self._size, self._made(op)))
+            peak = max(peak, alive + self._cost(op).workspace_bytes)
+            for root, at in last.items():
+                gradient = self.last_reader.get(root) == index and root not in given
+                if at == place and (gradient or root in self.dying[index]):
+                    alive -= self._size(root)
+        # Autograd copies a gradient that does not lie as its parameter does.
+        peak = max(peak, alive + sum(map(self._copied_bytes, node.hand_overs)))
+        alive -= sum(self._size(r) for r in given if self.last_reader.get(r) == index)
+        return peak, alive + sum(map(self._size, self.dying[index]))
+
+    def _copied_bytes(self, hand_over: HandOver) -> int:
+        leaf = self.infos[hand_over.leaf]
+        value = self.infos[hand_over.value]
+        whole = value.storage_bytes == value.size_bytes
+        return 0 if leaf.stride == value.stride and whole else self.rounded(leaf.size_bytes)
+
+
+# The CUDA allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
+_CUDA_BLOCK_BYTES = 512
+
+
+def block_rounding(device_type: str) -> Callable[[int], int]:
+    """Return how the allocator of a device rounds one request."""
+    if device_type != "cuda":
+        return lambda size_bytes: size_bytes
+    return lambda size_bytes: -(-size_bytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES

@@ -1,0 +1,120 @@
+"""What one kind of operation costs, and what a kind is.
+
+Equal operations cost the same: a kind is the kernel with everything that its time and workspace
+depend on. So each kind is measured once, however many layers have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from rkgb.basic import BasicGraph
+from rkgb.op import Op, Ref
+from rkgb.tensor_info import TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """Time and temporary memory of one call; `workspace_bytes` is above what it returns."""
+
+    time_ms: float
+    flops: int = 0
+    workspace_bytes: int = 0
+
+
+def op_key(op: Op, infos: Mapping[str, TensorInfo]) -> str:
+    """Return a text that two operations share exactly when one measurement serves both."""
+
+    def text(tree: Any) -> str:
+        if isinstance(tree, Ref):
+            info = infos[tree.name]
+            return f"{info.dtype}{list(info.shape)}{list(info.stride)}"
+        if isinstance(tree, (list, tuple)):
+            return f"[{', '.join(map(text, tree))}]"
+        return repr(tree)
+
+    options = [f"{key}={text(value)}" for key, value in op.kwargs.items()]
+    return f"{op.target}({', '.join([*map(text, op.args), *options])})"
+
+
+def made_bytes(op: Op, infos: Mapping[str, TensorInfo]) -> int:
+    """Return the bytes of the storages that the operation makes."""
+    return sum(infos[n].storage_bytes for n in op.results if n and infos[n].alias_of == n)
+
+
+def moved_bytes(op: Op, infos: Mapping[str, TensorInfo]) -> int:
+    """Return the bytes that the operation reads and writes; 0 for a view."""
+    if not op.writes and not made_bytes(op, infos):
+        return 0
+    names = dict.fromkeys((*op.inputs, *(n for n in op.results if n)))
+    return sum(infos[name].size_bytes for name in names)
+
+
+def _sdpa_forward(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(q, k, v))
+
+
+def _sdpa_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad, q, k, v))
+
+
+# torch has no formula for the CPU's flash attention; without one attention looks free. The formulas
+# take shapes.
+EXTRA_FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _sdpa_forward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
+}
+
+
+def count_flops(op: Op, infos: Mapping[str, TensorInfo]) -> int:
+    """Return the FLOPs of one call by torch's formulas; 0 for an operation that has none."""
+    packet = getattr(op.target, "overloadpacket", None)
+    if packet in EXTRA_FLOP_FORMULAS:
+        shapes = [infos[arg.name].shape for arg in op.args if isinstance(arg, Ref)]
+        return EXTRA_FLOP_FORMULAS[packet](*shapes)
+    if packet not in flop_registry:
+        return 0
+
+    def stand_in(tree: Any) -> Any:
+        if isinstance(tree, Ref):
+            info = infos[tree.name]
+            return torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device="meta")
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(map(stand_in, tree))
+        return tree
+
+    made: list[Tensor | None] = [stand_in(Ref(n)) if n else None for n in op.results]
+    out = tuple(made) if op.returns_many else made[0]
+    kwargs = {key: stand_in(value) for key, value in op.kwargs.items()}
+    return int(flop_registry[packet](*stand_in(op.args), **kwargs, out_val=out))
+
+
+@dataclass(frozen=True)
+class FlopCost:
+    """Deterministic: FLOPs, plus a small weight per byte moved and per operation.
+
+    One millisecond stands for 10^9 FLOPs. The weights (2 per byte, 1000 per operation) keep
+    operations without FLOPs from being free.
+    """
+
+    flops_per_byte: float = 2.0
+    flops_per_op: float = 1000.0
+
+    def time_ms(self, op: Op, infos: Mapping[str, TensorInfo]) -> float:
+        """Return the time that stands for one call."""
+        weighted = self.flops_per_byte * moved_bytes(op, infos) + self.flops_per_op
+        return (count_flops(op, infos) + weighted) / 1e9
+
+
+def kinds_of(basic: BasicGraph, ops: Sequence[Op]) -> dict[str, Op]:
+    """Return one operation of each kind, in order of first appearance."""
+    kinds: dict[str, Op] = {}
+    for op in ops:
+        kinds.setdefault(op_key(op, basic.infos), op)
+    return kinds

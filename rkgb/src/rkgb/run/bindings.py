@@ -1,0 +1,96 @@
+"""The fastest way to call an operation from Python.
+
+An overload called by name goes through a generic, boxed way; torch's own Python bindings parse the
+same arguments about twice as fast. Which binding is the very same operation is not derived but
+tried: it is called once, and what reaches the dispatcher must be this overload with these
+arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rkgb.op import Op
+from rkgb.torch_private import binding_places
+
+_FILLED_IN = {"layout": torch.strided, "pin_memory": False}
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def choose_callee(op: Op, arguments: Callable[[], Arguments]) -> Callable[..., Any]:
+    """Return what runs `op` on `arguments()`: a binding of torch where one is the same call.
+
+    The arguments are made anew for each trial, since the operation may write to them.
+    """
+    overload = getattr(op.target, "_op", op.target)
+    if getattr(op.target, "namespace", "") != "aten":
+        return overload
+    args, kwargs = arguments()
+    for place in binding_places():
+        binding = getattr(place, op.target_name, None)
+        if binding is None:
+            continue
+        seen = _Seen()
+        try:
+            with seen:
+                binding(*args, **kwargs)
+        except Exception:  # parses other arguments: not this one
+            continue
+        if seen.is_exactly(op.target, args, kwargs):
+            return binding  # type: ignore[no-any-return]
+        args, kwargs = arguments()
+    return overload
+
+
+class _Seen(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Any, tuple[Any, ...], Mapping[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def is_exactly(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Say whether one call was seen, of `target` with these arguments."""
+        if len(self.calls) != 1:
+            return False
+        func, seen_args, seen_kwargs = self.calls[0]
+        # `mul.Scalar` is `mul.Tensor` with the number wrapped, which the binding does at once.
+        wraps = target._overloadname == "Scalar" and func._overloadname == "Tensor"
+        if func is not target and not (wraps and func.overloadpacket is target.overloadpacket):
+            return False
+        names = [argument.name for argument in target._schema.arguments]
+        # What the bindings fill in where nothing is said.
+        defaults = {a.name: a.default_value for a in target._schema.arguments}
+        defaults.update((n, v) for n, v in _FILLED_IN.items() if n in names)
+        ours = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        seen = {**defaults, **dict(zip(names, seen_args, strict=False)), **seen_kwargs}
+        return all(_same(ours[name], seen[name]) for name in names)
+
+
+def _same(ours: Any, seen: Any) -> bool:
+    if isinstance(ours, Tensor) or isinstance(seen, Tensor):
+        return ours is seen
+    if isinstance(ours, (list, tuple)) and isinstance(seen, (list, tuple)):
+        return len(ours) == len(seen) and all(map(_same, ours, seen))
+    if type(ours) is not type(seen) and not (
+        isinstance(ours, (int, float)) and isinstance(seen, (int, float))
+    ):
+        return False
+    return bool(ours == seen) and isinstance(ours, bool) == isinstance(seen, bool)

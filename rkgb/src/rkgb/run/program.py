@@ -1,0 +1,368 @@
+"""One step as a list of statements: what is called, in which order, and when it is dropped.
+
+A plan says only in which order forwards F(k) and backwards B(k) run. Here everything that it
+implies is written out: recomputed forwards draw the random numbers of the first, read buffers as
+they were and write none; a variable is dropped once nothing reads it before it is made again.
+Inside a part, variables go after their last use. What the part found there, and what it makes for
+others, stays to its end, so that its peak does not depend on the plan; but what no plan needs after
+a backward goes within it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rkgb.op import Op, Ref, map_refs
+from rkgb.op_kinds import BATCH_NORMS
+from rkgb.simplified import SimplifiedGraph, SimplifiedNode
+from rkgb.storages import dying_in_backward, storages_of
+
+Step = tuple[Literal["F", "B"], int]
+
+
+# Gradients of so many bytes together are handed over, whatever room there is: an optimizer or the
+# other processes may be waiting for them.
+_MOST_WAITING_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A part of the program begins: F(k), again or not, or B(k)."""
+
+    kind: Literal["F", "B"]
+    node: int
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run one operation."""
+
+    op: Op
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget these variables."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """`name` becomes a copy of `source`."""
+
+    name: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Keep the random state as `name`, or put the one of that name back."""
+
+    name: str
+    kind: Literal["keep", "put back"]
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """Hand gradients over: (leaf, value), in order; the values are dropped by it."""
+
+    node: int
+    gradients: tuple[tuple[str, str], ...]
+    dropped: tuple[str, ...]
+
+
+Statement = Begin | Call | Drop | Copy | Draw | Give
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """The statements of a forward and of its backward, and what passes from one to the other."""
+
+    forward: tuple[Statement, ...]
+    backward: tuple[Statement, ...]
+    externals: tuple[str, ...]  # what the forward takes, in order
+    outputs: tuple[str, ...]  # values that the user gets
+    saved: tuple[str, ...]  # variables that the forward leaves to the backward
+    tangents: tuple[str, ...]  # gradients of outputs that the backward takes
+
+    @property
+    def gives(self) -> tuple[Give, ...]:
+        """What the backward hands over, in order."""
+        return tuple(s for s in self.backward if isinstance(s, Give))
+
+    def reads_of_backward(self) -> Iterator[tuple[tuple[str, ...], bool]]:
+        """Yield what each statement of the backward reads, and whether it hands gradients over."""
+        for statement in self.backward:
+            yield _read(statement), isinstance(statement, Give)
+
+
+def lower_step(
+    sg: SimplifiedGraph, steps: Sequence[Step], spare_bytes: Sequence[int] = ()
+) -> StepProgram:
+    """Return the program of a plan: F of every node once in order, then F and B as they come.
+
+    `spare_bytes` says for each step how much more memory may be in use during it. Gradients of
+    leaves wait there for the next ones, since a hand-over costs as much as a small operation.
+    """
+    return _Lowering(sg, steps, spare_bytes).run()
+
+
+def without_idle_steps(sg: SimplifiedGraph, steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Return the steps of a plan for more gradients without what `sg` does not need.
+
+    Backwards of nodes without one go, and recomputations that only they needed. What remains alive
+    is a subset at every step, so a budget that the plan keeps is kept.
+    """
+    storages = [s for part in storages_of(sg) for s in part]
+    fwd = {(user, s.root) for s in storages for user in s.fwd_users}
+    bwd = {(user, s.root) for s in storages for user in s.bwd_users}
+    reads = {"F": fwd, "B": bwd}
+    makes = {s.root: s.producer for s in storages if not s.is_output}
+    needed: set[str] = set()
+    kept: list[Step] = []
+    first = len(sg.nodes)
+    for t in range(len(steps) - 1, -1, -1):
+        kind, index = steps[t]
+        if kind == "B" and not (sg.nodes[index].backward or sg.nodes[index].hand_overs):
+            continue
+        if kind == "F" and t >= first:
+            made = {root for root in needed if makes.get(root) == index}
+            if not made:
+                continue
+            needed -= made
+        needed |= {root for user, root in reads[kind] if user == index}
+        kept.append((kind, index))
+    return tuple(reversed(kept))
+
+
+def rerun_state(sg: SimplifiedGraph, node: SimplifiedNode) -> tuple[str, ...]:
+    """Return the buffers that a recomputation of `node` needs as they were before its first run."""
+    written = {name for other in sg.nodes for name in other.written_buffers}
+    reads = (name for op in rerun_ops(sg, node) for name in op.inputs)
+    return tuple(dict.fromkeys(name for name in reads if name in written))
+
+
+def rerun_ops(sg: SimplifiedGraph, node: SimplifiedNode) -> tuple[Op, ...]:
+    """Return what a recomputation of `node` runs: without updates that nothing in it reads."""
+    if not node.written_buffers:
+        return node.ops
+    infos, written = sg.dataflow.infos, set(node.written_buffers)
+    read = set(node.outputs)
+    kept: list[Op] = []
+    for op in reversed(node.ops):
+        updates = bool(op.writes) and all(infos[n].alias_of in written for n in op.writes)
+        if updates and op.target_name in BATCH_NORMS:
+            # Only evaluation reads the statistics: without them no other result changes.
+            op = replace(op, args=(*op.args[:3], None, None, *op.args[5:]), writes=())
+            updates = False
+        if updates and read.isdisjoint(op.results) and not (written & read):
+            continue
+        kept.append(op)
+        read.update(op.inputs)
+    return tuple(reversed(kept))
+
+
+class _Lowering:
+    def __init__(
+        self, sg: SimplifiedGraph, steps: Sequence[Step], spare_bytes: Sequence[int]
+    ) -> None:
+        self.sg, self.steps, self.spare_bytes = sg, steps, spare_bytes
+        basic = sg.dataflow.basic
+        self.infos = basic.infos
+        self.last_forward = {node: t for t, (kind, node) in enumerate(steps) if kind == "F"}
+        self.outputs = tuple(sg.output_names)
+        self.output_roots = {self.infos[name].alias_of for name in self.outputs}
+        self.tangents = tuple(name for name in basic.tangent_names if name is not None)
+        self.count = len(sg.nodes)
+        storages = storages_of(sg)
+        self.for_others = {s.root for made in storages for s in made if not s.is_phantom}
+        self.dying = dying_in_backward(storages)
+
+    def run(self) -> StepProgram:
+        parts = [self._part(t) for t in range(len(self.steps))]
+        if self.spare_bytes:
+            self._let_wait(parts)
+        externals = self._externals(parts)
+        lines = self._with_drops(parts, set(externals))
+        forward = [s for part in lines[: self.count] for s in part]
+        backward = [s for part in lines[self.count :] for s in part]
+        made = dict.fromkeys(externals)
+        for statement in forward:
+            made.update(dict.fromkeys(_made(statement)))
+        read = _free_variables(backward) - set(self.tangents)
+        return StepProgram(
+            forward=tuple(forward),
+            backward=tuple(backward),
+            externals=externals,
+            outputs=self.outputs,
+            saved=tuple(name for name in made if name in read),
+            tangents=self.tangents,
+        )
+
+    # ------------------------------------------------------------------ parts
+
+    def _part(self, t: int) -> list[Statement]:
+        kind, index = self.steps[t]
+        node = self.sg.nodes[index]
+        if kind == "B":
+            gradients = tuple((h.leaf, h.value) for h in node.hand_overs)
+            give = [Give(index, gradients, ())] if gradients else []
+            return [Begin("B", index), *(Call(op) for op in node.backward), *give]
+        if t < self.count:
+            return [Begin("F", index), *self._kept(index, node), *(Call(op) for op in node.ops)]
+        return [Begin("F", index, again=True), *self._again(t, index, node)]
+
+    def _kept(self, index: int, node: SimplifiedNode) -> list[Statement]:
+        """Keep what a recomputation of the node will need, if there is one."""
+        if self.last_forward[index] < self.count:
+            return []
+        kept: list[Statement] = [Draw(f"random_{index}", "keep")] if node.is_random else []
+        return kept + [Copy(f"{n}_of_{index}", n) for n in rerun_state(self.sg, node)]
+
+    def _again(self, t: int, index: int, node: SimplifiedNode) -> list[Statement]:
+        ops = rerun_ops(self.sg, node)
+        renamed: dict[str, str] = {}
+        before: list[Statement] = []
+        after: list[Statement] = []
+        if node.is_random:
+            before = [Draw("random_now", "keep"), Draw(f"random_{index}", "put back")]
+            after = [Draw("random_now", "put back")]
+        changed = {name for op in ops for name in op.writes}
+        for name in rerun_state(self.sg, node):
+            renamed[name] = f"{name}_of_{index}"
+            if name in changed and self.last_forward[index] != t:
+                renamed[name] = f"{name}_again"
+                before.append(Copy(f"{name}_again", f"{name}_of_{index}"))
+        # What the user holds stays as it is; the new copy of it is dropped at once.
+        for op in ops:
+            for name in op.results:
+                if name and self.infos[name].alias_of in self.output_roots:
+                    renamed[name] = f"{name}_again"
+        return [*before, *(Call(_renamed(op, renamed)) for op in ops), *after]
+
+    def _externals(self, parts: Sequence[Sequence[Statement]]) -> tuple[str, ...]:
+        read = _free_variables([s for part in parts for s in part])
+        return tuple(n for n in self.sg.dataflow.basic.externals if n in read)
+
+    def _let_wait(self, parts: list[list[Statement]]) -> None:
+        """Let gradients wait for the next hand-over, as long as there is room for them."""
+        waiting: Give | None = None
+        place = -1  # of the part that hands over what is waiting
+        room = 0
+        for t in range(self.count, len(parts)):
+            room = min(room, self.spare_bytes[t])
+            if not parts[t] or not isinstance(parts[t][-1], Give):
+                continue
+            give = parts[t][-1]
+            assert isinstance(give, Give)
+            if waiting is not None and self._bytes(waiting) <= min(room, _MOST_WAITING_BYTES):
+                parts[place].pop()
+                give = Give(give.node, (*waiting.gradients, *give.gradients), ())
+                parts[t][-1] = give
+            waiting, place, room = give, t, _MOST_WAITING_BYTES
+
+    def _bytes(self, give: Give) -> int:
+        roots = {self._root(value) for _, value in give.gradients}
+        return sum(self.infos[root].storage_bytes for root in roots)
+
+    # ------------------------------------------------------------------ drops
+
+    def _with_drops(
+        self, parts: Sequence[Sequence[Statement]], externals: set[str]
+    ) -> list[list[Statement]]:
+        """Put a drop behind the last use of every variable, walking the program backwards."""
+        outputs = set(self.outputs)
+        needed: set[str] = set()  # read later, before it is made again
+        result: list[list[Statement]] = []
+        for t in range(len(parts) - 1, -1, -1):
+            if t == self.count - 1:
+                needed |= outputs
+            part = parts[t]
+            kind, index = self.steps[t]
+            dying = self.dying[index] if kind == "B" else None
+            made = {name for statement in part for name in _made(statement)}
+            live = set(needed)
+            late: dict[str, None] = {}
+            lines: list[Statement] = []
+            for statement in reversed(part):
+                uses = dict.fromkeys((*_made(statement), *_read(statement)))
+                dead = [n for n in uses if n not in live and n not in externals]
+                late.update((n, None) for n in dead if self._stays(n, made, dying))
+                now = tuple(n for n in dead if n not in late)
+                if isinstance(statement, Give):
+                    lines.append(replace(statement, dropped=now))
+                else:
+                    lines += [Drop(now)] if now else []
+                    lines.append(statement)
+                live -= set(_made(statement))
+                live |= set(_read(statement))
+            lines.reverse()
+            if late:
+                place = len(lines) - (bool(lines) and isinstance(lines[-1], Give))
+                lines.insert(place, Drop(tuple(late)))
+            needed = live
+            result.append(lines)
+        result.reverse()
+        return result
+
+    def _stays(self, name: str, made: set[str], dying: frozenset[str] | None) -> bool:
+        """Say whether a variable stays to the end of the part that uses it last.
+
+        `dying` are the storages that go within a backward whatever the plan; None in a forward.
+        """
+        if dying is not None:  # gradients go at once
+            return name in self.sg.producer and self._root(name) not in dying
+        return name not in made or (name in self.infos and self._root(name) in self.for_others)
+
+    def _root(self, name: str) -> str:
+        return self.infos[name].alias_of
+
+
+def _renamed(op: Op, names: Mapping[str, str]) -> Op:
+    if not names:
+        return op
+
+    def current(name: str) -> Ref:
+        return Ref(names.get(name, name))
+
+    return replace(
+        op,
+        args=map_refs(op.args, current),
+        kwargs=map_refs(dict(op.kwargs), current),
+        results=tuple(names.get(name, name) for name in op.results),
+        writes=tuple(names.get(name, name) for name in op.writes),
+    )
+
+
+def _made(statement: Statement) -> tuple[str, ...]:
+    if isinstance(statement, Call):
+        return tuple(name for name in statement.op.results if name)
+    if isinstance(statement, Copy) or (isinstance(statement, Draw) and statement.kind == "keep"):
+        return (statement.name,)
+    return ()
+
+
+def _read(statement: Statement) -> tuple[str, ...]:
+    if isinstance(statement, Call):
+        return tuple(dict.fromkeys(statement.op.inputs))
+    if isinstance(statement, Copy):
+        return (statement.source,)
+    if isinstance(statement, Draw) and statement.kind == "put back":
+        return (statement.name,)
+    if isinstance(statement, Give):
+        return tuple(dict.fromkeys(value for _, value in statement.gradients))
+    return ()
+
+
+def _free_variables(statements: Iterable[Statement]) -> set[str]:
+    """Return what the statements read and have not made before."""
+    made: set[str] = set()
+    free: set[str] = set()
+    for statement in statements:
+        free.update(name for name in _read(statement) if name not in made)
+        made.update(_made(statement))
+    return free

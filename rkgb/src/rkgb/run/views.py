@@ -1,0 +1,213 @@
+"""A graph as it is run: with fewer views, and its backward cut to its nodes.
+
+A view is its geometry on a storage: shape, strides, offset. Two views of one geometry are one (a
+weight's gradient that is transposed twice), and a chain of views of which only the last is read is
+one call of `as_strided` on what the chain began with.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from rkgb.backward_slices import slice_backward
+from rkgb.basic import BasicGraph, HandOver
+from rkgb.op import Op, Ref, map_refs
+from rkgb.simplified import SimplifiedGraph, SimplifiedNode
+from rkgb.tensor_info import TensorInfo
+
+_AS_STRIDED = torch.ops.aten.as_strided.default
+
+
+@dataclass(frozen=True)
+class RunnableGraph:
+    """A graph to run, and how its forward's views go by other names than in the recording."""
+
+    graph: SimplifiedGraph
+    same: Mapping[str, str]  # view that was left out -> value of the same geometry
+    sources: Mapping[str, str]  # view that was left out in a chain -> what the chain began with
+
+    def with_backward(self, basic: BasicGraph) -> SimplifiedGraph:
+        """Return the graph with the backward of another recording of the same forward."""
+        return _with_backward(self, basic)
+
+
+def runnable(sg: SimplifiedGraph) -> RunnableGraph:
+    """Return `sg` as it is run: the same nodes, the same values returned, fewer calls."""
+    infos = sg.dataflow.infos
+    views = _Views(infos, {}, {}, frozenset(sg.output_names))
+    views.note(sg.dataflow.basic.externals)
+    forward = [views.merged(node.ops) for node in sg.nodes]
+    reads = (views.current(n) for node in sg.nodes for op in node.backward for n in op.inputs)
+    uses = Counter(name for part in forward for op in part for name in dict.fromkeys(op.inputs))
+    uses.update(reads)
+    uses.update(sg.output_names)
+    fused = [views.fused(part, uses) for part in forward]
+    nodes = [replace(node, ops=tuple(ops)) for node, ops in zip(sg.nodes, fused, strict=True)]
+    graph = replace(sg, nodes=tuple(nodes))
+    bare = RunnableGraph(graph, dict(views.same), dict(views.sources))
+    return replace(bare, graph=bare.with_backward(sg.dataflow.basic))
+
+
+def _with_backward(runnable_: RunnableGraph, basic: BasicGraph) -> SimplifiedGraph:
+    sg = runnable_.graph
+    node_of = {place: i for i, node in enumerate(sg.nodes) for place in node.positions}
+    slices = slice_backward(basic, len(sg.nodes), node_of)
+    views = _Views(basic.infos, dict(runnable_.same), runnable_.sources, frozenset())
+    views.note(basic.externals)
+    made = {name for node in sg.nodes for op in node.ops for name in op.results if name}
+    views.note(name for node in sg.nodes for op in node.ops for name in op.results if name)
+    parts: list[list[Op]] = [[] for _ in slices]
+    for index in reversed(range(len(slices))):
+        parts[index] = views.merged(views.restored(slices[index][0], made))
+    uses = Counter(name for part in parts for op in part for name in dict.fromkeys(op.inputs))
+    uses.update(views.current(h.value) for _, give in slices for h in give)
+    nodes = []
+    for node, part, (_, give) in zip(sg.nodes, parts, slices, strict=True):
+        hand_overs = tuple(HandOver(h.leaf, views.current(h.value), h.sequence_nr) for h in give)
+        ops = tuple(views.fused(part, uses))
+        nodes.append(replace(node, backward=ops, hand_overs=hand_overs))
+    dataflow = replace(sg.dataflow, basic=basic)
+    return replace(sg, dataflow=dataflow, nodes=_with_reads(nodes, sg.output_names))
+
+
+class _Views:
+    def __init__(
+        self,
+        infos: Mapping[str, TensorInfo],
+        same: dict[str, str],
+        sources: Mapping[str, str],
+        returned: frozenset[str],
+    ) -> None:
+        self.infos, self.same = infos, same
+        self.returned = returned  # each is a tensor of its own, with a gradient of its own
+        self.sources = dict(sources)
+        self.first: dict[tuple[object, ...], str] = {}
+
+    def current(self, name: str) -> str:
+        return self.same.get(name, name)
+
+    def note(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.first.setdefault(self._geometry(name), name)
+
+    def restored(self, ops: Iterable[Op], made: set[str]) -> list[Op]:
+        """Make views again that the forward has left out and this backward reads."""
+        result: list[Op] = []
+        for op in ops:
+            for name in op.inputs:
+                source = self.sources.get(name)
+                if source is not None and name not in made and name not in self.same:
+                    again = f"{name}_view"
+                    result.append(self._strided(replace(op, name=again, writes=()), again, name))
+                    self.same[name] = again
+            result.append(op)
+        return result
+
+    def _strided(self, op: Op, name: str, like: str) -> Op:
+        info = self.infos[like]
+        base = like
+        while base in self.sources:
+            base = self.sources[base]
+        args = (Ref(self.current(base)), list(info.shape), list(info.stride), info.offset)
+        return replace(
+            op, target=_AS_STRIDED, args=args, kwargs={}, results=(name,), returns_many=False
+        )
+
+    def _geometry(self, name: str) -> tuple[object, ...]:
+        info = self.infos[name]
+        return info.alias_of, info.dtype, info.shape, info.stride, info.offset
+
+    def _is_view(self, op: Op) -> bool:
+        if op.writes or op.is_random or len(op.results) != 1 or not op.results[0] or not op.inputs:
+            return False
+        made, source = self.infos.get(op.results[0]), self.infos[op.inputs[0]]
+        return (
+            made is not None
+            and made.alias_of == source.alias_of
+            and made.dtype == source.dtype
+            and not made.dtype.is_complex
+        )
+
+    def merged(self, ops: Iterable[Op]) -> list[Op]:
+        """Leave out views whose geometry another value of the same memory has already."""
+        kept = []
+        for op in ops:
+            if self._is_view(op) and op.results[0] not in self.returned:
+                other = self.first.get(self._geometry(op.results[0]))
+                if other is not None:
+                    self.same[op.results[0]] = self.current(other)
+                    continue
+            self.note(name for name in op.results if name in self.infos)
+            kept.append(self._renamed(op))
+        return kept
+
+    def fused(self, ops: Sequence[Op], uses: Counter[str]) -> list[Op]:
+        """Leave out views that nobody reads; join one with the view that it alone looks at."""
+        made = {op.results[0]: op for op in ops if self._is_view(op)}
+        dropped: set[str] = set()
+        kept = []
+        for op in reversed(ops):
+            name = op.results[0] if op.results else ""
+            if name in dropped:
+                continue
+            if name in made and not uses[name]:
+                uses.subtract(dict.fromkeys(op.inputs, 1))
+                continue
+            if name in made:
+                base = op.inputs[0]
+                while base in made and uses[base] == 1:
+                    dropped.add(base)
+                    self.sources[base] = made[base].inputs[0]
+                    base = made[base].inputs[0]
+                if base != op.inputs[0]:
+                    info = self.infos[name]
+                    args = (Ref(base), list(info.shape), list(info.stride), info.offset)
+                    op = replace(op, target=_AS_STRIDED, args=args, kwargs={})
+            kept.append(op)
+        return kept[::-1]
+
+    def _renamed(self, op: Op) -> Op:
+        if not any(name in self.same for name in op.inputs):
+            return op
+
+        def reference(name: str) -> Ref:
+            return Ref(self.current(name))
+
+        return replace(
+            op,
+            args=map_refs(op.args, reference),
+            kwargs=map_refs(dict(op.kwargs), reference),
+            writes=tuple(map(self.current, op.writes)),
+        )
+
+
+def _with_reads(
+    nodes: Sequence[SimplifiedNode], returned: Sequence[str]
+) -> tuple[SimplifiedNode, ...]:
+    """Say anew what each node reads and who reads what it makes."""
+    home = {n: i for i, node in enumerate(nodes) for op in node.ops for n in op.results if n}
+    outside = {name: {-1} for name in returned}
+    for index, node in enumerate(nodes):
+        for op in node.ops:
+            for name in op.inputs:
+                outside[name] = outside.get(name, set()) | {index}
+        for op in node.backward:
+            for name in op.inputs:
+                outside[name] = outside.get(name, set()) | {-1}
+    result = []
+    for index, node in enumerate(nodes):
+        read = list(dict.fromkeys(name for op in node.ops for name in op.inputs))
+        made = [name for op in node.ops for name in op.results if name]
+        result.append(
+            replace(
+                node,
+                inputs=tuple(n for n in read if n in home and home[n] != index),
+                externals=tuple(n for n in read if n not in home),
+                outputs=tuple(n for n in made if outside.get(n, set()) - {index}),
+            )
+        )
+    return tuple(result)
