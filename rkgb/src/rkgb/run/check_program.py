@@ -1,0 +1,393 @@
+"""Check a step program against its recording, statement by statement, without running it.
+
+Contents of memory are numbered: two have one number exactly when the same operations made them from
+the same contents and the same random numbers. The recording is followed first, then the program,
+and every operation must find what it found when it was recorded, whether it runs for the first time
+or again. Nothing here is shared with what writes programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rkgb.basic import BasicGraph
+from rkgb.errors import InvalidGraphError
+from rkgb.op import Op, Ref
+from rkgb.run.program import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
+from rkgb.simplified import SimplifiedGraph
+from rkgb.tensor_info import TensorInfo
+
+_AS_STRIDED = torch.ops.aten.as_strided.default
+# While training they write their statistics (arguments 3 and 4) and do not look at them.
+_BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+Geometry = tuple[Hashable, ...]  # type, shape, strides, offset
+
+
+def check_program(graph: SimplifiedGraph, program: StepProgram) -> None:
+    """Check that `program` computes what was recorded and drops what is not needed, and no more.
+
+    Raises:
+        InvalidGraphError: it does not; the first statement that is wrong is named.
+    """
+    _Check(graph, program).run()
+
+
+@dataclass(frozen=True)
+class _Variable:
+    storage: int
+    geometry: Geometry
+
+
+class _Memory:
+    """Variables, the storages that they look at, what is in these, and the random state."""
+
+    def __init__(self, infos: Mapping[str, TensorInfo], numbers: dict[Hashable, int]) -> None:
+        self.infos, self.numbers = infos, numbers
+        self.variables: dict[str, _Variable] = {}
+        self.content: dict[int, int] = {}
+        self.kept_random: dict[str, int] = {}
+        self.random = self._number("random")
+        self.latest: dict[str, int] = {}  # value that makes a storage -> the last that it made
+
+    def _number(self, *what: Hashable) -> int:
+        return self.numbers.setdefault(what, len(self.numbers))
+
+    def add_external(self, name: str) -> None:
+        root = self.infos[name].alias_of
+        if root not in self.latest:
+            self.latest[root] = self._new(self._number("external", root))
+        self.variables[name] = _Variable(self.latest[root], _geometry(self.infos[name]))
+
+    def begin_backward(self, tangents: Sequence[str]) -> None:
+        """Take the gradients of the outputs; the user may have drawn random numbers since."""
+        self.random = self._number("random between")
+        for name in tangents:
+            self.add_external(name)
+
+    def seen(self, name: str) -> tuple[int, Geometry]:
+        """Return what a reader of the variable finds."""
+        variable = self.variables[name]
+        return self.content[variable.storage], variable.geometry
+
+    def copy(self, name: str, source: str) -> None:
+        content, geometry = self.seen(source)
+        self.variables[name] = _Variable(self._new(content), geometry)
+
+    def call(self, op: Op, recorded: Op) -> int:
+        """Follow an operation, and return a number for what it computes."""
+        args: tuple[Any, ...] = op.args
+        if recorded.target_name in _BATCH_NORMS and len(args) > 5 and args[5] is True:
+            args = (*args[:3], *args[5:])
+        what = (str(op.target), self._text(args), self._text(op.kwargs))
+        number = self._number(*what, self.random if recorded.is_random else None)
+        if recorded.is_random:
+            self.random = self._number("random after", number)
+        for place, name in enumerate(op.writes):
+            storage = self.variables[name].storage
+            self.content[storage] = self._number("written", number, place, self.content[storage])
+        made = zip(op.results, recorded.results, strict=True)
+        for place, (name, like) in enumerate(made):
+            if name:
+                self.variables[name] = self._result(number, place, op, recorded, like)
+        return number
+
+    def _result(self, number: int, place: int, op: Op, recorded: Op, like: str) -> _Variable:
+        if op.target is _AS_STRIDED and not op.writes:  # in place of any view
+            base, shape, strides, offset = op.args
+            source = self.variables[base.name]
+            shown = (source.geometry[0], tuple(shape), tuple(strides), offset)
+            return _Variable(source.storage, shown)
+        root, geometry = self.infos[like].alias_of, _geometry(self.infos[like])
+        if root == like:
+            self.latest[root] = self._new(self._number("made", number, place))
+            return _Variable(self.latest[root], geometry)
+        for theirs, ours in _pairs((recorded.args, recorded.kwargs), (op.args, op.kwargs)):
+            if self.infos[theirs].alias_of == root:
+                return _Variable(self.variables[ours].storage, geometry)
+        return _Variable(self.latest[root], geometry)
+
+    def _new(self, content: int) -> int:
+        self.content[len(self.content)] = content
+        return len(self.content) - 1
+
+    def _text(self, tree: Any) -> Hashable:
+        if isinstance(tree, Ref):
+            return self.seen(tree.name)
+        if isinstance(tree, Mapping):
+            return tuple((key, self._text(value)) for key, value in tree.items())
+        if isinstance(tree, (list, tuple)):
+            return tuple(map(self._text, tree))
+        return repr(tree)
+
+
+class _Recording:
+    """What each operation of a recorded step computes, and what is there in the end."""
+
+    def __init__(self, basic: BasicGraph, numbers: dict[Hashable, int]) -> None:
+        self.ops = {op.name: op for op in (*basic.ops, *basic.backward)}
+        self.buffers = tuple(basic.buffers)
+        self.tangents = tuple(name for name in basic.tangent_names if name is not None)
+        memory = _Memory(basic.infos, numbers)
+        for name in basic.externals:
+            memory.add_external(name)
+        self.computes = {op.name: memory.call(op, op) for op in basic.ops}
+        self.outputs = {n: memory.seen(n) for n in basic.output_names}
+        self.forward_end = self._end(memory)
+        memory.begin_backward(self.tangents)
+        self.computes.update((op.name, memory.call(op, op)) for op in basic.backward)
+        self.backward_end = self._end(memory)
+        self.gradients: dict[str, list[tuple[int, Geometry]]] = {}
+        for hand_over in basic.hand_overs:
+            self.gradients.setdefault(hand_over.leaf, []).append(memory.seen(hand_over.value))
+
+    def _end(self, memory: _Memory) -> tuple[int, dict[str, tuple[int, Geometry]]]:
+        return memory.random, {name: memory.seen(name) for name in self.buffers}
+
+
+class _Check:
+    def __init__(self, graph: SimplifiedGraph, program: StepProgram) -> None:
+        self.graph, self.program = graph, program
+        basic = graph.dataflow.basic
+        numbers: dict[Hashable, int] = {}
+        self.recording = _Recording(basic, numbers)
+        self.memory = _Memory(basic.infos, numbers)
+        self.externals = frozenset(basic.externals)
+        self.alive: set[str] = set()
+        self.gone: dict[str, str] = {}  # variable -> the statement that dropped it
+        self.outside: set[int] = set()  # storages of externals
+        self.given: dict[int, str] = {}  # storage -> leaf that has it as a gradient
+        self.missing = {leaf: list(parts) for leaf, parts in self.recording.gradients.items()}
+        self.begun: list[tuple[str, int]] = []
+        self.again = False
+        self.where = "the beginning"
+
+    def run(self) -> None:
+        program = self.program
+        needed = _needed_at_part_ends(program)
+        for name in program.externals:
+            self._expect(name in self.externals, f"'{name}' is no external")
+            self.memory.add_external(name)
+        for name in self.recording.buffers:  # what is in them is compared in the end
+            self.memory.add_external(name)
+        self.alive = set(program.externals)
+        self.outside.update(v.storage for v in self.memory.variables.values())
+        self._half("forward", program.forward, needed[0])
+        count = len(self.graph.nodes)
+        self.where = "the end of the forward"
+        self._expect(self.begun == [("F", k) for k in range(count)], "not every forward has run")
+        self._end_of_forward()
+        self.alive = {*program.saved, *program.tangents}
+        self.memory.begin_backward(program.tangents)
+        self.begun.clear()
+        self._half("backward", program.backward, needed[1])
+        self.where = "the end of the backward"
+        late = next((leaf for leaf, parts in self.missing.items() if parts), None)
+        self._expect(late is None, f"a gradient of '{late}' has not been handed over")
+        self._same_end(self.recording.backward_end)
+        left = sorted(self.alive - self.externals)
+        self._expect(not left, f"{', '.join(left)} is still there")
+
+    def _expect(self, fact: bool, otherwise: str) -> None:
+        if not fact:
+            raise InvalidGraphError(f"wrong program at {self.where}: {otherwise}.")
+
+    # ------------------------------------------------------------------ halves
+
+    def _half(self, half: str, statements: Sequence[Statement], needed: list[set[str]]) -> None:
+        ends = iter(needed)
+        for index, statement in enumerate(statements):
+            if isinstance(statement, Begin) and index:
+                self._end_of_part(next(ends))
+            self.where = f"statement {index} of the {half}, '{_words(statement)}'"
+            self._follow(half, statement)
+        if statements:
+            self._end_of_part(next(ends))
+
+    def _end_of_part(self, needed: set[str]) -> None:
+        idle = sorted(self.alive - self.externals - needed)
+        self._expect(not idle, f"nobody reads {', '.join(idle)} any more, and it is still there")
+
+    def _end_of_forward(self) -> None:
+        program = self.program
+        for name in (*program.outputs, *program.saved):
+            self._expect(name in self.alive, f"'{name}' is not there{self._who_dropped(name)}")
+        self._expect(
+            program.outputs == tuple(self.graph.output_names)
+            and program.tangents == self.recording.tangents,
+            "it does not return what was recorded, or takes other gradients",
+        )
+        for name in program.outputs:
+            same = self.memory.seen(name) == self.recording.outputs.get(name)
+            self._expect(same, f"the output '{name}' is not what it was when it was recorded")
+        lost = sorted(self.alive - self.externals - {*program.outputs, *program.saved})
+        self._expect(not lost, f"{', '.join(lost)} is read later, and not in `saved`")
+        free = _free(program.backward)
+        idle = [n for n in program.saved if n not in free or program.saved.count(n) > 1]
+        self._expect(not idle, f"{', '.join(idle)} is in `saved` twice, or for nobody")
+        self._same_end(self.recording.forward_end)
+
+    def _same_end(self, end: tuple[int, Mapping[str, tuple[int, Geometry]]]) -> None:
+        random, buffers = end
+        self._expect(self.memory.random == random, "the random state is not the recorded one")
+        for name, content in buffers.items():
+            same = self.memory.seen(name) == content
+            self._expect(same, f"the buffer '{name}' has not been written as it was recorded")
+
+    # ------------------------------------------------------------------ statements
+
+    def _follow(self, half: str, statement: Statement) -> None:
+        for name in _reads(statement):
+            self._expect(name in self.alive, f"'{name}' is not there{self._who_dropped(name)}")
+        for name in _makes(statement):
+            self._expect(name not in self.alive, f"'{name}' is there already")
+        match statement:
+            case Begin(kind, node, again):
+                self._begin(half, kind, node, again)
+            case Call(op):
+                self._call(op)
+            case Drop(names):
+                self._drop(names)
+            case Copy(name, source):
+                self.memory.copy(name, source)
+            case Draw(name, "keep"):
+                self.memory.kept_random[name] = self.memory.random
+            case Draw(name, _):
+                self.memory.random = self.memory.kept_random[name]
+            case Give(_, gradients, dropped):
+                self._give(gradients)
+                self._drop(dropped)
+        self.alive.update(_makes(statement))
+
+    def _begin(self, half: str, kind: str, node: int, again: bool) -> None:
+        if half == "forward":
+            right = (kind, node, again) == ("F", len(self.begun), False)
+            self._expect(right, f"F{len(self.begun)} is next")
+        else:
+            right = again == (kind == "F") and (kind == "F" or (kind, node) not in self.begun)
+            self._expect(right, "backwards run once, and forwards again")
+        self.begun.append((kind, node))
+        self.again = again
+
+    def _call(self, op: Op) -> None:
+        kind, index = self.begun[-1] if self.begun else ("F", -1)
+        self._expect(index >= 0, "no part has begun")
+        node = self.graph.nodes[index]
+        mine = node.ops if kind == "F" else node.backward
+        self._expect(any(o.name == op.name for o in mine), f"it is no part of {kind}{index}")
+        for name in op.writes:
+            owner = self.given.get(self.memory.variables[name].storage)
+            self._expect(owner is None, f"'{name}' was handed over as the gradient of '{owner}'")
+            outside = self.memory.variables[name].storage in self.outside
+            self._expect(not (outside and self.again), f"it writes '{name}' once more")
+        recorded = self.recording.ops.get(op.name)
+        if recorded is None or (op.target is _AS_STRIDED and recorded.target is not _AS_STRIDED):
+            self._expect(op.target is _AS_STRIDED and not op.writes, "it was not recorded")
+            self.memory.call(op, op if recorded is None else recorded)
+            return
+        computes = self.memory.call(op, recorded)
+        self._expect(
+            computes == self.recording.computes[op.name],
+            "it does not compute what it did when it was recorded: it reads something else, or "
+            "something that has been overwritten",
+        )
+
+    def _drop(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._expect(name in self.alive, f"'{name}' is not there{self._who_dropped(name)}")
+            self._expect(name not in self.externals, f"'{name}' is not the program's to drop")
+            self.alive.remove(name)
+            self.gone[name] = self.where
+
+    def _give(self, gradients: Sequence[tuple[str, str]]) -> None:
+        for leaf, value in gradients:
+            found = self.memory.seen(value)
+            expected = self.missing.get(leaf, [])
+            right = bool(expected) and expected.pop(0) == found
+            self._expect(right, f"'{value}' is not the next gradient of '{leaf}'")
+            self.given[self.memory.variables[value].storage] = leaf
+
+    def _who_dropped(self, name: str) -> str:
+        return f": it was dropped by {self.gone[name]}" if name in self.gone else ""
+
+
+def _geometry(info: TensorInfo) -> Geometry:
+    return info.dtype, info.shape, info.stride, info.offset
+
+
+def _pairs(theirs: Any, ours: Any) -> Iterator[tuple[str, str]]:
+    """Yield the names that stand in the same places of two trees."""
+    if isinstance(theirs, Ref) and isinstance(ours, Ref):
+        yield theirs.name, ours.name
+    elif isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+        for key in theirs:
+            yield from _pairs(theirs[key], ours.get(key))
+    elif isinstance(theirs, (list, tuple)) and isinstance(ours, (list, tuple)):
+        for left, right in zip(theirs, ours, strict=False):
+            yield from _pairs(left, right)
+
+
+def _reads(statement: Statement) -> set[str]:
+    match statement:
+        case Call(op):
+            return {*op.inputs, *op.writes}
+        case Copy(_, source):
+            return {source}
+        case Draw(name, "put back"):
+            return {name}
+        case Give(_, gradients, _):
+            return {value for _, value in gradients}
+    return set()
+
+
+def _makes(statement: Statement) -> set[str]:
+    match statement:
+        case Call(op):
+            return {name for name in op.results if name}
+        case Copy(name, _) | Draw(name, "keep"):
+            return {name}
+    return set()
+
+
+def _free(statements: Sequence[Statement]) -> set[str]:
+    """Return what the statements read before they make it."""
+    needed: set[str] = set()
+    for statement in reversed(statements):
+        needed = (needed - _makes(statement)) | _reads(statement)
+    return needed
+
+
+def _needed_at_part_ends(program: StepProgram) -> tuple[list[set[str]], list[set[str]]]:
+    """Return what is read after each part of the forward, and of the backward."""
+    halves: list[list[set[str]]] = []
+    needed: set[str] = set()
+    for statements in (program.backward, program.forward):
+        if statements is program.forward:
+            needed |= set(program.outputs)
+        ends = [set(needed)]
+        for index in range(len(statements) - 1, -1, -1):
+            statement = statements[index]
+            needed = (needed - _makes(statement)) | _reads(statement)
+            if isinstance(statement, Begin) and index:
+                ends.append(set(needed))
+        halves.append(ends[::-1])
+    return halves[1], halves[0]
+
+
+def _words(statement: Statement) -> str:
+    match statement:
+        case Begin(kind, node, again):
+            return f"{kind}{node}{' again' if again else ''}"
+        case Call(op):
+            return str(op)
+        case Drop(names):
+            return f"drop {', '.join(names)}"
+        case Copy(name, source):
+            return f"{name} = copy of {source}"
+        case Draw(name, kind):
+            return f"{kind} the random state {name}"
+        case Give(_, gradients, _):
+            return f"give {', '.join(f'{value} to {leaf}' for leaf, value in gradients)}"
