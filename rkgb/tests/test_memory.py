@@ -1,0 +1,160 @@
+"""The meter sees every byte; a step is recorded in a small part of its memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from rkgb.capture.record import _Step, make_B
+from rkgb.memory import trace_memory
+from rkgb.rng import RngState
+from rkgb.tensor_info import storage_bytes, storage_id
+from rkgb.testing import EXAMPLES, example
+
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=25, deadline=None)
+@given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=8))
+def test_the_meter_sees_every_byte(sizes: list[int]) -> None:
+    def run(span: Any) -> list[Tensor]:
+        with span("first"):
+            kept = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+            temporary = torch.empty(7000, dtype=torch.uint8)
+            del temporary
+        with span("second"):
+            kept.pop()
+        return kept
+
+    trace = trace_memory(run, CPU)
+    first, second = trace.spans
+    assert first.added_peak_bytes == sum(sizes) + 7000
+    assert first.end_bytes == second.start_bytes == sum(sizes)
+    assert second.end_bytes == sum(sizes[:-1])
+    assert trace.peak_bytes == sum(sizes) + 7000
+
+
+def test_storage_helpers_follow_views() -> None:
+    base = torch.zeros(10)
+    assert storage_id(base[2:4]) == storage_id(base)
+    assert storage_bytes(base[2:4]) == 40
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_recording_does_not_depend_on_what_autograd_saves(name: str) -> None:
+    """Stand-ins for what was given up lead to the same operations as the real content."""
+    model, sample = example(name)
+    stream = RngState.save(CPU)
+    recordings = []
+    for keep_content in (False, True):
+        step = _Step(model, sample, {}, CPU, keep_content=keep_content)
+        recordings.append(step.run(None))
+        stream.restore()
+    short, full = recordings
+    assert [str(op) for op in short.ops] == [str(op) for op in full.ops]
+    assert [str(op) for op in short.backward] == [str(op) for op in full.backward]
+    assert _parts(short) == _parts(full)
+    assert short.infos == full.infos
+
+
+def _parts(basic: Any) -> list[tuple[str, str]]:
+    return [(given.leaf, given.value) for given in basic.hand_overs]
+
+
+class Wide(nn.Module):
+    """Layers whose activations are large and whose weights are small."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def test_a_chain_is_recorded_in_a_quarter_of_the_memory_of_its_step() -> None:
+    model, x = Wide(24, 16), torch.randn(4096, 16)
+
+    def plain(_: Any) -> None:
+        model(x).backward()
+
+    make_B(model, x)
+    model(x).backward()  # what a library allocates once, and the gradients of parameters
+    step = trace_memory(plain, CPU).peak_bytes
+    recording = trace_memory(lambda _: make_B(model, x), CPU).peak_bytes
+    assert step > 2 * 24 * x.nbytes
+    assert recording <= step / 4
+
+
+_SCRIPT = """
+import resource, sys
+import torch
+from torch import nn
+from rkgb import make_all_graphs
+from rkgb.capture.record import make_B
+
+torch.set_num_threads(1)
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+def network(layers, width):
+    return nn.Sequential(*(Layer(width) for _ in range(layers)), nn.Linear(width, 1))
+
+
+def data_bytes():
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmData:")))
+
+
+layers, rows, width, limit = (int(text) for text in sys.argv[1:])
+make_all_graphs(network(2, 8), torch.randn(4, 8), cost="flops")  # what is loaded once
+model, x = network(layers, width), torch.randn(rows, width)
+resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + limit, resource.RLIM_INFINITY))
+try:
+    model(x).sum().backward()
+except RuntimeError as error:
+    assert "memory" in str(error), error
+    print("the step does not fit")
+model.zero_grad()
+graph = make_B(model, x)
+print("recorded", len(graph.hand_overs) == len(list(model.parameters())))
+result = make_all_graphs(model, x, cost="flops")
+print("measured", len(result.K_graph.compute) > 4 * layers)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_a_step_of_ten_times_the_memory_is_recorded() -> None:
+    """The limit is the operating system's: an allocation above it fails, whoever asks for it."""
+    pytest.importorskip("resource", reason="limits of processes are a matter of POSIX")
+    layers, rows, width = 96, 4096, 256
+    # Every layer keeps its input (of the linear operation) and the result of tanh.
+    step_bytes = 2 * layers * rows * width * 4
+    command = [sys.executable, "-W", "ignore", "-c", _SCRIPT]
+    command += [str(number) for number in (layers, rows, width, step_bytes // 10)]
+    # A fixed threshold makes glibc give freed tensors back at once, so that the limit counts them.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, check=False, env=environment
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.splitlines() == ["the step does not fit", "recorded True", "measured True"]
