@@ -1,0 +1,273 @@
+"""Gradients arrive as the user's loss makes them, and leave as plain PyTorch hands them over."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rockmate import Rockmate
+from rockmate.testing_nets import assert_same_gradients, eager_copy, network
+
+
+def wrap(model: nn.Module, sample: Any, budget: Any = 0.8) -> Rockmate:
+    return Rockmate(model, sample, budget, cost="flops")
+
+
+class Two(nn.Module):
+    """Two results, of which one goes on into the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh())
+        self.head = nn.Linear(24, 6)
+        self.unused = nn.Linear(24, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.body(x)
+        return y, self.head(y), self.unused(y)
+
+
+LOSSES: dict[str, Callable[[tuple[Tensor, ...]], Tensor]] = {
+    "expanded gradients": lambda out: out[0].sum() + out[1].mean() + out[2].sum(),
+    "a transposed one": lambda out: (out[0].t() * torch.arange(8.0)).sum() + out[1].sum(),
+    "a part of a result": lambda out: out[0][:, ::3].square().sum() + out[2].square().sum(),
+    "the first alone": lambda out: out[0].square().sum(),
+    "the second alone": lambda out: out[1].square().sum(),
+    "all of them": lambda out: sum((t.square().sum() for t in out), torch.zeros(())),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_kind_of_gradient_gives_eagers_bits(loss: str) -> None:
+    torch.manual_seed(0)
+    model = Two()
+    twin = eager_copy(model)
+    x = torch.randn(8, 12)
+    wrapped = wrap(model, x, "1MiB")
+    for _ in range(3):  # the second and third step were recorded with such gradients
+        LOSSES[loss](wrapped(x)).backward()
+        LOSSES[loss](twin(x)).backward()
+        assert_same_gradients(model, twin)
+
+
+def test_kinds_of_gradients_may_change_from_step_to_step() -> None:
+    torch.manual_seed(0)
+    model = Two()
+    twin = eager_copy(model)
+    x = torch.randn(8, 12)
+    wrapped = wrap(model, x, "1MiB")
+    for name in (*LOSSES, *reversed(LOSSES)):
+        LOSSES[name](wrapped(x)).backward()
+        LOSSES[name](twin(x)).backward()
+        assert_same_gradients(model, twin)
+
+
+def test_a_backward_inside_an_autocast_region_is_one_of_its_own() -> None:
+    model, sample = network("mixer")
+    twin = eager_copy(model)
+    wrapped = wrap(model, sample, "1GiB")
+    for seed in range(2):
+        for module in (wrapped, twin):
+            torch.manual_seed(seed)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                module(*sample).backward()
+        assert_same_gradients(model, twin)
+
+
+class Outside(nn.Module):
+    """A weight that is used twice, and once more by the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def test_each_use_of_a_shared_parameter_is_handed_over_by_itself() -> None:
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model = Outside()
+        twin = eager_copy(model)
+        x = torch.randn(8, 16)
+        wrapped = wrap(model, x, "1MiB")
+        for module, call in ((model, wrapped), (twin, twin)):
+            weight = module.first.weight
+            loss = (weight * 0.37).sin().sum() + call(x).square().sum() + weight.pow(3).sum()
+            loss.backward()
+        assert_same_gradients(model, twin)
+
+
+def test_gradients_are_accumulated_in_eagers_order() -> None:
+    model, sample = network("gpt")
+    twin = eager_copy(model)
+    wrapped = wrap(model, sample, 1.0)
+    seen: list[list[str]] = []
+    for module in (model, twin):
+        order: list[str] = []
+        seen.append(order)
+        for name, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, n=name, o=order: o.append(n))
+    wrapped(*sample).backward()
+    twin(*sample).backward()
+    assert sorted(seen[0]) == sorted(seen[1])
+    # Gradients are handed over in groups: the groups come in eager's order, each whole.
+    basic = vars(wrapped)["_plans"][0].network.graph.dataflow.basic
+    groups = vars(wrapped)["_plans"][0].executor.expected.leaf_names
+    assert len(groups) > 3
+    last = {basic.parameters[leaf]: i for i, group in enumerate(groups) for leaf in group}
+    for order in seen:
+        places = [last[name] for name in order]
+        assert places == sorted(places)
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.abs()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x.abs() * 3  # not the derivative: only this backward gives this
+
+
+class WithFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + Squared.apply(torch.dropout(layer(x), 0.1, True))
+        return x
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.7])
+def test_custom_functions_in_torch_operations_run_as_they_are(budget: float) -> None:
+    torch.manual_seed(0)
+    model = WithFunction()
+    twin = eager_copy(model)
+    x = torch.randn(4096, 16)
+    wrapped = wrap(model, x, budget)
+    assert (wrapped.plan.overhead > 0) == (budget < 1)
+    for _ in range(2):
+        state = torch.get_rng_state()
+        wrapped(x).square().sum().backward()
+        torch.set_rng_state(state)
+        twin(x).square().sum().backward()
+        assert_same_gradients(model, twin)
+
+
+class Loop(nn.Module):
+    """A cell in a loop over time; the loss is on all its states."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: Any = x.new_zeros(x.shape[0], 16)
+        if isinstance(self.cell, nn.LSTMCell):
+            state = (state, state)
+        states = []
+        for step in range(x.shape[1]):
+            state = self.cell(x[:, step], state)
+            states.append(state[0] if isinstance(state, tuple) else state)
+        return self.out(torch.stack(states, 1))
+
+
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell, nn.RNNCell])
+@pytest.mark.parametrize("budget", [1.0, 0.75])
+def test_cells_in_loops_give_eagers_bits(kind: type[nn.Module], budget: float) -> None:
+    torch.manual_seed(0)
+    model = Loop(kind(8, 16))
+    twin = eager_copy(model)
+    x = torch.randn(64, 12, 8)
+    wrapped = wrap(model, x, budget)
+    for _ in range(2):
+        wrapped(x).square().mean().backward()
+        twin(x).square().mean().backward()
+        assert_same_gradients(model, twin)
+
+
+def test_several_forwards_before_their_backwards() -> None:
+    model, sample = network("resnet")
+    twin = eager_copy(model)
+    wrapped = wrap(model, sample, 0.9)
+    for module in (wrapped, twin):
+        torch.manual_seed(0)
+        losses = [module(*sample) for _ in range(3)]
+        for loss in reversed(losses):
+            loss.backward()
+        sum(module(*sample) for _ in range(2)).backward()
+    assert_same_gradients(model, twin)
+
+
+def test_nothing_is_kept_alive_by_a_finished_or_forgotten_step() -> None:
+    model, sample = network("mixer")
+    wrapped = wrap(model, sample, 0.9)
+    images, labels = sample
+    gc.collect()
+    gc.disable()
+    try:
+        for finish in (True, False, True):
+            mine = images.clone().requires_grad_()
+            loss = wrapped(images * 1, labels)
+            watched = weakref.ref(loss)
+            if finish:
+                loss.backward()
+            del loss, mine
+            assert watched() is None
+        values = torch.autograd.grad(wrapped(images, labels), [next(model.parameters())])
+        assert values[0] is not None
+        alive = weakref.ref(wrapped(images, labels).grad_fn)
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_the_program_can_be_read() -> None:
+    model, sample = network("mixer")
+    source = wrap(model, sample, 0.6).plan.source()
+    assert source.startswith("def forward(externals):")
+    assert "def backward(saved, tangents):" in source
+    assert " again: " in source, "a plan below the plain peak recomputes"
+    path = next(name for name, _ in model.named_modules() if "." in name)
+    assert f"({path.rpartition('.')[0]}" in source
+
+
+def test_statistics_that_are_read_are_read_again_in_a_recomputation() -> None:
+    """BatchNorm in eval mode inside a training model: recomputed with its statistics."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *[
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+            for _ in range(6)
+        ]
+    )
+    for layer in model[::2]:
+        layer[1].eval()
+        layer[1].running_mean.normal_()
+    twin = eager_copy(model)
+    for layer in twin[::2]:
+        layer[1].eval()
+    x = torch.randn(8, 8, 16, 16)
+    wrapped = wrap(model, x, 0.6)
+    assert wrapped.plan.overhead > 0
+    for _ in range(2):
+        wrapped(x).square().mean().backward()
+        twin(x).square().mean().backward()
+        assert_same_gradients(model, twin)
+    for (name, ours), (_, theirs) in zip(model.named_buffers(), twin.named_buffers(), strict=True):
+        assert torch.equal(ours, theirs), name
