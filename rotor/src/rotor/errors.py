@@ -111,8 +111,8 @@ class MemoryLimitFormatError(MemoryLimitError):
             f"what a step takes without recomputation), or text such as '2GiB', '800 MB' or '40%'."
         )
 
-    def __reduce__(self) -> tuple[type[MemoryLimitFormatError], tuple[object, str]]:
-        return (type(self), (self.limit, self.problem))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.limit, self.problem), vars(self)
 
 
 class BackwardError(RotorError, RuntimeError):
