@@ -61,6 +61,7 @@ from rockmate.runtime.input_signature import InputSignature
 from rockmate.runtime.module_state import ExternalValues, refuse_hooks
 from rockmate.runtime.network_problem import problem_of
 from rockmate.simulate import simulate
+from rockmate.steps import Step
 from rockmate.stopwatch import stopwatch
 
 _log = logging.getLogger("rockmate")
@@ -227,10 +228,11 @@ def _by_flops(
 
 
 def _planned_executable(network: Network, plan: Plan) -> Executable:
-    timeline = simulate(network.problem, plan.steps)
+    steps = tuple(Step(*step) for step in without_idle_steps(network.graph, plan.steps))
+    timeline = simulate(network.problem, steps)
     # Gradients that wait must not move the peak that was predicted.
     spare = [timeline.peak_bytes - during for during in timeline.peak_during]
-    return executable(network.graph, plan.steps, network.measured, spare_bytes=spare)
+    return executable(network.graph, steps, network.measured, spare_bytes=spare)
 
 
 def executable(

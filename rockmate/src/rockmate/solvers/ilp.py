@@ -87,7 +87,9 @@ def solve_ilp(
         status, values = _run_pulp(program, backend, time_limit_s)
     seconds = time.perf_counter() - begin
     if values is None:
-        return SolverResult(status, seconds=seconds)
+        # CBC calls a program infeasible, too, that its time limit ended before it found anything.
+        ended = time_limit_s is not None and seconds >= time_limit_s
+        return SolverResult("unknown" if ended else status, seconds=seconds)
     steps = program.read(values)
     cost = recomputed_ms(problem, steps)
     return SolverResult(status, steps, cost, cost if status == "optimal" else None, seconds)
