@@ -1,0 +1,180 @@
+"""CUDA: counters of the allocator, events, generators.
+
+ROCm, which torch calls 'cuda' too, is refused in chosen.py: its products of half precision run in
+another way inside a backward, so that what is recomputed there has other bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rkgb.device.base import CallTime, Device
+from rkgb.device.torch_private import keep_cuda_busy
+from rkgb.device.trace import MemoryTrace, Span, SpanMemory
+from rkgb.device.warm_up import warm_up_threads
+from rkgb.errors import UnsupportedDeviceError
+
+# The allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
+BLOCK_BYTES = 512
+# How long the device is kept busy before a call is timed: longer than the host needs to start it.
+_HEAD_START_CYCLES = 400_000
+_WAKE_CYCLES = 200_000_000  # about a tenth of a second, in which the clocks rise
+
+
+class Cuda(Device):
+    """One CUDA device; `where` always has its index."""
+
+    def __init__(self, where: torch.device) -> None:
+        index = torch.cuda.current_device() if where.index is None else where.index
+        super().__init__(torch.device("cuda", index))
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.where)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return True
+
+    @property
+    def why_uncounted(self) -> str | None:
+        backend = torch.cuda.get_allocator_backend()
+        if backend == "native":
+            return None
+        return f"the allocator in use, '{backend}', does not count what it hands out"
+
+    def block_bytes(self, size_bytes: int) -> int:
+        return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+    # ------------------------------------------------------------------ memory
+
+    def trace_memory(self, run: Callable[[Span], object]) -> MemoryTrace:
+        why = self.why_uncounted
+        if why is not None:
+            raise UnsupportedDeviceError(
+                f"memory on {self.where} was to be measured, and {why}. Use torch's own allocator: "
+                "leave backend: out of PYTORCH_CUDA_ALLOC_CONF."
+            )
+        torch.cuda.synchronize(self.where)
+        return trace_by_counters(run, self._counts, self._reset_peaks)
+
+    def _counts(self) -> tuple[int, int, int, int]:
+        stats = torch.cuda.memory_stats_as_nested_dict(self.where)
+        asked, handed = stats["requested_bytes"]["all"], stats["allocated_bytes"]["all"]
+        return asked["current"], asked["peak"], handed["current"], handed["peak"]
+
+    def _reset_peaks(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.where)
+
+    def free_bytes(self) -> int | None:
+        free, _ = torch.cuda.mem_get_info(self.where)
+        reserved = torch.cuda.memory_reserved(self.where)
+        return int(free + reserved - torch.cuda.memory_allocated(self.where))
+
+    def warm_up(self) -> None:
+        with torch.cuda.device(self.where):
+            warm_up_threads(self.where)
+            keep_cuda_busy(_WAKE_CYCLES)
+            torch.cuda.synchronize(self.where)
+
+    def give_back(self) -> None:
+        gc.collect()
+        with torch.cuda.device(self.where):
+            torch.cuda.empty_cache()
+
+    # ------------------------------------------------------------------ time
+
+    def time(self, call: Callable[[], object]) -> CallTime:
+        # Were the device idle, the events would enclose the start of the kernels as well.
+        with torch.cuda.device(self.where):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            keep_cuda_busy(_HEAD_START_CYCLES)
+            start.record()
+            began = time.perf_counter()
+            call()
+            host_ms = (time.perf_counter() - began) * 1e3
+            end.record()
+            end.synchronize()
+        return CallTime(float(start.elapsed_time(end)), host_ms)
+
+    # ------------------------------------------------------------------ random numbers
+
+    def random_state(self) -> Tensor | None:
+        with _explaining_graph_capture():
+            return torch.cuda.get_rng_state(self.where)
+
+    def copied_generator(self) -> torch.Generator | None:
+        with _explaining_graph_capture():
+            return torch.cuda.default_generators[self.where.index].clone_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        with _explaining_graph_capture():
+            torch.cuda.set_rng_state(state, self.where)
+
+    @property
+    def random_state_bytes(self) -> int:
+        return 0  # it is kept on the host
+
+
+@contextlib.contextmanager
+def _explaining_graph_capture() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not torch.cuda.is_current_stream_capturing():
+            raise
+        raise UnsupportedDeviceError(
+            "a step that draws random numbers and recomputes them was captured as a CUDA graph, "
+            "and torch cannot put the random state back within one. Capture a module without "
+            "dropout, or run the step as it is."
+        ) from error
+
+
+def trace_by_counters(
+    run: Callable[[Span], object],
+    counts: Callable[[], tuple[int, int, int, int]],
+    reset_peaks: Callable[[], None],
+) -> MemoryTrace:
+    """Return the memory of a run from counters of an allocator.
+
+    `counts` gives (asked now, asked at most, handed out now, handed out at most), in bytes.
+    """
+    reset_peaks()
+    base, _, handed_base, _ = counts()
+    highest = handed_highest = 0
+    spans: list[SpanMemory] = []
+
+    def settle() -> tuple[int, int]:
+        # Peaks between spans count for the whole run although no span reports them.
+        nonlocal highest, handed_highest
+        now, peak, _, handed_peak = counts()
+        highest = max(highest, peak - base)
+        handed_highest = max(handed_highest, handed_peak - handed_base)
+        reset_peaks()
+        return now - base, peak - base
+
+    def close_gap() -> int:
+        now, peak = settle()
+        if spans:
+            spans[-1] = replace(spans[-1], next_peak_bytes=max(peak, spans[-1].end_bytes))
+        return now
+
+    @contextlib.contextmanager
+    def span(name: str) -> Iterator[None]:
+        start = close_gap()
+        yield
+        end, peak = settle()
+        spans.append(SpanMemory(name, start, max(peak, start), end, end))
+
+    result: Any = run(span)
+    end = close_gap()
+    del result
+    return MemoryTrace(highest, end, tuple(spans), (), handed_highest)

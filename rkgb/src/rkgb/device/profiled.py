@@ -1,0 +1,66 @@
+"""Memory of a run on a CPU, which has no counters.
+
+Its allocator reports every allocation to `torch.profiler`, kernels' workspace included; that is the
+only cheap source that sees it.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from rkgb.device.torch_private import profiler_is_on
+from rkgb.device.trace import Change, Mark, MemoryTrace, Span, replay
+
+PREFIX = "rkgb::"
+_meters = 0  # that run now
+
+# The profiler's library otherwise prints a line at every start and stop.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+def profiled(run: Callable[[Span], object]) -> Any:
+    """Call `run(span)` and return what the profiler has seen of it."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    def span(name: str) -> AbstractContextManager[None]:
+        return record_function(PREFIX + name)
+
+    global _meters
+    with warnings.catch_warnings():
+        # Some releases of torch say once that a second cycle would forget the first: we run one.
+        warnings.filterwarnings("ignore", message=".*Profiler clears events")
+        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        profiler.start()
+    _meters += 1
+    try:
+        result = run(span)
+    finally:
+        _meters -= 1
+        profiler.stop()
+    del result
+    seen: Any = profiler.profiler
+    return seen.kineto_results
+
+
+def is_profiled_by_user() -> bool:
+    """Say whether a profiler looks on, and it is not the meter here."""
+    return profiler_is_on() and not _meters
+
+
+def trace_by_profiler(run: Callable[[Span], object]) -> MemoryTrace:
+    """Call `run(span)` and return its memory."""
+    changes: list[Change] = []
+    marks: list[Mark] = []
+    for event in profiled(run).events():
+        name = event.name()
+        if name == "[memory]":
+            changes.append((event.start_ns(), event.nbytes()))
+        elif name.startswith(PREFIX):
+            marks.append((event.start_ns(), event.end_ns(), name.removeprefix(PREFIX)))
+    changes.sort(key=lambda change: change[0])
+    marks.sort()
+    return replay(changes, marks)

@@ -1,0 +1,61 @@
+"""Save and restore the state of torch's default random generators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rkgb.device.chosen import device_of
+
+
+@dataclass(frozen=True, slots=True)
+class RngState:
+    """State of the CPU generator and, where the graph's device has one of its own, of that."""
+
+    cpu: Tensor
+    own: Tensor | None
+    device: torch.device
+
+    @classmethod
+    def save(cls, device: torch.device) -> RngState:
+        return cls(torch.get_rng_state(), device_of(device).random_state(), device)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.own is not None:
+            device_of(self.device).set_random_state(self.own)
+
+    def equals(self, other: RngState) -> bool:
+        if not torch.equal(self.cpu, other.cpu):
+            return False
+        if self.own is None or other.own is None:
+            return self.own is other.own
+        return torch.equal(self.own, other.own)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that this state holds in the memory that the budget is about."""
+        return device_of(self.device).random_state_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGenerators:
+    """The same as copies of the generators themselves, in no memory that a tensor could be in.
+
+    The memory of a step is counted, and this is none of it.
+    """
+
+    cpu: torch.Generator
+    own: torch.Generator | None
+    device: torch.device
+
+    @classmethod
+    def keep(cls, device: torch.device) -> KeptGenerators:
+        own = device_of(device).copied_generator()
+        return cls(torch.default_generator.clone_state(), own, device)
+
+    def restore(self) -> None:
+        own = None if self.own is None else self.own.get_state()
+        RngState(self.cpu.get_state(), own, self.device).restore()

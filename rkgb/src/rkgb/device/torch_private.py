@@ -1,0 +1,444 @@
+"""The private names of torch that this package needs, each once, with what it is for."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree  # containers taken apart and put together
+from torch.utils._python_dispatch import TorchDispatchMode  # sees every operation below autograd
+from torch.utils.checkpoint import CheckpointPolicy
+
+from rkgb.errors import CompilerMissingError
+
+__all__ = [
+    "ASKS_GEOMETRY",
+    "TorchDispatchMode",
+    "asks_content",
+    "back_to_autograd",
+    "backend_flags",
+    "binding_places",
+    "compiled_by_inductor",
+    "current_autograd_node",
+    "current_dispatch_modes",
+    "fake_tensors",
+    "group_store",
+    "is_cast_anew",
+    "is_transforming",
+    "keep_cuda_busy",
+    "keeps_graph",
+    "kernel_flags",
+    "latest_sequence_nr",
+    "mode_of",
+    "named_kernel_flags",
+    "partitioned",
+    "profiler_is_on",
+    "pytree",
+    "refuse_missing_compiler",
+    "same_kinds",
+    "sdpa_priority_order",
+    "set_grad_mode",
+    "set_sdpa_priority_order",
+    "set_sequence_nr",
+    "straight_to_kernels",
+    "traced_for_inductor",
+    "under_inductor",
+    "unwatched",
+    "weak_storage",
+    "with_content",
+    "without_content",
+]
+
+
+def current_autograd_node() -> Any:
+    """Return the node that the engine is running in this thread, or None."""
+    return torch._C._current_autograd_node()
+
+
+def latest_sequence_nr() -> int:
+    """Return the number of the autograd node that was made last in this thread."""
+    return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
+
+
+def profiler_is_on() -> bool:
+    """Say whether a profiler looks at this thread."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def _keys_above_kernels() -> Any:
+    key = torch._C.DispatchKey
+    above = ("Autograd", "Autocast")
+    names = [n for n in dir(key) if n.startswith(above) and n != "AutogradFunctionality"]
+    keys = torch._C.DispatchKeySet(key.ADInplaceOrView)
+    for name in names:
+        keys = keys | torch._C.DispatchKeySet(getattr(key, name))
+    return keys
+
+
+_ABOVE_KERNELS = _keys_above_kernels()
+
+
+def straight_to_kernels() -> AbstractContextManager[Any]:
+    """While active, operations are neither recorded nor cast, and views and versions not kept."""
+    return torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS)
+
+
+def back_to_autograd() -> AbstractContextManager[Any]:
+    """While active inside `straight_to_kernels`, operations are recorded by autograd again."""
+    c = torch._C
+    excluded = c._dispatch_tls_local_exclude_set() - _ABOVE_KERNELS
+    return c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), excluded)
+
+
+def set_sequence_nr(node: Any, number: int) -> None:
+    """Let the engine treat a node of autograd as if it had been made at another time."""
+    node._set_sequence_nr(number)
+
+
+def binding_places() -> tuple[Any, ...]:
+    """Return where torch keeps its generated Python bindings, the fastest first."""
+    c = torch._C
+    return (c.TensorBase, c._VariableFunctions, c._nn, c._linalg, c._fft, c._special)  # type: ignore[attr-defined]
+
+
+def set_grad_mode(enabled: bool) -> None:
+    """Switch grad mode, without the object that `torch.set_grad_enabled` makes for it."""
+    torch._C._set_grad_enabled(enabled)
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward that runs was asked to keep its graph for another one."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def is_cast_anew(tensor: Tensor) -> bool:
+    """Whether autocast casts it at every use: it keeps casts of leaves only, and not of views."""
+    is_kept = tensor.is_leaf and not tensor._is_view()
+    return tensor.requires_grad and torch.is_autocast_cache_enabled() and not is_kept
+
+
+def same_kinds(tensors: Sequence[Tensor]) -> Callable[[], bool]:
+    """Return a function that says whether these tensors are still of the kinds that they are now.
+
+    A kind is shape, strides, dtype, device and `requires_grad`. The function also says no where
+    grad mode or autocast are others than now. It takes 0.1 µs a tensor, a tenth of a look at each.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes: Any = [list(tensor.shape) for tensor in tensors]
+        strides: Any = [list(tensor.stride()) for tensor in tensors]
+        check = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        if check(*tensors):
+            return functools.partial(check, *tensors)
+    except (ImportError, TypeError, RuntimeError, SystemError):
+        pass  # another version of torch, or tensors without strides
+    kinds = [_kind(tensor) for tensor in tensors]
+    return lambda: [_kind(tensor) for tensor in tensors] == kinds
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    return tensor.dtype, tensor.device, tensor.requires_grad, tensor.shape, strides
+
+
+def kernel_flags() -> tuple[Hashable, ...]:
+    """Return the global flags by which torch chooses kernels and types, but for autocast."""
+    # `with torch.device(...)` is a mode of functions, and asking for the device is slow.
+    elsewhere = torch._C._len_torch_function_stack() and str(torch.get_default_device())
+    return (torch.get_default_dtype(), elsewhere, *backend_flags())
+
+
+def backend_flags() -> tuple[Hashable, ...]:
+    """Return those of them by which kernels are chosen."""
+    return tuple([read() for read in _FLAGS])
+
+
+def named_kernel_flags() -> dict[str, str]:
+    """Return the same flags in words, each by its name."""
+    found = {"default dtype": str(torch.get_default_dtype())}
+    found.update((name, str(read())) for name, read in _NAMED_FLAGS.items())
+    return found
+
+
+def _readers_of_flags() -> dict[str, Callable[[], Hashable]]:
+    names = (
+        *("_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled"),
+        *("_get_cudnn_sdp_enabled", "_get_overrideable_sdp_enabled"),
+        *("_get_math_sdp_allow_fp16_bf16_reduction", "_get_deterministic_algorithms"),
+        *("_get_deterministic_algorithms_warn_only", "_get_float32_matmul_precision"),
+        *("_get_mkldnn_enabled", "_get_mkldnn_deterministic", "_get_cudnn_enabled"),
+        *("_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_nnpack_enabled"),
+        *("_get_cublas_allow_fp16_reduced_precision_reduction",),
+        *("_get_cublas_allow_bf16_reduced_precision_reduction",),
+        *("_get_cublas_allow_fp16_accumulation", "_get_cudnn_allow_tf32"),
+    )
+    found: dict[str, Callable[[], Hashable]] = {
+        name.removeprefix("_get_"): getattr(torch._C, name)
+        for name in names
+        if hasattr(torch._C, name)
+    }
+    precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if precision is not None:
+        places = [(b, kind) for b in ("mkldnn", "cuda") for kind in ("matmul", "conv", "rnn")]
+        found.update(
+            (f"{b}_{kind}_precision", functools.partial(precision, b, kind)) for b, kind in places
+        )
+    return found
+
+
+_NAMED_FLAGS = _readers_of_flags()
+_FLAGS = tuple(_NAMED_FLAGS.values())
+
+
+def is_transforming() -> bool:
+    """Whether a call is for `torch.func`'s transforms or `torch.jit.trace`, not for its values."""
+    return torch._C._get_tracing_state() is not None or (
+        torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def unfrozen_flags() -> AbstractContextManager[None]:
+    """Let `torch.backends.*.flag = value` pass after `torch.backends.disable_global_flags()`."""
+    context: AbstractContextManager[None] = getattr(
+        torch.backends, "__allow_nonbracketed_mutation"
+    )()
+    return context
+
+
+@contextlib.contextmanager
+def without_hooks_after_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Call nothing that waits for the gradients of these tensors, such as optimizers."""
+    tables = [table for t in tensors if (table := t._post_accumulate_grad_hooks)]
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, kept, strict=True):
+            table.update(hooks)
+
+
+def group_store() -> Any:
+    """Return the store in which the processes of the default group leave words for each other."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+# What tensors without content are asked through the dispatcher: no operations of a step.
+ASKS_GEOMETRY = frozenset(
+    (
+        *("size", "stride", "numel", "storage_offset", "dim", "device", "layout"),
+        *("sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "is_contiguous"),
+        *("is_strides_like_format", "is_non_overlapping_and_dense"),
+    )
+)
+
+
+def without_content() -> AbstractContextManager[Any]:
+    """While active, new tensors have sizes and devices and no content; the mode is returned."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode: AbstractContextManager[Any] = FakeTensorMode()
+    return mode
+
+
+def with_content() -> AbstractContextManager[Any]:
+    """Leave `without_content` for a while."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    context: AbstractContextManager[Any] = unset_fake_temporarily()
+    return context
+
+
+def weak_storage(storage: Any) -> Any:
+    """Return a reference to a storage that tells whether it has been freed (`expired()`)."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(storage)
+
+
+def asks_content(error: BaseException) -> bool:
+    """Whether an error says that a tensor without content was asked for some."""
+    kind = type(error)
+    names = ("DataDependentOutputException", "DynamicOutputShapeException")
+    return kind.__module__.startswith("torch._subclasses") and kind.__name__ in names
+
+
+def mode_of(tensor: Tensor | None) -> Any:
+    """Return the mode that a tensor without content belongs to; None for others."""
+    return getattr(tensor, "fake_mode", None)
+
+
+def keep_cuda_busy(cycles: int) -> None:
+    """Let the current CUDA stream wait, so that the host runs ahead of it."""
+    torch.cuda._sleep(cycles)
+
+
+def current_dispatch_modes() -> int:
+    """Return how many modes watch the operations of this thread."""
+    return int(torch._C._len_torch_dispatch_stack())
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """While active, the modes that watch operations and calls of this thread are off."""
+    dispatch = torch.utils._python_dispatch._pop_mode_temporarily
+    function = torch.overrides._pop_mode_temporarily
+    with contextlib.ExitStack() as stack:
+        for _ in range(torch._C._len_torch_dispatch_stack()):
+            stack.enter_context(dispatch())
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(function())
+        yield
+
+
+def sdpa_priority_order() -> tuple[int, ...]:
+    """Return in which order kernels of attention are tried."""
+    return tuple(map(int, torch._C._get_sdp_priority_order()))
+
+
+def set_sdpa_priority_order(order: tuple[int, ...]) -> None:
+    """Let kernels of attention be tried in another order."""
+    torch._C._set_sdp_priority_order(list(order))
+
+
+# ---------------------------------------------------------------------- inductor, loaded when used
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Return a mode in which tensors are made without memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def refuse_missing_compiler(device: torch.device) -> None:
+    """Refuse to compile for a device where inductor would find no compiler.
+
+    Raises:
+        CompilerMissingError: it says what to install.
+    """
+    if device.type == "cpu":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            get_cpp_compiler()
+        except RuntimeError as error:
+            raise CompilerMissingError(
+                "compile=True needs a C++ compiler on a CPU, and none was found: install g++ or "
+                "clang++, or name one in the environment variable CXX. Without compile=True none "
+                "is needed."
+            ) from error
+        return
+    from torch.utils._triton import has_triton
+
+    if not has_triton():
+        raise CompilerMissingError(
+            f"compile=True needs Triton on '{device}', and it does not work here: pip install "
+            "triton. Without compile=True it is not needed."
+        )
+
+
+def traced_for_inductor(mode: Any, function: Callable[..., Any], *inputs: Sequence[Tensor]) -> Any:
+    """Return the functional graph of `function(*inputs)` in the operations that inductor knows.
+
+    `inputs` are two lists of fake tensors of `mode`, primals and tangents; by these names the
+    partitioner tells what a forward can read.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    functional = dispatch_functionalize(function, FunctionalTensorMode())
+
+    def primals_and_tangents(primals: Any, tangents: Any) -> Any:
+        return functional(primals, tangents)
+
+    with torch.no_grad(), mode, enable_python_dispatcher():
+        graph: Any = make_fx(primals_and_tangents, decomposition_table=select_decomp_table())(
+            *inputs
+        )
+    aten = torch.ops.aten
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and node.target in (aten.detach.default, aten.alias.default):
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+@contextlib.contextmanager
+def under_inductor(mode: Any, options: Any) -> Iterator[None]:
+    """While active, graphs with fake tensors of this mode can be partitioned and compiled."""
+    from torch._dynamo.convert_frame import compile_lock
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.virtualized import V
+
+    with compile_lock, config.patch(options), V.set_fake_mode(mode), tracing(TracingContext(mode)):
+        yield
+
+
+def partitioned(
+    joint: Any,
+    inputs: Sequence[Tensor],
+    results: int,
+    static: Sequence[int],
+    is_heavy: Callable[[Any], bool],
+) -> tuple[Any, Any]:
+    """Return the graphs of the forward, whose first outputs are `results`, and of the backward.
+
+    The backward computes again what is neither heavy nor a sum over much: nothing heavy runs twice.
+    """
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes
+
+    device = inputs[0].device
+    joint = _recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=device)
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and is_heavy(node.target):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    with config.patch(activation_memory_budget=1.0, aggressive_recomputation=True):
+        forward, backward = min_cut_rematerialization_partition(
+            joint,
+            inputs,
+            compiler="inductor",
+            num_fwd_outputs=results,
+            static_lifetime_input_indices=list(static),
+        )
+    return forward, backward
+
+
+def compiled_by_inductor(
+    graph: Any, inputs: Sequence[Tensor], static: Sequence[int], kept: int, kind: str
+) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+    """Return the compiled function of a graph: it takes a list, and empties it.
+
+    The first `kept` results lie in memory as in the graph; of the others, inductor may decide.
+    `kind` is "forward", "backward" or "inference".
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    (output,) = graph.graph.find_nodes(op="output")
+    output.meta["user_visible_output_idxs"] = list(range(kept))
+    code: Any = compile_fx_inner(
+        graph,
+        list(inputs),
+        static_input_idxs=list(static),
+        is_backward=kind == "backward",
+        is_inference=kind == "inference",
+    )
+    run: Callable[[list[Tensor]], Sequence[Tensor]] = code.current_callable or code
+    return run
