@@ -10,17 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rkgb.op import Op, Ref
-from rkgb.simplified import SimplifiedGraph, SimplifiedNode
-
-if TYPE_CHECKING:
-    from rkgb.backward import KGraph
-    from rkgb.costs.inspection import CostChoice
+from rkgb.graphs.op import Op, Ref
+from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 
 
 @dataclass(frozen=True)
@@ -50,33 +46,6 @@ def equivalence_classes(keys: Sequence[str]) -> list[list[int]]:
     for index, key in enumerate(keys):
         classes.setdefault(key, []).append(index)
     return list(classes.values())
-
-
-def S_list_to_K_list_eco(
-    list_sg: Sequence[SimplifiedGraph],
-    model: nn.Module,
-    device: torch.device | str | None = None,
-    *,
-    inputs: Any = None,
-    kwargs: Mapping[str, Any] | None = None,
-    cost: CostChoice = "measured",
-) -> tuple[list[list[int]], list[KGraph], list[AnonymousGraph]]:
-    """Return (classes of equal pieces, one KGraph per piece, the anonymous graphs).
-
-    Equal pieces are measured once, on random values of the recorded shapes unless `inputs` are
-    given; `cost` is that of `make_all_graphs`.
-    """
-    from rkgb.backward import S_to_K
-
-    anonymous = [anonymize(sg) for sg in list_sg]
-    classes = equivalence_classes([graph.key for graph in anonymous])
-    graphs: dict[int, KGraph] = {}
-    for members in classes:
-        first = list_sg[members[0]]
-        measured = S_to_K(first, model, device, inputs=inputs, kwargs=kwargs, cost=cost)
-        for index in members:
-            graphs[index] = measured.renamed(list_sg[index])
-    return classes, [graphs[index] for index in range(len(list_sg))], anonymous
 
 
 def _key(sg: SimplifiedGraph, nodes: Sequence[SimplifiedNode], outputs: Sequence[str]) -> str:
@@ -116,6 +85,7 @@ def _key(sg: SimplifiedGraph, nodes: Sequence[SimplifiedNode], outputs: Sequence
 
     def line(op: Op) -> str:
         call = f"{op.target}({text(op.args)}, {text(op.kwargs)})"
+        call += f" with {op.flags}" if op.flags else ""
         return f"{', '.join(number(name) if name else '_' for name in op.results)} = {call}"
 
     for node in nodes:

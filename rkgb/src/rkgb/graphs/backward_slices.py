@@ -4,15 +4,20 @@ Every operation of the backward carries the number of the autograd node that it 
 belongs to the forward operation that made that node. A part may need what a later part makes only
 if they are one: an operation belongs at least to the node of whatever depends on it. Reordering
 within these limits changes no bit, since sums of gradients are operations of their own.
+
+A sum of two gradients runs as soon as both are there, as autograd itself does: it was recorded for
+the node that its result goes to, and until then the gradients of every use of a value would wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rkgb.basic import BasicGraph, HandOver
-from rkgb.op import Op
-from rkgb.tensor_info import TensorInfo
+import torch
+
+from rkgb.graphs.basic import BasicGraph, HandOver
+from rkgb.graphs.op import Op
+from rkgb.graphs.tensor_info import TensorInfo
 
 Slice = tuple[tuple[Op, ...], tuple[HandOver, ...]]
 
@@ -35,6 +40,7 @@ def slice_backward(basic: BasicGraph, count: int, node_of: Mapping[int, int]) ->
         # Memory that a forward makes is read by no backward of an earlier node.
         reads = [home[name] for name in ops[index].inputs if name in home]
         labels[index] = max([labels[index], *reads, *(labels[j] for j in followers[index])])
+    _sum_early(basic.infos, ops, labels, followers, home)
     parts: list[list[Op]] = [[] for _ in range(count)]
     maker: dict[str, int] = {}
     for op, label in zip(ops, labels, strict=True):
@@ -48,6 +54,45 @@ def slice_backward(basic: BasicGraph, count: int, node_of: Mapping[int, int]) ->
         latest[hand_over.leaf] = min(made, latest.get(hand_over.leaf, made))
         gives[latest[hand_over.leaf]].append(hand_over)
     return [(tuple(part), tuple(give)) for part, give in zip(parts, gives, strict=True)]
+
+
+def is_gradient_sum(op: Op) -> bool:
+    """Whether an operation is how autograd adds two gradients of one value."""
+    return op.target is torch.ops.aten.add.Tensor and len(op.inputs) == 2 and not op.kwargs
+
+
+def _sum_early(
+    infos: Mapping[str, TensorInfo],
+    ops: Sequence[Op],
+    labels: list[int],
+    followers: Sequence[Sequence[int]],
+    home: Mapping[str, int],
+) -> None:
+    """Move sums, and the views that they look through, to the part that makes the last term."""
+    before: list[list[int]] = [[] for _ in ops]
+    for index, later in enumerate(followers):
+        for other in later:
+            before[other].append(index)
+
+    def is_view(op: Op) -> bool:
+        roots = {infos[name].alias_of for name in op.inputs}
+        return not op.writes and {infos[name].alias_of for name in op.results if name} <= roots
+
+    def raised(index: int) -> list[int]:
+        """Return the views that would move along, and last the operation itself."""
+        views = [j for j in before[index] if is_view(ops[j]) and before[j]]
+        return [*(k for j in views for k in raised(j)), index]
+
+    for index, op in enumerate(ops):
+        if not is_gradient_sum(op):
+            continue
+        group = raised(index)
+        if any(name in home for j in group for name in ops[j].inputs):
+            continue
+        terms = [labels[j] for k in group for j in before[k] if j not in group]
+        if terms:
+            for j in group:
+                labels[j] = max(labels[j], min(terms))
 
 
 def _needed(basic: BasicGraph) -> list[int]:

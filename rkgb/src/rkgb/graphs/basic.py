@@ -9,15 +9,15 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from rkgb.errors import TraceError
-from rkgb.op import Op, Ref
-from rkgb.tensor_info import TensorInfo
+from rkgb.graphs.effects import Effect
+from rkgb.graphs.op import Op, Ref
+from rkgb.graphs.tensor_info import TensorInfo
+from rkgb.graphs.trees import Structure
 
 # How the gradient of one output lies in memory: its strides, or None where none arrives.
 Tangent = tuple[int, ...] | None
@@ -62,6 +62,24 @@ class HandOver:
     sequence_nr: int
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A value that Python, or the size of a result, was taken from while recording.
+
+    "number": what `op` gives; "size": the shapes of the tensors that it makes; "content": all
+    elements of what it reads. All depend on inputs, buffers and constants alone.
+    """
+
+    kind: Literal["number", "size", "content"]
+    op: Op
+    position: int  # how many operations of the forward come before it
+    value: Any
+
+    def __str__(self) -> str:
+        place = f"({self.op.module_path or 'root'}, {self.op.source})"
+        return f"{self.kind} of {self.op} {place}: {str(self.value)[:60]}"
+
+
 @dataclass(frozen=True)
 class BasicGraph:
     """The operations of a forward and its backward, and where every other name comes from."""
@@ -73,15 +91,18 @@ class BasicGraph:
     buffers: Mapping[str, str]  # name of the value -> name in model.named_buffers()
     constants: Mapping[str, Tensor]  # tensors that belong to the graph itself
     inputs: tuple[str | None, ...]  # one per leaf of (args, kwargs); None where it is no tensor
-    input_spec: pytree.TreeSpec
+    input_spec: Structure
     outputs: tuple[Any, ...]  # one per leaf of the result: Ref, or the value itself
-    output_spec: pytree.TreeSpec
+    output_spec: Structure
     infos: Mapping[str, TensorInfo]  # of every value, of forward and backward
     roots: tuple[str, ...]  # outputs from which a gradient can flow back, each once
     kind: BackwardKind  # one tangent per root
     tangent_names: tuple[str | None, ...]  # one per root
     device: torch.device
     model_name: str
+    opaque: tuple[str, ...] = ()  # submodules that are run whole
+    effects: tuple[Effect, ...] = ()  # with them, the outputs are (result, one value for each)
+    reads: tuple[Read, ...] = ()  # what a call must see alike for the recording to hold
 
     @cached_property
     def externals(self) -> tuple[str, ...]:
@@ -98,45 +119,6 @@ class BasicGraph:
         lines = [f"{self.model_name}({', '.join(n for n in self.inputs if n)})"]
         lines += [f"  {op}" for op in self.ops]
         return "\n".join([*lines, f"  return {', '.join(map(repr, self.outputs))}"])
-
-
-def bind_inputs(
-    inputs: Any, kwargs: Mapping[str, Any] | None = None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return (args, kwargs) for a sample given as a tensor, a tuple of arguments or a dict."""
-    keywords = dict(kwargs or {})
-    if isinstance(inputs, Mapping) and all(isinstance(key, str) for key in inputs):
-        return (), {**inputs, **keywords}
-    if isinstance(inputs, (tuple, list)):
-        return tuple(inputs), keywords
-    return (inputs,), keywords
-
-
-def check_device(model: nn.Module, sample: Any, device: torch.device | str | None) -> torch.device:
-    """Return the one device that the model and the sample are on.
-
-    Raises:
-        TraceError: they are on several devices, or not on the `device` that was asked for.
-    """
-    found: dict[torch.device, str] = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        found.setdefault(tensor.device, f"'{name}' of the model")
-    for index, leaf in enumerate(pytree.tree_leaves(sample)):
-        if isinstance(leaf, Tensor):
-            found.setdefault(leaf.device, f"tensor {index} of the sample")
-    if len(found) > 1:
-        places = " and ".join(f"{where} on {dev}" for dev, where in found.items())
-        raise TraceError(
-            f"the model and the sample must be on one device, and found {places}. "
-            "Move both with .to(device) first."
-        )
-    only = next(iter(found), torch.device("cpu"))
-    if device is not None and torch.device(device).type != only.type:
-        raise TraceError(
-            f"device {torch.device(device)} was asked for, and the model and sample are on {only}. "
-            "Move them with .to(device) first."
-        )
-    return only
 
 
 def external_values(

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from rkgb.basic import BasicGraph
-from rkgb.op import Op
-from rkgb.tensor_info import TensorInfo
+from rkgb.graphs.basic import BasicGraph
+from rkgb.graphs.op import Op
+from rkgb.graphs.tensor_info import TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +102,3 @@ def B_to_D(
             last_write[storage] = index
             readers[storage] = [index]
     return DataFlowGraph(bg, tuple(nodes))
-
-
-def print_D_graph(
-    dg: DataFlowGraph,
-    name: str | None = None,
-    open: bool = False,
-    render_format: str = "svg",
-) -> Path | None:
-    """Draw one data-flow graph into a file; see `rkgb.print_graph`."""
-    from rkgb.render import print_graph
-
-    return print_graph(dg, name, open, render_format)

@@ -6,6 +6,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rkgb.device.kernel_choice import Flags
+
+# While training they write to their statistics, arguments 3 and 4; their schemas do not say so.
+BATCH_NORMS = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
+
+# For display: names that a reader recognises as 'no computation'.
+VIEW_NAMES = frozenset(
+    """
+    view reshape transpose permute expand unsqueeze squeeze select slice narrow split chunk
+    split_with_sizes unbind unflatten flatten getitem t alias detach contiguous to view_as expand_as
+    as_strided empty_strided diagonal swapaxes movedim real imag view_as_real view_as_complex
+    _unsafe_view
+    """.split()  # noqa: SIM905  (a list would take a line for each)
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
@@ -37,6 +52,7 @@ class Op:
     sequence_nr: int = -1
     is_random: bool = False
     writes: tuple[str, ...] = ()  # values and externals that it overwrites
+    flags: Flags = ()  # that the forward has set for it, by which torch chooses kernels
 
     inputs: tuple[str, ...] = field(init=False)  # in argument order, repeated when read twice
 

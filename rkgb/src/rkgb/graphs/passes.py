@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from rkgb.dataflow import DataFlowGraph, DataFlowNode
+from rkgb.graphs.dataflow import DataFlowGraph, DataFlowNode
 
 
 @dataclass

@@ -16,14 +16,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from rkgb.basic import BackwardKind, BasicGraph, HandOver
+from rkgb.device.torch_private import pytree
 from rkgb.errors import InvalidGraphError
-from rkgb.op import Op, Ref
-from rkgb.tensor_info import TensorInfo
+from rkgb.graphs.basic import BackwardKind, BasicGraph, HandOver
+from rkgb.graphs.op import Op, Ref
+from rkgb.graphs.tensor_info import TensorInfo
+from rkgb.graphs.trees import Structure
 
-FORMAT = "rkgb graphs 2"
+FORMAT = "rkgb graphs 3"
 
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
@@ -97,7 +98,9 @@ def _tensor_from_json(row: Mapping[str, Any]) -> Tensor:
     dtype = getattr(torch, row["dtype"])
     data = bytearray(base64.b64decode(row["data"]))
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.reshape(row["shape"]).clone()
+    place = torch.device(row["device"])
+    absent = place.type == "cuda" and not torch.cuda.is_available()
+    return flat.reshape(row["shape"]).clone().to("cpu" if absent else place)
 
 
 def _target_name(target: Any) -> str:
@@ -135,6 +138,7 @@ def _op_to_json(op: Op) -> dict[str, Any]:
         "kwargs": encode(op.kwargs),
         "results": list(op.results),
         "writes": list(op.writes),
+        "flags": encode(op.flags),
     }
 
 
@@ -147,6 +151,7 @@ def _op_from_json(row: Mapping[str, Any]) -> Op:
             "kwargs": decode(row["kwargs"]),
             "results": tuple(row["results"]),
             "writes": tuple(row["writes"]),
+            "flags": decode(row["flags"]),
         }
     )
 
@@ -163,9 +168,9 @@ def basic_to_json(bg: BasicGraph) -> dict[str, Any]:
         "buffers": dict(bg.buffers),
         "constants": {name: _tensor_to_json(t) for name, t in bg.constants.items()},
         "inputs": list(bg.inputs),
-        "input_spec": pytree.treespec_dumps(bg.input_spec),
+        "input_spec": _structure_to_json(bg.input_spec),
         "outputs": encode(bg.outputs),
-        "output_spec": pytree.treespec_dumps(bg.output_spec),
+        "output_spec": _structure_to_json(bg.output_spec),
         "infos": {name: _info_to_json(info) for name, info in bg.infos.items()},
         "roots": list(bg.roots),
         "tangents": encode(bg.kind.tangents),
@@ -188,9 +193,9 @@ def basic_from_json(row: Mapping[str, Any]) -> BasicGraph:
         buffers=row["buffers"],
         constants={name: _tensor_from_json(t) for name, t in row["constants"].items()},
         inputs=tuple(row["inputs"]),
-        input_spec=pytree.treespec_loads(row["input_spec"]),
+        input_spec=_structure_from_json(row["input_spec"]),
         outputs=decode(row["outputs"]),
-        output_spec=pytree.treespec_loads(row["output_spec"]),
+        output_spec=_structure_from_json(row["output_spec"]),
         infos={name: _info_from_json(info) for name, info in row["infos"].items()},
         roots=tuple(row["roots"]),
         kind=BackwardKind(decode(row["tangents"]), decode(row["backward_autocast"])),
@@ -198,6 +203,20 @@ def basic_from_json(row: Mapping[str, Any]) -> BasicGraph:
         device=torch.device(row["device"]),
         model_name=row["model_name"],
     )
+
+
+def _structure_to_json(structure: Structure) -> str:
+    """Return a structure of tuples, lists and dicts; another process may not know other types."""
+    if any(part is not None for part in structure.inner):
+        raise InvalidGraphError(
+            f"the graph takes or returns {structure}, an object whose type a file cannot hold."
+        )
+    return pytree.treespec_dumps(structure.spec)
+
+
+def _structure_from_json(text: str) -> Structure:
+    spec = pytree.treespec_loads(text)
+    return Structure(spec, (None,) * spec.num_leaves)
 
 
 def _info_to_json(info: TensorInfo) -> dict[str, Any]:

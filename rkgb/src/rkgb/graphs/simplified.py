@@ -12,24 +12,17 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from rkgb.backward_slices import slice_backward
-from rkgb.basic import HandOver
-from rkgb.dataflow import DataFlowGraph
-from rkgb.op import Op, Ref
-from rkgb.op_kinds import VIEW_NAMES
-from rkgb.passes import PASSES, Groups, Pass
-from rkgb.topology import strongly_connected, topological_order
-
-__all__ = [
-    *("PASSES", "D_to_S", "Groups", "Pass", "SimplifiedGraph", "SimplifiedNode", "cut"),
-    *("print_S_graph", "print_S_graph_list"),
-]
+from rkgb.graphs.backward_slices import slice_backward
+from rkgb.graphs.basic import HandOver
+from rkgb.graphs.dataflow import DataFlowGraph
+from rkgb.graphs.op import VIEW_NAMES, Op, Ref
+from rkgb.graphs.passes import PASSES, Groups, Pass
+from rkgb.graphs.topology import strongly_connected, topological_order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +56,7 @@ class SimplifiedNode:
 
 @dataclass(frozen=True)
 class SimplifiedGraph:
-    """A DAG of simplified nodes in execution order; a whole forward or a piece of one."""
+    """A DAG of simplified nodes in execution order; a whole forward or a block of one."""
 
     dataflow: DataFlowGraph
     nodes: tuple[SimplifiedNode, ...]
@@ -116,7 +109,7 @@ def D_to_S(
 def cut(sg: SimplifiedGraph) -> list[SimplifiedGraph]:
     """Cut the graph where a single value that requires a gradient connects what is on both sides.
 
-    Concatenating the nodes of the pieces gives the nodes of `sg`. Values without gradient that
+    Concatenating the nodes of the blocks gives the nodes of `sg`. Values without gradient that
     were made before the cut (masks, positions) may be read after it.
     """
     infos = sg.dataflow.infos
@@ -210,27 +203,3 @@ def _condense(groups: Groups) -> SimplifiedGraph:
         )
     returned = tuple(name for name in basic.output_names if name in home)
     return SimplifiedGraph(groups.dataflow, tuple(nodes), returned, basic.outputs)
-
-
-def print_S_graph(
-    sg: SimplifiedGraph,
-    name: str | None = None,
-    open: bool = False,
-    render_format: str = "svg",
-) -> Path | None:
-    """Draw one simplified graph into a file; see `rkgb.print_graph`."""
-    from rkgb.render import print_graph
-
-    return print_graph(sg, name, open, render_format)
-
-
-def print_S_graph_list(
-    list_sg: Sequence[SimplifiedGraph],
-    name: str | None = None,
-    open: bool = False,
-    render_format: str = "svg",
-) -> Path | None:
-    """Draw a list of pieces into a file; see `rkgb.print_graph`."""
-    from rkgb.render import print_graph
-
-    return print_graph(list_sg, name, open, render_format)

@@ -12,6 +12,8 @@ from torch import Tensor
 class TensorInfo:
     """Shape, type and layout of a value, and the value whose storage it shares.
 
+    A sparse value has no strides, and the storage of its values.
+
     `alias_of` names the value that made the storage; it equals the value's own name when the
     storage is its own. `size_bytes` is the size of the tensor's elements, `storage_bytes` that of
     its storage.
@@ -25,19 +27,24 @@ class TensorInfo:
     size_bytes: int
     storage_bytes: int
     offset: int = 0  # of the first element in the storage, in elements
+    is_on_host: bool = False  # in the CPU's memory, where seeds of attention lie in a CUDA graph
+    is_conj: bool = False  # a lazily conjugated view: some kernels copy it first
 
     @classmethod
     def of(cls, tensor: Tensor, alias_of: str, storage_bytes: int) -> TensorInfo:
         """Return the facts about a tensor whose storage is `alias_of`'s."""
+        is_strided = tensor.layout is torch.strided
         return cls(
             tuple(tensor.shape),
             tensor.dtype,
-            tensor.stride(),
+            tensor.stride() if is_strided else (),
             False,
             alias_of,
-            tensor.numel() * tensor.element_size(),
+            tensor.numel() * tensor.element_size() if is_strided else storage_bytes,
             storage_bytes,
-            int(tensor.storage_offset()),
+            int(tensor.storage_offset()) if is_strided else 0,
+            tensor.device.type == "cpu",
+            tensor.is_conj(),
         )
 
     def __str__(self) -> str:
@@ -51,7 +58,18 @@ def storage_id(tensor: Tensor) -> int:
 
     Valid only while both are alive: a freed storage's number is used again.
     """
-    return int(tensor.untyped_storage()._cdata)
+    return int(storage_of(tensor)._cdata)
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """Return the storage of a tensor, or of the values of a sparse one.
+
+    Raises:
+        NotImplementedError: its layout is another one.
+    """
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    return tensor.untyped_storage()
 
 
 def storage_bytes(tensor: Tensor) -> int:

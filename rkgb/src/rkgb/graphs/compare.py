@@ -1,0 +1,122 @@
+"""Are two recordings one program, but for numbers that only enter arithmetic, or for sizes?
+
+A temperature, a probability, a step size: another value gives another recording with the same
+operations on the same sizes, which costs the same and can be run in the same order. A longer batch
+gives one with the same operations on other sizes: it costs otherwise, and any order of one can be
+run as the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rkgb.graphs.basic import BasicGraph
+from rkgb.graphs.op import Op, Ref
+from rkgb.graphs.tensor_info import TensorInfo
+
+_STRUCTURE = (
+    *("hand_overs", "parameters", "buffers", "inputs", "output_names", "roots"),
+    *("tangent_names", "device", "model_name", "opaque", "effects"),
+)
+_Values = Callable[[Any, Any, bool], bool]  # two arguments; is it a scalar of arithmetic?
+
+
+def same_but_for_numbers(a: BasicGraph, b: BasicGraph) -> bool:
+    """Return whether two recordings differ in nothing but scalar arguments of operations."""
+    return a.infos == b.infos and a.kind == b.kind and _same_program(a, b, _same_value)
+
+
+def same_but_for_sizes(a: BasicGraph, b: BasicGraph) -> bool:
+    """Return whether two recordings differ in nothing but numbers, and shapes and strides."""
+    if a.infos.keys() != b.infos.keys() or a.kind.autocast != b.kind.autocast:
+        return False
+    pairs = zip(a.infos.values(), b.infos.values(), strict=True)
+    return all(_of_one_rank(x, y) for x, y in pairs) and _same_program(a, b, _same_but_for_size)
+
+
+def _same_program(a: BasicGraph, b: BasicGraph, same: _Values) -> bool:
+    if any(_of_steps(getattr(a, name)) != _of_steps(getattr(b, name)) for name in _STRUCTURE):
+        return False
+    return (
+        list(a.constants) == list(b.constants)
+        and len(a.outputs) == len(b.outputs)
+        and all(_same_operations(x, y, same) for x, y in ((a.ops, b.ops), (a.backward, b.backward)))
+    )
+
+
+def _of_one_rank(a: TensorInfo, b: TensorInfo) -> bool:
+    return (
+        len(a.shape) == len(b.shape)
+        and a.dtype == b.dtype
+        and a.alias_of == b.alias_of
+        and a.requires_grad == b.requires_grad
+        and a.is_on_host == b.is_on_host
+        and a.is_conj == b.is_conj
+    )
+
+
+def _of_steps(value: Any) -> Any:
+    """Return hand-overs without their numbers in autograd, which differ from step to step."""
+    if isinstance(value, tuple) and value and hasattr(value[0], "leaf"):
+        return tuple((h.leaf, h.value) for h in value)
+    return value
+
+
+def _same_operations(first: Sequence[Op], second: Sequence[Op], same: _Values) -> bool:
+    return len(first) == len(second) and all(
+        _same_operation(a, b, same) for a, b in zip(first, second, strict=True)
+    )
+
+
+def _same_operation(a: Op, b: Op, same: _Values) -> bool:
+    if a.target is not b.target or len(a.args) != len(b.args) or list(a.kwargs) != list(b.kwargs):
+        return False
+    ours, theirs = ((x.name, x.results, x.writes, x.is_random, x.flags) for x in (a, b))
+    if ours != theirs:
+        return False
+    order, scalars = _scalars_of(a.target)
+    pairs = [
+        (order[i] if i < len(order) else "", x, y)
+        for i, (x, y) in enumerate(zip(a.args, b.args, strict=True))
+    ]
+    pairs += [(name, a.kwargs[name], b.kwargs[name]) for name in a.kwargs]
+    return all(same(x, y, name in scalars) for name, x, y in pairs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _scalars_of(target: Any) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Return the names of an operation's arguments, and of those that are scalars."""
+    schema = getattr(target, "_schema", None)
+    arguments = () if schema is None else schema.arguments
+    names = tuple(argument.name for argument in arguments)
+    return names, frozenset(x.name for x in arguments if str(x.type) == "number")
+
+
+def _same_value(a: Any, b: Any, is_scalar: bool) -> bool:
+    kind = type(a)
+    if kind is not type(b):
+        return False
+    if kind is float or (kind is int and is_scalar):
+        return True
+    if kind in (list, tuple):
+        return len(a) == len(b) and all(_same_value(x, y, False) for x, y in zip(a, b, strict=True))
+    if kind is Ref:
+        return bool(a.name == b.name)
+    return a is b or bool(a == b)
+
+
+def _same_but_for_size(a: Any, b: Any, _: bool) -> bool:
+    kind = type(a)
+    if kind is not type(b):
+        return False
+    if kind is float or kind is int:
+        return True
+    if kind in (list, tuple):
+        return len(a) == len(b) and all(
+            _same_but_for_size(x, y, False) for x, y in zip(a, b, strict=True)
+        )
+    if kind is Ref:
+        return bool(a.name == b.name)
+    return a is b or bool(a == b)

@@ -1,0 +1,146 @@
+"""The arguments of one call, taken apart once for everyone on the road."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkgb.device.chosen import device_of
+from rkgb.device.torch_private import is_cast_anew
+from rkgb.errors import TraceError
+from rkgb.graphs.trees import Structure, UnknownTreeError, flatten
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a module is called with, and the device that both are on.
+
+    Examples:
+        >>> sample = Sample.of(nn.Linear(2, 3), torch.ones(4, 2))
+        >>> sample.args, sample.device
+        ((tensor(...),), device(type='cpu'))
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    leaves: tuple[Any, ...]  # of (args, kwargs)
+    structure: Structure
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        inputs: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        device: torch.device | str | None = None,
+    ) -> Sample:
+        """Read a sample given as a tensor, a tuple of arguments, or a dict of keywords.
+
+        Raises:
+            TraceError: model and sample are on several devices, or not on the one asked for; or an
+                argument holds tensors in a way that cannot be taken apart.
+        """
+        args, keywords = bind_inputs(inputs, kwargs)
+        try:
+            leaves, structure = flatten((args, keywords))
+        except UnknownTreeError as error:
+            raise TraceError(
+                f"cannot read the arguments of {type(model).__name__}: {error}. Pass its tensors "
+                "in tuples, lists, dicts or simple objects."
+            ) from None
+        if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
+            raise TraceError(
+                f"cannot record {type(model).__name__} on a nested tensor, whose sizes are values. "
+                "Pass its rows, or its values and offsets, and make it inside of forward."
+            )
+        buffers = [(f"buffer '{name}'", buffer) for name, buffer in model.named_buffers()]
+        inputs = [(f"argument {k}", leaf) for k, leaf in enumerate(leaves)]
+        for what, tensor in (*inputs, *buffers):
+            if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
+                raise TraceError(
+                    f"cannot record {type(model).__name__}: {what} is sparse. Use its indices and "
+                    "values, and make the sparse tensor inside of forward."
+                )
+        place = check_device(model, leaves, device)
+        return cls(args, keywords, tuple(leaves), structure, place)
+
+    def with_leaves(self, leaves: tuple[Any, ...]) -> Sample:
+        """Return the sample with other tensors and values in its places."""
+        args, kwargs = self.structure.unflatten(leaves)
+        return Sample(args, kwargs, leaves, self.structure, self.device)
+
+    def detached(self, *, apart: bool = False) -> Sample:
+        """Return the sample with every tensor a new leaf on the same memory.
+
+        A tensor that is given twice stays one object, or with `apart` becomes two. Autocast treats
+        the new leaves as it treats the old tensors.
+        """
+        made: dict[int, Tensor] = {}
+
+        def leaf(place: int, value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            key = place if apart else id(value)
+            if key not in made:
+                new = value.detach()
+                if is_cast_anew(value):
+                    with torch.no_grad():
+                        new = new.view_as(new)
+                made[key] = new.requires_grad_(value.requires_grad)
+            return made[key]
+
+        return self.with_leaves(tuple(map(leaf, range(len(self.leaves)), self.leaves)))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+
+def bind_inputs(
+    inputs: Any, kwargs: Mapping[str, Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return (args, kwargs) for a sample given as a tensor, a tuple of arguments or a dict."""
+    keywords = dict(kwargs or {})
+    if isinstance(inputs, Mapping) and all(isinstance(key, str) for key in inputs):
+        return (), {**inputs, **keywords}
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), keywords
+    return (inputs,), keywords
+
+
+def check_device(
+    model: nn.Module, leaves: Sequence[Any], device: torch.device | str | None
+) -> torch.device:
+    """Return the one device that the model and the sample are on.
+
+    Raises:
+        TraceError: they are on several devices, or not on the `device` that was asked for.
+        UnsupportedDeviceError: it is neither a CPU nor CUDA.
+    """
+    found: dict[torch.device, str] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        found.setdefault(tensor.device, f"'{name}' of the model")
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            found.setdefault(leaf.device, f"tensor {index} of the sample")
+    if len(found) > 1:
+        places = " and ".join(f"{where} on {dev}" for dev, where in found.items())
+        raise TraceError(
+            f"the model and the sample must be on one device, and found {places}. "
+            "Move both with .to(device) first."
+        )
+    only = next(iter(found), torch.device("cpu"))
+    device_of(only)  # refuses devices that nothing is known about
+    asked = only if device is None else torch.device(device)
+    if asked.type != only.type or asked.index not in (None, only.index):
+        raise TraceError(
+            f"device {asked} was asked for, and the model and sample are on {only}. "
+            "Move them with .to(device) first."
+        )
+    return only

@@ -1,0 +1,182 @@
+"""Take arguments and results apart into tensors, and put other tensors into their places.
+
+Tuples, lists, dicts and what torch's pytree knows are taken apart as pytree does. An object that
+holds tensors without saying how (a cache, a batch, a dataclass) is taken apart by its contents and
+attributes, and made anew of the same type with the same attributes: its `__init__` does not run.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkgb.device.torch_private import pytree
+
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+)
+# Never looked into: nothing in them belongs to one step.
+_CLOSED = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module)
+_DEPTH = 12  # of objects in objects
+
+
+class UnknownTreeError(Exception):
+    """An object that holds tensors cannot be taken apart; `found` is its type's name."""
+
+    def __init__(self, found: str, why: str) -> None:
+        super().__init__(f"an object of type {found} {why}")
+        self.found, self.why = found, why
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.found, self.why), vars(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """An object with tensors inside: its type, the names of its attributes, what they hold."""
+
+    kind: type
+    names: tuple[str, ...]
+    content: Structure  # of (items of the container that it is, or None; attributes)
+
+    def make(self, leaves: Iterator[Any]) -> Any:
+        items, *values = self.content._take(leaves)
+        kind: Any = self.kind
+        made = tuple.__new__(kind, items) if issubclass(kind, tuple) else kind.__new__(kind)
+        if isinstance(made, dict):
+            dict.update(made, items)
+        elif isinstance(made, list):
+            list.extend(made, items)
+        for name, value in zip(self.names, values, strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Constant:
+    """An object without tensors that a step made: each use gets one of its own."""
+
+    value: Any
+
+    def make(self, _leaves: Iterator[Any]) -> Any:
+        return copy.deepcopy(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What is left of a tree without its leaves. Equal structures have equal types everywhere."""
+
+    spec: pytree.TreeSpec
+    inner: tuple[_Object | _Constant | None, ...]  # one per leaf of `spec`; None: a leaf of ours
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """Return the tree with these leaves."""
+        return self._take(iter(leaves))
+
+    def _take(self, leaves: Iterator[Any]) -> Any:
+        taken = [next(leaves) if part is None else part.make(leaves) for part in self.inner]
+        return pytree.tree_unflatten(taken, self.spec)
+
+    def shown(self) -> Any:
+        """Return the tree with a star for each leaf and a name for each object."""
+        parts = ["*" if part is None else _Named(part) for part in self.inner]
+        return pytree.tree_unflatten(parts, self.spec)
+
+    def __str__(self) -> str:
+        return str(self.shown())
+
+
+def flatten(tree: Any, own: Mapping[int, Any] | None = None) -> tuple[list[Any], Structure]:
+    """Return (leaves, structure): leaves are tensors, plain values, and objects without tensors.
+
+    With `own`, which says by identity what a module holds itself, other objects without tensors
+    belong to the structure, and `unflatten` copies them.
+
+    Raises:
+        UnknownTreeError: an object holds tensors in a way that cannot be copied.
+    """
+    leaves: list[Any] = []
+    return leaves, _flatten(tree, leaves, own, ())
+
+
+def _flatten(
+    tree: Any, leaves: list[Any], own: Mapping[int, Any] | None, above: tuple[int, ...]
+) -> Structure:
+    values, spec = pytree.tree_flatten(tree)
+    inner: list[_Object | _Constant | None] = []
+    for value in values:
+        if isinstance(value, (Tensor, *_PLAIN)) or not holds_tensors(value):
+            known = own is None or isinstance(value, (Tensor, *_PLAIN, *_CLOSED))
+            if known or id(value) in own:  # type: ignore[operator]
+                inner.append(None)
+                leaves.append(value if own is None else own.get(id(value), value))
+            else:
+                inner.append(_Constant(value))
+            continue
+        if id(value) in above or len(above) > _DEPTH:
+            raise UnknownTreeError(type(value).__name__, "holds itself")
+        names, parts = _parts(value)
+        content = _flatten(parts, leaves, own, (*above, id(value)))
+        inner.append(_Object(type(value), names, content))
+    return Structure(spec, tuple(inner))
+
+
+def _parts(value: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Return the names of an object's attributes, and (its items or None, the attributes)."""
+    kind: Any = type(value)
+    items: Any = None
+    if isinstance(value, dict):
+        items = dict(value.items())
+    elif isinstance(value, (list, tuple)):
+        items = list(value)
+    elif kind.__new__ is not object.__new__ and not hasattr(value, "__dict__"):
+        raise UnknownTreeError(kind.__name__, "cannot be made anew")
+    names = tuple(_attributes(value))
+    return names, (items, *(getattr(value, name) for name in names))
+
+
+def _attributes(value: Any) -> Iterator[str]:
+    yield from getattr(value, "__dict__", ())
+    for base in type(value).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether a tensor is found in a tree, or in the attributes of an object in it."""
+    seen: set[int] = set()
+    stack = [(value, 0)]
+    while stack:
+        item, depth = stack.pop()
+        if isinstance(item, Tensor):
+            return True
+        if isinstance(item, (*_PLAIN, *_CLOSED)) or id(item) in seen or depth > _DEPTH:
+            continue
+        seen.add(id(item))
+        found: list[Any] = []
+        if isinstance(item, Mapping):
+            found += item.values()
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            found += item
+        found += (getattr(item, name) for name in _attributes(item))
+        stack += ((part, depth + 1) for part in found)
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    part: _Object | _Constant
+
+    def __repr__(self) -> str:
+        if isinstance(self.part, _Constant):
+            return repr(self.part.value)
+        return f"<{self.part.kind.__name__}: {', '.join(self.part.names)}>"
