@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -17,12 +17,20 @@ _RKGB_DIR = str(Path(__file__).parents[1])
 _TORCH_MODULES = f"{_TORCH_DIR}/nn/modules"
 
 
+RunWhole = Callable[[str, nn.Module, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
 class Places:
     """Follows which module of a model is running; `here()` adds the line of the user's code."""
 
     def __init__(self, model: nn.Module) -> None:
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._stack = [""]
+        self._run_whole: Mapping[str, RunWhole] = {}
+        self._raised: BaseException | None = None
+        # Paths of the calls that the last exception came out of, the outermost first.
+        self.raised_in: tuple[str, ...] = ("",)
+        self.called: set[str] = set()
         self._kinds: dict[CodeType, tuple[int, str]] = {}
 
     @contextlib.contextmanager
@@ -36,8 +44,22 @@ class Places:
             if path is None:
                 return original(module, *args, **kwargs)
             stack.append(path)
+            self.called.add(path)
             try:
-                return original(module, *args, **kwargs)
+                whole = self._run_whole.get(path)
+                if whole is None:
+                    return original(module, *args, **kwargs)
+                # It calls the module itself, and compilers look into what they find there.
+                watched = nn.Module.__call__
+                nn.Module.__call__ = original  # type: ignore[method-assign]
+                try:
+                    return whole(path, module, args, kwargs)
+                finally:
+                    nn.Module.__call__ = watched  # type: ignore[method-assign]
+            except Exception as error:
+                if self._raised is not error:
+                    self._raised, self.raised_in = error, tuple(stack[1:])
+                raise
             finally:
                 stack.pop()
 
@@ -46,6 +68,10 @@ class Places:
             yield
         finally:
             nn.Module.__call__ = original  # type: ignore[method-assign]
+
+    def run_whole(self, paths: Iterable[str], run: RunWhole) -> None:
+        """Let `run` make the calls of these modules, where it does not make one already."""
+        self._run_whole = dict.fromkeys(paths, run)
 
     def here(self) -> tuple[str, str]:
         """Return (module path, 'file.py:12') of what runs now.
@@ -76,7 +102,7 @@ class Places:
 # Whose a frame is: nobody's that a reader looks for, torch's own modules', the user's, or that of
 # the call of the model, outside of which nothing belongs to the forward.
 _PASSED_OVER, _TORCHS, _USERS, _OUTERMOST = range(4)
-_CAPTURE = str(Path(__file__).with_name("record.py"))
+_CAPTURE = str(Path(__file__).parents[1] / "capture" / "step.py")
 
 
 def _kind(filename: str) -> tuple[int, str]:

@@ -7,6 +7,7 @@ asked of autograd, which a recording below it does not see.
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
-from rkgb.capture.recorder import NotRecordedError, ReadsDataError, Recorder
+from rkgb.device.patches import Patches
+from rkgb.device.torch_private import pytree
+from rkgb.recording.recorder import Recorder
+from rkgb.recording.stops import NotRecordedError, ReadsDataError
 
+_BRANCHES = ("cond", "while_loop")  # functions that compile what they are given
 _SEEDING = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
 # What a recording would not do again, and what to do instead.
 _NOT_RECORDED = {
@@ -34,6 +38,10 @@ _READS = ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr")
 class CallWatch(TorchFunctionMode):
     """While active, refuses calls that a recording would lose."""
 
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -42,13 +50,16 @@ class CallWatch(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
+        if self.recorder.is_paused:
+            return func(*args, **(kwargs or {}))
         if name in _NOT_RECORDED and getattr(func, "__module__", "").startswith("torch"):
             raise NotRecordedError(_NOT_RECORDED[name])
+        if any(kind.__name__ == "NestedTensor" for kind in types):
+            raise NotRecordedError("computes with nested tensors, whose sizes are values")
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def no_reading(recorder: Recorder) -> Iterator[None]:
+def no_reading(recorder: Recorder) -> Patches:
     """While active, values are handed to nobody but torch, unless they are constants.
 
     Not a mode: autograd leaves modes while it runs a backward.
@@ -56,59 +67,74 @@ def no_reading(recorder: Recorder) -> Iterator[None]:
 
     def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not recorder.knows_value_of(tensor):
-                node = recorder.running_node()
-                raise ReadsDataError(f"control flow or what '{name}' gives", node)
+            recorder.read_content(tensor, name)
             return original(tensor, *args, **kwargs)
 
         return read
 
-    own = {name: vars(Tensor)[name] for name in _READS if name in vars(Tensor)}
-    for name in _READS:
-        setattr(Tensor, name, watched(name, getattr(Tensor, name)))
-    try:
-        yield
-    finally:
-        for name in _READS:
-            if name in own:
-                setattr(Tensor, name, own[name])
-            else:
-                delattr(Tensor, name)
+    return recorder.patched(
+        [(Tensor, name, watched(name, getattr(Tensor, name))) for name in _READS]
+    )
 
 
-@contextlib.contextmanager
-def no_seeding() -> Iterator[None]:
-    """While active, a call that sets the state of torch's random numbers is refused."""
+def no_backward_inside(recorder: Recorder, roots: Sequence[Tensor]) -> Patches:
+    """While active, autograd is called for `roots` only: modes do not see what a backward calls."""
 
-    def refusing() -> Callable[..., Any]:
-        def refuse(*_args: Any, **_kwargs: Any) -> Any:
-            raise NotRecordedError(
-                "sets the state of torch's random numbers, which a recording would not do. Seed "
-                "outside of forward"
-            )
+    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            # Once more for each mode, such as torch.device(...), which hands on a tuple of them.
+            if args and isinstance(args[0], (list, tuple)) and _same_objects(args[0], roots):
+                return original(*args, **kwargs)
+            raise NotRecordedError("has a backward that calls autograd")
 
         return refuse
 
-    places = [(place, name) for place in (torch, torch.random, torch.cuda) for name in _SEEDING]
-    old = [(place, name, getattr(place, name)) for place, name in places if hasattr(place, name)]
-    try:
-        for place, name, _ in old:  # one each: torch's compiler, if it is loaded now, compares
-            setattr(place, name, refusing())
-        yield
-    finally:
-        for place, name, function in old:
-            setattr(place, name, function)
+    names = ("backward", "grad")
+    return recorder.patched(
+        [(torch.autograd, name, refusing(getattr(torch.autograd, name))) for name in names]
+    )
+
+
+def _same_objects(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    return len(first) == len(second) and all(map(operator.is_, first, second))
+
+
+def refused_calls(recorder: Recorder) -> Patches:
+    """While active, no call sets the state of torch's random numbers, or branches on values."""
+
+    def refusing(original: Callable[..., Any], error: Exception) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if recorder.is_paused:
+                return original(*args, **kwargs)
+            raise error
+
+        return refuse
+
+    seeds = NotRecordedError(
+        "sets the state of torch's random numbers, which a recording would not do. Seed "
+        "outside of forward"
+    )
+    branches = ReadsDataError("control flow", "")
+    places: list[tuple[Any, str, Exception]] = [(torch, name, branches) for name in _BRANCHES]
+    places += [(p, name, seeds) for p in (torch, torch.random, torch.cuda) for name in _SEEDING]
+    # One function each: torch's compiler, if it is loaded now, compares them.
+    return recorder.patched(
+        [(p, n, refusing(getattr(p, n), error)) for p, n, error in places if hasattr(p, n)]
+    )
 
 
 @contextlib.contextmanager
 def transparent_checkpoints() -> Iterator[None]:
     """While active, `torch.utils.checkpoint` runs what it is given, and nothing is run again.
 
-    What is kept and what is recomputed is the plan's to decide.
+    What is kept and what is recomputed is the plan's to decide. What has no input that requires a
+    gradient gets none from a reentrant checkpoint, and here neither.
     """
 
     def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-        return function(*args)
+        wants = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+        with torch.set_grad_enabled(wants and torch.is_grad_enabled()):
+            return function(*args)
 
     def generator(*_args: Any, **_kwargs: Any) -> Iterator[None]:
         yield

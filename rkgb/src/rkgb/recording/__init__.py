@@ -1,0 +1,7 @@
+"""Everything that runs, seen and written down: operations, values, and whose line made them.
+
+Gets a running step; gives its operations and what is known of the values between them. Read
+recorder.py (how an operation is written down), values.py on names.py (what goes by which name),
+kernels.py (what a declaration says), repeated.py (what need not run again), places.py (where in the
+user's code), watch.py (what no operation shows), and stops.py.
+"""

@@ -1,0 +1,129 @@
+"""What a kernel's declaration says, and how a call of it is written down."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rkgb.graphs.op import BATCH_NORMS, Ref
+from rkgb.recording.stops import NotRecordedError
+
+_aten = torch.ops.aten
+# They read no more of their argument than its shape, type and strides. Written down without it, so
+# that it need not be alive: (constructor, positions of arguments that remain).
+_LIKE = {
+    "empty_like": (_aten.empty_strided.default, False),
+    "zeros_like": (_aten.zeros.default, False),
+    "ones_like": (_aten.ones.default, False),
+    "full_like": (_aten.full.default, True),
+    "new_empty": (_aten.empty_strided.default, False),
+    "new_empty_strided": (_aten.empty_strided.default, False),
+    "new_zeros": (_aten.zeros.default, False),
+    "new_ones": (_aten.ones.default, False),
+    "new_full": (_aten.full.default, True),
+}
+# What they return has no content yet.
+_BLANKS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+_DYNAMIC, _RANDOM = torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a kernel's declaration says, read once."""
+
+    name: str
+    is_dynamic: bool  # sizes of results depend on values
+    may_be_random: bool
+    written: tuple[tuple[int, str], ...]  # arguments that it overwrites: position and name
+    is_blank: bool  # what it returns has no content yet
+    is_repeatable: bool  # it returns fresh memory with content, and does nothing else
+    like: tuple[Any, bool] | None
+
+    def writes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of the values that a call declares to overwrite."""
+        written: list[str] = []
+        for position, name in self.written:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            values = value if isinstance(value, (list, tuple)) else [value]
+            written += [v.name for v in values if isinstance(v, Ref)]
+        return tuple(dict.fromkeys(written))
+
+
+@functools.cache
+def traits_of(func: Any) -> Traits:
+    """Read the declaration of a kernel."""
+    tags = frozenset(func.tags)
+    name = str(func.__name__).split(".")[0]
+    return Traits(
+        name=name,
+        is_dynamic=_DYNAMIC in tags,
+        may_be_random=_RANDOM in tags or func.namespace != "aten",
+        written=tuple(
+            (position, argument.name)
+            for position, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ),
+        is_blank=name in _BLANKS,
+        is_repeatable=func.namespace == "aten"
+        and name not in (BATCH_NORMS | _BLANKS)
+        and tags.isdisjoint((_RANDOM, _DYNAMIC))
+        and all(result.alias_info is None for result in func._schema.returns),
+        like=_LIKE.get(name) if func.namespace == "aten" else None,
+    )
+
+
+def without_generator(generator: torch.Generator) -> None:
+    """Return what stands for torch's own generator.
+
+    Raises:
+        NotRecordedError: it is another one.
+    """
+    here: Any = generator  # each call wraps it anew
+    own: Any = (torch.default_generator, *torch.cuda.default_generators)
+    if here._cdata not in [other._cdata for other in own]:
+        raise NotRecordedError(
+            "draws random numbers from a torch.Generator of its own, whose state a recording "
+            "would not follow. Draw without one, from torch's"
+        )
+
+
+def without_shape_reads(
+    func: Any,
+    rule: tuple[Any, bool],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    made: Tensor,
+) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
+    """Return a call that makes the same as this one, whose argument lends only its shape."""
+    target, takes_value = rule
+    strided = target is _aten.empty_strided.default
+    if not strided and not made.is_contiguous():
+        return func, args, kwargs
+    new: tuple[Any, ...] = (list(made.shape),)
+    if strided:
+        new += (list(made.stride()),)
+    if takes_value:
+        new += (args[-1] if len(args) > 1 else kwargs["fill_value"],)
+    return target, new, {"dtype": made.dtype, "device": made.device}
+
+
+def tensors_returned(result: Any) -> tuple[list[Tensor | None] | None, bool]:
+    """Return the tensors that an operation returned, None if something else, and whether many."""
+    if isinstance(result, Tensor):
+        return [result], False
+    if result is None:
+        return [], False
+    if isinstance(result, (tuple, list)) and all(
+        isinstance(t, Tensor) or t is None for t in result
+    ):
+        return list(result), True
+    # Kernels of attention also return sizes, which their backward takes as they are.
+    several = isinstance(result, tuple) and len(result) > 1 and isinstance(result[0], Tensor)
+    if several and all(isinstance(t, (Tensor, int, type(None))) for t in result):
+        return [t if isinstance(t, Tensor) else None for t in result], True
+    return None, False

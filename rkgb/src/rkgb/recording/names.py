@@ -1,0 +1,125 @@
+"""Names of values that hang on live tensor objects by weak references, and keep none alive."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rkgb.graphs.tensor_info import TensorInfo, storage_id
+
+
+class LiveNames:
+    """Which name each living tensor goes by, and what is known of every name."""
+
+    def __init__(self) -> None:
+        self.infos: dict[str, TensorInfo] = {}
+        self._names: dict[int, str] = {}
+        self._watch: dict[int, weakref.ref[Tensor]] = {}
+        self._by_storage: dict[int, dict[int, weakref.ref[Tensor]]] = {}
+        self._stand_ins: dict[int, int] = {}  # storage -> how much further on the value begins
+        self._taken: dict[str, int] = {}
+
+    def of(self, tensor: Tensor) -> str | None:
+        """Return the name of a tensor, or of one that is equal to it in memory and geometry."""
+        name = self._names.get(id(tensor))
+        if name is not None:
+            return name
+        for key, reference in self._by_storage.get(storage_id(tensor), {}).items():
+            other = reference()
+            if other is not None and _geometry(other) == _geometry(tensor):
+                name = self._names[key]
+                self.bind(name, tensor, storage_id(tensor))
+                return name
+        return None
+
+    def own_name_of(self, tensor: Tensor) -> str | None:
+        """Return the name that this very object goes by."""
+        return self._names.get(id(tensor))
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a live tensor by its name."""
+        found = (self._watch[key]() for key, other in self._names.items() if other == name)
+        return next(tensor for tensor in found if tensor is not None)
+
+    def take(self, name: str) -> None:
+        """Keep a name from being given to anything else."""
+        self._taken[name] = 1
+
+    def fresh(self, base: str) -> str:
+        """Return a name that nothing has, made from `base`."""
+        count = self._taken.get(base, 0)
+        self._taken[base] = count + 1
+        name = f"{base}_{count}" if count else base
+        return name if not count or name not in self.infos else self.fresh(base)
+
+    def define(self, name: str, tensor: Tensor, storage: Any, root: str) -> None:
+        """Note what there is to know of a new value, and let the tensor go by its name."""
+        info = TensorInfo.of(tensor, root, storage.nbytes())
+        shift = self._stand_ins.get(storage._cdata)
+        if shift is not None:
+            whole = self.infos[root].storage_bytes
+            info = replace(info, offset=info.offset + shift, storage_bytes=whole)
+        self.infos[name] = info
+        self.bind(name, tensor, storage._cdata)
+
+    def stand_in(self, name: str, tensor: Tensor) -> None:
+        """Let `tensor` go by the name of a value whose content has been given up.
+
+        It may begin at another place of its storage, and so does every view of it.
+        """
+        self.bind(name, tensor, storage_id(tensor))
+        shift = self.infos[name].offset - int(tensor.storage_offset())
+        self._stand_ins[storage_id(tensor)] = shift
+
+    def bind(self, name: str, tensor: Tensor, storage: int) -> None:
+        """Let the tensor go by the name for as long as it lives."""
+        key = id(tensor)
+        names, watch, table = self._names, self._watch, self._by_storage
+        stand_ins = self._stand_ins
+
+        def forget(reference: weakref.ref[Tensor]) -> None:
+            if watch.get(key) is reference:
+                del watch[key]
+                names.pop(key, None)
+            group = table.get(storage)
+            if group is not None and group.get(key) is reference:
+                del group[key]
+                if not group:
+                    del table[storage]
+                    stand_ins.pop(storage, None)
+
+        names[key] = name
+        reference = weakref.ref(tensor, forget)
+        watch[key] = reference
+        group = table.get(storage)
+        if group is None:
+            table[storage] = {key: reference}
+        else:
+            group[key] = reference
+
+    def alias_of(self, storage: int) -> str | None:
+        """Return the root of the values that lie in a storage."""
+        for key, reference in self._by_storage.get(storage, {}).items():
+            if reference() is not None:
+                return self.infos[self._names[key]].alias_of
+        return None
+
+    def overlap(self, first: str, second: str) -> bool:
+        """Whether two values of one storage have an element in common (parts of a split do not)."""
+        a, b = self.infos[first], self.infos[second]
+        with torch.no_grad():
+            elements = torch.zeros(a.storage_bytes // a.dtype.itemsize, dtype=torch.bool)
+            elements.as_strided(a.shape, a.stride, a.offset).fill_(True)
+            return a.dtype != b.dtype or bool(
+                elements.as_strided(b.shape, b.stride, b.offset).any()
+            )
+
+
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype

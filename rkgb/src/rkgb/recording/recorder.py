@@ -1,0 +1,400 @@
+"""Write down every operation of a running step, below autograd, without keeping a tensor alive.
+
+Names hang on live tensor objects by weak references, so what autograd and the user's code free is
+freed: the engine then adds gradients in place exactly where it does so without a recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rkgb.device.kernel_choice import Flags, FlagWatch, UnknownFlagError
+from rkgb.device.patches import Patches
+from rkgb.device.rng import RngState
+from rkgb.device.torch_private import (
+    TorchDispatchMode,
+    current_autograd_node,
+    latest_sequence_nr,
+    unwatched,
+)
+from rkgb.errors import InvalidGraphError, SideEffectError
+from rkgb.graphs.basic import Read
+from rkgb.graphs.op import BATCH_NORMS, Op, Ref, map_refs
+from rkgb.graphs.tensor_info import storage_id
+from rkgb.recording.kernels import (
+    tensors_returned,
+    traits_of,
+    without_generator,
+    without_shape_reads,
+)
+from rkgb.recording.places import Places
+from rkgb.recording.repeated import RepeatedKernels
+from rkgb.recording.statements import only_raises
+from rkgb.recording.stops import (
+    NeedsContentError,
+    NotRecordedError,
+    ReadsDataError,
+    WritesInputError,
+)
+from rkgb.recording.values import Values
+
+_aten = torch.ops.aten
+# They return what they get: the same memory, the same geometry.
+_IDENTITIES = frozenset((_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default))
+_MOST_READ = 1 << 16  # elements that are compared at every call, where Python takes them all
+# The size of what they give depends on the masks among their arguments only.
+_SELECTIONS = (_aten.index.Tensor, _aten._unsafe_index.Tensor, _aten.masked_select.default)
+
+
+class Recorder(Values, TorchDispatchMode):
+    """While active, appends what runs to `forward` or, once `in_backward`, to `backward`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch loads its compiler, which takes longer than the recording
+
+    def __init__(
+        self, model_name: str, device: torch.device, places: Places, *, guards: bool = True
+    ) -> None:
+        Values.__init__(self)
+        TorchDispatchMode.__init__(self)
+        self.model_name, self.device, self.places = model_name, device, places
+        self.forward: list[Op] = []
+        self.backward: list[Op] = []
+        self.in_backward = False
+        self.guards = guards  # looks at what follows from the inputs are allowed
+        # Runs what has run before; None: everything runs, so that all content is what it is.
+        self.repeated: RepeatedKernels | None = RepeatedKernels()
+        self._paused = False
+        self._patches: list[Patches] = []
+        self.reads: list[Read] = []
+        self.checks: list[tuple[str, str, Tensor]] = []  # path of the module, line, what it saw
+        self._random = RngState.save(device)
+        self._flags = FlagWatch()
+
+    @property
+    def count(self) -> int:
+        """How many operations have run."""
+        return len(self.forward) + len(self.backward)
+
+    def refuse_overwritten(self, name: str, since: int) -> None:
+        """Refuse to hand a saved value to a backward if its memory was written to since.
+
+        Raises:
+            InvalidGraphError: it was.
+        """
+        for place, written in self.written.get(self.infos[name].alias_of, ()):
+            with self.paused():
+                if place < since or not self.names.overlap(name, written):
+                    continue
+            op = (*self.forward, *self.backward)[place]
+            raise InvalidGraphError(
+                f"cannot capture {self.model_name}: '{op.target_name}' "
+                f"({op.module_path or 'root'}, {op.source}) overwrites a tensor that the backward "
+                "needs; eager PyTorch refuses this backward too. Replace the in-place operation."
+            )
+
+    # ------------------------------------------------------------------ operations
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While active, operations run unrecorded."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def patched(self, patches: Sequence[tuple[Any, str, Any]]) -> Patches:
+        """Return replacements of torch's functions that `unwatched` undoes."""
+        self._patches.append(Patches(patches))
+        return self._patches[-1]
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """While active, operations run as if nothing was recorded; inside all that was entered."""
+        with ExitStack() as stack:
+            stack.enter_context(self.paused())
+            stack.enter_context(unwatched())
+            for patches in self._patches:
+                stack.enter_context(patches.undone())
+            yield
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        traits = traits_of(func)
+        if func in _IDENTITIES:
+            result = func(*args, **kwargs)
+            self.names.bind(self.argument(args[0]), result, storage_id(result))
+            return result
+        inputs: list[str] = []
+        named_args = self._named(args, inputs)
+        named_kwargs = self._named(kwargs, inputs)
+        known = self.known.issuperset(inputs)
+        given = self.guards and not self.in_backward and self.given.issuperset(inputs)
+        if traits.is_dynamic and not known:
+            self._look_at_size(func, named_args, named_kwargs, given)
+        writes = traits.writes(named_args, named_kwargs)
+        self.note_writes(writes, self.count)
+        if traits.name in BATCH_NORMS and named_args[5] is True:  # unseen by autograd too
+            writes += tuple(v.name for v in named_args[3:5] if isinstance(v, Ref))
+        if writes:
+            self._refuse_writes(traits.name, writes)
+        old = self._snapshots(inputs, writes)
+        if writes or known or given or not traits.is_repeatable or self.repeated is None:
+            result = self._run(func, args, kwargs)
+        else:
+            result = self.repeated.run(func, args, kwargs)
+        tensors, many = tensors_returned(result)
+        if tensors is None:
+            if known:  # a number made from numbers: no operation of the step
+                return result
+            if not given and isinstance(result, bool) and self._is_check(args):
+                return result
+            if not given or not isinstance(result, (bool, int, float)) or result != result:
+                raise self.reads_data("control flow or a Python number")
+            self._note("number", self._op(func, named_args, named_kwargs, ()), result)
+            return result
+        is_random = traits.may_be_random and self._has_drawn(func, named_args, named_kwargs)
+        writes += tuple(n for n, copy in old.items() if not self._unchanged(n, copy))
+        results = self.results_of(traits.name, tensors, may_alias=bool(inputs))
+        if self.blank:
+            self._refuse_blank(inputs, results)
+        if traits.is_blank and tensors[0] is not None and tensors[0].numel():
+            self.blank.add(results[0])
+        self.follow(results, writes, known=known, given=given, is_random=is_random)
+        node = current_autograd_node() if self.in_backward else None
+        path, source = ("", "") if self.in_backward else self.places.here()
+        target: Any = func
+        if traits.like is not None and tensors[0] is not None and "out" not in kwargs:
+            target, named_args, named_kwargs = without_shape_reads(
+                func, traits.like, named_args, named_kwargs, tensors[0]
+            )
+        made = Op(
+            name=next(filter(None, results), None) or self.names.fresh(traits.name),
+            target=target,
+            args=named_args,
+            kwargs=named_kwargs,
+            results=results,
+            returns_many=many,
+            module_path=path,
+            source=source,
+            sequence_nr=latest_sequence_nr() if node is None else int(node._sequence_nr()),
+            is_random=is_random,
+            writes=writes,
+            flags=self.flags(),
+        )
+        (self.backward if self.in_backward else self.forward).append(made)
+        return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+    def _is_check(self, args: tuple[Any, ...]) -> bool:
+        """Note that a computed value is looked at only to raise an error: the step looks again."""
+        fits = self.guards and not self.in_backward and len(args) == 1 and only_raises()
+        if fits:
+            if self.repeated is not None and self.repeated.has_repeated:
+                raise NeedsContentError
+            path, source = self.places.here()
+            self.checks.append((path, source, args[0]))
+        return fits
+
+    def flags(self) -> Flags:
+        """Return the flags that the forward has set for what runs now.
+
+        Raises:
+            NotRecordedError: one of them cannot be set again.
+        """
+        try:
+            return self._flags.changed()
+        except UnknownFlagError:
+            raise NotRecordedError("sets a global flag of torch that a plan cannot set") from None
+
+    def _op(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: tuple[str, ...]
+    ) -> Op:
+        path, source = self.places.here()
+        return Op((*results, "read")[0], func, args, kwargs, results, False, path, source)
+
+    def _note(self, kind: Literal["number", "size", "content"], op: Op, value: Any) -> None:
+        self.reads.append(Read(kind, op, len(self.forward), value))
+
+    def _refuse_blank(self, inputs: Sequence[str], results: Sequence[str]) -> None:
+        """Refuse to read what no operation has written: a kernel that torch does not see has.
+
+        A view reads nothing. Raises NotRecordedError.
+        """
+        read = self.blank.intersection(self.infos[name].alias_of for name in inputs)
+        if read and not all(n and self.infos[n].alias_of in read for n in results):
+            self.refuse_unwritten(min(read))
+
+    def refuse_unwritten(self, name: str) -> None:
+        """Refuse a value whose content was written by no operation.
+
+        Raises:
+            NotRecordedError: it was not.
+        """
+        if self.infos[name].alias_of in self.blank:
+            error = NotRecordedError(
+                "fills a tensor in a way that no operation shows, as kernels outside of torch do"
+            )
+            error.module_path = self.reads_data("").module_path
+            raise error
+
+    def read_content(self, tensor: Tensor, what: str) -> None:
+        """Note that all elements of a tensor are handed to Python or to another library.
+
+        Raises:
+            ReadsDataError: they depend on more than the inputs; `what` says how they are read.
+        """
+        if self.is_paused or self.knows_value_of(tensor):
+            return
+        name = self.name_of(tensor)
+        may_look = self.guards and not self.in_backward
+        readable = what != "data_ptr" and tensor.numel() <= _MOST_READ
+        if name not in self.given or not may_look or not readable:
+            raise self.reads_data(f"control flow or what '{what}' gives")
+        with self.paused(), torch.no_grad():
+            value = (tuple(tensor.shape), *tensor.detach().reshape(-1).tolist())
+        self._note("content", self._op(_aten.alias.default, (Ref(name),), {}, ()), value)
+
+    def detached(self, name: str) -> str:
+        """Give a name of its own to a value without the gradient of what it is equal to."""
+        own = self.names.fresh("detach")
+        self.infos[own] = self.infos[name]
+        self.forward.append(self._op(_aten.alias.default, (Ref(name),), {}, (own,)))
+        return own
+
+    def follow_random(self) -> None:
+        """Take note of what has been drawn unrecorded."""
+        self._random = RngState.save(self.device)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether operations run unrecorded now."""
+        return self._paused
+
+    def _named(self, tree: Any, inputs: list[str]) -> Any:
+        if isinstance(tree, Tensor):
+            if tree.layout is not torch.strided:
+                raise NotRecordedError("computes with sparse tensors")
+            name = self.argument(tree)
+            inputs.append(name)
+            return Ref(name)
+        kind = type(tree)
+        if kind is tuple:
+            return tuple([self._named(value, inputs) for value in tree])
+        if kind is list:
+            return [self._named(value, inputs) for value in tree]
+        if kind is dict:
+            return {key: self._named(value, inputs) for key, value in tree.items()}
+        return without_generator(tree) if kind is torch.Generator else tree
+
+    def argument(self, tensor: Tensor) -> str:
+        """Return the name of what an operation reads; a tensor without one is a constant."""
+        name = self.name_of(tensor)
+        if name is None:
+            root = self.names.alias_of(storage_id(tensor))
+            if root is not None and root not in self.resident:
+                raise NotRecordedError(
+                    f"looks at the memory of '{root}' in a way that no operation shows. Use a view "
+                    "made by torch's operations"
+                )
+            name = self.add_external(self.names.fresh("c_constant"), tensor, "constant")
+        if tensor.requires_grad:
+            self.wanting.add(name)
+        return name
+
+    # ------------------------------------------------------------------ what cannot be seen
+
+    def _snapshots(self, inputs: Sequence[str], writes: Sequence[str]) -> dict[str, Tensor]:
+        # A custom kernel may write to buffers although its schema does not say so.
+        if self.in_backward or self.buffers.keys().isdisjoint(inputs):
+            return {}
+        names = [n for n in inputs if n in self.buffers and n not in writes]
+        with self.paused(), torch.no_grad():
+            return {name: self.buffers[name].clone() for name in names}
+
+    def _unchanged(self, name: str, copy: Tensor) -> bool:
+        with self.paused(), torch.no_grad():
+            now = self.buffers[name]
+            return bool(torch.equal(now, copy) or ((now == copy) | (now != now)).all())
+
+    def _has_drawn(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        with self.paused():
+            now = RngState.save(self.device)
+            moved = not now.equals(self._random)
+        self._random = now
+        return moved
+
+    # ------------------------------------------------------------------ refusals
+
+    def _look_at_size(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: bool
+    ) -> None:
+        """Note what the size of a result depends on: for a selection, not on what is selected.
+
+        Raises:
+            ReadsDataError: it depends on more than the inputs.
+        """
+        looks = [(func, args, kwargs)]
+        if func in _SELECTIONS:
+            indices = args[1] if isinstance(args[1], (list, tuple)) else (args[1],)
+            masks = [i for i in indices if isinstance(i, Ref) and self.is_mask(i.name)]
+            may_look = self.guards and not self.in_backward
+            given = may_look and self.given.issuperset(mask.name for mask in masks)
+            looks = [(_aten.nonzero.default, (mask,), {}) for mask in masks]
+        for target, its_args, its_kwargs in looks:
+            if not given:
+                raise self.reads_data(f"the size of what '{func}' returns")
+            op = self._op(target, its_args, its_kwargs, ())
+            with self.paused(), torch.no_grad():
+                keywords = map_refs(dict(its_kwargs), self.names.tensor)
+                made = target(*map_refs(its_args, self.names.tensor), **keywords)
+            shapes = [tuple(t.shape) for t in (made if isinstance(made, tuple) else (made,))]
+            self._note("size", op, tuple(shapes))
+
+    def _refuse_writes(self, what_writes: str, writes: Sequence[str]) -> None:
+        for name in writes:
+            root = self.infos[name].alias_of
+            kind = self.kinds.get(root, "")
+            # What autograd makes unseen in a backward is a constant too.
+            kept = (
+                ("parameter", "input") if self.in_backward else ("parameter", "input", "constant")
+            )
+            if kind == "input" and not self.in_backward and root not in self.wanting:
+                raise WritesInputError(root, what_writes, *self.places.here())
+            if kind in kept:
+                what = "input" if kind == "input" else "parameter or constant"
+                path, source = self.places.here()
+                raise SideEffectError(
+                    f"cannot place '{what_writes}' ({path or 'root'}, {source}): it overwrites "
+                    f"the {what} '{root}' of {self.model_name}, which a second run of it would see "
+                    "changed. Work on a copy: x = x.clone()."
+                )
+
+    def reads_data(self, what: str) -> ReadsDataError:
+        """Return the error that something depends on data, here and now."""
+        node = current_autograd_node() if self.in_backward else None
+        if node is None:
+            return ReadsDataError(what, "")
+        number = int(node._sequence_nr())
+        made = next((op for op in self.forward if op.sequence_nr == number), None)
+        if made is None:
+            return ReadsDataError(what, f"'{node.name()}'")
+        place = f"of module '{made.module_path or '(root)'}' ({made.source})"
+        return ReadsDataError(what, f"'{node.name()}' {place}", made.module_path)

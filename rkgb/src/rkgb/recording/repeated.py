@@ -1,0 +1,138 @@
+"""Kernels that have run before in a recording are not run again: their results lie as they did.
+
+A recording asks where results lie in memory, never what is in them, and kernels do not choose that
+by values. So of twelve equal layers one is computed, and the others get fresh memory of the same
+shapes and strides, filled with a number that most kernels take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SMALL = 16  # elements: the content of what is smaller is kept
+_PLAIN = frozenset(
+    (bool, int, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
+)
+_Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """Where the tensors that a kernel returned lie, each in memory of its own."""
+
+    forms: tuple[_Form | None, ...]
+    kind: type[Any] | None  # tuple or list; None for a single tensor
+
+    def made_anew(self) -> Any:
+        made = [
+            None
+            if f is None
+            else torch.empty_strided(f[0], f[1], dtype=f[2], device=f[3]).fill_(0.5)
+            for f in self.forms
+        ]
+        return made[0] if self.kind is None else self.kind(made)
+
+
+class RepeatedKernels:
+    """Runs each kernel once for arguments of one kind."""
+
+    def __init__(self) -> None:
+        self._results: dict[tuple[Any, ...], _Result | None] = {}
+        self.has_repeated = False
+
+    def run(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return what `func` returns, or fresh memory that lies alike.
+
+        The kernel must write to nothing, draw nothing, and return no views.
+        """
+        try:
+            key = (func, torch.is_grad_enabled(), _kind(args), _kind(tuple(kwargs.items())))
+        except _OddError:
+            return func(*args, **kwargs)
+        if key not in self._results:
+            result = func(*args, **kwargs)
+            self._results[key] = _result(result, set(_storages((args, kwargs))))
+            return result
+        known = self._results[key]
+        if known is None:
+            return func(*args, **kwargs)
+        self.has_repeated = True
+        return known.made_anew()
+
+
+class _OddError(Exception):
+    """An argument is of a kind that is not looked into."""
+
+
+def _kind(tree: Any) -> Any:
+    kind = type(tree)
+    if kind is Tensor or kind is torch.nn.Parameter:
+        if tree.layout is not torch.strided or tree.is_conj() or tree.is_neg():
+            raise _OddError
+        return tree.dtype, tree.device, tree.shape, tree.stride()
+    if kind is tuple or kind is list:
+        return kind, tuple([_kind(value) for value in tree])
+    if kind is float:
+        return kind, tree.hex()  # 0.0 is not -0.0
+    if kind in _PLAIN:
+        return kind, tree
+    raise _OddError
+
+
+def _storages(tree: Any) -> Iterator[int]:
+    if isinstance(tree, Tensor):
+        yield tree.untyped_storage()._cdata
+    elif isinstance(tree, (tuple, list, Mapping)):
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _storages(value)
+
+
+def _result(result: Any, taken: set[int]) -> _Result | None:
+    """Return how a result lies; None where its content may matter or its memory is shared.
+
+    `taken` are the storages of the arguments: some kernels, as `_unsafe_view`, return one of them
+    and do not say so.
+    """
+    kind = None if isinstance(result, Tensor) else type(result)
+    if kind not in (None, tuple, list):
+        return None
+    tensors = [result] if kind is None else list(result)
+    forms: list[_Form | None] = []
+    storages = set(taken)
+    for tensor in tensors:
+        if tensor is None:
+            forms.append(None)
+            continue
+        if not isinstance(tensor, Tensor) or not _is_without_content(tensor):
+            return None
+        storages.add(tensor.untyped_storage()._cdata)
+        forms.append((tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device))
+    if len(storages) < len(taken) + sum(form is not None for form in forms):
+        return None
+    return _Result(tuple(forms), kind)
+
+
+def _is_without_content(tensor: Tensor) -> bool:
+    """Whether nothing is lost with what the tensor holds, and it fills its memory."""
+    return (
+        type(tensor) is Tensor
+        and (tensor.is_floating_point() or tensor.is_complex())
+        and tensor.numel() > _SMALL
+        and tensor.layout is torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.storage_offset() == 0
+        and tensor.untyped_storage().nbytes() == _strided_bytes(tensor)
+    )
+
+
+def _strided_bytes(tensor: Tensor) -> int:
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return (last + 1) * tensor.element_size()
