@@ -1,0 +1,7 @@
+"""Submodules that cannot be recorded: each is one operation that runs the user's Python.
+
+Gets a submodule and the arguments of one call; gives a forward operation and a backward operation
+for the recording, and runs them in a step. Read piece.py (what such an operation is), then
+inner_graph.py (what autograd keeps between the two), module_state.py (what Python changes),
+trial.py (what a call costs) and adding.py (its gradients).
+"""

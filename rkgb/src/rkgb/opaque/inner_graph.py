@@ -1,0 +1,243 @@
+"""One run of a module under autograd, and the graph that it leaves for its backward.
+
+What autograd saves of the run's own inputs and results is not held: the step holds them, or makes
+them again, and hands them to the backward. Only what is made inside stays with the graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from rkgb.graphs.tensor_info import storage_id, storage_of
+
+
+class _Saved:
+    """One tensor that autograd has saved: held, or found again among inputs and results."""
+
+    __slots__ = ("geometry", "place", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version = tensor._version
+        self.place: tuple[str, int] | None = None
+        self.geometry: Any = None
+
+    def give_up(self, place: tuple[str, int]) -> None:
+        assert self.tensor is not None
+        tensor = self.tensor
+        self.place = place
+        self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        self.tensor = None
+
+
+@dataclass
+class InnerGraph:
+    """What a run leaves: its differentiable results, its leaves, and what autograd saved."""
+
+    results: list[Any] = field(default_factory=list)  # edges that gradients flow back from
+    # Where gradients come out: for an input the node that it came in by, for a parameter its leaf.
+    ends: list[Any] = field(default_factory=list)
+    saved: list[_Saved] = field(default_factory=list)
+    given: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    trail: tuple[Any, ...] = ()  # what was saved, in order; equal for runs that went the same way
+
+    def entering(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the same memory that a gradient flows back to.
+
+        It is no leaf: autograd would hold its memory as long as the graph.
+        """
+        entered: Tensor = _Entry.apply(torch.empty(0, requires_grad=True), tensor.detach())  # type: ignore[no-untyped-call]
+        self.ends.append(entered.grad_fn)
+        return entered
+
+    def finish(
+        self,
+        inputs: Sequence[Tensor],
+        results: Sequence[Tensor],
+        given: Sequence[tuple[str, int]] | None = None,
+    ) -> None:
+        """Hold nothing of the run's inputs and results any more, but the way back from these.
+
+        With `given`, only what the backward will be given is let go.
+        """
+        self.results = [get_gradient_edge(t) for t in results if t.requires_grad]
+        places: dict[int, tuple[str, int]] = {}
+        for kind, tensors in (("input", inputs), ("result", results)):
+            for index, tensor in enumerate(tensors):
+                if given is None or (kind, index) in given:
+                    places.setdefault(storage_id(tensor), (kind, index))
+        for entry in self.saved:
+            held = entry.tensor
+            if held is None or held.layout is not torch.strided:
+                continue
+            if place := places.get(storage_id(held)):
+                entry.give_up(place)
+
+    def saving(self) -> saved_tensors_hooks:
+        """While active, what autograd saves comes to this graph.
+
+        Autograd holds the hooks as long as its nodes, so they hold no graph: a dropped graph goes.
+        """
+        mine = weakref.ref(self)
+
+        def pack(tensor: Tensor) -> _Saved:
+            graph = mine()
+            assert graph is not None
+            return graph.pack(tensor)
+
+        def unpack(entry: _Saved) -> Tensor:
+            graph = mine()
+            assert graph is not None
+            return graph.unpack(entry)
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def pack(self, tensor: Tensor) -> _Saved:
+        """Take what autograd saves."""
+        entry = _Saved(tensor.detach() if tensor.requires_grad else tensor)
+        entry.version = tensor._version
+        self.saved.append(entry)
+        return entry
+
+    def unpack(self, entry: _Saved) -> Tensor:
+        """Give autograd back what it saved.
+
+        Raises:
+            RuntimeError: it was changed in place since, as autograd itself would say.
+        """
+        if entry.tensor is not None:
+            if entry.tensor._version != entry.version:
+                raise RuntimeError(
+                    "a tensor that the backward of an opaque module needs was changed in place"
+                )
+            return entry.tensor
+        assert entry.place is not None
+        size, stride, offset, dtype = entry.geometry
+        tensor = self.given[entry.place]
+        whole = tensor if tensor.dtype == dtype else tensor.view(dtype)
+        return whole.as_strided(size, stride, offset)
+
+    def close(self) -> None:
+        """Hold nothing but what autograd holds: it lets go as its backward goes along."""
+        self.trail = tuple(
+            s.place or (s.tensor.shape, s.tensor.dtype)  # type: ignore[union-attr]
+            for s in self.saved
+        )
+        self.saved = []
+
+    @property
+    def places(self) -> tuple[tuple[str, int], ...]:
+        """Which inputs and results the backward has to be given."""
+        found = dict.fromkeys(s.place for s in self.saved if s.place is not None)
+        return tuple(sorted(found))
+
+    def held_bytes(self, resident: Sequence[Tensor]) -> int:
+        """Return the bytes of what the graph holds, beside `resident` (parameters, buffers)."""
+        known = {storage_id(tensor) for tensor in resident}
+        sizes = {
+            storage_id(s.tensor): storage_of(s.tensor).nbytes()
+            for s in self.saved
+            if s.tensor is not None
+        }
+        return sum(size for key, size in sizes.items() if key not in known)
+
+    def backward(
+        self, given: dict[tuple[str, int], Tensor], grads: Sequence[Tensor | None]
+    ) -> list[list[Tensor]]:
+        """Return for each leaf the parts of its gradient, in the order in which they come.
+
+        `grads` are those of `results`. The graph is used up.
+        """
+        self.given = given
+        parts: list[list[Tensor]] = [[] for _ in self.ends]
+        place_of = {_key(end): place for place, end in enumerate(self.ends) if end is not None}
+        pairs = []
+        for edge, grad in zip(self.results, grads, strict=True):
+            place = place_of.get(_key(edge.node))
+            if grad is not None and place is not None:  # an input or parameter that is a result
+                parts[place].append(grad)
+            elif grad is not None:
+                pairs.append((edge, grad))
+        hooks = self._catch(parts, place_of, [edge.node for edge, _ in pairs])
+        try:
+            if pairs:
+                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self.given = {}
+            self.results, self.saved = [], []
+        return parts
+
+    def _catch(
+        self, parts: list[list[Tensor]], place_of: dict[int, int], roots: Sequence[Any]
+    ) -> list[Any]:
+        """Take each part of a gradient where it is made, before autograd adds them."""
+        hooks = []
+        for node in _nodes_from(roots):
+            edges: dict[int, list[Tensor]] = {}
+            for index, (source, _) in enumerate(node.next_functions):
+                if source is not None and _key(source) in place_of:
+                    edges[index] = parts[place_of[_key(source)]]
+            if edges:
+                hooks.append(node.register_hook(_noting(edges)))
+        return hooks
+
+    def strangers(self) -> list[Tensor]:
+        """Return leaves that the results depend on and that are none of `ends`."""
+        known = {_key(end) for end in self.ends if end is not None}
+        found: dict[int, Tensor] = {}
+        for node in _nodes_from([edge.node for edge in self.results]):
+            variable = getattr(node, "variable", None)
+            if variable is not None and _key(node) not in known and variable.numel():
+                found[id(variable)] = variable
+        return list(found.values())
+
+
+def _nodes_from(roots: Sequence[Any]) -> Iterator[Any]:
+    """Yield every node that gradients of these flow to, each once."""
+    stack = list(dict.fromkeys(roots))
+    seen = set(stack)
+    for node in stack:  # grows while it is walked
+        yield node
+        for source, _ in node.next_functions:
+            if source is not None and source not in seen:
+                seen.add(source)
+                stack.append(source)
+
+
+def _key(end: Any) -> int:
+    """Return what tells an end: a leaf's identity, since its node is made anew, or a node's."""
+    if isinstance(end, Tensor):
+        return id(end)
+    variable = getattr(end, "variable", None)
+    return id(end) if variable is None else id(variable)
+
+
+class _Entry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _gate: Tensor, tensor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None]:
+        return None, None
+
+
+def _noting(edges: dict[int, list[Tensor]]) -> Any:
+    def note(grad_inputs: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        for index, parts in edges.items():
+            part = grad_inputs[index]
+            if part is not None:
+                parts.append(part)
+        return tuple(None if i in edges else g for i, g in enumerate(grad_inputs))
+
+    return note

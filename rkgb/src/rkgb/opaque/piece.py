@@ -1,0 +1,386 @@
+"""A call of a submodule as one operation: the user's own Python, under autograd of its own.
+
+    out_0, token, before = run_moe(x)                       # the forward
+    out_0, token, _ = run_moe_again(x, before)              # a recomputation
+    grad_x, grad_w = run_moe_backward(token, [x], [grad_0])  # the backward
+
+`token` stands for the graph that autograd has made inside, and weighs what that holds. A
+recomputation finds Python's and torch's random numbers, the attributes and the buffers as the first
+run found them, and leaves them as it finds them. Sizes, structure and plain values of the results
+are those of the sample, or the step ends in an error: what follows was recorded with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkgb.device.torch_private import back_to_autograd
+from rkgb.errors import OpaquePieceError
+from rkgb.graphs.basic import Region, autocast_as
+from rkgb.graphs.tensor_info import storage_id
+from rkgb.graphs.trees import Structure, flatten
+from rkgb.opaque.inner_graph import InnerGraph
+from rkgb.opaque.memory import apart, span
+from rkgb.opaque.module_state import BufferContents, ModuleState
+
+_running = threading.local()
+
+
+@contextlib.contextmanager
+def running_on(model: nn.Module) -> Iterator[None]:
+    """While active, pieces run the submodules of this model."""
+    before = getattr(_running, "model", None)
+    _running.model = model
+    try:
+        yield
+    finally:
+        _running.model = before
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Kind:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def fitting(self, tensor: Tensor) -> Tensor | None:
+        """Return the tensor, lying in memory so; None if its shape or type is another."""
+        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
+            return None
+        if tensor.stride() == self.stride or tensor.numel() <= 1:
+            return tensor
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device)
+        return made.copy_(tensor)
+
+
+class Place:
+    """Stands for a tensor among the leaves of a result."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a submodule as the sample's step made it."""
+
+    path: str
+    kind: str  # name of the module's class
+    number: int  # of the call, since a module may be called more than once
+    structure: Structure  # of (args, kwargs)
+    leaves: tuple[Any, ...]  # plain values; None in the places of tensors
+    places: tuple[int, ...]  # of the tensors among the leaves
+    wanting: tuple[bool, ...]  # which tensors require a gradient
+    parameters: tuple[str, ...]  # of the whole model, that may get a gradient
+    grad_mode: bool
+    autocast: Region | None
+    function: Any = None  # of autograd, that is called instead of the submodule
+
+    def __str__(self) -> str:
+        return f"'{self.path or '(root)'}' ({self.kind})"
+
+    def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = self.structure.unflatten(leaves)
+        return args, kwargs
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A call, and what the sample's run of it showed."""
+
+    call: Call
+    results: Structure
+    plain: tuple[Any, ...]  # leaves of the result that are no tensors; a `Place` for tensors
+    kinds: tuple[Kind, ...]  # of the tensors among the results
+    lies_in: tuple[int, ...]  # the input in whose memory a result lies, or -1
+    differentiable: tuple[bool, ...]
+    gradients: tuple[Kind | None, ...]  # of inputs, then of parameters; None where none came
+    needs: tuple[tuple[str, int], ...]  # inputs and results that the backward reads
+    buffer_bytes: int  # of copies for a recomputation; 0 where the call writes to no buffer
+    held_bytes: int
+    workspace_bytes: tuple[int, int]  # of forward and backward, beside what they make
+    time_ms: tuple[float, float]
+    flops: tuple[int, int]
+    over: dict[str, int] = field(default_factory=dict)  # most bytes held, once above `held_bytes`
+
+    def result(self, tensors: Sequence[Tensor]) -> Any:
+        """Return what the call returns, with these tensors."""
+        found = iter(tensors)
+        kept = [next(found) if isinstance(p, Place) else p for p in self.plain]
+        return self.results.unflatten(kept)
+
+    def run(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], InnerGraph]:
+        """Run the module; return its tensors, and what its backward needs."""
+        model = getattr(_running, "model", None)
+        assert model is not None, "no model to run on"
+        result, inner, inputs, _ = run_call(self.call, model, tensors)
+        made = self._as_recorded(result, tensors)
+        tensors = result_tensors(result)
+        if tuple(t.requires_grad for t in tensors) != self.differentiable:
+            raise self._differs("other results that require a gradient")
+        inner.finish(inputs, tensors, self.needs)
+        self._weigh(inner, model)
+        inner.close()
+        return made, inner
+
+    def _as_recorded(self, result: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+        taken = {storage_id(t): place for place, t in enumerate(tensors)}
+        leaves, structure = flatten(result)
+        if structure != self.results or len(leaves) != len(self.plain):
+            raise self._differs(f"a result like {structure}, not like {self.results}")
+        found: list[Tensor] = []
+        kinds = iter(self.kinds)
+        for leaf, plain in zip(leaves, self.plain, strict=True):
+            if not isinstance(leaf, Tensor):
+                if type(leaf) is not type(plain) or leaf != plain:
+                    raise self._differs(f"{leaf!r}, not {plain!r}")
+                continue
+            kind = next(kinds, None)
+            tensor = kind.fitting(leaf.detach()) if kind is not None else None
+            if tensor is not None and taken.get(storage_id(tensor), -1) != self.lies_in[len(found)]:
+                tensor = tensor.clone()  # what follows may write to it, or to what it lies in
+            if tensor is None:
+                raise self._differs(f"a tensor of {list(leaf.shape)}, {leaf.dtype}, not of {kind}")
+            found.append(tensor)
+        return found
+
+    def _differs(self, what: str) -> OpaquePieceError:
+        return OpaquePieceError(
+            f"module {self.call}, which is run whole because it could not be recorded, has "
+            f"returned {what}, as it did for the sample. What follows was recorded with that. "
+            "Name a module around it: opaque=['path.of.module'].",
+            module_path=self.call.path,
+        )
+
+    def _weigh(self, inner: InnerGraph, model: nn.Module) -> None:
+        held = inner.held_bytes([*model.parameters(), *model.buffers()])
+        if held > self.held_bytes and "bytes" not in self.over:
+            self.over["bytes"] = held
+            warnings.warn(
+                f"module {self.call} holds {held} bytes for its backward, and {self.held_bytes} "
+                "were planned for it from the sample. Set bytes aside with reserve=.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class RunPiece:
+    """The forward operation of a piece; with `again`, of a recomputation."""
+
+    def __init__(self, piece: Piece, *, keeps_state: bool = True) -> None:
+        self.piece, self.keeps_state = piece, keeps_state
+        self.__name__ = f"run_{piece.call.kind}"
+
+    def __repr__(self) -> str:
+        return f"run {self.piece.call.path} {self.piece.call.number}"
+
+    def without_state(self) -> RunPiece:
+        """Return the operation for a plan that never runs the piece again."""
+        return RunPiece(self.piece, keeps_state=False)
+
+    def again(self) -> RunPieceAgain:
+        """Return the operation of a recomputation, which takes the state of the first run."""
+        return RunPieceAgain(self.piece)
+
+    def __call__(self, *tensors: Tensor) -> tuple[Any, ...]:
+        before = _Before(self.piece) if self.keeps_state else None
+        made, inner = self.piece.run(tensors)
+        if before is not None:
+            before.remember(made, inner)
+        return (*made, inner, before)
+
+
+class RunPieceAgain:
+    """The forward operation of a recomputation."""
+
+    def __init__(self, piece: Piece) -> None:
+        self.piece = piece
+        self.__name__ = f"run_{piece.call.kind}_again"
+
+    def __repr__(self) -> str:
+        return f"run {self.piece.call.path} {self.piece.call.number} again"
+
+    def __call__(self, *given: Any) -> tuple[Any, ...]:
+        *tensors, before = given
+        with before.as_then():
+            made, inner = self.piece.run(tensors)
+        before.compare(made, inner)
+        return (*made, inner, None)
+
+
+class RunPieceBackward:
+    """The backward operation: gradients of the inputs and parameters that want one."""
+
+    def __init__(self, piece: Piece, in_parts: frozenset[int] = frozenset()) -> None:
+        self.piece = piece
+        self.in_parts = in_parts  # places of gradients that are added part by part afterwards
+        self.__name__ = f"run_{piece.call.kind}_backward"
+
+    def __repr__(self) -> str:
+        return f"run {self.piece.call.path} {self.piece.call.number} backward"
+
+    def __call__(
+        self, inner: InnerGraph, needed: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> tuple[Any, ...]:
+        given = dict(zip(self.piece.needs, needed, strict=True))
+        with back_to_autograd(), torch.no_grad(), autocast_as(None):
+            parts = inner.backward(given, grads)
+        # Views keep their base alive, and then autograd cannot add to their memory in place.
+        taken = [span(t) for t in (*given.values(), *grads) if t is not None]
+        parts = [[apart(part.detach(), taken) for part in own] for own in parts]
+        count = len(self.piece.call.places)
+        wanted = (*self.piece.call.wanting, *[True] * (len(parts) - count))
+        found = []
+        for place, own in enumerate(parts):
+            if wanted[place]:
+                found.append(self._gradient(place, own, place < count))
+        return tuple(found)
+
+    def _gradient(self, place: int, parts: list[Tensor], is_input: bool) -> Any:
+        kind = self.piece.gradients[place]
+        if not parts:
+            if is_input and kind is not None:
+                raise self._differs("no gradient", "one")
+            return None
+        if is_input and kind is None:
+            raise self._differs("a gradient", "none")
+        if place in self.in_parts:
+            return parts
+        total = added(None, parts)
+        return total if kind is None else kind.fitting(total)
+
+    def _differs(self, now: str, then: str) -> OpaquePieceError:
+        return OpaquePieceError(
+            f"module {self.piece.call}, which is run whole, has {now} for one of its inputs, and "
+            f"had {then} for the sample. Name a module around it: opaque=['path.of.module'].",
+            module_path=self.piece.call.path,
+        )
+
+
+def added(total: Tensor | None, parts: Sequence[Tensor]) -> Tensor:
+    """Add the parts of a gradient one by one, as autograd does when they come."""
+    for part in parts:
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+class _Before:
+    """What a recomputation must find, and what it must come to."""
+
+    def __init__(self, piece: Piece) -> None:
+        module = _running.model.get_submodule(piece.call.path)
+        self.piece, self.module = piece, module
+        self.state = ModuleState(module)
+        self.buffers = BufferContents(module) if piece.buffer_bytes else None
+        self.trail: Any = None
+
+    def remember(self, made: Sequence[Tensor], inner: InnerGraph) -> None:
+        self.trail = _trail(made, inner)
+
+    def compare(self, made: Sequence[Tensor], inner: InnerGraph) -> None:
+        if _trail(made, inner) != self.trail:
+            raise OpaquePieceError(
+                f"module {self.piece.call} took another way when it was run again for the "
+                "backward. It depends on something that is not restored (a clock, a file, another "
+                "thread). Exclude it from recomputation or make it depend on its inputs only.",
+                module_path=self.piece.call.path,
+            )
+
+    @contextlib.contextmanager
+    def as_then(self) -> Iterator[None]:
+        now = ModuleState(self.module)
+        contents = BufferContents(self.module) if self.buffers is not None else None
+        self.state.restore()
+        if self.buffers is not None:
+            self.buffers.restore()
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                yield
+        finally:
+            now.restore()
+            if contents is not None:
+                contents.restore()
+
+
+def _trail(made: Sequence[Tensor], inner: InnerGraph) -> Any:
+    """Return what two runs that took the same way have in common."""
+    return [Kind.of(t) for t in made], inner.trail
+
+
+def run_call(
+    call: Call, model: nn.Module, tensors: Sequence[Tensor]
+) -> tuple[Any, InnerGraph, list[Tensor], Any]:
+    """Run a submodule on leaves of its own.
+
+    Returns its result, its graph, the leaves that are inputs, and its (args, kwargs) afterwards.
+    """
+    module = model.get_submodule(call.path)
+    inner = InnerGraph()
+    with back_to_autograd(), torch.set_grad_enabled(call.grad_mode), autocast_as(call.autocast):
+        inputs = []
+        for tensor, wants in zip(tensors, call.wanting, strict=True):
+            inputs.append(inner.entering(tensor) if wants else tensor.detach())
+            if not wants:
+                inner.ends.append(None)
+        with _own_parameters(model, module, call.parameters) as parameters:
+            inner.ends += [parameters[name] for name in call.parameters]
+            args, kwargs = call.arguments(inputs)
+            with inner.saving():
+                run = module if call.function is None else call.function.apply
+                result = run(*args, **kwargs)
+    return result, inner, inputs, (args, kwargs)
+
+
+@contextlib.contextmanager
+def _own_parameters(
+    model: nn.Module, module: nn.Module, names: Sequence[str]
+) -> Iterator[Mapping[str, Tensor]]:
+    """Let a module compute with new leaves on its parameters' memory.
+
+    Hooks on the user's parameters are called once, by the step, and not in here as well.
+    """
+    wanted = {id(model.get_parameter(name)): name for name in names}
+    made: dict[str, Any] = {}
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    for part in module.modules():
+        for own, parameter in part._parameters.items():
+            name = wanted.get(id(parameter))
+            if parameter is None or name is None:
+                continue
+            if name not in made:
+                made[name] = nn.Parameter(parameter.detach())
+            replaced.append((part._parameters, own, parameter))
+            part._parameters[own] = made[name]
+    for name in names:
+        made.setdefault(name, model.get_parameter(name))
+    try:
+        yield made
+    finally:
+        for table, own, parameter in replaced:
+            table[own] = parameter
+
+
+def is_inside(path: str, around: str) -> bool:
+    """Whether a module is another one, or in it, by their paths."""
+    return not around or path == around or path.startswith(f"{around}.")
+
+
+def result_tensors(result: Any) -> list[Tensor]:
+    """Return the tensors among the leaves of a result."""
+    return [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]

@@ -1,0 +1,231 @@
+"""Trial runs of a call that runs whole: what it makes, holds, needs and costs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from rkgb.device.memory import trace_memory
+from rkgb.device.patches import Patches
+from rkgb.device.rng import RngState
+from rkgb.errors import SideEffectError, TraceError
+from rkgb.graphs.tensor_info import storage_id
+from rkgb.graphs.trees import Structure, flatten
+from rkgb.opaque.module_state import BufferContents, ModuleState
+from rkgb.opaque.piece import Call, Kind, Piece, Place, added, result_tensors, run_call
+
+_UNSEEN_BYTES = 64  # of numbers that autograd wraps into tensors and saves by itself
+
+
+class BrokenPieceError(TraceError):
+    """A submodule fails when it is run whole, so running more of it whole would not help."""
+
+
+PLACE = Place()
+
+
+@dataclass
+class _Trial:
+    """One run of a call, forward and backward."""
+
+    made: list[Tensor]
+    results: Structure
+    plain: tuple[Any, ...]
+    differentiable: tuple[bool, ...]
+    gradients: tuple[Kind | None, ...]
+    needs: tuple[tuple[str, int], ...]
+    held_bytes: int
+    made_bytes: tuple[int, int]
+    time_ms: tuple[float, float]
+    foreign: list[Tensor]  # leaves that are no parameters: made inside, or from elsewhere
+
+
+class Trials:
+    """Runs calls of the submodules of one model."""
+
+    def __init__(self, twin: nn.Module, device: torch.device) -> None:
+        self.twin, self.device = twin, device
+        self.names = {id(p): n for n, p in twin.named_parameters() if p.requires_grad}
+
+    def piece(
+        self, call: Call, module: nn.Module, tensors: Sequence[Tensor]
+    ) -> tuple[Piece, list[Tensor]]:
+        """Run a call three times; return what that showed, and what the call makes.
+
+        Raises:
+            SideEffectError: the call changes its arguments, or depends on a tensor that it does
+                not take; only a larger piece can be run whole.
+        """
+        device = self.device
+        stream, state, contents = RngState.save(device), ModuleState(module), BufferContents(module)
+        trials: list[_Trial] = []
+        strangers: list[str] = []
+
+        def again() -> None:
+            stream.restore()
+            state.restore()
+            contents.restore()
+
+        def first(span: Any) -> None:
+            trials.append(self._trial(call, tensors, span, strangers))
+
+        trace = trace_memory(first, device)
+        if strangers:
+            again()
+            return self.piece(
+                replace(call, parameters=(*call.parameters, *strangers)), module, tensors
+            )
+        writes = contents.changed()
+        again()
+        total = self._flops(call, tensors)
+        again()
+        trials.append(self._trial(call, tensors, None, []))
+        end = RngState.save(device)
+        state.restore()
+        contents.restore()
+        end.restore()
+        one, two = trials
+        self._refuse_foreign(call, one, two)
+        taken = {storage_id(t): place for place, t in enumerate(tensors)}
+        spans = trace.spans
+        return Piece(
+            call=call,
+            results=one.results,
+            plain=one.plain,
+            kinds=tuple(map(Kind.of, one.made)),
+            lies_in=tuple(taken.get(storage_id(t), -1) for t in one.made),
+            differentiable=one.differentiable,
+            gradients=one.gradients,
+            needs=one.needs,
+            buffer_bytes=sum(b.nbytes for b in module.buffers()) if writes else 0,
+            held_bytes=one.held_bytes,
+            workspace_bytes=(
+                max(0, spans[0].added_peak_bytes - one.made_bytes[0] - one.held_bytes),
+                # Below zero where what is held goes while gradients are made.
+                spans[1].added_peak_bytes - one.made_bytes[1],
+            ),
+            time_ms=(min(one.time_ms[0], two.time_ms[0]), min(one.time_ms[1], two.time_ms[1])),
+            flops=(total // 3, total - total // 3),
+        ), two.made
+
+    def _flops(self, call: Call, tensors: Sequence[Tensor]) -> int:
+        """Count, or return 0 where the counter does not know an operation."""
+        try:
+            # Once it has run under a mode, torch.cond fails for good.
+            with _counting() as counter, Patches([(torch, "cond", _refuse)]):
+                self._trial(call, tensors, None, [])
+        except Exception:  # without it, the same call has just worked
+            return 0
+        return int(counter.get_total_flops())
+
+    def _trial(
+        self, call: Call, tensors: Sequence[Tensor], span: Any, strangers: list[str]
+    ) -> _Trial:
+        versions = [t._version for t in tensors]
+        before = time.perf_counter()
+        with _in(span, "forward"):
+            result, inner, inputs, given = run_call(call, self.twin, tensors)
+            inner.finish(inputs, result_tensors(result))
+        middle = time.perf_counter()
+        self._refuse_changes(call, tensors, versions, inputs, given)
+        leaves_used = inner.strangers()
+        strangers += [self.names[id(t)] for t in leaves_used if id(t) in self.names]
+        leaves, structure = flatten(result)
+        made = [t.detach() for t in leaves if isinstance(t, Tensor)]
+        differentiable = tuple(t.requires_grad for t in leaves if isinstance(t, Tensor))
+        held = inner.held_bytes([*self.twin.parameters(), *self.twin.buffers()])
+        held += _UNSEEN_BYTES
+        needs = inner.places
+        found = {("input", i): t.detach() for i, t in enumerate(tensors)}
+        found.update({("result", i): t for i, t in enumerate(made)})
+        grads = [torch.full_like(t, 0.5) for t in result_tensors(result) if t.requires_grad]
+        inner.close()
+        del result, inputs, given
+        after = time.perf_counter()
+        with _in(span, "backward"):
+            parts = inner.backward(found, grads)
+            sums = [added(None, own) if own else None for own in parts]
+            del parts
+        end = time.perf_counter()
+        return _Trial(
+            made=made,
+            results=structure,
+            plain=tuple(PLACE if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+            differentiable=differentiable,
+            gradients=tuple(None if t is None else Kind.of(t) for t in sums),
+            needs=needs,
+            held_bytes=held,
+            made_bytes=(_bytes_of(made, tensors), _bytes_of([t for t in sums if t is not None])),
+            time_ms=((middle - before) * 1e3, (end - after) * 1e3),
+            foreign=[t for t in leaves_used if id(t) not in self.names],
+        )
+
+    def _refuse_changes(
+        self,
+        call: Call,
+        tensors: Sequence[Tensor],
+        versions: Sequence[int],
+        inputs: Sequence[Tensor],
+        given: Any,
+    ) -> None:
+        leaves, structure = flatten(given)
+        now = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        same = len(now) == len(inputs) and all(a is b for a, b in zip(now, inputs, strict=True))
+        changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        if structure == call.structure and same and not changed:
+            return
+        error = SideEffectError(
+            f"cannot run module {call} whole: it changes its arguments, which others would see."
+        )
+        error.module_path = call.path
+        raise error
+
+    def _refuse_foreign(self, call: Call, one: _Trial, two: _Trial) -> None:
+        """Refuse a leaf from elsewhere: one that two runs share was not made by either."""
+        if any(a is b for a in one.foreign for b in two.foreign):
+            error = SideEffectError(
+                f"cannot run module {call} whole: it uses a tensor that requires a gradient and "
+                "that it neither takes nor owns."
+            )
+            error.module_path = call.path
+            raise error
+
+
+class _NoTracker:
+    """Stands for what tells a counter which module runs.
+
+    Torch's hooks every tensor for that, and its hooks fail in `torch.autograd.grad`.
+    """
+
+    parents = ("Global",)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _refuse(*_args: Any, **_kwargs: Any) -> None:
+    raise NotImplementedError
+
+
+def _counting() -> FlopCounterMode:
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoTracker()  # type: ignore[assignment]
+    return counter
+
+
+def _in(span: Any, name: str) -> Any:
+    return contextlib.nullcontext() if span is None else span(name)
+
+
+def _bytes_of(tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> int:
+    own = {storage_id(t) for t in known}
+    sizes = {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
+    return sum(size for key, size in sizes.items() if key not in own)
