@@ -1,1 +1,7 @@
-"""Record one step of a module; read record.py first, then recorder.py."""
+"""From a module and a sample to one recorded step, or to a refusal that says where and why.
+
+Gets a module and a `Sample`; gives a `BasicGraph`. Read record.py (which submodules run whole),
+then step.py (one step from start to end) with twin.py (the copy that runs), saved.py, backward.py,
+pieces.py and hooks.py, and what would be lost in silence: side_effects.py and assignments.py (seen
+by comparing), refusals.py and explain.py (what is said).
+"""

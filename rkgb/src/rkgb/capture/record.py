@@ -1,72 +1,43 @@
 """Record one step of a module: its forward and its backward, operation by operation.
 
-The step is a real one, with eager's own kernels, on the sample's real values. It runs on a copy of
-the module whose parameters are new leaves on the same memory, so that nothing of the user's is
-touched. What autograd saves is given up at once, and fresh memory of the same shape stands in when
-the backward asks for it: kernels do not choose by values, and so a step is recorded whose
-activations would not fit. Only small tensors, integers and booleans keep their content, because
-indices must be valid.
+What stops a recording is run whole instead, the smallest submodule around it, until nothing does.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import functools
+import logging
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
-from rkgb.basic import (
-    BackwardKind,
-    BasicGraph,
-    HandOver,
-    autocast_as,
-    bind_inputs,
-    check_device,
-)
-from rkgb.capture.places import Places
-from rkgb.capture.recorder import NotRecordedError, ReadsDataError, Recorder
-from rkgb.capture.twin import detached_inputs, twin_of
-from rkgb.capture.watch import (
-    CallWatch,
-    no_idle_looks,
-    no_reading,
-    no_seeding,
-    tensors_of,
-    transparent_checkpoints,
-)
-from rkgb.effects import KeptState, Printed, refuse_new_buffers
-from rkgb.errors import DataDependentError, RkgbError, SideEffectError, TraceError
-from rkgb.op import Ref
-from rkgb.refusals import (
+from rkgb.capture.assignments import AssignsError
+from rkgb.capture.functions import Function, function_of
+from rkgb.capture.hooks import refuse_hooks_inside
+from rkgb.capture.refusals import (
     refuse_backward_hooks,
     refuse_compiled_modules,
     refuse_hidden_leaves,
     refuse_lazy_modules,
-    where_raised,
 )
-from rkgb.rng import RngState
+from rkgb.capture.step import RecordedStep
+from rkgb.device.rng import RngState
+from rkgb.errors import RkgbError, SideEffectError
+from rkgb.graphs.basic import BackwardKind, BasicGraph
+from rkgb.graphs.sample import Sample
+from rkgb.graphs.tensor_info import storage_id
+from rkgb.opaque.piece import RunPiece, is_inside
+from rkgb.opaque.trial import BrokenPieceError
+from rkgb.recording.places import Places
+from rkgb.recording.recorder import Recorder
+from rkgb.recording.sizes import SizeRecorder
+from rkgb.recording.stops import NeedsContentError, ReadsDataError, WritesInputError
 
-# Contents of up to so many elements are kept: scalars that autograd wraps, scales, small tables.
-_SMALL = 16
-# What depends on data in other people's code, and how their users can avoid it.
-_HINTS = {
-    "torch/nn/modules/transformer.py": "Say whether the mask is causal: pass is_causal "
-    "(tgt_is_causal, src_is_causal, memory_is_causal), so that the mask is not looked at.",
-    "torch/nn/modules/batchnorm.py": "Give momentum a number.",
-    "masking_utils.py": "Pass the mask with 4 dimensions (batch, 1, length, length), which is not "
-    "looked at; decoders also do without looking with attn_implementation='eager'.",
-}
-_USUAL_HINT = (
-    "Use torch.where or torch.cond, pass numbers as arguments, or keep that part outside the "
-    "wrapped module."
-)
-_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+_DIGITS = re.compile(r"\d+")
+_log = logging.getLogger("rkgb")
 
 
 def make_B(
@@ -85,23 +56,32 @@ def make_B(
     Raises:
         TraceError: see `record`; or the devices differ.
     """
-    args, keywords = bind_inputs(inputs, kwargs)
-    place = check_device(model, (args, keywords), device)
-    return record(model, args, keywords, place, kind)
+    return record(model, Sample.of(model, inputs, kwargs, device), kind)
 
 
 def record(
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    device: torch.device,
+    sample: Sample,
     kind: BackwardKind | None = None,
+    *,
+    opaque: Collection[str] = (),
+    strict: bool = True,
+    guards: bool = True,
+    known: BasicGraph | None = None,
+    held_bytes: dict[str, int] | None = None,
 ) -> BasicGraph:
-    """Return the recording of one step of `model(*args, **kwargs)` in the mode the model is in.
+    """Return the recording of one step of `model` on `sample` in the mode the model is in.
 
     `kind` says how the gradients of the outputs will lie in memory, and in which autocast region
     the backward will run; without it they lie like the outputs, and it runs in none. Buffers,
     attributes, gradients and the random stream are as before afterwards.
+
+    The submodules `opaque` run whole; unless `strict`, so does the smallest one around whatever
+    stops the recording. Python may look at values that follow from inputs and buffers alone: the
+    recording holds for calls that see the same (see `Outcomes`); without `guards` it may not.
+    Hooks that were found to only look are not called again, and what runs whole is not tried again,
+    where a recording of the same call is `known`. With `held_bytes`, which is
+    filled, tensors have no content (see `record_sizes`).
 
     Raises:
         DataDependentError: control flow, a size or a Python number depends on the input's values.
@@ -111,295 +91,162 @@ def record(
     refuse_lazy_modules(model)
     refuse_compiled_modules(model)
     refuse_hidden_leaves(model)
-    refuse_backward_hooks(model)
-    stream = RngState.save(device)
+    stream = RngState.save(sample.device)
     grad_mode = torch.is_grad_enabled()
+    paths, functions = list(opaque), _functions_of(known)
+    first: RkgbError | None = None
     try:
         torch.set_grad_enabled(True)
-        return _Step(model, args, kwargs, device, keep_content=False).run(kind)
-    except ReadsDataError:
-        # A backward has looked at a value: with what it really computes it may take its usual way.
-        stream.restore()
-        return _Step(model, args, kwargs, device, keep_content=True).run(kind)
+        while True:
+            places: list[Places] = []
+            try:
+                recorded = _recorded(
+                    *(model, sample, kind, paths, functions, guards, places, known),
+                    held_bytes=held_bytes,
+                )
+                if first is not None:
+                    _let_go(first)
+                return recorded
+            except RkgbError as error:
+                first = first or error
+                function = None if strict else function_of(error)
+                if error is not first:
+                    _let_go(error)
+                if function is not None and function not in functions:
+                    _log.info("running %s as one operation: %s", function.__name__, error)
+                    functions.append(function)
+                    stream.restore()
+                    continue
+                wider = None if strict else _wider(paths, error, places[-1])
+                if wider is None:
+                    raise first from first.__cause__
+                _log.info("running '%s' whole: %s", wider or "(root)", error)
+                for path in _alike(model, wider):
+                    paths = [p for p in paths if not is_inside(p, path)] + [path]
+                stream.restore()
     finally:
         torch.set_grad_enabled(grad_mode)
         stream.restore()
 
 
-class _Step:
-    """One step on a copy of the module."""
+def _functions_of(known: BasicGraph | None) -> list[type[Function]]:
+    """Return the Functions that are one operation in a recording of the same call."""
+    targets = [op.target for op in known.ops] if known is not None else []
+    calls = (target.piece.call for target in targets if isinstance(target, RunPiece))
+    return list(dict.fromkeys(call.function for call in calls if call.function is not None))
 
-    def __init__(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        device: torch.device,
-        *,
-        keep_content: bool,
-    ) -> None:
-        self.model, self.device, self.keep_content = model, device, keep_content
-        self.twin = twin_of(model)
-        self.args, self.kwargs = detached_inputs((args, dict(kwargs)))
-        self.places = Places(self.twin)
-        self.recorder = Recorder(type(model).__name__, device, self.places)
-        self.leaves: dict[int, str] = {}
-        self.hand_overs: list[HandOver] = []
-        self.parameters: dict[str, str] = {}
-        self.buffers: dict[str, str] = {}
-        self.inputs: list[str | None] = []
-        self._name_externals()
 
-    def run(self, kind: BackwardKind | None) -> BasicGraph:
-        printed = Printed(self.twin)
-        before = KeptState(self.twin)
-        with (
-            contextlib.ExitStack() as stack,
-            _quiet(),
-            contextlib.redirect_stdout(printed),
-            no_reading(self.recorder),
-            self.recorder,
-        ):
-            stack.callback(before.restore)  # Python's random numbers, if it is refused
-            with self.saving():
-                try:
-                    result = self._forward()
-                except RkgbError:
-                    raise
-                except Exception as error:
-                    raise _explained(self.twin, type(self.model).__name__, error) from error
-            printed.refuse()
-            outputs, output_spec = pytree.tree_flatten(result)
-            del result
-            self._refuse_objects(outputs)
-            before.refuse_changes(self._call)
-            roots = self._roots(outputs)
-            names = tuple(self._named(out) for out in outputs)
-            root_names = tuple(self.recorder.name_of(root) or "" for root in roots)
-            del outputs
-            if kind is None:
-                kind = BackwardKind(tuple(map(self._usual_strides, roots)))
-            tangent_names = self._backward(roots, kind)
-        recorder = self.recorder
-        wanting = {name: recorder.requires_grad(name) for name in recorder.infos}
-        wanting.update(dict.fromkeys(root_names, True))
-        return BasicGraph(
-            ops=tuple(recorder.forward),
-            backward=tuple(recorder.backward),
-            hand_overs=tuple(self.hand_overs),
-            parameters=self.parameters,
-            buffers=self.buffers,
-            constants=recorder.constants,
-            inputs=tuple(self.inputs),
-            input_spec=pytree.tree_flatten((self.args, dict(self.kwargs)))[1],
-            outputs=names,
-            output_spec=output_spec,
-            infos={n: replace(i, requires_grad=wanting[n]) for n, i in recorder.infos.items()},
-            roots=root_names,
-            kind=kind,
-            tangent_names=tangent_names,
-            device=self.device,
-            model_name=type(self.model).__name__,
+def _recorded(
+    model: nn.Module,
+    sample: Sample,
+    kind: BackwardKind | None,
+    opaque: Sequence[str],
+    functions: Sequence[type[Function]],
+    guards: bool,
+    places: list[Places],
+    known: BasicGraph | None = None,
+    *,
+    held_bytes: dict[str, int] | None = None,
+) -> BasicGraph:
+    """Record once; `places` gets what the attempt has seen of the module."""
+    stream = RngState.save(sample.device)
+    # Without content there is nothing to give up.
+    keep_content, hidden = held_bytes is not None, frozenset[tuple[str, str]]()
+    make = Recorder if held_bytes is None else functools.partial(SizeRecorder, held_bytes)
+    written = frozenset[str]()
+    # What runs whole is tried out on what it gets.
+    repeats = not opaque and not functions
+    while True:
+        step = RecordedStep(
+            *(model, sample, opaque, hidden, known, make),
+            guards=guards,
+            keep_content=keep_content,
+            repeats=repeats,
+            written=written,
+            functions=functions,
         )
-
-    # ------------------------------------------------------------------ names
-
-    def _name_externals(self) -> None:
-        add = self.recorder.add_external
-        for target, parameter in self.twin.named_parameters(remove_duplicate=False):
-            name = add(f"p_{_identifier(target)}", parameter, "parameter")
-            self.parameters.setdefault(name, target)
-            if parameter.requires_grad:
-                self.leaves[id(parameter)] = name
-        for target, buffer in self.twin.named_buffers(remove_duplicate=False):
-            name = add(f"b_{_identifier(target)}", buffer, "buffer")
-            if name not in self.parameters:
-                self.buffers.setdefault(name, target)
-        for place, leaf in enumerate(pytree.tree_leaves((self.args, dict(self.kwargs)))):
-            if not isinstance(leaf, Tensor):
-                self.inputs.append(None)
-                continue
-            # Two inputs may be one object now and two at the next step: each has its own name.
-            name = add(f"args_{place}", leaf, "input")
-            self.inputs.append(name)
-            if leaf.requires_grad:
-                self.leaves[id(leaf)] = name
-
-    def _named(self, output: Any) -> Any:
-        if not isinstance(output, Tensor):
-            return output
-        name = self.recorder.name_of(output)
-        if name is None:
-            name = self.recorder.add_external(f"c_output_{id(output)}", output, "constant")
-        return Ref(name)
-
-    # ------------------------------------------------------------------ forward
-
-    def _forward(self) -> Any:
-        buffers = dict(self.twin.named_buffers(remove_duplicate=False))
-        result = self._call()
-        refuse_new_buffers(self.twin, buffers, self._call)
-        return result
-
-    def _call(self) -> Any:
-        watched, plain = self.places.watching(), transparent_checkpoints()
-        with watched, plain, no_idle_looks(), no_seeding(), CallWatch():
-            return self.twin(*self.args, **self.kwargs)
-
-    def _refuse_objects(self, outputs: Sequence[Any]) -> None:
-        for output in outputs:
-            if not isinstance(output, (Tensor, *_PLAIN)):
-                raise TraceError(
-                    f"cannot capture {type(self.model).__name__}: its forward returns an object of "
-                    f"type {type(output).__name__}, and a recording cannot make another one with "
-                    "the tensors of another step. Return tensors in tuples, lists, dicts or "
-                    "dataclasses that torch's pytree knows."
-                )
-
-    # ------------------------------------------------------------------ what autograd saves
-
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        """While active, what autograd saves is given up; fresh memory stands in for it later."""
-        if self.keep_content:
-            yield
-            return
-        recorder = self.recorder
-
-        def pack(tensor: Tensor) -> tuple[str | None, int, Tensor | tuple[Any, ...]]:
-            small = tensor.numel() <= _SMALL or not (
-                tensor.is_floating_point() or tensor.is_complex()
-            )
-            name = recorder.name_of(tensor)
-            if name is None or small or recorder.is_resident(name) or type(tensor) is not Tensor:
-                return name, recorder.count, tensor
-            return name, recorder.count, (tensor.size(), tensor.stride(), tensor.dtype)
-
-        def unpack(packed: tuple[str | None, int, Tensor | tuple[Any, ...]]) -> Tensor:
-            name, since, content = packed
-            if name is not None:  # autograd itself does not look where there are hooks
-                recorder.refuse_overwritten(name, since)
-            if isinstance(content, Tensor):
-                return content
-            assert name is not None
-            size, stride, dtype = content
-            with recorder.paused(), torch.no_grad():
-                content = torch.empty_strided(size, stride, dtype=dtype, device=self.device)
-                content.fill_(0.5)
-            recorder.stand_in(name, content)
-            return content
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
-
-    # ------------------------------------------------------------------ backward
-
-    def _roots(self, outputs: Sequence[Any]) -> list[Tensor]:
-        """Return the outputs that a gradient can flow back from; leaves are handed through."""
-        found = [t for t in tensors_of(outputs) if t.requires_grad and t.grad_fn is not None]
-        return list({self.recorder.name_of(t): t for t in found}.values())
-
-    def _usual_strides(self, root: Tensor) -> tuple[int, ...]:
-        """Return how the gradient lies that an elementwise operation on the output computes."""
-        with self.recorder.paused(), torch.no_grad():
-            return tuple(torch.empty_like(root, device="meta").stride())
-
-    def _backward(self, roots: list[Tensor], kind: BackwardKind) -> tuple[str | None, ...]:
-        recorder = self.recorder
-        names: list[str | None] = []
-        given: list[Tensor] = []
-        for place, (root, strides) in enumerate(zip(roots, kind.tangents, strict=True)):
-            if strides is None:
-                names.append(None)
-                continue
-            with recorder.paused(), torch.no_grad():
-                content = torch.empty_strided(
-                    root.shape, strides, dtype=root.dtype, device=root.device
-                )
-                (content if 0 not in strides else content.as_strided((), ())).fill_(1)
-            names.append(recorder.add_external(f"tangent_{place}", content, "tangent"))
-            given.append(content)
-        roots[:] = [root for root, name in zip(roots, names, strict=True) if name is not None]
-        if roots:
-            hooks = self._watch_leaves(roots)
-            recorder.in_backward = True
-            try:
-                with autocast_as(kind.autocast):
-                    torch.autograd.backward(roots, given)
-            except RkgbError:
+        places.append(step.places)
+        refuse_backward_hooks(model, opaque)
+        refuse_hooks_inside(model, opaque)
+        try:
+            return step.run(kind)
+        except ReadsDataError:
+            assert held_bytes is None, "it has been explained"
+            # A backward has looked at a value: with what it really computes it may take its usual
+            # way.
+            keep_content = True
+        except AssignsError as assigns:
+            hidden |= assigns.names
+        except WritesInputError as writes:
+            written |= _writable(model, sample, step.inputs, writes)
+        except NeedsContentError:
+            repeats = False
+        except RkgbError as error:
+            # A kernel may refuse what stands for the results of those that were not run.
+            repeated = step.recorder.repeated
+            refused = isinstance(error.__cause__, RuntimeError)
+            if repeated is None or not repeated.has_repeated or not refused:
                 raise
-            except Exception as error:
-                if not self.keep_content:  # perhaps it has looked at what stands in
-                    raise ReadsDataError("what a backward does", recorder.running_node()) from error
-                raise _explained(self.twin, type(self.model).__name__, error) from error
-            finally:
-                recorder.in_backward = False
-                for hook in hooks:
-                    hook.remove()
-        return tuple(names)
-
-    def _watch_leaves(self, roots: Sequence[Tensor]) -> list[Any]:
-        """Let each part of a leaf's gradient be noted and dropped where it is made.
-
-        Autograd would add the parts of a leaf that is used more than once; each is handed over by
-        itself instead, and autograd adds them at run time, together with those from outside.
-        """
-        hooks = []
-        stack = [root.grad_fn for root in roots]
-        seen = set(stack)
-        for node in stack:  # grows while it is walked
-            edges: dict[int, str] = {}
-            for index, (source, _) in enumerate(node.next_functions):  # type: ignore[union-attr]
-                if source is None:
-                    continue
-                variable = getattr(source, "variable", None)
-                if variable is not None and id(variable) in self.leaves:
-                    edges[index] = self.leaves[id(variable)]
-                elif source not in seen:
-                    seen.add(source)
-                    stack.append(source)
-            if edges:
-                hooks.append(node.register_hook(self._noting(edges, node._sequence_nr())))  # type: ignore[union-attr]
-        return hooks
-
-    def _noting(self, edges: Mapping[int, str], sequence_nr: int) -> Callable[[Any, Any], Any]:
-        def note(grad_inputs: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-            for index, leaf in edges.items():
-                part = grad_inputs[index]
-                if part is None:
-                    continue
-                value = self.recorder.name_of(part)
-                assert value is not None, "a gradient that no operation has made"
-                self.hand_overs.append(HandOver(leaf, value, sequence_nr))
-            return tuple(None if i in edges else grad for i, grad in enumerate(grad_inputs))
-
-        return note
+            _let_go(error)
+            repeats = False
+        stream.restore()
 
 
-def _identifier(target: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in target)
+def _writable(
+    model: nn.Module, sample: Sample, inputs: Sequence[str | None], writes: WritesInputError
+) -> set[str]:
+    """Return the argument that is written to, if a copy in its place does for the step.
 
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _explained(model: nn.Module, name: str, error: Exception) -> TraceError:
-    where = where_raised(model, error)
-    if isinstance(error, NotRecordedError):
-        return SideEffectError(f"cannot capture {name}: its forward {error} (at {where}).")
-    if isinstance(error, ReadsDataError):
-        place = f"in the backward {error.backward}" if error.backward else f"at {where}"
-        hint = next((hint for file, hint in _HINTS.items() if file in where), _USUAL_HINT)
-        return DataDependentError(
-            f"cannot capture {name}: {error.what} depends on the data, the values of tensors, "
-            f"{place}. A recording would freeze it. {hint}"
-        )
-    text = str(error).strip()
-    first = text.splitlines()[0].rstrip(".") if text else "(no message)"
-    return TraceError(
-        f"cannot capture {name}: its step raised {type(error).__name__} at {where}: {first}."
+    Raises:
+        SideEffectError: it shares its memory with another one, or with itself.
+    """
+    own = sample.leaves[inputs.index(writes.name)]
+    sharing = sum(storage_id(t) == storage_id(own) for t in sample.tensors)
+    strides = torch.empty_like(own, device="meta").stride()
+    if sharing == 1 and own.stride() == strides:
+        return {writes.name}
+    error = SideEffectError(
+        f"cannot place '{writes.operation}' ({writes.path or 'root'}, {writes.source}): it "
+        f"overwrites the input '{writes.name}' of {type(model).__name__}, whose memory others "
+        "share. Work on a copy: x = x.clone()."
     )
+    error.module_path = writes.path
+    raise error
+
+
+def _wider(opaque: Sequence[str], error: RkgbError, places: Places) -> str | None:
+    """Return the submodule to run whole instead, or None where that would not help."""
+    path: str | None = error.module_path
+    if isinstance(error, BrokenPieceError) or "" in opaque:
+        return None
+    if path is None:  # nobody in particular is to blame
+        return "" if places.called else None
+    inside = next((p for p in opaque if is_inside(path, p)), None)
+    if inside is not None:  # not even that can be run whole: the call around it
+        calls = places.raised_in
+        path = calls[calls.index(inside) - 1] if inside in calls[1:] else ""
+    while path and places.called and path not in places.called:  # a list of modules never is
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _let_go(error: BaseException) -> None:
+    """Let an error hold no frames.
+
+    The tensors in them lead to graphs of autograd that lead back to the frames, by hooks that
+    Python's search for cycles does not see: nothing of the attempt would ever be freed.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+
+
+def _alike(model: nn.Module, path: str) -> list[str]:
+    """Return the paths of a submodule and of those that other layers have in its place."""
+    kind, place = type(model.get_submodule(path)), _DIGITS.sub("#", path)
+    return [
+        other
+        for other, module in model.named_modules()
+        if type(module) is kind and _DIGITS.sub("#", other) == place
+    ]

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import linecache
-import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rkgb.errors import TraceError, UnsupportedOpError
+from rkgb.opaque.piece import is_inside
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
+_HERE = str(Path(__file__).parents[1])
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
@@ -51,35 +49,6 @@ def place_of(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> tuple
     return path, own or torchs or "unknown source"
 
 
-def where_called(
-    model: nn.Module, function: type, run_again: Callable[[], object]
-) -> tuple[str, str]:
-    """Return (module path, 'file.py:12 (code)') of the first call of an autograd.Function.
-
-    `run_again` runs the model; `apply` may have been bound to another name long ago, so it is the
-    forward of the class that is watched.
-    """
-    found: list[tuple[str, str]] = []
-    original = inspect.getattr_static(function, "forward")
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not found:
-            frames = list(traceback.walk_stack(sys._getframe(1)))
-            found.append(place_of(model, reversed(frames)))
-        return original.__get__(None, function)(*args, **kwargs)
-
-    own = "forward" in vars(function)
-    setattr(function, "forward", staticmethod(forward))  # noqa: B010 (a class's method)
-    try:
-        run_again()
-    finally:
-        if own:
-            setattr(function, "forward", original)  # noqa: B010
-        else:
-            delattr(function, "forward")
-    return found[0] if found else ("", "unknown source")
-
-
 def refuse_lazy_modules(model: nn.Module) -> None:
     """Refuse modules that get the shapes of their parameters from their first input.
 
@@ -96,13 +65,17 @@ def refuse_lazy_modules(model: nn.Module) -> None:
             )
 
 
-def refuse_backward_hooks(model: nn.Module) -> None:
+def refuse_backward_hooks(model: nn.Module, but: Collection[str] = ()) -> None:
     """Refuse modules with backward hooks: nothing in a captured graph would call them.
+
+    Those in the submodules `but` are left to them.
 
     Raises:
         UnsupportedOpError: a module, the model included, has one.
     """
     for path, module in model.named_modules():
+        if any(is_inside(path, p) for p in but):
+            continue
         for kind in _HOOKS:
             hooks = getattr(module, kind, None)
             if hooks:
@@ -127,7 +100,7 @@ def refuse_hidden_leaves(model: nn.Module) -> None:
     """
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.requires_grad:
+            if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
                 raise UnsupportedOpError(
                     f"cannot capture {type(model).__name__}: attribute '{name}' of module "
                     f"'{path or '(root)'}' is a tensor that requires a gradient but is no "

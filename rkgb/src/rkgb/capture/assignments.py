@@ -1,0 +1,112 @@
+"""Attributes and buffers that a forward sets, and does not read before it has set them.
+
+Such a forward computes the same whatever they were, so a step may set them to its own values in
+the end: weights that a hook computes, what a module remembers for its user, sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from rkgb.capture.refusals import place_of
+from rkgb.errors import SideEffectError
+from rkgb.graphs.effects import Assign
+from rkgb.graphs.trees import holds_tensors
+from rkgb.opaque.module_state import CONTAINERS
+
+_PLAIN = (bool, int, float, str)
+_OWN = frozenset(("_parameters", "_buffers", "_modules"))
+_ABSENT = object()
+
+
+class AssignsError(Exception):
+    """A forward has set attributes; `names` says which, by path of the module and name."""
+
+    def __init__(self, names: frozenset[tuple[str, str]]) -> None:
+        super().__init__(names)
+        self.names = names
+
+
+def assigned(
+    twin: nn.Module, before: Mapping[str, Mapping[str, Any]], buffers: Mapping[str, Tensor]
+) -> frozenset[tuple[str, str]]:
+    """Return what has been set since: attributes whose object is another one, and buffers."""
+    found = set()
+    for path, module in twin.named_modules():
+        old = before.get(path, {})
+        for name, value in vars(module).items():
+            if name not in _OWN and _is_set(value, old.get(name, _ABSENT), name):
+                found.add((path, name))
+    now = dict(twin.named_buffers(remove_duplicate=False))
+    for target, buffer in now.items():
+        if buffers.get(target) is not buffer:
+            path, _, name = target.rpartition(".")
+            found.add((path, name))
+    return frozenset(found)
+
+
+def _is_set(value: Any, old: Any, name: str) -> bool:
+    if value is old:
+        return False
+    if isinstance(value, Tensor):
+        return True
+    if name.startswith("_") or isinstance(value, CONTAINERS):
+        return False  # libraries' own; contents of containers are compared elsewhere
+    if isinstance(value, _PLAIN):
+        return bool(type(value) is not type(old) or value != old)
+    return not callable(value) and holds_tensors(value)
+
+
+class Hidden:
+    """The attributes that a forward sets, out of its sight until it has set them."""
+
+    def __init__(self, twin: nn.Module, names: frozenset[tuple[str, str]]) -> None:
+        self.twin = twin
+        self.names = {(id(twin.get_submodule(path)), name): path for path, name in names}
+        self.targets = sorted(names)
+        self.values: dict[tuple[str, str], Any] = {}
+        for path, name in names:
+            module = twin.get_submodule(path)
+            if hasattr(type(module), name):
+                self._refuse(path, name)
+            vars(module).pop(name, None)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """While active, a look at what has not been set yet is refused."""
+        original: Any = nn.Module.__getattr__
+
+        def look(module: nn.Module, name: str) -> Any:
+            path = self.names.get((id(module), name))
+            if path is not None and name not in module._buffers:
+                self._refuse(path, name)
+            return original(module, name)
+
+        nn.Module.__getattr__ = look  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__getattr__ = original  # type: ignore[method-assign]
+
+    def effects(self) -> list[tuple[Assign, Any]]:
+        """Return what was set, and to what."""
+        return [
+            (Assign(path, name), getattr(self.twin.get_submodule(path), name))
+            for path, name in self.targets
+        ]
+
+    def _refuse(self, path: str, name: str) -> None:
+        frames = traceback.walk_stack(sys._getframe(2))
+        _, source = place_of(self.twin, reversed(list(frames)))
+        error = SideEffectError(
+            f"cannot capture {type(self.twin).__name__}: its forward changes the attribute "
+            f"'{name}' of module '{path or '(root)'}', and looks at it before (at {source})."
+        )
+        error.module_path = path
+        raise error

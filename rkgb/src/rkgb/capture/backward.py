@@ -1,0 +1,143 @@
+"""The backward of a step while it is recorded, and the parts of gradients that it hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkgb.capture.explain import explained
+from rkgb.errors import RkgbError, TraceError
+from rkgb.graphs.basic import BackwardKind, HandOver, autocast_as
+from rkgb.recording.recorder import Recorder
+from rkgb.recording.watch import no_backward_inside, tensors_of
+
+
+class RecordedBackward:
+    """The backward of one step, from the outputs to the leaves."""
+
+    def __init__(
+        self, recorder: Recorder, twin: nn.Module, leaves: Mapping[int, str], *, keep_content: bool
+    ) -> None:
+        self.recorder, self.twin, self.leaves = recorder, twin, leaves
+        self.keep_content = keep_content
+        self.hand_overs: list[HandOver] = []
+
+    def roots(self, outputs: Sequence[Any]) -> list[Tensor]:
+        """Return the outputs that a gradient can flow back from; leaves are handed through."""
+        found = [t for t in tensors_of(outputs) if t.requires_grad and t.grad_fn is not None]
+        return list({self.recorder.name_of(t): t for t in found}.values())
+
+    def usual_kind(self, roots: Sequence[Tensor], returned: Sequence[Any]) -> BackwardKind:
+        """Say that gradients lie as an elementwise operation on the outputs computes them.
+
+        They come to what the forward has returned; nobody trains on what it only leaves behind.
+        """
+        with self.recorder.paused(), torch.no_grad():
+            likes = [torch.empty_like(root, device="meta") for root in roots]
+        names = [self.recorder.name_of(root) for root in roots]
+        own = {self.recorder.name_of(root) for root in self.roots(returned)} or set(names)
+        return BackwardKind(
+            tuple(
+                tuple(like.stride()) if name in own else None
+                for like, name in zip(likes, names, strict=True)
+            )
+        )
+
+    def run(self, roots: list[Tensor], kind: BackwardKind) -> tuple[str | None, ...]:
+        """Run it, and return the names of the gradients that it was given, one a root.
+
+        Raises:
+            TraceError: it raised; see `record`.
+        """
+        recorder = self.recorder
+        names: list[str | None] = []
+        given: list[Tensor] = []
+        for place, (root, strides) in enumerate(zip(roots, kind.tangents, strict=True)):
+            if strides is None:
+                names.append(None)
+                continue
+            with recorder.paused(), torch.no_grad():
+                content = torch.empty_strided(
+                    root.shape, strides, dtype=root.dtype, device=root.device
+                )
+                (content if 0 not in strides else content.as_strided((), ())).fill_(1)
+            names.append(recorder.add_external(f"tangent_{place}", content, "tangent"))
+            given.append(content)
+        roots[:] = [root for root, name in zip(roots, names, strict=True) if name is not None]
+        if roots:
+            hooks = self._watch_leaves(roots)
+            recorder.in_backward = True
+            try:
+                run = torch.autograd.backward
+                with autocast_as(kind.autocast), no_backward_inside(recorder, roots):
+                    run(roots, given)
+            except RkgbError:
+                raise
+            except Exception as error:
+                if not self.keep_content:  # perhaps it has looked at what stands in
+                    raise recorder.reads_data("what a backward does") from error
+                refusal = explained(self.twin, recorder.model_name, error)
+                refusal.module_path = getattr(error, "module_path", None)
+                raise refusal from error
+            finally:
+                recorder.in_backward = False
+                for hook in hooks:
+                    hook.remove()
+        return tuple(names)
+
+    def _watch_leaves(self, roots: Sequence[Tensor]) -> list[Any]:
+        """Let each part of a leaf's gradient be noted and dropped where it is made.
+
+        Autograd would add the parts of a leaf that is used more than once; each is handed over by
+        itself instead, and autograd adds them at run time, together with those from outside.
+        """
+        hooks = []
+        stack = [root.grad_fn for root in roots]
+        seen = set(stack)
+        for node in stack:  # grows while it is walked
+            edges: dict[int, str] = {}
+            for index, (source, _) in enumerate(node.next_functions):  # type: ignore[union-attr]
+                if source is None:
+                    continue
+                variable = getattr(source, "variable", None)
+                if variable is not None and id(variable) in self.leaves:
+                    edges[index] = self.leaves[id(variable)]
+                elif source not in seen:
+                    if variable is not None:
+                        self._refuse_foreign(variable)
+                    seen.add(source)
+                    stack.append(source)
+            if edges:
+                hooks.append(node.register_hook(self._noting(edges, node._sequence_nr())))  # type: ignore[union-attr]
+        return hooks
+
+    def _refuse_foreign(self, leaf: Tensor) -> None:
+        """Refuse a leaf from elsewhere: it would get no gradient of ours, and got one of this step.
+
+        A function in the place of a forward reads such: it holds on to the module that it was made
+        for, also in a copy of it. A leaf that the forward itself makes is none.
+        """
+        name = self.recorder.name_of(leaf)
+        if name in self.recorder.kinds:
+            raise TraceError(
+                f"cannot capture {self.recorder.model_name}: its forward reads '{name}', which "
+                "requires a gradient, from elsewhere than the module it is called on, as a "
+                "function set as the forward of a module does. Take parameters from self, in a "
+                "method of the class or a bound one."
+            )
+
+    def _noting(self, edges: Mapping[int, str], sequence_nr: int) -> Callable[[Any, Any], Any]:
+        def note(grad_inputs: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+            for index, leaf in edges.items():
+                part = grad_inputs[index]
+                if part is None:
+                    continue
+                value = self.recorder.name_of(part)
+                assert value is not None, "a gradient that no operation has made"
+                self.hand_overs.append(HandOver(leaf, value, sequence_nr))
+            return tuple(None if i in edges else grad for i, grad in enumerate(grad_inputs))
+
+        return note

@@ -1,0 +1,40 @@
+"""What stopped a recording, said with the place in the user's code and what to do about it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from rkgb.capture.refusals import where_raised
+from rkgb.errors import DataDependentError, SideEffectError, TraceError
+from rkgb.recording.stops import NotRecordedError, ReadsDataError
+
+# What depends on data in other people's code, and how their users can avoid it.
+_HINTS = {
+    "torch/nn/modules/transformer.py": "Say whether the mask is causal: pass is_causal "
+    "(tgt_is_causal, src_is_causal, memory_is_causal), so that the mask is not looked at.",
+    "torch/nn/modules/batchnorm.py": "Give momentum a number.",
+    "masking_utils.py": "Pass the mask with 4 dimensions (batch, 1, length, length), which is not "
+    "looked at; decoders also do without looking with attn_implementation='eager'.",
+}
+_USUAL_HINT = (
+    "Use torch.where or torch.cond, pass numbers as arguments, or keep that part outside the "
+    "wrapped module."
+)
+
+
+def explained(model: nn.Module, name: str, error: Exception) -> TraceError:
+    where = where_raised(model, error)
+    if isinstance(error, NotRecordedError):
+        return SideEffectError(f"cannot capture {name}: its forward {error} (at {where}).")
+    if isinstance(error, ReadsDataError):
+        place = f"in the backward {error.backward}" if error.backward else f"at {where}"
+        hint = next((hint for file, hint in _HINTS.items() if file in where), _USUAL_HINT)
+        return DataDependentError(
+            f"cannot capture {name}: {error.what} depends on the data, the values of tensors, "
+            f"{place}. A recording would freeze it. {hint}"
+        )
+    text = str(error).strip()
+    first = text.splitlines()[0].rstrip(".") if text else "(no message)"
+    return TraceError(
+        f"cannot capture {name}: its step raised {type(error).__name__} at {where}: {first}."
+    )

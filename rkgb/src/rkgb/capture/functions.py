@@ -1,0 +1,98 @@
+"""Functions of the user's with a backward of their own, where torch's operations do not show both.
+
+What such a Function computes in torch's operations is recorded like everything else. One that
+computes in numpy or in kernels of its own is one operation, forward and backward, as its `apply`
+runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rkgb.capture.pieces import Link, PieceRecorder
+from rkgb.device.torch_private import latest_sequence_nr
+from rkgb.graphs.trees import flatten
+from rkgb.opaque.piece import Place
+
+Function = torch.autograd.Function
+
+
+def function_of(error: BaseException) -> type[Function] | None:
+    """Return the Function in whose forward or backward an error arose, if it is one's fault."""
+    seen: BaseException | None = error
+    codes = set()
+    while seen is not None:
+        trace = seen.__traceback__
+        while trace is not None:
+            codes.add(trace.tb_frame.f_code)
+            trace = trace.tb_next
+        seen = seen.__cause__
+    for kind in _functions(Function):
+        if kind.__module__.startswith(("torch.", "rkgb.")):
+            continue
+        own = (getattr(kind, name, None) for name in ("forward", "backward"))
+        if any(getattr(way, "__code__", None) in codes for way in own):
+            return kind
+    return None
+
+
+def _functions(kind: type[Function]) -> Iterator[type[Function]]:
+    for other in kind.__subclasses__():
+        yield other
+        yield from _functions(other)
+
+
+def run_functions_whole(
+    pieces: PieceRecorder, functions: Sequence[type[Function]]
+) -> list[tuple[Any, str, Any]]:
+    """Return the replacements that let calls of these Functions be recorded as one operation."""
+    found: list[tuple[Any, str, Any]] = []
+    plain = Function.setup_context
+    for kind in functions:
+        found.append((kind, "forward", staticmethod(_forward(pieces, kind))))
+        found.append((kind, "backward", staticmethod(_backward(pieces))))
+        if kind.setup_context is not plain:  # a forward that gets the context does without
+            found.append((kind, "setup_context", staticmethod(plain)))
+    return found
+
+
+def _forward(pieces: PieceRecorder, kind: type[Function]) -> Any:
+    def forward(ctx: Any, *args: Any) -> Any:
+        number = latest_sequence_nr()  # of the node that this call is
+        with torch.enable_grad():
+            piece, made, link = pieces.function(kind, args, number)
+        ctx.set_materialize_grads(False)
+        ctx.link, ctx.leaves = link, _own_places(args)
+        made = [t.detach() for t in made]
+        pairs = zip(made, piece.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(t for t, differentiable in pairs if not differentiable))
+        link.named(made)
+        return piece.result(made)
+
+    return forward
+
+
+def _own_places(args: Sequence[Any]) -> list[int | None]:
+    """Return for each argument that is a tensor which one it is of all, also those in lists."""
+    found: list[int | None] = []
+    count = 0
+    for arg in args:
+        found.append(count if isinstance(arg, Tensor) else None)
+        count += sum(isinstance(leaf, Tensor) for leaf in flatten(arg)[0])
+    return found
+
+
+def _backward(pieces: PieceRecorder) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        link: Link = ctx.link
+        kept = zip(grads, link.piece.plain, strict=True)
+        tensors = [grad for grad, plain in kept if isinstance(plain, Place)]
+        with pieces.recorder.paused(), torch.no_grad():
+            found = link.backward(tensors)
+        return tuple(None if leaf is None else found[leaf] for leaf in ctx.leaves)
+
+    return backward

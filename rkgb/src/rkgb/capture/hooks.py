@@ -1,0 +1,79 @@
+"""Forward hooks of submodules while a step is recorded: which compute, and which only look.
+
+What a hook computes is recorded like the forward itself. A hook that computes nothing and returns
+nothing is called with the real tensors of every step instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from rkgb.errors import SideEffectError
+from rkgb.graphs.effects import Effect, Look
+from rkgb.recording.recorder import Recorder
+
+_TABLES = ("_forward_pre_hooks", "_forward_hooks")
+# Hooks of libraries that compute a weight, collect what the module around returns, or let a result
+# require a gradient: they may run again, and hand nothing to others.
+_HARMLESS = ("torch.nn.utils", "torch.ao", "torch.distributed.tensor", "transformers.")
+
+
+class HookWatch:
+    """The forward hooks in the submodules of a copy of a model, each watched."""
+
+    def __init__(self, recorder: Recorder, twin: nn.Module, known: Sequence[Effect] = ()) -> None:
+        self.recorder = recorder
+        self.known = frozenset(known)  # hooks among them are not called any more
+        self.looks: list[tuple[Look, tuple[Any, ...]]] = []
+        for path, module in twin.named_modules():
+            for table in _TABLES if path else ():
+                hooks = getattr(module, table)
+                for key, hook in list(hooks.items()):
+                    hooks[key] = self._watched(Look(path, table, key), hook)
+
+    def _watched(self, look: Look, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(module: nn.Module, *args: Any) -> Any:
+            if self.recorder.is_paused:
+                return hook(module, *args)
+            if look in self.known:
+                self.looks.append((look, args))
+                return None
+            count, attributes = self.recorder.count, dict(vars(module))
+            result = hook(module, *args)
+            now = vars(module)
+            same = len(now) == len(attributes) and all(now[n] is v for n, v in attributes.items())
+            if result is None and self.recorder.count == count and same and not may_run_again(hook):
+                self.looks.append((look, args))
+            return result
+
+        return watched
+
+
+def may_run_again(hook: Any) -> bool:
+    """Whether a hook is a library's that computes a weight, or collects what is returned."""
+    origins = (type(hook).__module__, getattr(hook, "__module__", ""))
+    return any(str(origin).startswith(_HARMLESS) for origin in origins)
+
+
+def refuse_hooks_inside(twin: nn.Module, paths: Sequence[str]) -> None:
+    """Refuse to run submodules whole that have forward hooks of the user's inside.
+
+    A hook there would see tensors of another graph than the step's, and be called again.
+
+    Raises:
+        SideEffectError: one has such hooks.
+    """
+    for path in paths:
+        for own, module in twin.get_submodule(path).named_modules():
+            for table in _TABLES if own or path else ():
+                for hook in getattr(module, table).values():
+                    if not may_run_again(hook):
+                        where = f"{path}.{own}".strip(".")
+                        raise SideEffectError(
+                            f"module '{path or '(root)'}' would have to run whole, and module "
+                            f"'{where}' in it has a forward hook. Remove the hook, or mend what "
+                            "cannot be recorded there."
+                        )

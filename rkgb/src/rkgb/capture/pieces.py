@@ -1,0 +1,242 @@
+"""Calls of submodules that are recorded as one operation each, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkgb.device.torch_private import current_autograd_node, latest_sequence_nr
+from rkgb.errors import RkgbError
+from rkgb.graphs.basic import BasicGraph, ambient_autocast
+from rkgb.graphs.op import Op, Ref
+from rkgb.graphs.trees import flatten
+from rkgb.opaque.module_state import ModuleState
+from rkgb.opaque.piece import Call, Kind, Piece, RunPiece, RunPieceBackward, running_on
+from rkgb.opaque.trial import BrokenPieceError, Trials
+from rkgb.recording.recorder import Recorder
+
+
+class PieceRecorder:
+    """Runs the calls of some submodules whole, each as one operation of the recording."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        twin: nn.Module,
+        paths: Sequence[str],
+        known: BasicGraph | None = None,
+    ) -> None:
+        targets = [op.target for op in known.ops] if known is not None else []
+        pieces = [target.piece for target in targets if isinstance(target, RunPiece)]
+        self.known = {(piece.call.path, piece.call.number): piece for piece in pieces}
+        self.recorder, self.twin, self.paths = recorder, twin, tuple(paths)
+        self.trials = Trials(twin, recorder.device)
+        self.count = 0
+
+    def call(
+        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Record one call, and return its result, connected to autograd.
+
+        Raises:
+            SideEffectError: the call changes its arguments, or depends on a tensor that it does
+                not take; only a larger piece can be run whole.
+        """
+        own = dict.fromkeys(
+            self.trials.names[id(p)] for p in module.parameters() if p.requires_grad
+        )
+        tensors, call = self._call(path, type(module).__name__, args, kwargs, tuple(own))
+        inputs = [self.recorder.argument(tensor) for tensor in tensors]
+        with self.recorder.paused():
+            piece, made = self._explored(call, module, tensors)
+            outputs = self._connected(piece, made, tensors, inputs)
+        return piece.result(outputs)
+
+    def function(
+        self, kind: Any, args: tuple[Any, ...], number: int
+    ) -> tuple[Piece, list[Tensor], Link]:
+        """Record one call of a Function, whose node of autograd has this number."""
+        recorder = self.recorder
+        path, _ = recorder.places.here()
+        tensors, call = self._call(path, kind.__name__, args, {}, (), kind)
+        inputs = [recorder.argument(tensor) for tensor in tensors]
+        with recorder.paused():
+            piece, made = self._explored(call, self.twin.get_submodule(path), tensors)
+        return piece, made, Link(self, piece, inputs, number)
+
+    def _call(
+        self,
+        path: str,
+        kind: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        parameters: tuple[str, ...],
+        function: Any = None,
+    ) -> tuple[list[Tensor], Call]:
+        leaves, structure = flatten((args, dict(kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        grad_mode = torch.is_grad_enabled()
+        self.count += 1
+        return tensors, Call(
+            path=path,
+            kind=kind,
+            number=self.count - 1,
+            structure=structure,
+            leaves=tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+            places=tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)),
+            wanting=tuple(grad_mode and t.requires_grad for t in tensors),
+            parameters=parameters if grad_mode else (),
+            grad_mode=grad_mode,
+            autocast=ambient_autocast(),
+            function=function,
+        )
+
+    # ------------------------------------------------------------------ trials
+
+    def _explored(
+        self, call: Call, module: nn.Module, tensors: Sequence[Tensor]
+    ) -> tuple[Piece, list[Tensor]]:
+        try:
+            # torch.cond compiles, and a compiler takes along what it finds.
+            with self.recorder.unwatched():
+                found = self._run(call, module, tensors)
+        except RkgbError:
+            raise
+        except Exception as error:
+            raise BrokenPieceError(
+                f"cannot run module {call}: it raised {type(error).__name__}: {error}",
+            ) from error
+        self.recorder.follow_random()
+        return found
+
+    def _run(
+        self, call: Call, module: nn.Module, tensors: Sequence[Tensor]
+    ) -> tuple[Piece, list[Tensor]]:
+        known = self.known.get((call.path, call.number))
+        if known is None:
+            return self.trials.piece(call, module, tensors)
+        state = ModuleState(module)
+        with running_on(self.twin):
+            made, _ = known.run(tensors)
+        state.restore()
+        return known, made
+
+    # ------------------------------------------------------------------ the recording
+
+    def _connected(
+        self, piece: Piece, made: Sequence[Tensor], tensors: Sequence[Tensor], inputs: Sequence[str]
+    ) -> list[Tensor]:
+        outputs = list(made)
+        link = Link(self, piece, list(inputs))
+        if any(piece.differentiable):
+            parameters = [self.twin.get_parameter(name) for name in piece.call.parameters]
+            outputs = list(_Connect.apply(link, list(made), *tensors, *parameters))  # type: ignore[no-untyped-call]
+        link.named(outputs)
+        return outputs
+
+
+class Link:
+    """A recorded call, and what its backward needs to be recorded."""
+
+    def __init__(
+        self, owner: PieceRecorder, piece: Piece, inputs: list[str], number: int | None = None
+    ) -> None:
+        recorder, call = owner.recorder, piece.call
+        self.owner, self.piece, self.inputs, self.number = owner, piece, inputs, number
+        self.token = recorder.declare(f"{call.kind.lower()}_inner", piece.held_bytes)
+        self.before = recorder.declare(f"{call.kind.lower()}_before", 0)
+        self.results: list[str] = []
+        self.since = 0
+
+    def named(self, outputs: Sequence[Tensor]) -> None:
+        """Write the forward down, which has made these."""
+        recorder, piece = self.owner.recorder, self.piece
+        path, source = recorder.places.here()
+        names = recorder.results_of(piece.call.kind.lower(), outputs)
+        for name, differentiable in zip(names, piece.differentiable, strict=True):
+            recorder.want(name, differentiable)
+        self.results = list(names)
+        self.since = recorder.count + 1
+        recorder.forward.append(
+            Op(
+                name=names[0] if names else self.token,
+                target=RunPiece(piece),
+                args=tuple(map(Ref, self.inputs)),
+                kwargs={},
+                results=(*names, self.token, self.before),
+                returns_many=True,
+                module_path=path,
+                source=source,
+                sequence_nr=latest_sequence_nr() if self.number is None else self.number,
+                is_random=True,  # at another step it may be
+                flags=recorder.flags(),
+            )
+        )
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        recorder, piece = self.owner.recorder, self.piece
+        values = {"input": self.inputs, "result": self.results}
+        needed = [values[kind][place] for kind, place in piece.needs]
+        for name in needed:
+            recorder.refuse_overwritten(name, self.since)
+        given = [
+            None if grad is None else Ref(recorder.argument(grad))
+            for grad, wanted in zip(grads, piece.differentiable, strict=True)
+            if wanted
+        ]
+        wanted = [*piece.call.wanting, *[True] * len(piece.call.parameters)]
+        names: list[str] = []
+        found: list[Tensor | None] = []
+        for place, kind in enumerate(piece.gradients):
+            if not wanted[place]:
+                found.append(None)
+                continue
+            tensor = self._stand_in(place, kind)
+            found.append(tensor)
+            if tensor is None:
+                names.append("")
+            else:
+                names += recorder.results_of(f"{piece.call.kind.lower()}_grad", [tensor])
+        node: Any = current_autograd_node()
+        recorder.backward.append(
+            Op(
+                name=next(filter(None, names), self.token + "_backward"),
+                target=RunPieceBackward(piece),
+                args=(Ref(self.token), [Ref(name) for name in needed], given),
+                kwargs={},
+                results=tuple(names),
+                returns_many=True,
+                sequence_nr=int(node._sequence_nr()),
+            )
+        )
+        return found
+
+    def _stand_in(self, place: int, kind: Kind | None) -> Tensor | None:
+        count, device = len(self.piece.call.places), self.owner.recorder.device
+        if kind is None:
+            if place < count:
+                return None
+            # At another step it may get one: an expert that the sample did not reach.
+            name = self.piece.call.parameters[place - count]
+            kind = Kind.of(self.owner.twin.get_parameter(name))
+        made = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=device)
+        return made.fill_(0.5)
+
+
+class _Connect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: Link, made: list[Tensor], *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.link = link
+        outputs = tuple(t.detach() for t in made)
+        pairs = zip(outputs, link.piece.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(t for t, differentiable in pairs if not differentiable))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        with ctx.link.owner.recorder.paused(), torch.no_grad():
+            return (None, None, *ctx.link.backward(grads))

@@ -1,0 +1,49 @@
+"""What autograd saves while a step is recorded: given up at once, as kernels do not choose by it.
+
+Fresh memory of the same shape stands in when the backward asks for it, and so a step is recorded
+whose activations would not fit. Only small tensors, integers and booleans keep their content,
+because indices must be valid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rkgb.recording.recorder import Recorder
+
+# Contents of up to so many elements are kept: scalars that autograd wraps, scales, small tables.
+_SMALL = 16
+
+
+@contextlib.contextmanager
+def saving(recorder: Recorder) -> Iterator[None]:
+    """While active, what autograd saves is given up; fresh memory stands in for it later."""
+
+    def pack(tensor: Tensor) -> tuple[str | None, int, Tensor | tuple[Any, ...]]:
+        small = tensor.numel() <= _SMALL or not (tensor.is_floating_point() or tensor.is_complex())
+        name = recorder.name_of(tensor)
+        if name is None or small or recorder.is_resident(name) or type(tensor) is not Tensor:
+            return name, recorder.count, tensor
+        return name, recorder.count, (tensor.size(), tensor.stride(), tensor.dtype)
+
+    def unpack(packed: tuple[str | None, int, Tensor | tuple[Any, ...]]) -> Tensor:
+        name, since, content = packed
+        if name is not None:  # autograd itself does not look where there are hooks
+            recorder.refuse_overwritten(name, since)
+        if isinstance(content, Tensor):
+            return content
+        assert name is not None
+        size, stride, dtype = content
+        with recorder.paused(), torch.no_grad():
+            content = torch.empty_strided(size, stride, dtype=dtype, device=recorder.device)
+            content.fill_(0.5)
+        recorder.names.stand_in(name, content)
+        return content
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

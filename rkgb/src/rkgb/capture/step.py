@@ -1,0 +1,260 @@
+"""One step of a copy of a model: what runs, in which surroundings, and the recording that it gives.
+
+The step is a real one, with eager's own kernels, on the sample's real values. It runs on a copy of
+the module whose parameters are new leaves on the same memory, so that nothing of the user's is
+touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from rkgb.capture.assignments import AssignsError, Hidden, assigned
+from rkgb.capture.backward import RecordedBackward
+from rkgb.capture.explain import explained
+from rkgb.capture.functions import Function, run_functions_whole
+from rkgb.capture.hooks import HookWatch
+from rkgb.capture.pieces import PieceRecorder
+from rkgb.capture.saved import saving
+from rkgb.capture.side_effects import KeptState, Printed
+from rkgb.capture.twin import twin_of
+from rkgb.errors import RkgbError, SideEffectError, TraceError
+from rkgb.graphs.basic import BackwardKind, BasicGraph
+from rkgb.graphs.effects import Check, Effect, Write
+from rkgb.graphs.op import Ref
+from rkgb.graphs.sample import Sample
+from rkgb.graphs.trees import Structure, UnknownTreeError, flatten
+from rkgb.opaque.adding import add_in_parts
+from rkgb.recording.places import Places
+from rkgb.recording.recorder import Recorder
+from rkgb.recording.stops import NeedsContentError, NotRecordedError, WritesInputError
+from rkgb.recording.watch import (
+    CallWatch,
+    no_idle_looks,
+    no_reading,
+    refused_calls,
+    transparent_checkpoints,
+)
+
+
+class RecordedStep:
+    """One step on a copy of the module."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: Sample,
+        opaque: Sequence[str],
+        hidden: frozenset[tuple[str, str]] = frozenset(),
+        known: BasicGraph | None = None,
+        make_recorder: Callable[..., Recorder] = Recorder,
+        *,
+        guards: bool = True,
+        keep_content: bool = False,
+        written: frozenset[str] = frozenset(),
+        functions: Sequence[type[Function]] = (),
+        repeats: bool = True,
+    ) -> None:
+        self.model, self.device, self.keep_content = model, sample.device, keep_content
+        twin = twin_of(model)
+        self.twin, self.originals = twin.module, twin.originals
+        # Two inputs may be one object now and two at the next step: each has its own name.
+        self.sample = sample.detached(apart=True)
+        self.places = Places(self.twin)
+        self.recorder = make_recorder(type(model).__name__, self.device, self.places, guards=guards)
+        if keep_content or not repeats:
+            self.recorder.repeated = None
+        self.pieces = PieceRecorder(self.recorder, self.twin, opaque, known)
+        self.places.run_whole(opaque, self.pieces.call)
+        self.functions = run_functions_whole(self.pieces, functions)
+        self.leaves: dict[int, str] = {}
+        self.parameters: dict[str, str] = {}
+        self.buffers: dict[str, str] = {}
+        self.inputs: list[str | None] = []
+        self._name_externals()
+        self.written = [place for place, name in enumerate(self.inputs) if name in written]
+        self.copies: list[Tensor] = []  # of the arguments that are written to
+        self.hidden = Hidden(self.twin, hidden)
+        self.hooks = HookWatch(self.recorder, self.twin, known.effects if known is not None else ())
+
+    def run(self, kind: BackwardKind | None) -> BasicGraph:
+        printed = Printed(self.twin)
+        before = KeptState(self.twin)
+        with (
+            contextlib.ExitStack() as stack,
+            _quiet(),
+            contextlib.redirect_stdout(printed),
+            no_reading(self.recorder),
+            self.recorder.patched(self.functions),
+            self.recorder,
+        ):
+            stack.callback(before.restore)  # Python's random numbers, if it is refused
+            with contextlib.nullcontext() if self.keep_content else saving(self.recorder):
+                try:
+                    result = self._forward()
+                except RkgbError as error:
+                    if error.module_path is None:
+                        error.module_path = self.places.raised_in[-1]
+                    raise
+                except (AssignsError, NeedsContentError, WritesInputError):
+                    raise
+                except Exception as error:
+                    refusal = explained(self.twin, type(self.model).__name__, error)
+                    refusal.module_path = self.places.raised_in[-1]
+                    raise refusal from error
+            printed.refuse()
+            before.refuse_changes(self._call, lambda: self.recorder.is_paused)
+            effects = self._effects()
+            returned = len(self._taken_apart(result)[0])
+            if effects:
+                result = (result, tuple(value for _, value in effects))
+            outputs, output_spec = self._taken_apart(result)
+            del result
+            backward = RecordedBackward(
+                self.recorder, self.twin, self.leaves, keep_content=self.keep_content
+            )
+            roots = backward.roots(outputs)
+            try:
+                names = tuple(self._named(out) for out in outputs)
+            except NotRecordedError as error:
+                refusal = explained(self.twin, type(self.model).__name__, error)
+                refusal.module_path = ""
+                raise refusal from error
+            root_names = tuple(self.recorder.name_of(root) or "" for root in roots)
+            kind = kind or backward.usual_kind(roots, outputs[:returned])
+            del outputs
+            tangent_names = backward.run(roots, kind)
+        recorder = self.recorder
+        wanting = {name: recorder.requires_grad(name) for name in recorder.infos}
+        wanting.update(dict.fromkeys(root_names, True))
+        return BasicGraph(
+            ops=tuple(recorder.forward),
+            backward=tuple(add_in_parts(recorder.backward)),
+            opaque=self.pieces.paths,
+            effects=tuple(effect for effect, _ in effects),
+            reads=tuple(recorder.reads),
+            hand_overs=tuple(backward.hand_overs),
+            parameters=self.parameters,
+            buffers=self.buffers,
+            constants=recorder.constants,
+            inputs=tuple(self.inputs),
+            input_spec=self.sample.structure,
+            outputs=names,
+            output_spec=output_spec,
+            infos={n: replace(i, requires_grad=wanting[n]) for n, i in recorder.infos.items()},
+            roots=root_names,
+            kind=kind,
+            tangent_names=tangent_names,
+            device=self.device,
+            model_name=type(self.model).__name__,
+        )
+
+    # ------------------------------------------------------------------ names
+
+    def _name_externals(self) -> None:
+        add = self.recorder.add_external
+        for target, parameter in self.twin.named_parameters(remove_duplicate=False):
+            name = add(f"p_{_identifier(target)}", parameter, "parameter")
+            self.parameters.setdefault(name, target)
+            if parameter.requires_grad:
+                self.leaves[id(parameter)] = name
+        for target, buffer in self.twin.named_buffers(remove_duplicate=False):
+            name = add(f"b_{_identifier(target)}", buffer, "buffer")
+            if name not in self.parameters:
+                self.buffers.setdefault(name, target)
+        for place, leaf in enumerate(self.sample.leaves):
+            if not isinstance(leaf, Tensor):
+                self.inputs.append(None)
+                continue
+            name = add(f"args_{place}", leaf, "input")
+            self.inputs.append(name)
+            if leaf.requires_grad:
+                self.leaves[id(leaf)] = name
+
+    def _named(self, output: Any) -> Any:
+        if not isinstance(output, Tensor):
+            return output
+        name = self.recorder.name_of(output)
+        if name is None:
+            name = self.recorder.add_external(f"c_output_{id(output)}", output, "constant")
+        self.recorder.refuse_unwritten(name)
+        if not output.requires_grad and self.recorder.requires_grad(name):
+            name = self.recorder.detached(name)  # y.detach() beside y
+        return Ref(name)
+
+    # ------------------------------------------------------------------ forward
+
+    def _forward(self) -> Any:
+        attributes = {path: dict(vars(module)) for path, module in self.twin.named_modules()}
+        buffers = dict(self.twin.named_buffers(remove_duplicate=False))
+        with self.hidden.watching():
+            result = self._call()
+        new = assigned(self.twin, attributes, buffers) - frozenset(self.hidden.targets)
+        if new:
+            raise AssignsError(new)
+        return result
+
+    def _effects(self) -> list[tuple[Effect, Any]]:
+        """Return what the step does besides returning, with the values; what may fail first."""
+        found: list[tuple[Effect, Any]] = []
+        for path, source, seen in self.recorder.checks:
+            with self.recorder.paused():
+                found.append((Check(path, source, bool(seen)), seen))
+        for place, copy in zip(self.written, self.copies, strict=True):
+            if copy.requires_grad:
+                raise SideEffectError(
+                    f"cannot capture {type(self.model).__name__}: its forward writes to argument "
+                    f"{place} what has a gradient, and a later use of it would have one. Work on a "
+                    "copy: x = x.clone()."
+                )
+            found.append((Write(place), copy))
+        return [*found, *self.hidden.effects(), *self.hooks.looks]
+
+    def _sample(self) -> Sample:
+        """Return the sample as the forward gets it: with copies of what it writes to."""
+        leaves = list(self.sample.leaves)
+        self.copies = [leaves[place].clone() for place in self.written]
+        for place, copy in zip(self.written, self.copies, strict=True):
+            leaves[place] = copy
+        return self.sample.with_leaves(tuple(leaves)) if self.written else self.sample
+
+    def _call(self) -> Any:
+        watched, plain = self.places.watching(), transparent_checkpoints()
+        with (
+            watched,
+            plain,
+            no_idle_looks(),
+            refused_calls(self.recorder),
+            CallWatch(self.recorder),
+        ):
+            sample = self._sample()
+            return self.twin(*sample.args, **sample.kwargs)
+
+    def _taken_apart(self, result: Any) -> tuple[list[Any], Structure]:
+        try:
+            return flatten(result, self.originals)
+        except UnknownTreeError as error:
+            refusal = TraceError(
+                f"cannot capture {type(self.model).__name__}: its forward returns {error}, so that "
+                "a recording cannot make another one with the tensors of another step. Return "
+                "tensors in tuples, lists, dicts or simple objects."
+            )
+            raise refusal from None
+
+
+def _identifier(target: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in target)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
