@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from rkgb.op import Op
-from rkgb.torch_private import binding_places
+from rkgb.device.kernel_choice import calling_with
+from rkgb.device.torch_private import TorchDispatchMode, binding_places
+from rkgb.graphs.op import Op
 
 _FILLED_IN = {"layout": torch.strided, "pin_memory": False}
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -28,8 +28,8 @@ def choose_callee(op: Op, arguments: Callable[[], Arguments]) -> Callable[..., A
     The arguments are made anew for each trial, since the operation may write to them.
     """
     overload = getattr(op.target, "_op", op.target)
-    if getattr(op.target, "namespace", "") != "aten":
-        return overload
+    if op.flags or getattr(op.target, "namespace", "") != "aten":
+        return calling_with(op.flags, overload)
     args, kwargs = arguments()
     for place in binding_places():
         binding = getattr(place, op.target_name, None)

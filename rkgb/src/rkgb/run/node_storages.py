@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rkgb.simplified import SimplifiedGraph
+from rkgb.graphs.simplified import SimplifiedGraph
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,30 @@ a backward goes within it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
-from rkgb.op import Op, Ref, map_refs
-from rkgb.op_kinds import BATCH_NORMS
-from rkgb.simplified import SimplifiedGraph, SimplifiedNode
-from rkgb.storages import dying_in_backward, storages_of
+from rkgb.device.chosen import device_of
+from rkgb.errors import InvalidGraphError
+from rkgb.graphs.compiled_call import CompiledCall
+from rkgb.graphs.op import BATCH_NORMS, Op, Ref, map_refs
+from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
+from rkgb.opaque.piece import RunPiece
+from rkgb.run.node_storages import dying_in_backward, storages_of
+from rkgb.run.statements import (
+    Begin,
+    Call,
+    Copy,
+    Draw,
+    Drop,
+    Give,
+    Statement,
+    StepProgram,
+    free_variables,
+    made_by,
+    read_by,
+)
 
 Step = tuple[Literal["F", "B"], int]
 
@@ -25,79 +41,6 @@ Step = tuple[Literal["F", "B"], int]
 # Gradients of so many bytes together are handed over, whatever room there is: an optimizer or the
 # other processes may be waiting for them.
 _MOST_WAITING_BYTES = 1 << 18
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """A part of the program begins: F(k), again or not, or B(k)."""
-
-    kind: Literal["F", "B"]
-    node: int
-    again: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Run one operation."""
-
-    op: Op
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Forget these variables."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """`name` becomes a copy of `source`."""
-
-    name: str
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Keep the random state as `name`, or put the one of that name back."""
-
-    name: str
-    kind: Literal["keep", "put back"]
-
-
-@dataclass(frozen=True, slots=True)
-class Give:
-    """Hand gradients over: (leaf, value), in order; the values are dropped by it."""
-
-    node: int
-    gradients: tuple[tuple[str, str], ...]
-    dropped: tuple[str, ...]
-
-
-Statement = Begin | Call | Drop | Copy | Draw | Give
-
-
-@dataclass(frozen=True)
-class StepProgram:
-    """The statements of a forward and of its backward, and what passes from one to the other."""
-
-    forward: tuple[Statement, ...]
-    backward: tuple[Statement, ...]
-    externals: tuple[str, ...]  # what the forward takes, in order
-    outputs: tuple[str, ...]  # values that the user gets
-    saved: tuple[str, ...]  # variables that the forward leaves to the backward
-    tangents: tuple[str, ...]  # gradients of outputs that the backward takes
-
-    @property
-    def gives(self) -> tuple[Give, ...]:
-        """What the backward hands over, in order."""
-        return tuple(s for s in self.backward if isinstance(s, Give))
-
-    def reads_of_backward(self) -> Iterator[tuple[tuple[str, ...], bool]]:
-        """Yield what each statement of the backward reads, and whether it hands gradients over."""
-        for statement in self.backward:
-            yield _read(statement), isinstance(statement, Give)
 
 
 def lower_step(
@@ -115,8 +58,10 @@ def without_idle_steps(sg: SimplifiedGraph, steps: Sequence[Step]) -> tuple[Step
     """Return the steps of a plan for more gradients without what `sg` does not need.
 
     Backwards of nodes without one go, and recomputations that only they needed. What remains alive
-    is a subset at every step, so a budget that the plan keeps is kept.
+    is a subset at every step, so a budget that the plan keeps is kept. A node that has a backward
+    only here (its operations belonged to another node's with more gradients) gets it in order.
     """
+    steps = _with_other_backwards(sg, steps)
     storages = [s for part in storages_of(sg) for s in part]
     fwd = {(user, s.root) for s in storages for user in s.fwd_users}
     bwd = {(user, s.root) for s in storages for user in s.bwd_users}
@@ -139,6 +84,18 @@ def without_idle_steps(sg: SimplifiedGraph, steps: Sequence[Step]) -> tuple[Step
     return tuple(reversed(kept))
 
 
+def _with_other_backwards(sg: SimplifiedGraph, steps: Sequence[Step]) -> list[Step]:
+    result = list(steps)
+    planned = {index for kind, index in steps if kind == "B"}
+    for index in reversed(range(len(sg.nodes))):
+        node = sg.nodes[index]
+        if index in planned or not (node.backward or node.hand_overs):
+            continue
+        later = (t for t, (kind, other) in enumerate(result) if kind == "B" and other < index)
+        result.insert(next(later, len(result)), ("B", index))
+    return result
+
+
 def rerun_state(sg: SimplifiedGraph, node: SimplifiedNode) -> tuple[str, ...]:
     """Return the buffers that a recomputation of `node` needs as they were before its first run."""
     written = {name for other in sg.nodes for name in other.written_buffers}
@@ -148,6 +105,8 @@ def rerun_state(sg: SimplifiedGraph, node: SimplifiedNode) -> tuple[str, ...]:
 
 def rerun_ops(sg: SimplifiedGraph, node: SimplifiedNode) -> tuple[Op, ...]:
     """Return what a recomputation of `node` runs: without updates that nothing in it reads."""
+    if any(isinstance(op.target, RunPiece) for op in node.ops):
+        node = replace(node, ops=tuple(map(_piece_again, node.ops)))
     if not node.written_buffers:
         return node.ops
     infos, written = sg.dataflow.infos, set(node.written_buffers)
@@ -192,8 +151,14 @@ class _Lowering:
         backward = [s for part in lines[self.count :] for s in part]
         made = dict.fromkeys(externals)
         for statement in forward:
-            made.update(dict.fromkeys(_made(statement)))
-        read = _free_variables(backward) - set(self.tangents)
+            made.update(dict.fromkeys(made_by(statement)))
+        read = free_variables(backward) - set(self.tangents)
+        unknown = (free_variables(forward) - set(externals)) | (read - set(made))
+        if unknown:
+            raise InvalidGraphError(
+                f"the plan of {self.sg.dataflow.basic.model_name} reads '{min(unknown)}', which no "
+                "step of it has made or kept."
+            )
         return StepProgram(
             forward=tuple(forward),
             backward=tuple(backward),
@@ -213,7 +178,10 @@ class _Lowering:
             give = [Give(index, gradients, ())] if gradients else []
             return [Begin("B", index), *(Call(op) for op in node.backward), *give]
         if t < self.count:
-            return [Begin("F", index), *self._kept(index, node), *(Call(op) for op in node.ops)]
+            ops = node.ops
+            if self.last_forward[index] < self.count:
+                ops = tuple(map(_piece_once, ops))
+            return [Begin("F", index), *self._kept(index, node), *map(Call, ops)]
         return [Begin("F", index, again=True), *self._again(t, index, node)]
 
     def _kept(self, index: int, node: SimplifiedNode) -> list[Statement]:
@@ -245,7 +213,7 @@ class _Lowering:
         return [*before, *(Call(_renamed(op, renamed)) for op in ops), *after]
 
     def _externals(self, parts: Sequence[Sequence[Statement]]) -> tuple[str, ...]:
-        read = _free_variables([s for part in parts for s in part])
+        read = free_variables([s for part in parts for s in part])
         return tuple(n for n in self.sg.dataflow.basic.externals if n in read)
 
     def _let_wait(self, parts: list[list[Statement]]) -> None:
@@ -253,21 +221,29 @@ class _Lowering:
         waiting: Give | None = None
         place = -1  # of the part that hands over what is waiting
         room = 0
+        given: set[str] = set()  # leaves that autograd holds a part of the gradient of
         for t in range(self.count, len(parts)):
             room = min(room, self.spare_bytes[t])
             if not parts[t] or not isinstance(parts[t][-1], Give):
                 continue
             give = parts[t][-1]
             assert isinstance(give, Give)
-            if waiting is not None and self._bytes(waiting) <= min(room, _MOST_WAITING_BYTES):
+            if waiting is not None and self._bytes(waiting, given) <= min(
+                room, _MOST_WAITING_BYTES
+            ):
                 parts[place].pop()
                 give = Give(give.node, (*waiting.gradients, *give.gradients), ())
                 parts[t][-1] = give
+            elif waiting is not None:
+                given.update(leaf for leaf, _ in waiting.gradients)
             waiting, place, room = give, t, _MOST_WAITING_BYTES
 
-    def _bytes(self, give: Give) -> int:
+    def _bytes(self, give: Give, given: set[str]) -> int:
+        """Return what is not freed while a hand-over waits: sums wait for their last part, too."""
         roots = {self._root(value) for _, value in give.gradients}
-        return sum(self.infos[root].storage_bytes for root in roots)
+        sums = {self._root(leaf) for leaf, _ in give.gradients if leaf in given}
+        block_bytes = device_of(self.sg.dataflow.basic.device).block_bytes
+        return sum(block_bytes(self.infos[root].storage_bytes) for root in (*roots, *sums))
 
     # ------------------------------------------------------------------ drops
 
@@ -284,22 +260,25 @@ class _Lowering:
             part = parts[t]
             kind, index = self.steps[t]
             dying = self.dying[index] if kind == "B" else None
-            made = {name for statement in part for name in _made(statement)}
+            made = {name for statement in part for name in made_by(statement)}
             live = set(needed)
             late: dict[str, None] = {}
             lines: list[Statement] = []
             for statement in reversed(part):
-                uses = dict.fromkeys((*_made(statement), *_read(statement)))
+                uses = dict.fromkeys((*made_by(statement), *read_by(statement)))
                 dead = [n for n in uses if n not in live and n not in externals]
-                late.update((n, None) for n in dead if self._stays(n, made, dying))
+                if not isinstance(statement, Draw):  # one random state at a time is enough
+                    late.update((n, None) for n in dead if self._stays(n, made, dying))
                 now = tuple(n for n in dead if n not in late)
+                if isinstance(statement, Call):
+                    statement, now = _freeing(statement, now)
                 if isinstance(statement, Give):
                     lines.append(replace(statement, dropped=now))
                 else:
                     lines += [Drop(now)] if now else []
                     lines.append(statement)
-                live -= set(_made(statement))
-                live |= set(_read(statement))
+                live -= set(made_by(statement))
+                live |= set(read_by(statement))
             lines.reverse()
             if late:
                 place = len(lines) - (bool(lines) and isinstance(lines[-1], Give))
@@ -322,6 +301,31 @@ class _Lowering:
         return self.infos[name].alias_of
 
 
+def _freeing(statement: Call, dead: Sequence[str]) -> tuple[Call, tuple[str, ...]]:
+    """Return a call with what it is to free by itself, and what else is dead after it."""
+    op = statement.op
+    if not isinstance(op.target, CompiledCall):
+        return statement, tuple(dead)
+    theirs = {arg.name for at, arg in enumerate(op.args) if at in op.target.frees}
+    freed = tuple(name for name in dead if name in theirs)
+    return Call(op, freed), tuple(name for name in dead if name not in theirs)
+
+
+def _piece_again(op: Op) -> Op:
+    """Return what a recomputation calls for a piece: it takes what its first run has kept."""
+    if not isinstance(op.target, RunPiece):
+        return op
+    *results, before = op.results
+    args = (*op.args, Ref(before))
+    return replace(op, target=op.target.again(), args=args, results=(*results, ""))
+
+
+def _piece_once(op: Op) -> Op:
+    if not isinstance(op.target, RunPiece):
+        return op
+    return replace(op, target=op.target.without_state(), results=(*op.results[:-1], ""))
+
+
 def _renamed(op: Op, names: Mapping[str, str]) -> Op:
     if not names:
         return op
@@ -336,33 +340,3 @@ def _renamed(op: Op, names: Mapping[str, str]) -> Op:
         results=tuple(names.get(name, name) for name in op.results),
         writes=tuple(names.get(name, name) for name in op.writes),
     )
-
-
-def _made(statement: Statement) -> tuple[str, ...]:
-    if isinstance(statement, Call):
-        return tuple(name for name in statement.op.results if name)
-    if isinstance(statement, Copy) or (isinstance(statement, Draw) and statement.kind == "keep"):
-        return (statement.name,)
-    return ()
-
-
-def _read(statement: Statement) -> tuple[str, ...]:
-    if isinstance(statement, Call):
-        return tuple(dict.fromkeys(statement.op.inputs))
-    if isinstance(statement, Copy):
-        return (statement.source,)
-    if isinstance(statement, Draw) and statement.kind == "put back":
-        return (statement.name,)
-    if isinstance(statement, Give):
-        return tuple(dict.fromkeys(value for _, value in statement.gradients))
-    return ()
-
-
-def _free_variables(statements: Iterable[Statement]) -> set[str]:
-    """Return what the statements read and have not made before."""
-    made: set[str] = set()
-    free: set[str] = set()
-    for statement in statements:
-        free.update(name for name in _read(statement) if name not in made)
-        made.update(_made(statement))
-    return free

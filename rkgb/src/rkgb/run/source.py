@@ -27,15 +27,19 @@
 
 Variables are the values' own names. What a line calls stands in the function's globals, as the name
 of the operation with a number. `keep_random` and `put_back_random` save and restore the state of
-the generators, `clone` copies a buffer, and `grad_mode` switches what kernels may ask for.
+the generators, `clone` copies a buffer, and `grad_mode` switches what kernels may ask
+for, and the flags that choose them back to those of the forward. Under a profiler, `span_of` begins
+a span of the comment's text in place of the comment.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import keyword
 import linecache
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -43,20 +47,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from rkgb.op import Op, Ref
-from rkgb.rng import RngState
-from rkgb.run.program import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
-from rkgb.simplified import SimplifiedGraph
-from rkgb.torch_private import set_grad_mode
+from rkgb.device.kernel_choice import calling_with, switch_forward
+from rkgb.device.profiled import is_profiled_by_user
+from rkgb.device.rng import RngState
+from rkgb.graphs.compiled_call import CompiledCall
+from rkgb.graphs.op import Op, Ref
+from rkgb.graphs.simplified import SimplifiedGraph
+from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
 
 Callee = Callable[[Op], Callable[..., Any]]
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.device)
 # What the source itself calls by name: a value of that name, as of `aten.clone`, gets another.
 _TAKEN = frozenset(
     (
-        *("externals", "saved", "tangents", "given"),
-        *("clone", "keep_random", "put_back_random", "grad_mode"),
+        *("externals", "saved", "tangents", "given", "boxed"),
+        *("clone", "keep_random", "put_back_random", "grad_mode", "span_of", "span"),
     )
 )
 _numbers = itertools.count()
@@ -76,24 +83,47 @@ class CompiledStep:
 
 
 def compile_step(sg: SimplifiedGraph, program: StepProgram, callee: Callee) -> CompiledStep:
-    """Return the functions of a program; `callee` gives the function that runs an operation."""
-    writer = _Writer(sg, callee)
+    """Return the functions of a program; `callee` gives the function that runs an operation.
+
+    Under a profiler of the user's, a second form runs, made when it is first needed: it names each
+    part of the step, as the comments of the source do, for `torch.profiler` and its traces.
+    """
+    plain, source = _functions(sg, program, callee)
+
+    @functools.cache
+    def named() -> dict[str, Any]:
+        return _functions(sg, program, callee, with_spans=True)[0]
+
+    def forward(externals: list[Tensor]) -> Any:
+        return (named() if is_profiled_by_user() else plain)["forward"](externals)
+
+    def backward(saved: list[Any], tangents: list[Tensor]) -> Any:
+        return (named() if is_profiled_by_user() else plain)["backward"](saved, tangents)
+
+    return CompiledStep(program, forward, backward, source)
+
+
+def _functions(
+    sg: SimplifiedGraph, program: StepProgram, callee: Callee, *, with_spans: bool = False
+) -> tuple[dict[str, Any], str]:
+    writer = _Writer(sg, callee, with_spans=with_spans)
     head = _unpack("externals", program.externals)
     lines = ["def forward(externals):", *_indented(head)]
     lines += _indented(line for s in program.forward for line in writer.lines(s))
     outputs, saved = writer.names(program.outputs), writer.names(program.saved)
-    lines += _indented([f"return [{outputs}], [{saved}]"])
+    lines += _indented([*writer.end_of_span(), f"return [{outputs}], [{saved}]"])
     lines += ["", "def backward(saved, tangents):"]
     lines += _indented([*_unpack("saved", program.saved), *_unpack("tangents", program.tangents)])
     lines += _indented(line for s in program.backward for line in writer.backward_lines(s))
-    lines += _indented([] if program.gives else ["return", "yield"])
+    lines += _indented([*writer.end_of_span(), *([] if program.gives else ["return", "yield"])])
     source = "\n".join([*lines, ""])
     name = f"<rkgb step {next(_numbers)} of {sg.dataflow.basic.model_name}>"
     code = compile(source, name, "exec")
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     space = dict(writer.scope)
     _execute(code, space)
-    return CompiledStep(program, space["forward"], space["backward"], source)
+    weakref.finalize(space["forward"], linecache.cache.pop, name, None)
+    return space, source
 
 
 def _execute(code: CodeType, space: dict[str, Any]) -> None:
@@ -116,16 +146,18 @@ def _variable(name: str) -> str:
 
 
 class _Writer:
-    def __init__(self, sg: SimplifiedGraph, callee: Callee) -> None:
-        self.sg, self.callee = sg, callee
+    def __init__(self, sg: SimplifiedGraph, callee: Callee, *, with_spans: bool = False) -> None:
+        self.sg, self.callee, self.with_spans = sg, callee, with_spans
         self.device = sg.dataflow.basic.device
         self.scope: dict[str, Any] = {
             "keep_random": lambda: RngState.save(self.device),
             "put_back_random": RngState.restore,
             "clone": torch.clone,
-            "grad_mode": set_grad_mode,
+            "grad_mode": switch_forward,
+            "span_of": _begun_span,
         }
         self.in_forward = False
+        self.in_span = False
         self.known: dict[int, str] = {}
 
     def names(self, names: Sequence[str]) -> str:
@@ -148,7 +180,14 @@ class _Writer:
             case Begin(kind, node, again):
                 main = self.sg.nodes[node]
                 what = f"{main.main.target_name} ({main.module_path or 'top'})"
-                return [f"# {kind}{node}{' again:' if again else ''} {what}"]
+                text = f"{kind}{node}{' again:' if again else ''} {what}"
+                if not self.with_spans:
+                    return [f"# {text}"]
+                before = self.end_of_span()
+                self.in_span = True
+                return [*before, f"span = span_of({text!r})"]
+            case Call(op) if isinstance(op.target, CompiledCall):
+                return self._boxed_call(op, op.target, statement.frees)
             case Call(op):
                 return [self._call(op)]
             case Drop(names):
@@ -160,9 +199,16 @@ class _Writer:
             case Draw(name, _):
                 return [f"put_back_random({name})"]
             case Give(_, gradients, dropped):
-                lines = [f"given = [{self.names([value for _, value in gradients])}]"]
+                # What runs while gradients are handed over is autograd's, and not this part's.
+                values = self.names([value for _, value in gradients])
+                lines = [*self.end_of_span(), f"given = [{values}]"]
                 lines += [f"del {self.names(dropped)}"] if dropped else []
                 return [*lines, "yield given"]
+
+    def end_of_span(self) -> list[str]:
+        """Return the line that ends the span that is open, if any."""
+        was, self.in_span = self.in_span, False
+        return ["span.__exit__(None, None, None)"] if was else []
 
     def _call(self, op: Op) -> str:
         function = self.callee(op)
@@ -175,6 +221,19 @@ class _Writer:
             return f"{', '.join(results)}{',' if len(results) == 1 else ''} = {call}"
         return f"{results[0]} = {call}"
 
+    def _boxed_call(self, op: Op, target: CompiledCall, frees: Sequence[str]) -> list[str]:
+        """Write a call that takes a list and empties it."""
+        results = [_variable(name) if name else "_" for name in op.results]
+        made = f"{', '.join(results)}{',' if len(results) == 1 else ''} = "
+        function = self._constant(target.run, op.target_name)
+        if not frees:
+            return [f"{made}{function}([{self._arguments(op)}])"]
+        return [
+            f"boxed = [{self._arguments(op)}]",
+            f"del {self.names(frees)}",
+            f"{made}{function}(boxed)",
+        ]
+
     def _arguments(self, op: Op) -> str:
         parts = [self._text(arg) for arg in op.args]
         return ", ".join([*parts, *(f"{k}={self._text(v)}" for k, v in op.kwargs.items())])
@@ -183,8 +242,8 @@ class _Writer:
         if isinstance(tree, Ref):
             return _variable(tree.name)
         if isinstance(tree, (list, tuple)):
-            inner = "".join(f"{self._text(item)}, " for item in tree)
-            return f"[{inner}]" if isinstance(tree, list) else f"({inner})"
+            inner = ", ".join(map(self._text, tree))
+            return f"[{inner}]" if isinstance(tree, list) else f"({inner}{',' * (len(tree) == 1)})"
         if tree is None or isinstance(tree, (bool, str)) or type(tree) is int:
             return repr(tree)
         if type(tree) is float and math.isfinite(tree):
@@ -201,6 +260,12 @@ class _Writer:
         return self.known[key]
 
 
+def _begun_span(name: str) -> record_function:
+    span = record_function(name)
+    span.__enter__()
+    return span
+
+
 def plain_callee(op: Op) -> Callable[..., Any]:
     """Return what runs an operation: the overload itself, without a look at its arguments."""
-    return getattr(op.target, "_op", op.target)
+    return calling_with(op.flags, getattr(op.target, "_op", op.target))

@@ -2,7 +2,12 @@
 
 A view is its geometry on a storage: shape, strides, offset. Two views of one geometry are one (a
 weight's gradient that is transposed twice), and a chain of views of which only the last is read is
-one call of `as_strided` on what the chain began with.
+one call of `as_strided` on what the chain began with. So is a single view, since that call is the
+fastest.
+
+What comes from outside (parameters, inputs, gradients of outputs) lies somewhere else in its
+storage at another step, and two that share memory when recorded need not share it then. So views of
+it never state an offset, and those of one are never taken for those of another.
 """
 
 from __future__ import annotations
@@ -10,16 +15,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from rkgb.backward_slices import slice_backward
-from rkgb.basic import BasicGraph, HandOver
-from rkgb.op import Op, Ref, map_refs
-from rkgb.simplified import SimplifiedGraph, SimplifiedNode
-from rkgb.tensor_info import TensorInfo
+from rkgb.graphs.backward_slices import Slice, slice_backward
+from rkgb.graphs.basic import BasicGraph, HandOver
+from rkgb.graphs.op import Op, Ref, map_refs
+from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
+from rkgb.run.overwrite import overwrite_gradients
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
+_AS_FAST = (_AS_STRIDED, torch.ops.aten.t.default)
 
 
 @dataclass(frozen=True)
@@ -32,13 +39,14 @@ class RunnableGraph:
 
     def with_backward(self, basic: BasicGraph) -> SimplifiedGraph:
         """Return the graph with the backward of another recording of the same forward."""
-        return _with_backward(self, basic)
+        nodes = self.graph.nodes
+        node_of = {place: i for i, node in enumerate(nodes) for place in node.positions}
+        return _with_backward(self, basic, slice_backward(basic, len(nodes), node_of))
 
 
 def runnable(sg: SimplifiedGraph) -> RunnableGraph:
     """Return `sg` as it is run: the same nodes, the same values returned, fewer calls."""
-    infos = sg.dataflow.infos
-    views = _Views(infos, {}, {}, frozenset(sg.output_names))
+    views = _Views(sg.dataflow.basic, {}, {}, frozenset(sg.output_names))
     views.note(sg.dataflow.basic.externals)
     forward = [views.merged(node.ops) for node in sg.nodes]
     reads = (views.current(n) for node in sg.nodes for op in node.backward for n in op.inputs)
@@ -46,17 +54,20 @@ def runnable(sg: SimplifiedGraph) -> RunnableGraph:
     uses.update(reads)
     uses.update(sg.output_names)
     fused = [views.fused(part, uses) for part in forward]
-    nodes = [replace(node, ops=tuple(ops)) for node, ops in zip(sg.nodes, fused, strict=True)]
+    # A node of nothing but views that are left out keeps them: plans count nodes.
+    pairs = zip(sg.nodes, fused, strict=True)
+    nodes = [replace(node, ops=tuple(ops) or node.ops) for node, ops in pairs]
     graph = replace(sg, nodes=tuple(nodes))
     bare = RunnableGraph(graph, dict(views.same), dict(views.sources))
-    return replace(bare, graph=bare.with_backward(sg.dataflow.basic))
+    slices = [(node.backward, node.hand_overs) for node in sg.nodes]
+    return replace(bare, graph=_with_backward(bare, sg.dataflow.basic, slices))
 
 
-def _with_backward(runnable_: RunnableGraph, basic: BasicGraph) -> SimplifiedGraph:
+def _with_backward(
+    runnable_: RunnableGraph, basic: BasicGraph, slices: Sequence[Slice]
+) -> SimplifiedGraph:
     sg = runnable_.graph
-    node_of = {place: i for i, node in enumerate(sg.nodes) for place in node.positions}
-    slices = slice_backward(basic, len(sg.nodes), node_of)
-    views = _Views(basic.infos, dict(runnable_.same), runnable_.sources, frozenset())
+    views = _Views(basic, dict(runnable_.same), runnable_.sources, frozenset())
     views.note(basic.externals)
     made = {name for node in sg.nodes for op in node.ops for name in op.results if name}
     views.note(name for node in sg.nodes for op in node.ops for name in op.results if name)
@@ -70,6 +81,7 @@ def _with_backward(runnable_: RunnableGraph, basic: BasicGraph) -> SimplifiedGra
         hand_overs = tuple(HandOver(h.leaf, views.current(h.value), h.sequence_nr) for h in give)
         ops = tuple(views.fused(part, uses))
         nodes.append(replace(node, backward=ops, hand_overs=hand_overs))
+    nodes, basic = overwrite_gradients(nodes, basic)
     dataflow = replace(sg.dataflow, basic=basic)
     return replace(sg, dataflow=dataflow, nodes=_with_reads(nodes, sg.output_names))
 
@@ -77,12 +89,13 @@ def _with_backward(runnable_: RunnableGraph, basic: BasicGraph) -> SimplifiedGra
 class _Views:
     def __init__(
         self,
-        infos: Mapping[str, TensorInfo],
+        basic: BasicGraph,
         same: dict[str, str],
         sources: Mapping[str, str],
         returned: frozenset[str],
     ) -> None:
-        self.infos, self.same = infos, same
+        self.infos, self.same = basic.infos, same
+        self.outside = _from_outside(basic)  # value -> what from outside it is a view of
         self.returned = returned  # each is a tensor of its own, with a gradient of its own
         self.sources = dict(sources)
         self.first: dict[tuple[object, ...], str] = {}
@@ -108,28 +121,42 @@ class _Views:
         return result
 
     def _strided(self, op: Op, name: str, like: str) -> Op:
-        info = self.infos[like]
         base = like
         while base in self.sources:
             base = self.sources[base]
-        args = (Ref(self.current(base)), list(info.shape), list(info.stride), info.offset)
+        args = self._strided_args(self.current(base), like)
         return replace(
             op, target=_AS_STRIDED, args=args, kwargs={}, results=(name,), returns_many=False
         )
 
+    def _strided_args(self, base: str, like: str) -> tuple[Any, ...]:
+        """Return what `as_strided` takes to make the view `like` of `base`."""
+        info = self.infos[like]
+        offset = () if info.offset == self.infos[base].offset else (info.offset,)
+        return (Ref(base), info.shape, info.stride, *offset)
+
+    def _can_be_strided(self, base: str, like: str) -> bool:
+        """Whether the view `like` of `base` is the same wherever `base` lies in its storage."""
+        return base not in self.outside or self.infos[base].offset == self.infos[like].offset
+
     def _geometry(self, name: str) -> tuple[object, ...]:
         info = self.infos[name]
-        return info.alias_of, info.dtype, info.shape, info.stride, info.offset
+        ground = self.outside.get(name, info.alias_of)
+        return ground, info.dtype, info.shape, info.stride, info.offset
 
     def _is_view(self, op: Op) -> bool:
         if op.writes or op.is_random or len(op.results) != 1 or not op.results[0] or not op.inputs:
             return False
+        if getattr(op.target, "namespace", "") != "aten" or op.target_name == "_neg_view":
+            return False
         made, source = self.infos.get(op.results[0]), self.infos[op.inputs[0]]
         return (
             made is not None
+            and len(made.stride) == len(made.shape)  # it is not sparse
             and made.alias_of == source.alias_of
             and made.dtype == source.dtype
             and not made.dtype.is_complex
+            and not (op.target is _AS_STRIDED and op.inputs[0] in self.outside)  # states an offset
         )
 
     def merged(self, ops: Iterable[Op]) -> list[Op]:
@@ -159,14 +186,22 @@ class _Views:
                 continue
             if name in made:
                 base = op.inputs[0]
-                while base in made and uses[base] == 1:
+                while base in made and uses[base] == 1 and self._can_be_strided(base, name):
+                    if not self._can_be_strided(made[base].inputs[0], base):
+                        break
                     dropped.add(base)
                     self.sources[base] = made[base].inputs[0]
                     base = made[base].inputs[0]
-                if base != op.inputs[0]:
-                    info = self.infos[name]
-                    args = (Ref(base), list(info.shape), list(info.stride), info.offset)
-                    op = replace(op, target=_AS_STRIDED, args=args, kwargs={})
+                if self._can_be_strided(base, name) and (
+                    base != op.inputs[0] or op.target not in _AS_FAST
+                ):
+                    op = replace(
+                        op,
+                        target=_AS_STRIDED,
+                        args=self._strided_args(base, name),
+                        kwargs={},
+                        returns_many=False,  # one of `unbind` or `split`, as their only part
+                    )
             kept.append(op)
         return kept[::-1]
 
@@ -185,6 +220,19 @@ class _Views:
         )
 
 
+def _from_outside(basic: BasicGraph) -> dict[str, str]:
+    """Return for each value that is a view of something from outside what that is."""
+    infos = basic.infos
+    grounds = {name: name for name in (*basic.externals, *filter(None, basic.tangent_names))}
+    for op in (*basic.ops, *basic.backward):
+        for name in op.results:
+            if name and infos[name].alias_of != name:
+                seen = [n for n in op.inputs if infos[n].alias_of == infos[name].alias_of]
+                if seen and seen[0] in grounds:
+                    grounds[name] = grounds[seen[0]]
+    return grounds
+
+
 def _with_reads(
     nodes: Sequence[SimplifiedNode], returned: Sequence[str]
 ) -> tuple[SimplifiedNode, ...]:
@@ -194,10 +242,10 @@ def _with_reads(
     for index, node in enumerate(nodes):
         for op in node.ops:
             for name in op.inputs:
-                outside[name] = outside.get(name, set()) | {index}
+                outside.setdefault(name, set()).add(index)
         for op in node.backward:
             for name in op.inputs:
-                outside[name] = outside.get(name, set()) | {-1}
+                outside.setdefault(name, set()).add(-1)
     result = []
     for index, node in enumerate(nodes):
         read = list(dict.fromkeys(name for op in node.ops for name in op.inputs))

@@ -1,0 +1,137 @@
+"""Gradients computed in the memory of a gradient that nothing reads afterwards.
+
+Autograd adds and scales gradients into new tensors, because something else may still hold the old
+one. In a program with fixed steps the last reader of every gradient is known, so the result can be
+written over it: the same kernel on the same numbers, element by element, with one tensor less at
+the moment at which a backward tends to need most.
+
+The gradient of a part (`x[0]`) is the gradient of the whole with zeros around. Where it is added to
+another one, only the part is added: queries, keys and values that are parts of one tensor then take
+its size once, and not three times.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rkgb.graphs.basic import BasicGraph
+from rkgb.graphs.op import Op, Ref
+from rkgb.graphs.simplified import SimplifiedNode
+from rkgb.graphs.tensor_info import TensorInfo
+from rkgb.run.part_sums import PART_SUMS
+
+_aten = torch.ops.aten
+
+# Kernels that treat every element by itself. Sum and product may be written over either operand...
+_IN_PLACE: Mapping[Any, Callable[..., Any]] = {
+    _aten.add.Tensor: _aten.add_.Tensor,
+    _aten.mul.Tensor: _aten.mul_.Tensor,
+}
+# ...and the derivative of an activation over the gradient that it is multiplied with.
+_INTO_GRADIENT: Mapping[Any, Callable[..., Any]] = {
+    getattr(_aten, name).default: getattr(_aten, name).grad_input
+    for name in (
+        *("threshold_backward", "gelu_backward", "silu_backward", "tanh_backward"),
+        *("sigmoid_backward", "leaky_relu_backward", "hardtanh_backward"),
+    )
+}
+
+
+def overwrite_gradients(
+    nodes: Sequence[SimplifiedNode], basic: BasicGraph
+) -> tuple[list[SimplifiedNode], BasicGraph]:
+    """Return the nodes with their backwards in place wherever they can be, and facts to match."""
+    rewriting = _Rewriting(nodes, basic.infos)
+    parts = {}
+    for index in reversed(range(len(nodes))):
+        ops = nodes[index].backward
+        rewritten = [rewriting.rewritten(op, ops[:place]) for place, op in enumerate(ops)]
+        parts[index] = tuple(op for op in rewritten if op.name not in rewriting.folded)
+    changed = [replace(node, backward=parts[index]) for index, node in enumerate(nodes)]
+    infos = {
+        name: replace(info, alias_of=rewriting.root(info.alias_of))
+        if info.alias_of in rewriting.into
+        else info
+        for name, info in basic.infos.items()
+    }
+    return changed, replace(basic, infos=infos)
+
+
+class _Rewriting:
+    def __init__(self, nodes: Sequence[SimplifiedNode], infos: Mapping[str, TensorInfo]) -> None:
+        self.infos = infos
+        self.into: dict[str, str] = {}  # storage that is no longer made -> the one it lies in
+        self.own: set[str] = set()  # storages that the backward makes and may overwrite
+        self.last_reader: dict[str, str] = {}  # storage -> name of the operation
+        self.readers: Counter[str] = Counter()  # of each storage: operations and hand-overs
+        self.folded: set[str] = set()  # operations whose result is never made
+        for node in reversed(nodes):
+            for op in node.backward:
+                self.own.update(n for n in op.results if n and infos[n].alias_of == n)
+                for name in (*op.inputs, *op.writes, *(n for n in op.results if n)):
+                    self.last_reader[infos[name].alias_of] = op.name
+                self.readers.update({infos[name].alias_of for name in op.inputs})
+        for node in nodes:  # whose gradient is handed over may read it at any time
+            self.own.difference_update(infos[h.value].alias_of for h in node.hand_overs)
+
+    def root(self, storage: str) -> str:
+        """Return the storage that a recorded storage lies in now."""
+        while storage in self.into:
+            storage = self.into[storage]
+        return storage
+
+    def rewritten(self, op: Op, before: Sequence[Op]) -> Op:
+        """Return the operation, in place if it can be; `before` run in the same part."""
+        first = op.inputs[0] if op.inputs else ""
+        if op.target in _IN_PLACE and len(op.args) == 2 and len(set(op.inputs)) == 2:
+            for term, other in (op.inputs, op.inputs[::-1]):
+                if not op.kwargs and self._can_hold(term, op):
+                    self._overwrite(term, op)
+                    maker = self._part(op, other, before)
+                    if maker is not None:
+                        self.folded.add(maker.name)
+                        added = (Ref(term), *maker.args)
+                        kernel = PART_SUMS[maker.target]
+                        return replace(op, target=kernel, args=added, writes=(term,))
+                    target, args = _IN_PLACE[op.target], (Ref(term), Ref(other))
+                    return replace(op, target=target, args=args, writes=(term,))
+        elif op.target in _INTO_GRADIENT and op.args[0] == Ref(first) and self._can_hold(first, op):
+            self._overwrite(first, op)
+            kwargs = {**op.kwargs, "grad_input": Ref(first)}
+            return replace(op, target=_INTO_GRADIENT[op.target], kwargs=kwargs, writes=(first,))
+        return op
+
+    def _part(self, op: Op, name: str, before: Sequence[Op]) -> Op | None:
+        """Return what makes a term of a sum, if that is a part with zeros around, for it alone."""
+        if op.target is not _aten.add.Tensor or self.readers[name] != 1 or name not in self.own:
+            return None
+        for place, maker in enumerate(before):
+            if name in maker.results and maker.target in PART_SUMS and not maker.kwargs:
+                part = self.infos[maker.inputs[0]].alias_of
+                written = {self.infos[n].alias_of for o in before[place:] for n in o.writes}
+                return None if part in written else maker
+        return None
+
+    def _overwrite(self, term: str, op: Op) -> None:
+        self.into[op.results[0]] = self.infos[term].alias_of
+
+    def _can_hold(self, term: str, op: Op) -> bool:
+        """Whether the result may lie in the memory of a term, and of no other that it reads."""
+        result, info = self.infos[op.results[0]], self.infos[term]
+        others = [self.infos[name] for name in op.inputs if name != term]
+        return (
+            result.alias_of == op.results[0]
+            and result.dtype.is_floating_point  # complex ones may be conjugated views
+            and (info.shape, info.stride, info.dtype, info.offset)
+            == (result.shape, result.stride, result.dtype, 0)
+            and info.storage_bytes == result.storage_bytes == info.size_bytes
+            and all((o.shape, o.dtype) == (result.shape, result.dtype) for o in others)
+            and info.alias_of in self.own
+            and self.last_reader[info.alias_of] == op.name
+            and self.root(info.alias_of) not in {self.root(o.alias_of) for o in others}
+        )

@@ -1,0 +1,121 @@
+"""The statements of a step program, and what each reads and makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from rkgb.graphs.op import Op
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A part of the program begins: F(k), again or not, or B(k)."""
+
+    kind: Literal["F", "B"]
+    node: int
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run one operation, which frees some of its arguments by itself."""
+
+    op: Op
+    frees: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget these variables."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """`name` becomes a copy of `source`."""
+
+    name: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Keep the random state as `name`, or put the one of that name back."""
+
+    name: str
+    kind: Literal["keep", "put back"]
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """Hand gradients over: (leaf, value), in order; the values are dropped by it."""
+
+    node: int
+    gradients: tuple[tuple[str, str], ...]
+    dropped: tuple[str, ...]
+
+
+Statement = Begin | Call | Drop | Copy | Draw | Give
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """The statements of a forward and of its backward, and what passes from one to the other."""
+
+    forward: tuple[Statement, ...]
+    backward: tuple[Statement, ...]
+    externals: tuple[str, ...]  # what the forward takes, in order
+    outputs: tuple[str, ...]  # values that the user gets
+    saved: tuple[str, ...]  # variables that the forward leaves to the backward
+    tangents: tuple[str, ...]  # gradients of outputs that the backward takes
+
+    @cached_property
+    def gives(self) -> tuple[Give, ...]:
+        """What the backward hands over, in order."""
+        return tuple(s for s in self.backward if isinstance(s, Give))
+
+    @cached_property
+    def runs_again(self) -> bool:
+        """Whether a forward is run again in the backward."""
+        return any(isinstance(s, Begin) and s.again for s in self.backward)
+
+    def reads_of_backward(self) -> Iterator[tuple[tuple[str, ...], bool]]:
+        """Yield what each statement of the backward reads, and whether it hands gradients over."""
+        for statement in self.backward:
+            yield read_by(statement), isinstance(statement, Give)
+
+
+def made_by(statement: Statement) -> tuple[str, ...]:
+    """Return the variables that a statement makes."""
+    if isinstance(statement, Call):
+        return tuple(name for name in statement.op.results if name)
+    if isinstance(statement, Copy) or (isinstance(statement, Draw) and statement.kind == "keep"):
+        return (statement.name,)
+    return ()
+
+
+def read_by(statement: Statement) -> tuple[str, ...]:
+    """Return the variables that a statement reads."""
+    if isinstance(statement, Call):
+        return tuple(dict.fromkeys(statement.op.inputs))
+    if isinstance(statement, Copy):
+        return (statement.source,)
+    if isinstance(statement, Draw) and statement.kind == "put back":
+        return (statement.name,)
+    if isinstance(statement, Give):
+        return tuple(dict.fromkeys(value for _, value in statement.gradients))
+    return ()
+
+
+def free_variables(statements: Iterable[Statement]) -> set[str]:
+    """Return what the statements read and have not made before."""
+    made: set[str] = set()
+    free: set[str] = set()
+    for statement in statements:
+        free.update(name for name in read_by(statement) if name not in made)
+        made.update(made_by(statement))
+    return free
