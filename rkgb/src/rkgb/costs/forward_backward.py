@@ -6,17 +6,16 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from rkgb.anonymize import node_key
-from rkgb.backward_slices import order_of
 from rkgb.costs.inspection import CostChoice, inspect_model
 from rkgb.costs.node_facts import NodeFacts
-from rkgb.simplified import SimplifiedGraph
+from rkgb.graphs.anonymize import node_key
+from rkgb.graphs.backward_slices import order_of
+from rkgb.graphs.simplified import SimplifiedGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,27 +212,3 @@ def _computation(
         op=node.main.target_name,
         key=key,
     )
-
-
-def print_K_graph(
-    kg: KGraph,
-    name: str | None = None,
-    open: bool = False,
-    render_format: str = "svg",
-) -> Path | None:
-    """Draw one forward-backward graph into a file; see `rkgb.print_graph`."""
-    from rkgb.render import print_graph
-
-    return print_graph(kg, name, open, render_format)
-
-
-def print_K_graph_list(
-    list_kg: Sequence[KGraph],
-    name: str | None = None,
-    open: bool = False,
-    render_format: str = "svg",
-) -> Path | None:
-    """Draw the graphs of a list of pieces into a file; see `rkgb.print_graph`."""
-    from rkgb.render import print_graph
-
-    return print_graph(list_kg, name, open, render_format)

@@ -9,15 +9,15 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from rkgb.anonymize import equivalence_classes, node_key
-from rkgb.basic import bind_inputs, external_values
 from rkgb.costs.measure import measure
 from rkgb.costs.node_facts import NodeFacts, node_facts
 from rkgb.costs.op_costs import FlopCost, OpCost, kinds_of
-from rkgb.op import Op
-from rkgb.simplified import SimplifiedGraph
+from rkgb.graphs.anonymize import equivalence_classes, node_key
+from rkgb.graphs.basic import external_values
+from rkgb.graphs.op import Op
+from rkgb.graphs.sample import Sample
+from rkgb.graphs.simplified import SimplifiedGraph
 
 
 @runtime_checkable
@@ -93,7 +93,7 @@ def _costs(
     if inputs is None and kwargs is None:
         leaves: tuple[Any, ...] = (None,) * len(basic.inputs)
     else:
-        leaves = tuple(pytree.tree_leaves(bind_inputs(inputs, kwargs)))
+        leaves = Sample.of(model, inputs, kwargs).leaves
     external = external_values(basic, model, leaves)
     known = {name: tensor for name, tensor in external.items() if tensor is not None}
     measured = measure(basic, ops, known, times=cost == "measured").costs

@@ -9,22 +9,36 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rkgb.basic import BasicGraph
-from rkgb.costs.op_costs import OpCost, count_flops, kinds_of, made_bytes
-from rkgb.memory import trace_memory
-from rkgb.op import Op, map_refs
-from rkgb.rng import RngState
+from rkgb.costs.op_costs import (
+    OpCost,
+    cost_of_piece,
+    count_flops,
+    kinds_of,
+    made_bytes,
+    op_key,
+)
+from rkgb.device.base import CallTime, Device
+from rkgb.device.chosen import device_of
+from rkgb.device.memory import trace_memory
+from rkgb.device.rng import RngState
+from rkgb.device.torch_private import set_grad_mode, straight_to_kernels
+from rkgb.graphs.basic import BasicGraph
+from rkgb.graphs.compiled_call import CompiledCall
+from rkgb.graphs.op import Op, map_refs
 from rkgb.run.bindings import choose_callee
-from rkgb.torch_private import set_grad_mode, straight_to_kernels
+from rkgb.run.stand_ins import StandIns
 
 _log = logging.getLogger("rkgb")
+_NOTHING = CallTime(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -50,6 +64,14 @@ class Measured:
     costs: Mapping[str, OpCost]
     callees: Mapping[str, Callable[..., Any]]
     spread: float  # how far the second least times are above the least, all kinds together
+    device_ms: float = 0.0  # of one step without recomputation: what the kernels take
+    host_ms: float = 0.0  # and what it takes the host to start them
+    unsteady: frozenset[str] = frozenset()  # kinds that gave other bits at a second call
+
+    @property
+    def is_launch_bound(self) -> bool:
+        """Whether the device waits for the host; times are then the larger of the two."""
+        return self.host_ms > self.device_ms
 
 
 @dataclass
@@ -60,6 +82,8 @@ class _Bench:
     basic: BasicGraph
     external: Mapping[str, Tensor]
     grad_mode: bool  # on in a forward, off in a backward: some kernels are chosen by it
+    chosen: Mapping[str, int]  # how many elements of a mask are true, where that decides sizes
+    random: bool  # fill floating point with any numbers; with one number, which is faster, if not
     written: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,35 +91,13 @@ class _Bench:
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return fresh arguments for one call."""
-        storages: dict[str, Tensor] = {}
-        made: dict[str, Tensor] = {}
-
-        def value(name: str) -> Tensor:
-            if name not in made:
-                made[name] = self._value(name, storages)
-            return made[name]
-
+        basic = self.basic
+        found = StandIns(
+            *(basic.infos, basic.device, self.external, self.written, self.chosen),
+            random=self.random,
+        )
+        value = found.__getitem__
         return map_refs(self.op.args, value), map_refs(dict(self.op.kwargs), value)
-
-    def _value(self, name: str, storages: dict[str, Tensor]) -> Tensor:
-        tensor = self.external.get(name)
-        if tensor is not None:
-            return tensor.detach().clone() if name in self.written else tensor
-        info = self.basic.infos[name]
-        if info.alias_of not in storages:
-            count = info.storage_bytes // info.dtype.itemsize
-            made = torch.empty(count, dtype=info.dtype, device=self.basic.device)
-            storages[info.alias_of] = _filled(made)
-        whole = storages[info.alias_of]
-        if whole.dtype != info.dtype:
-            whole = _filled(torch.empty_like(whole.view(info.dtype)))
-        return whole.as_strided(info.shape, info.stride, info.offset)
-
-
-def _filled(tensor: Tensor) -> Tensor:
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor.uniform_()  # valid as probabilities, roots and logarithms
-    return tensor.zero_()  # valid as indices
 
 
 def measure(
@@ -105,68 +107,188 @@ def measure(
     *,
     times: bool = True,
     timing: Timing | None = None,
+    callees: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Measured:
     """Return what each kind among `ops` costs; without `times`, only workspace and FLOPs.
 
-    The external tensors and the random stream are as before afterwards.
+    `callees` are known ways to call kinds, which are not looked for again: they have run at these
+    sizes too. The external tensors and the random stream are as before afterwards.
     """
-    kinds = kinds_of(basic, ops)
-    forward = {op.name for op in basic.ops}
-    benches = {key: _Bench(op, basic, external, op.name in forward) for key, op in kinds.items()}
+    every = kinds_of(basic, ops)
+    known = {key: cost for key, op in every.items() if (cost := cost_of_piece(op)) is not None}
+    kinds = {key: op for key, op in every.items() if key not in known}
+    device = device_of(basic.device)
+    random = times or device.is_asynchronous  # where sums in another order must show
+    benches = _benches(basic, kinds, external, random)
     stream = RngState.save(basic.device)
     try:
+        device.warm_up()
         with torch.no_grad(), straight_to_kernels():
-            callees = {key: choose_callee(b.op, b.arguments) for key, b in benches.items()}
-            workspace = _workspaces(benches, callees, basic)
+            known_ways = callees or {}
+            callees = {
+                key: known_ways.get(key) or choose_callee(bench.op, bench.arguments)
+                for key, bench in benches.items()
+            }
+            workspace = _workspaces(benches, callees, basic, known_ways)
+            unsteady = _unsteady(benches, callees) if device.is_asynchronous else frozenset()
             least, spread = (
-                _rounds(benches, callees, basic.device, timing or Timing())
+                _rounds(benches, callees, device, timing or Timing())
                 if times
-                else (dict.fromkeys(kinds, 0.0), 0.0)
+                else (dict.fromkeys(kinds, _NOTHING), 0.0)
             )
     finally:
         stream.restore()
+    counts = Counter(op_key(op, basic.infos) for op in ops)
+    device_ms = sum(counts[key] * least[key].device_ms for key in kinds)
+    host_ms = sum(counts[key] * least[key].host_ms for key in kinds)
+    measured = Measured({}, callees, spread, device_ms, host_ms, unsteady)
+    took = _larger if device.is_asynchronous and measured.is_launch_bound else _of_device
     costs = {
-        key: OpCost(least[key], count_flops(op, basic.infos), workspace[key])
+        key: OpCost(took(least[key]), count_flops(op, basic.infos), workspace[key])
         for key, op in kinds.items()
     }
-    return Measured(costs, callees, spread)
+    return replace(measured, costs={**costs, **known})
+
+
+def choose_callees(
+    basic: BasicGraph, ops: Sequence[Op], external: Mapping[str, Tensor]
+) -> dict[str, Callable[..., Any]]:
+    """Return how to call each kind among `ops`, where costs are known and nothing is measured.
+
+    The external tensors and the random stream are as before afterwards.
+    """
+    kinds = {k: op for k, op in kinds_of(basic, ops).items() if cost_of_piece(op) is None}
+    benches = _benches(basic, kinds, external, True)
+    stream = RngState.save(basic.device)
+    try:
+        with torch.no_grad(), straight_to_kernels():
+            return {key: choose_callee(b.op, b.arguments) for key, b in benches.items()}
+    finally:
+        stream.restore()
+
+
+def _benches(
+    basic: BasicGraph, kinds: Mapping[str, Op], external: Mapping[str, Tensor], random: bool
+) -> dict[str, _Bench]:
+    forward = {op.name for op in basic.ops}
+    chosen = _true_elements(basic)
+    return {
+        key: _Bench(op, basic, external, op.name in forward, chosen, random)
+        for key, op in kinds.items()
+    }
+
+
+def _larger(took: CallTime) -> float:
+    return max(took.device_ms, took.host_ms)
+
+
+def _of_device(took: CallTime) -> float:
+    return took.device_ms
+
+
+def _true_elements(basic: BasicGraph) -> dict[str, int]:
+    """Return how many elements of masks are true, where the recording has looked at that."""
+    return {
+        basic.infos[name].alias_of: read.value[0][0]
+        for read in basic.reads
+        if read.kind == "size" and read.op.target is torch.ops.aten.nonzero.default
+        for name in read.op.inputs
+        if basic.infos[name].dtype in (torch.bool, torch.uint8)
+    }
 
 
 def _workspaces(
-    benches: Mapping[str, _Bench], callees: Mapping[str, Callable[..., Any]], basic: BasicGraph
+    benches: Mapping[str, _Bench],
+    callees: Mapping[str, Callable[..., Any]],
+    basic: BasicGraph,
+    ran: Collection[str],
 ) -> dict[str, int]:
+    """Return the workspace of each kind; those that `ran` at these sizes need no first call."""
     order = list(benches)
 
     def run(span: Any) -> None:
         for key in order:
-            for name in ("first", "second"):  # what a library allocates once is not counted
+            # What a library allocates once is not counted.
+            for name in ("second",) if key in ran else ("first", "second"):
                 args, kwargs = benches[key].arguments()
                 set_grad_mode(benches[key].grad_mode)
+                call = _call_once(benches[key].op, callees[key], args, kwargs)
+                del args, kwargs
                 with span(name):
-                    result = callees[key](*args, **kwargs)
+                    result = call()
                 set_grad_mode(False)
-                del result, args, kwargs
+                del result, call
 
-    spans = trace_memory(run, basic.device).spans[1::2]
-    return {
-        key: max(0, span.added_peak_bytes - made_bytes(benches[key].op, basic.infos))
-        for key, span in zip(order, spans, strict=True)
-    }
+    traced = trace_memory(run, basic.device).spans
+    spans = [span for span in traced if span.name == "second"]
+    found = {}
+    for key, span in zip(order, spans, strict=True):
+        op = benches[key].op
+        beside = span.added_peak_bytes - made_bytes(op, basic.infos)
+        # Below zero where arguments are freed while results are made.
+        found[key] = beside if _frees(op) else max(0, beside)
+    return found
+
+
+def _frees(op: Op) -> frozenset[int]:
+    return op.target.frees if isinstance(op.target, CompiledCall) else frozenset()
+
+
+def _call_once(
+    op: Op, callee: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], Any]:
+    """Return the call as a step makes it: what it frees is held by nobody else."""
+    if not isinstance(op.target, CompiledCall):
+        return partial(callee, *args, **kwargs)
+    kept = [arg for place, arg in enumerate(args) if place not in op.target.frees]
+    boxed, run = list(args), op.target.run
+
+    def call() -> tuple[Any, Any]:
+        return run(boxed), kept
+
+    return call
+
+
+def _unsteady(
+    benches: Mapping[str, _Bench], callees: Mapping[str, Callable[..., Any]]
+) -> frozenset[str]:
+    """Return the kinds that give other bits for equal arguments: sums by atomics, mostly."""
+    found = set()
+    for key, bench in benches.items():
+        if bench.written or bench.op.is_random or not bench.op.inputs:
+            continue
+        args, kwargs = bench.arguments()
+        set_grad_mode(bench.grad_mode)
+        first, second = (callees[key](*args, **kwargs) for _ in range(2))
+        set_grad_mode(False)
+        if not _same_bits(first, second):
+            found.add(key)
+    return frozenset(found)
+
+
+def _same_bits(first: Any, second: Any) -> bool:
+    if isinstance(first, (tuple, list)):
+        return all(map(_same_bits, first, second))
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return True
+    return torch.equal(first, second) or bool(((first == second) | (first != first)).all())
 
 
 def _rounds(
     benches: Mapping[str, _Bench],
     callees: Mapping[str, Callable[..., Any]],
-    device: torch.device,
+    device: Device,
     timing: Timing,
-) -> tuple[dict[str, float], float]:
+) -> tuple[dict[str, CallTime], float]:
     least = dict.fromkeys(benches, float("inf"))
+    host = dict.fromkeys(benches, float("inf"))
     second = dict.fromkeys(benches, float("inf"))
     unsure = list(benches)
     began = time.perf_counter()
     for turn in range(timing.max_rounds):
         for key in unsure:
-            took = _visit(benches[key], callees[key], device, timing)
+            visit = _visit(benches[key], callees[key], device, timing)
+            took, host[key] = visit.device_ms, min(host[key], visit.host_ms)
             second[key] = min(second[key], max(least[key], took))
             least[key] = min(least[key], took)
         if turn + 1 < timing.min_rounds:
@@ -184,43 +306,23 @@ def _rounds(
         len(unsure),
         100 * spread,
     )
-    return least, spread
+    return {key: CallTime(least[key], host[key]) for key in benches}, spread
 
 
-def _visit(
-    bench: _Bench, callee: Callable[..., Any], device: torch.device, timing: Timing
-) -> float:
+def _visit(bench: _Bench, callee: Callable[..., Any], device: Device, timing: Timing) -> CallTime:
     args, kwargs = bench.arguments()
-    least = spent = float("inf")
+    least = host = spent = float("inf")
     for turn in range(timing.most_calls):
         if bench.written and turn:
             args, kwargs = bench.arguments()
         set_grad_mode(bench.grad_mode)
-        took = _time(callee, args, kwargs, device)
+        took = device.time(partial(callee, *args, **kwargs))
         set_grad_mode(False)
         if turn == 0:
             spent = 0.0  # the first call of a visit warms the caches
         else:
-            least = min(least, took)
-        spent += took
+            least, host = min(least, took.device_ms), min(host, took.host_ms)
+        spent += took.device_ms
         if turn and spent > timing.visit_ms:
             break
-    return least
-
-
-def _time(
-    callee: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    device: torch.device,
-) -> float:
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        callee(*args, **kwargs)
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end))
-    began = time.perf_counter()
-    callee(*args, **kwargs)
-    return (time.perf_counter() - began) * 1e3
+    return CallTime(least, host)

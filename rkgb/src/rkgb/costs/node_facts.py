@@ -7,15 +7,16 @@ of the generated program: sizes were recorded, workspaces measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rkgb.basic import HandOver
 from rkgb.costs.op_costs import OpCost, op_key
-from rkgb.op import Op
-from rkgb.rng import RngState
+from rkgb.device.chosen import device_of
+from rkgb.graphs.basic import HandOver
+from rkgb.graphs.op import Op
+from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
+from rkgb.opaque.piece import RunPiece
+from rkgb.run.node_storages import NodeStorage, dying_in_backward, storages_of
 from rkgb.run.program import rerun_state
-from rkgb.simplified import SimplifiedGraph, SimplifiedNode
-from rkgb.storages import NodeStorage, dying_in_backward, storages_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,30 +50,45 @@ class NodeFacts:
         return sum(s.size_bytes for s in self.storages if s.is_phantom)
 
 
-def node_facts(sg: SimplifiedGraph, costs: Mapping[str, OpCost]) -> tuple[NodeFacts, ...]:
-    """Return the facts of every node of `sg`; `costs` holds every kind of its operations."""
-    return _Facts(sg, costs).all()
+def node_facts(
+    sg: SimplifiedGraph, costs: Mapping[str, OpCost], *, in_blocks: bool = True
+) -> tuple[NodeFacts, ...]:
+    """Return the facts of every node of `sg`; `costs` holds every kind of its operations.
+
+    Sizes are those of the allocator's blocks, or with `in_blocks=False` what is asked of it.
+    """
+    return _Facts(sg, costs, in_blocks).all()
 
 
 class _Facts:
-    def __init__(self, sg: SimplifiedGraph, costs: Mapping[str, OpCost]) -> None:
+    def __init__(self, sg: SimplifiedGraph, costs: Mapping[str, OpCost], in_blocks: bool) -> None:
         self.sg, self.costs, self.infos = sg, costs, sg.dataflow.infos
-        self.storages = storages_of(sg)
+        self._cost_of: dict[int, OpCost] = {}  # by identity: making the key of a kind takes long
+        device = device_of(sg.dataflow.basic.device)
+        # Every storage by itself: two of 8 bytes take two blocks.
+        self.rounded = device.block_bytes if in_blocks else _as_asked
+        self.random_bytes = device.random_state_bytes
+        self.storages = tuple(
+            tuple(replace(s, size_bytes=self.rounded(s.size_bytes)) for s in made)
+            for made in storages_of(sg)
+        )
         self.dying = dying_in_backward(self.storages)
-        self.rounded = block_rounding(sg.dataflow.basic.device.type)
-        self.random_bytes = RngState.save(sg.dataflow.basic.device).size_bytes
         self.last_reader, self.gradient_roots = self._gradients()
 
     def all(self) -> tuple[NodeFacts, ...]:
         return tuple(self._node(index, node) for index, node in enumerate(self.sg.nodes))
 
     def _node(self, index: int, node: SimplifiedNode) -> NodeFacts:
-        state = sum(self.infos[name].storage_bytes for name in rerun_state(self.sg, node))
+        state = sum(map(self._size, rerun_state(self.sg, node)))
         state += self.random_bytes if node.is_random else 0
+        copies = sum(map(_copied_buffers, node.ops))
+        state += copies
         others = {s.root for s in self.storages[index] if not s.is_phantom}
         all_kept = {s.root for s in self.storages[index]}
-        keeping = self._forward_peak(node, all_kept)
-        dropping = self._forward_peak(node, others)
+        # For a moment a recomputation holds the random state of then and that of now.
+        least = self.random_bytes if node.is_random else 0
+        keeping = max(least, self._forward_peak(node, all_kept))
+        dropping = max(least, self._forward_peak(node, others))
         before = sum(
             self._size(root)
             for root, (made, last) in self.gradient_roots.items()
@@ -91,7 +107,7 @@ class _Facts:
             state_bytes=state,
             has_backward=bool(node.backward or node.hand_overs),
             fwd_peak_bytes=keeping,
-            fwd_peak_dropping_bytes=dropping + state,
+            fwd_peak_dropping_bytes=dropping + state + copies,
             bwd_peak_bytes=peak,
             grads_before_bytes=before,
             fwd_overhead_bytes=max(0, keeping - kept),
@@ -102,10 +118,16 @@ class _Facts:
         return sum(part(self._cost(op)) for op in ops)
 
     def _cost(self, op: Op) -> OpCost:
-        return self.costs[op_key(op, self.infos)]
+        found = self._cost_of.get(id(op))
+        if found is None:
+            found = self._cost_of[id(op)] = self.costs[op_key(op, self.infos)]
+        return found
 
     def _size(self, root: str) -> int:
         return self.rounded(self.infos[root].storage_bytes)
+
+    def _workspace(self, op: Op) -> int:
+        return self.rounded(self._cost(op).workspace_bytes)
 
     def _made(self, op: Op) -> list[str]:
         return [name for name in op.results if name and self.infos[name].alias_of == name]
@@ -127,7 +149,7 @@ class _Facts:
             made = self._made(op)
             mine.update(made)
             alive += sum(map(self._size, made))
-            peak = max(peak, alive + self._cost(op).workspace_bytes)
+            peak = max(peak, alive + self._workspace(op))
             alive -= sum(
                 self._size(root) for root in mine if last[root] == index and root not in kept
             )
@@ -172,7 +194,7 @@ class _Facts:
         alive = peak = 0
         for place, op in enumerate(node.backward):
             alive += sum(map(self._size, self._made(op)))
-            peak = max(peak, alive + self._cost(op).workspace_bytes)
+            peak = max(peak, alive + self._workspace(op))
             for root, at in last.items():
                 gradient = self.last_reader.get(root) == index and root not in given
                 if at == place and (gradient or root in self.dying[index]):
@@ -189,12 +211,9 @@ class _Facts:
         return 0 if leaf.stride == value.stride and whole else self.rounded(leaf.size_bytes)
 
 
-# The CUDA allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
-_CUDA_BLOCK_BYTES = 512
+def _copied_buffers(op: Op) -> int:
+    return op.target.piece.buffer_bytes if isinstance(op.target, RunPiece) else 0
 
 
-def block_rounding(device_type: str) -> Callable[[int], int]:
-    """Return how the allocator of a device rounds one request."""
-    if device_type != "cuda":
-        return lambda size_bytes: size_bytes
-    return lambda size_bytes: -(-size_bytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
+def _as_asked(size_bytes: int) -> int:
+    return size_bytes

@@ -6,17 +6,21 @@ depend on. So each kind is measured once, however many layers have it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
-from rkgb.basic import BasicGraph
-from rkgb.op import Op, Ref
-from rkgb.tensor_info import TensorInfo
+from rkgb.device.flop_formulas import EXTRA_FLOP_FORMULAS
+from rkgb.graphs.basic import BasicGraph
+from rkgb.graphs.compiled_call import CompiledCall
+from rkgb.graphs.op import Op, Ref
+from rkgb.graphs.tensor_info import TensorInfo
+from rkgb.opaque.piece import RunPiece, RunPieceBackward
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +38,35 @@ def op_key(op: Op, infos: Mapping[str, TensorInfo]) -> str:
     def text(tree: Any) -> str:
         if isinstance(tree, Ref):
             info = infos[tree.name]
-            return f"{info.dtype}{list(info.shape)}{list(info.stride)}"
+            return _kind_of_value(info.dtype, info.shape, info.stride, info.is_conj)
         if isinstance(tree, (list, tuple)):
             return f"[{', '.join(map(text, tree))}]"
         return repr(tree)
 
     options = [f"{key}={text(value)}" for key, value in op.kwargs.items()]
-    return f"{op.target}({', '.join([*map(text, op.args), *options])})"
+    call = f"{_name_of(op.target)}({', '.join([*map(text, op.args), *options])})"
+    return f"{call} with {op.flags}" if op.flags else call
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _kind_of_value(
+    dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], is_conj: bool
+) -> str:
+    return f"{dtype}{list(shape)}{list(stride)}{'conj' if is_conj else ''}"
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _name_of(target: Callable[..., Any]) -> str:
+    return str(target)
+
+
+def cost_of_piece(op: Op) -> OpCost | None:
+    """Return what the trial runs of an opaque piece have shown; None for other operations."""
+    if not isinstance(op.target, (RunPiece, RunPieceBackward)):
+        return None
+    side = 0 if isinstance(op.target, RunPiece) else 1
+    piece = op.target.piece
+    return OpCost(piece.time_ms[side], piece.flops[side], piece.workspace_bytes[side])
 
 
 def made_bytes(op: Op, infos: Mapping[str, TensorInfo]) -> int:
@@ -56,28 +82,17 @@ def moved_bytes(op: Op, infos: Mapping[str, TensorInfo]) -> int:
     return sum(infos[name].size_bytes for name in names)
 
 
-def _sdpa_forward(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(q, k, v))
-
-
-def _sdpa_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad, q, k, v))
-
-
-# torch has no formula for the CPU's flash attention; without one attention looks free. The formulas
-# take shapes.
-EXTRA_FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _sdpa_forward,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
-}
-
-
 def count_flops(op: Op, infos: Mapping[str, TensorInfo]) -> int:
     """Return the FLOPs of one call by torch's formulas; 0 for an operation that has none."""
+    piece = cost_of_piece(op)
+    if piece is not None:
+        return piece.flops
+    if isinstance(op.target, CompiledCall):
+        return op.target.flops
     packet = getattr(op.target, "overloadpacket", None)
     if packet in EXTRA_FLOP_FORMULAS:
         shapes = [infos[arg.name].shape for arg in op.args if isinstance(arg, Ref)]
-        return EXTRA_FLOP_FORMULAS[packet](*shapes)
+        return int(EXTRA_FLOP_FORMULAS[packet](*shapes))
     if packet not in flop_registry:
         return 0
 

@@ -12,6 +12,7 @@ import torch
 
 from rkgb.costs.inspection import Inspection
 from rkgb.costs.op_costs import OpCost
+from rkgb.device.chosen import device_of
 from rkgb.errors import InvalidGraphError
 
 FORMAT = "rkgb costs 2"
@@ -32,9 +33,7 @@ class RecordedCosts:
     def of(cls, inspection: Inspection) -> RecordedCosts:
         """Return the costs that an inspection found."""
         costs = {_digest(key): cost for key, cost in inspection.costs.items()}
-        cuda = inspection.device.startswith("cuda")
-        name = torch.cuda.get_device_name(inspection.device) if cuda else inspection.device
-        return cls(costs, name, torch.__version__)
+        return cls(costs, device_of(inspection.device).name, torch.__version__)
 
     def lookup(self, key: str, where: str) -> OpCost:
         """Return the cost of the kind with this key; `where` names it in the error.

@@ -1,0 +1,59 @@
+"""Costs at other sizes, from what was measured at some: bytes exactly, times in proportion.
+
+A budget is a promise, so the workspace of each new kind of operation is measured. Its time only
+chooses between plans: it is that of the same operation before, in proportion to FLOPs and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from rkgb.costs.measure import Measured, measure
+from rkgb.costs.op_costs import FlopCost, OpCost, op_key
+from rkgb.graphs.basic import BasicGraph
+from rkgb.graphs.op import Op
+from rkgb.graphs.tensor_info import TensorInfo
+
+
+def measure_resized(
+    basic: BasicGraph,
+    ops: Sequence[Op],
+    external: Mapping[str, Tensor],
+    known: Measured,
+    known_ops: Sequence[Op],
+    known_infos: Mapping[str, TensorInfo],
+) -> Measured:
+    """Return what each kind among `ops` costs, where those of equal operations are known.
+
+    `ops` are `known_ops` at other sizes, one by one (see `same_but_for_sizes`).
+    """
+    source = FlopCost()
+    first: dict[str, tuple[Op, Op, str]] = {}  # of each kind: it, what it was, and that one's kind
+    for op, old in zip(ops, known_ops, strict=True):
+        key = op_key(op, basic.infos)
+        if key not in first:
+            first[key] = op, old, op_key(old, known_infos)
+    callees = dict(known.callees)
+    for key, (_, _, before) in first.items():
+        if before in known.callees:
+            callees[key] = known.callees[before]
+    new = [op for key, (op, _, _) in first.items() if key not in known.costs]
+    measured = measure(basic, new, external, times=False, callees=callees)
+    costs: dict[str, OpCost] = {}
+    for key, (op, old, before) in first.items():
+        if key in known.costs:
+            costs[key] = known.costs[key]
+            continue
+        share = source.time_ms(op, basic.infos) / source.time_ms(old, known_infos)
+        costs[key] = replace(measured.costs[key], time_ms=known.costs[before].time_ms * share)
+    unsteady = {key for key, (_, _, before) in first.items() if before in known.unsteady}
+    return replace(
+        measured,
+        costs=costs,
+        callees={key: callees[key] for key in first if key in callees},
+        spread=known.spread,
+        unsteady=measured.unsteady | unsteady,
+    )
