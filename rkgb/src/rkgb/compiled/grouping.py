@@ -1,0 +1,143 @@
+"""Which nodes can be compiled, and which neighbours become one piece.
+
+A piece is `light* heavy epilogue*`: what leads to a matrix product, the product, and what is added
+to it. Between two such pieces lies what a min-cut would save anyway: the result of a linear layer,
+of attention, the residual. Neighbours in execution order are never in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from rkgb.graphs.op import BATCH_NORMS, VIEW_NAMES, Op
+from rkgb.graphs.passes import Groups, Pass
+from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
+
+_HEAVY = frozenset(
+    (
+        *("addmm", "mm", "bmm", "baddbmm", "convolution"),
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
+)
+_EPILOGUE = frozenset(("add", "mul", "sub"))
+# Besides views and what treats every element by itself: always the same order of additions.
+_KNOWN = frozenset(
+    (
+        *_HEAVY,
+        *("convolution_backward", "_scaled_dot_product_flash_attention_for_cpu_backward"),
+        *("native_layer_norm", "native_layer_norm_backward"),
+        *("_fused_rms_norm", "_fused_rms_norm_backward"),
+        *("native_group_norm", "native_group_norm_backward"),
+        *("native_batch_norm", "native_batch_norm_backward"),
+        *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
+        *("sum", "mean", "var", "var_mean", "cat", "stack", "clone", "_to_copy", "copy"),
+        *("empty_like", "zeros_like", "ones_like", "zeros", "ones", "full", "full_like"),
+        *("nll_loss_forward", "nll_loss_backward"),  # one class each: no sums meet
+        *("mse_loss", "mse_loss_backward", "select_backward", "slice_backward", "constant_pad_nd"),
+        *("split_with_sizes_copy", "new_zeros", "reshape"),
+    )
+)
+_NOT_VIEWS = frozenset(("as_strided", "empty_strided", "real", "imag", "view_as_real"))
+_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def is_effect(op: Op, sg: SimplifiedGraph) -> bool:
+    """Whether an operation only updates a buffer from what is resident, as a counter does."""
+    externals = sg.dataflow.basic.externals
+    infos = sg.dataflow.infos
+    return (
+        bool(op.writes)
+        and op.target_name not in BATCH_NORMS
+        and all(infos[name].alias_of in externals for name in op.writes)
+        and all(name in externals for name in op.inputs)
+        and all(infos[name].alias_of in externals for name in op.results if name)
+    )
+
+
+def refusal(node: SimplifiedNode, sg: SimplifiedGraph) -> str:
+    """Return why a node is not compiled; nothing if it can be tried."""
+    infos = sg.dataflow.infos
+    if not any(infos[name].requires_grad for op in node.ops for name in op.results if name):
+        return "makes nothing that a gradient reaches"
+    for op in (*node.ops, *node.backward):
+        if is_effect(op, sg):
+            continue
+        why = _refusal_of(op, sg)
+        if why:
+            return f"{op.target_name} {why}"
+    return ""
+
+
+def _refusal_of(op: Op, sg: SimplifiedGraph) -> str:
+    infos = sg.dataflow.infos
+    if getattr(op.target, "namespace", "") != "aten":
+        return "is no operation of torch's own"
+    if op.is_random:
+        return "draws random numbers"
+    if op.flags:
+        return "runs under flags of its own"
+    tags = getattr(op.target, "tags", ())
+    name = op.target_name
+    plain = (name in VIEW_NAMES and name not in _NOT_VIEWS) or torch.Tag.pointwise in tags
+    if not (plain or name in _KNOWN):
+        return "is not among those whose compiled form is known to repeat its bits"
+    basic = sg.dataflow.basic
+    for value in (*op.inputs, *filter(None, op.results)):
+        info = infos[value]
+        if info.is_conj or info.dtype not in (*_TYPES, *_INTEGERS):
+            return f"takes or makes {info.dtype}"
+        if info.is_on_host != (basic.device.type == "cpu"):
+            return "takes or makes what lies on the host"
+    home, outside = sg.producer, set(basic.externals)
+    for value in op.writes:
+        root = infos[value].alias_of
+        if root in outside and name not in BATCH_NORMS:
+            return "writes to what the module was given"
+        if root in home and op in basic.backward:
+            return "writes in the backward to what the forward has made"
+    return ""
+
+
+def is_heavy(node: SimplifiedNode) -> bool:
+    """Whether a node multiplies matrices, convolves or attends."""
+    return any(op.target_name in _HEAVY for op in node.ops)
+
+
+def runs_of(sg: SimplifiedGraph, but: Collection[int] = ()) -> list[tuple[int, ...]]:
+    """Return the runs of nodes to compile, in order; those of `but` are left out."""
+    runs: list[tuple[int, ...]] = []
+    current: list[int] = []
+
+    def end() -> None:
+        if any(sg.nodes[index].backward for index in current):
+            runs.append(tuple(current))
+        current.clear()
+
+    for index, node in enumerate(sg.nodes):
+        if index in but or refusal(node, sg):
+            end()
+            continue
+        if any(is_heavy(sg.nodes[i]) for i in current) and not _is_epilogue(node):
+            end()
+        current.append(index)
+    end()
+    return runs
+
+
+def _is_epilogue(node: SimplifiedNode) -> bool:
+    return all(op.target_name in _EPILOGUE or op.target_name in VIEW_NAMES for op in node.ops)
+
+
+def merging(sg: SimplifiedGraph, runs: Sequence[Sequence[int]]) -> Pass:
+    """Return the pass that makes one node of each run of nodes of `sg`."""
+
+    def merge_pieces(groups: Groups) -> None:
+        for run in runs:
+            positions = [place for index in run for place in sg.nodes[index].positions]
+            for place in positions[1:]:
+                groups.merge(positions[0], place)
+
+    return merge_pieces
