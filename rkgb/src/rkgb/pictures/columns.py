@@ -22,7 +22,7 @@ _GAP = 0.8  # between columns
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SizedCell:
     """One cell that is drawn: its estimated size, and what it must not be torn from."""
 
     cell: int
@@ -47,7 +47,7 @@ class Columns:
 
 
 def arrange(
-    pieces: Sequence[Piece],
+    pieces: Sequence[SizedCell],
     arrows: Sequence[tuple[int, int]],
     count: int | None = None,
     page: tuple[float, float] = PAGE,
@@ -78,7 +78,7 @@ def arrange(
 class _Sizes:
     """What every run of cells would measure as a column, and what a break between two costs."""
 
-    def __init__(self, pieces: Sequence[Piece], arrows: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, pieces: Sequence[SizedCell], arrows: Sequence[tuple[int, int]]) -> None:
         self.pieces = pieces
         place = {piece.cell: index for index, piece in enumerate(pieces)}
         inside = {(place[a], place[b]) for a, b in arrows if a in place and b in place}

@@ -12,10 +12,19 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from rkgb.extent import columns_of, grid
-from rkgb.fold import Folding, fold
-from rkgb.legend import BACKWARD, FORWARD, GREY, PHANTOM, class_colour, label_of, legend, tone
-from rkgb.sketch import Arrow, Sketch, Vertex
+from rkgb.pictures.fold import Folding, fold
+from rkgb.pictures.legend import (
+    BACKWARD,
+    FORWARD,
+    GREY,
+    PHANTOM,
+    class_colour,
+    label_of,
+    legend,
+    tone,
+)
+from rkgb.pictures.sizes import columns_of, grid
+from rkgb.pictures.sketch import Arrow, Sketch, Vertex
 
 _FONT = "Helvetica"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Mapping, Sequence
 
-from rkgb.sketch import Sketch
+from rkgb.pictures.sketch import Sketch
 
 FORWARD, BACKWARD = (31, 119, 180), (214, 96, 31)  # blue and orange: apart for everybody
 PHANTOM, GREY = "#8a6fb0", "#606060"

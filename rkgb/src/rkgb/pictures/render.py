@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rkgb.backward import KGraph
-from rkgb.basic import BasicGraph
-from rkgb.dataflow import DataFlowGraph
-from rkgb.draw import draw
-from rkgb.simplified import SimplifiedGraph
-from rkgb.sketch import (
+from rkgb.costs.forward_backward import KGraph
+from rkgb.graphs.basic import BasicGraph
+from rkgb.graphs.dataflow import DataFlowGraph
+from rkgb.graphs.simplified import SimplifiedGraph
+from rkgb.pictures.dot import draw
+from rkgb.pictures.sketch import (
     Sketch,
     sketch_dataflow,
     sketch_k,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rkgb.columns import PAGE, Piece, arrange
-from rkgb.fold import Folding
-from rkgb.sketch import Cell, Sketch, Vertex
+from rkgb.pictures.columns import PAGE, SizedCell, arrange
+from rkgb.pictures.fold import Folding
+from rkgb.pictures.sketch import Cell, Sketch, Vertex
 
 _BOLD, _SMALL = 0.095, 0.068  # inches that a letter of 11 and of 9 points takes
 _ROW, _BETWEEN = 0.17, 0.36  # a line of text; what is between two levels
@@ -23,7 +23,7 @@ def columns_of(
     cells = sketch.cells
     inputs = [c for c in folding.shown if cells[c].vertices["fwd"].kind == "input"]
     pieces = [
-        Piece(
+        SizedCell(
             c,
             *_extent(cells[c], bool(folding.places[c].copies)),
             tuple(cells[c].path.split(".")),

@@ -10,12 +10,12 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rkgb.anonymize import anonymize, equivalence_classes, node_key
-from rkgb.backward import KComputeNode, KGraph
-from rkgb.dataflow import DataFlowGraph
-from rkgb.op import Ref
-from rkgb.simplified import SimplifiedGraph
-from rkgb.tensor_info import TensorInfo
+from rkgb.costs.forward_backward import KComputeNode, KGraph
+from rkgb.graphs.anonymize import anonymize, equivalence_classes, node_key
+from rkgb.graphs.dataflow import DataFlowGraph
+from rkgb.graphs.op import Ref
+from rkgb.graphs.simplified import SimplifiedGraph
+from rkgb.graphs.tensor_info import TensorInfo
 
 Kind = Literal["fwd", "bwd", "data", "grad", "phantom", "input", "output", "block"]
 

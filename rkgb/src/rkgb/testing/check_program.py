@@ -9,21 +9,28 @@ or again. Nothing here is shared with what writes programs.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from rkgb.basic import BasicGraph
 from rkgb.errors import InvalidGraphError
-from rkgb.op import Op, Ref
-from rkgb.run.program import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
-from rkgb.simplified import SimplifiedGraph
-from rkgb.tensor_info import TensorInfo
+from rkgb.graphs.basic import BasicGraph
+from rkgb.graphs.op import Op, Ref
+from rkgb.graphs.simplified import SimplifiedGraph
+from rkgb.graphs.tensor_info import TensorInfo
+from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
 # While training they write their statistics (arguments 3 and 4) and do not look at them.
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+# Kernels that work element by element, and how they write over a gradient that nobody reads later.
+_aten = torch.ops.aten
+_EITHER = {_aten.add.Tensor: _aten.add_.Tensor, _aten.mul.Tensor: _aten.mul_.Tensor}  # operand
+_OVER = _EITHER | {
+    getattr(_aten, f"{name}_backward").default: getattr(_aten, f"{name}_backward").grad_input
+    for name in ("threshold", "gelu", "silu", "tanh", "sigmoid", "leaky_relu", "hardtanh")
+}
 Geometry = tuple[Hashable, ...]  # type, shape, strides, offset
 
 
@@ -82,8 +89,21 @@ class _Memory:
         args: tuple[Any, ...] = op.args
         if recorded.target_name in _BATCH_NORMS and len(args) > 5 and args[5] is True:
             args = (*args[:3], *args[5:])
-        what = (str(op.target), self._text(args), self._text(op.kwargs))
-        number = self._number(*what, self.random if recorded.is_random else None)
+        kwargs = op.kwargs
+        over = _overwritten(op, recorded)
+        if over is not None:  # it computes what the kernel with memory of its own does
+            kwargs = {key: value for key, value in kwargs.items() if key != "grad_input"}
+        target = op.target if over is None else recorded.target
+        found: Hashable = tuple(map(self._text, args))
+        if target in _EITHER and not kwargs:
+            found = frozenset(map(self._text, args))
+        random = self.random if recorded.is_random else None
+        number = self._number(str(target), found, self._text(kwargs), random)
+        if over is not None:
+            storage = self.variables[over].storage
+            self.content[storage] = self._number("made", number, 0)
+            self.variables[op.results[0]] = _Variable(storage, _geometry(self.infos[op.results[0]]))
+            return number
         if recorded.is_random:
             self.random = self._number("random after", number)
         for place, name in enumerate(op.writes):
@@ -97,12 +117,13 @@ class _Memory:
 
     def _result(self, number: int, place: int, op: Op, recorded: Op, like: str) -> _Variable:
         if op.target is _AS_STRIDED and not op.writes:  # in place of any view
-            base, shape, strides, offset = op.args
+            base, shape, strides, *offset = op.args
             source = self.variables[base.name]
-            shown = (source.geometry[0], tuple(shape), tuple(strides), offset)
+            there = offset[0] if offset else source.geometry[3]
+            shown = (source.geometry[0], tuple(shape), tuple(strides), there)
             return _Variable(source.storage, shown)
         root, geometry = self.infos[like].alias_of, _geometry(self.infos[like])
-        if root == like:
+        if root == like or (recorded.target in _OVER and not recorded.writes):
             self.latest[root] = self._new(self._number("made", number, place))
             return _Variable(self.latest[root], geometry)
         for theirs, ours in _pairs((recorded.args, recorded.kwargs), (op.args, op.kwargs)):
@@ -288,11 +309,27 @@ class _Check:
             self._expect(op.target is _AS_STRIDED and not op.writes, "it was not recorded")
             self.memory.call(op, op if recorded is None else recorded)
             return
+        if op.target_name == "add_selected_":
+            op = self._with_zeros(op, recorded)
         computes = self.memory.call(op, recorded)
         self._expect(
             computes == self.recording.computes[op.name],
             "it does not compute what it did when it was recorded: it reads something else, or "
             "something that has been overwritten",
+        )
+
+    def _with_zeros(self, op: Op, recorded: Op) -> Op:
+        """Return the sum over a whole of which only a part is added, and make the other term."""
+        whole, part, *place = op.args
+        for name in recorded.inputs:
+            maker = self.recording.ops.get(name)
+            if maker is not None and maker.target is _aten.select_backward.default:
+                like = replace(maker, args=(part, *place))
+                if self.memory.call(like, maker) == self.recording.computes[name]:
+                    sum_op = _OVER[recorded.target]
+                    return replace(op, target=sum_op, args=(whole, Ref(name)))
+        raise InvalidGraphError(
+            f"wrong program at {self.where}: it adds no part that was recorded."
         )
 
     def _drop(self, names: Sequence[str]) -> None:
@@ -312,6 +349,13 @@ class _Check:
 
     def _who_dropped(self, name: str) -> str:
         return f": it was dropped by {self.gone[name]}" if name in self.gone else ""
+
+
+def _overwritten(op: Op, recorded: Op) -> str | None:
+    """Return the variable in whose memory the result lies now, unlike when it was recorded."""
+    if op is recorded or _OVER.get(recorded.target) is not op.target:
+        return None
+    return op.writes[0]
 
 
 def _geometry(info: TensorInfo) -> Geometry:

@@ -1,8 +1,8 @@
 """An oracle for K: run forward and backward by nothing but what the graph says.
 
-The order is any that the data and the `after` of K allow, and every piece of memory is dropped as
-soon as K names no further reader of it. So a missing edge makes the walk fail, and a wrong one
-shows in the gradients.
+The order is any that the data and the `after` of K allow, and memory is dropped as soon as K names
+no further reader of it. So a missing edge makes the walk fail, and a wrong one shows in the
+gradients.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from rkgb.backward import KGraph
-from rkgb.basic import bind_inputs, check_device, external_values
-from rkgb.op import Ref
-from rkgb.simplified import SimplifiedGraph
-from rkgb.testing import assert_autograds_gradients, leaves_that_want, run_op
-from rkgb.torch_private import set_grad_mode, straight_to_kernels
+from rkgb.costs.forward_backward import KGraph
+from rkgb.device.torch_private import set_grad_mode, straight_to_kernels
+from rkgb.graphs.basic import external_values
+from rkgb.graphs.op import Ref
+from rkgb.graphs.sample import Sample
+from rkgb.graphs.simplified import SimplifiedGraph
+from rkgb.testing.assertions import assert_autograds_gradients, leaves_that_want, run_op
 
 
 def assert_k_gives_gradients(
@@ -41,18 +41,15 @@ def assert_k_gives_gradients(
         AssertionError: a gradient differs, exists on one side only, or memory is left over.
         KeyError: something was dropped that was still to be read.
     """
-    walk = _Walk(kg, sg, model, bind_inputs(sample, kwargs))
-    device = check_device(model, bind_inputs(sample, kwargs), None)
-    assert_autograds_gradients(lambda: walk.run(seed), model, sample, device, kwargs=kwargs)
+    given = Sample.of(model, sample, kwargs)
+    walk = _Walk(kg, sg, model, given)
+    assert_autograds_gradients(lambda: walk.run(seed), model, sample, given.device, kwargs=kwargs)
 
 
 class _Walk:
-    def __init__(
-        self, kg: KGraph, sg: SimplifiedGraph, model: nn.Module, bound: tuple[Any, Any]
-    ) -> None:
-        self.kg, self.sg, self.model, self.bound = kg, sg, model, bound
-        leaves = tuple(pytree.tree_leaves(bound))
-        self.external = external_values(sg.dataflow.basic, model, leaves)
+    def __init__(self, kg: KGraph, sg: SimplifiedGraph, model: nn.Module, sample: Sample) -> None:
+        self.kg, self.sg, self.model, self.sample = kg, sg, model, sample
+        self.external = external_values(sg.dataflow.basic, model, sample.leaves)
         self.values: dict[str, Any] = dict(self.external)
         self.seeded = False
 
@@ -113,7 +110,7 @@ class _Walk:
             key = id(self.external[leaf])
             for _, grad in sorted(mine, key=lambda part: part[0]):
                 found[key] = found[key] + grad if key in found else grad
-        return [found.get(id(t)) for t in leaves_that_want(self.model, self.bound)]
+        return [found.get(id(t)) for t in leaves_that_want(self.model, self.sample)]
 
     def _order(self, seed: int | None) -> list[int]:
         """Return positions in `kg.compute` in an order that its edges allow."""

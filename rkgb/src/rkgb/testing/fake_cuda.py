@@ -1,0 +1,220 @@
+"""The rules of CUDA on a CPU: tensors stay where they are, and count as CUDA would count them.
+
+    with fake_cuda() as device:
+        rk = Rockmate(model, sample, 0.6)      # blocks of 512 bytes, a caching allocator, ...
+
+What is emulated: rounding and splitting of blocks; a library's workspace that is taken at the first
+product of matrices in a thread, and kept; times by events, that include the start of a kernel
+where the device has nothing else to do; random state that takes no device memory; a backward that
+runs in another thread than its forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rkgb.device.base import CallTime, Device
+from rkgb.device.chosen import standing_in
+from rkgb.device.profiled import PREFIX, profiled
+from rkgb.device.torch_private import current_dispatch_modes
+from rkgb.device.trace import Mark, MemoryTrace, Span, replay
+from rkgb.device.warm_up import warm_up_threads
+from rkgb.graphs.basic import ambient_autocast, autocast_as
+from rkgb.testing.caching_allocator import AllocatorRules, CachingAllocator
+
+WORKSPACE_BYTES = 32 << 20  # of cuBLAS on a Hopper GPU
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+_ENGINE = "autograd::engine::evaluate_function"
+
+
+@dataclass
+class _Seen:
+    """What one run has done, in order."""
+
+    changes: list[tuple[int, int, int]] = field(default_factory=list)  # (moment, address, bytes)
+    products: list[tuple[int, str]] = field(default_factory=list)  # (moment, thread)
+    marks: list[Mark] = field(default_factory=list)
+
+
+class FakeCuda(Device):
+    """Answers for the CPU as a CUDA device would."""
+
+    def __init__(
+        self,
+        rules: AllocatorRules | None = None,
+        *,
+        workspace_bytes: int = WORKSPACE_BYTES,
+        launch_ms: float = 0.04,
+        memory_bytes: int | None = None,
+    ) -> None:
+        super().__init__(torch.device("cpu"))
+        self.allocator = CachingAllocator(rules or AllocatorRules())
+        self.workspace_bytes, self.launch_ms = workspace_bytes, launch_ms
+        self.memory_bytes = memory_bytes
+        self.warm_threads: set[str] = set()
+        self.given_back = 0
+        self.is_tracing = False
+
+    @property
+    def name(self) -> str:
+        return "a CPU as if it were CUDA"
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return True
+
+    def block_bytes(self, size_bytes: int) -> int:
+        return self.allocator.rounded(size_bytes)
+
+    # ------------------------------------------------------------------ memory
+
+    def trace_memory(self, run: Callable[[Span], object]) -> MemoryTrace:
+        self.is_tracing = True
+        try:
+            seen = _seen_in(profiled(run))
+        finally:
+            self.is_tracing = False
+        return self._counted(seen)
+
+    def _counted(self, seen: _Seen) -> MemoryTrace:
+        asked: list[tuple[int, int]] = []
+        products = list(seen.products)
+        live: dict[int, Any] = {}
+        known_from = self.allocator.allocated
+        peak = known_from
+        outside = 0  # what was there before the run, and was freed in it
+        for moment, address, size in seen.changes:
+            while products and products[0][0] <= moment:
+                at, thread = products.pop(0)
+                if self._warms(thread):
+                    self.allocator.take(self.workspace_bytes)
+                    asked.append((at, self.workspace_bytes))
+                    peak = max(peak, self.allocator.allocated - outside)
+            asked.append((moment, size))
+            if size > 0:
+                live[address] = self.allocator.take(size)
+            elif address in live:
+                self.allocator.give(live.pop(address))
+            else:
+                outside += self.block_bytes(-size)
+            peak = max(peak, self.allocator.allocated - outside)
+        for moment, thread in products:
+            if self._warms(thread):
+                self.allocator.take(self.workspace_bytes)
+                asked.append((moment, self.workspace_bytes))
+        for block in live.values():  # its end is not seen: the next run starts without it
+            self.allocator.give(block)
+        return replace(replay(asked, seen.marks), allocated_peak_bytes=peak - known_from)
+
+    def _warms(self, thread: str) -> bool:
+        if thread in self.warm_threads:
+            return False
+        self.warm_threads.add(thread)
+        return True
+
+    def warm_up(self) -> None:
+        self.trace_memory(lambda _span: warm_up_threads(self.where))
+
+    def free_bytes(self) -> int | None:
+        return self.memory_bytes
+
+    def give_back(self) -> None:
+        self.given_back += 1
+        self.allocator.empty_cache()
+
+    # ------------------------------------------------------------------ time, random numbers
+
+    def time(self, call: Callable[[], object]) -> CallTime:
+        # As Cuda.time: the device is busy when the call starts, so that only kernels count.
+        began = time.perf_counter()
+        call()
+        return CallTime((time.perf_counter() - began) * 1e3, self.launch_ms)
+
+    def random_state(self) -> Tensor | None:
+        return None
+
+    def set_random_state(self, state: Tensor) -> None:
+        raise AssertionError("none was given")
+
+    @property
+    def random_state_bytes(self) -> int:
+        return 0
+
+
+def _seen_in(results: Any) -> _Seen:
+    """Read a run off the profiler's tree of events.
+
+    Random states lie on the host beside CUDA, and are known here by their odd size.
+    """
+    host_bytes = torch.get_rng_state().numel()
+    seen = _Seen()
+    todo = [(event, False) for event in reversed(results.experimental_event_tree())]
+    while todo:
+        event, in_backward = todo.pop()
+        if event.tag.name == "Allocation":
+            fields = event.extra_fields
+            if abs(fields.alloc_size) == host_bytes:
+                continue
+            seen.changes.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+            continue
+        name = event.name
+        in_backward = in_backward or name.startswith(_ENGINE)
+        if name in _PRODUCTS:
+            seen.products.append((event.start_time_ns, "autograd" if in_backward else "main"))
+        elif name.startswith(PREFIX):
+            mark = (event.start_time_ns, event.end_time_ns, name.removeprefix(PREFIX))
+            seen.marks.append(mark)
+        todo.extend((child, in_backward) for child in reversed(event.children))
+    # Two changes at one moment keep the order of the tree, which is that of the program.
+    seen.changes.sort(key=lambda change: change[0])
+    seen.products.sort()
+    seen.marks.sort()
+    return seen
+
+
+@contextlib.contextmanager
+def fake_cuda(
+    rules: AllocatorRules | None = None, *, own_thread: bool = True, **options: Any
+) -> Iterator[FakeCuda]:
+    """While active, the CPU counts as a CUDA device; with `own_thread`, backwards have their own.
+
+    Not while memory is traced or operations are watched: torch does both per thread on a CPU.
+    """
+    device = FakeCuda(rules, **options)
+    with standing_in(device), contextlib.ExitStack() as stack:
+        if own_thread:
+            stack.enter_context(_backward_in_a_thread(device))
+        yield device
+
+
+@contextlib.contextmanager
+def _backward_in_a_thread(device: FakeCuda) -> Iterator[None]:
+    engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(1, thread_name_prefix="fake autograd") as pool:
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            within = threading.current_thread().name.startswith("fake autograd")
+            if within or device.is_tracing or current_dispatch_modes():
+                return engine(*args, **kwargs)
+            region, grad_mode = ambient_autocast(), torch.is_grad_enabled()
+
+            def there() -> Any:  # torch takes these along to its threads
+                with autocast_as(region), torch.set_grad_enabled(grad_mode):
+                    return engine(*args, **kwargs)
+
+            return pool.submit(there).result()
+
+        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]
