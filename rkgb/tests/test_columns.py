@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
 
 import rkgb
-from rkgb import render
-from rkgb.columns import Piece, arrange
-from rkgb.extent import columns_of, grid
-from rkgb.fold import Folding, fold
-from rkgb.render import dot_source, sketch_of
-from rkgb.sketch import Sketch
+from rkgb.pictures import render
+from rkgb.pictures.columns import SizedCell, arrange
+from rkgb.pictures.fold import Folding, fold
+from rkgb.pictures.render import dot_source, sketch_of
+from rkgb.pictures.sizes import columns_of, grid
+from rkgb.pictures.sketch import Sketch
 
 needs_dot = pytest.mark.skipif(
     shutil.which("dot") is None, reason="the program dot (Graphviz) is not installed"
@@ -237,23 +237,22 @@ def test_an_impossible_number_of_columns_is_refused(unet: rkgb.RkgbResult) -> No
 
 
 @st.composite
-def rows_of_cells(draw: st.DrawFn) -> tuple[list[Piece], list[tuple[int, int]]]:
+def rows_of_cells(draw: st.DrawFn) -> tuple[list[SizedCell], list[tuple[int, int]]]:
     count = draw(st.integers(1, 30))
     repeat = None
     pieces = []
     for cell in range(count):
         repeat = draw(st.sampled_from([repeat, None, cell]))
         height, width = draw(st.integers(1, 5)), draw(st.integers(1, 4))
-        pieces.append(Piece(cell, float(width), float(height), (str(cell % 4),), repeat))
+        pieces.append(SizedCell(cell, float(width), float(height), (str(cell % 4),), repeat))
     arrows = [(cell, cell + 1) for cell in range(count - 1)]
     some = st.tuples(st.integers(0, count - 1), st.integers(0, count - 1))
     return pieces, arrows + [pair for pair in draw(st.lists(some, max_size=8)) if pair[0] < pair[1]]
 
 
-@settings(max_examples=80, deadline=None)
 @given(row=rows_of_cells(), count=st.integers(1, 6) | st.none())
 def test_columns_hold_every_cell_once_and_tear_no_repeat(
-    row: tuple[list[Piece], list[tuple[int, int]]], count: int | None
+    row: tuple[list[SizedCell], list[tuple[int, int]]], count: int | None
 ) -> None:
     pieces, arrows = row
     found = arrange(pieces, arrows, count)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import rkgb
-from rkgb.testing import example
+from rkgb.testing.examples import example
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("convolutional", "mixed", "averaging")

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rkgb
-from rkgb.anonymize import anonymize, equivalence_classes
-from rkgb.dataflow import B_to_D, DataFlowGraph
-from rkgb.render import dot_source
-from rkgb.simplified import PASSES, D_to_S, cut
-from rkgb.testing import EXAMPLES, Residual, assert_same_as_module, example
+from rkgb.graphs.anonymize import anonymize, equivalence_classes
+from rkgb.graphs.dataflow import B_to_D, DataFlowGraph
+from rkgb.graphs.simplified import PASSES, D_to_S, cut
+from rkgb.pictures.render import dot_source
+from rkgb.testing.assertions import assert_same_as_module
+from rkgb.testing.examples import EXAMPLES, Residual, example
 
 
 def graphs(name: str) -> tuple[nn.Module, tuple[object, ...], rkgb.BasicGraph, DataFlowGraph]:
@@ -43,7 +44,7 @@ def test_every_pass_alone_preserves_the_outputs(name: str, simplify: object) -> 
 
 
 @pytest.mark.parametrize("name", ["convolutional", "mixed", "residual", "averaging"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32))
 def test_any_topological_order_gives_the_same_result(name: str, seed: int) -> None:
     model, sample, _, dg = graphs(name)
@@ -160,9 +161,9 @@ def test_nodes_say_where_they_come_from() -> None:
     sg = D_to_S(dg)
     conv = next(n for n in sg.nodes if n.main.target_name == "convolution")
     assert conv.module_path == "conv1"
-    assert conv.main.source.startswith("testing.py:")
+    assert conv.main.source.startswith("examples.py:")
     relu = next(op for n in sg.nodes for op in n.ops if op.target_name == "relu_")
-    assert relu.source.startswith("testing.py:")
+    assert relu.source.startswith("examples.py:")
 
 
 def test_building_leaves_module_and_random_stream_alone() -> None:

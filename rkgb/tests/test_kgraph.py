@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rkgb
-from rkgb.testing import EXAMPLES, example
-from rkgb.testing_walk import assert_k_gives_gradients
+from rkgb.testing.examples import EXAMPLES, example
+from rkgb.testing.k_walk import assert_k_gives_gradients
 
 
 def built(name: str) -> tuple[nn.Module, object, rkgb.RkgbResult]:
@@ -30,7 +30,7 @@ def test_walking_k_gives_autograds_gradients(name: str) -> None:
 def test_any_order_of_k_gives_autograds_gradients(name: str) -> None:
     model, sample, result = built(name)
 
-    @settings(max_examples=5, deadline=None)
+    @settings(max_examples=5)
     @given(seed=st.integers(0, 2**32))
     def check(seed: int) -> None:
         assert_k_gives_gradients(result.K_graph, result.S_graph, model, sample, seed=seed)

@@ -15,12 +15,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import rkgb
-from rkgb.basic import BasicGraph, bind_inputs, external_values
 from rkgb.costs import measure as measuring
 from rkgb.costs.measure import Measured, Timing, measure
 from rkgb.costs.op_costs import FlopCost, op_key
-from rkgb.op import Op
-from rkgb.testing import EXAMPLES, example
+from rkgb.device import cpu
+from rkgb.graphs.basic import BasicGraph, external_values
+from rkgb.graphs.op import Op
+from rkgb.graphs.sample import bind_inputs
+from rkgb.testing.examples import EXAMPLES, example
 
 
 class NoisyMachine:
@@ -62,8 +64,7 @@ class NoisyMachine:
         self, monkeypatch: pytest.MonkeyPatch, name: str, timing: Timing | None = None
     ) -> tuple[BasicGraph, Sequence[Op], Measured]:
         """Measure every operation of an example on this machine."""
-        clock = SimpleNamespace(perf_counter=self.perf_counter)
-        monkeypatch.setattr(measuring, "time", clock)
+        set_clock(monkeypatch, self.perf_counter)
         monkeypatch.setattr(measuring, "choose_callee", self.choose_callee)
         monkeypatch.setattr(measuring, "_workspaces", lambda benches, *_: dict.fromkeys(benches, 0))
         model, sample = example(name)
@@ -71,6 +72,12 @@ class NoisyMachine:
         leaves = tuple(pytree.tree_leaves(bind_inputs(sample)))
         ops = (*basic.ops, *basic.backward)
         return basic, ops, measure(basic, ops, external_values(basic, model, leaves), timing=timing)
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, perf_counter: Callable[[], float]) -> None:
+    """Let measuring, and the device that it measures on, read another clock."""
+    for module in (measuring, cpu):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=perf_counter))
 
 
 def of_its_name(op: Op) -> float:
@@ -143,7 +150,7 @@ def test_equal_operations_are_measured_once_and_share_their_time(
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
     machine = NoisyMachine(of_its_name)
-    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=machine.perf_counter))
+    set_clock(monkeypatch, machine.perf_counter)
     monkeypatch.setattr(measuring, "choose_callee", machine.choose_callee)
     result = rkgb.make_all_graphs(model, torch.randn(4, 8))
     ops = {op.name: op for op in (*result.B_graph.ops, *result.B_graph.backward)}
@@ -179,7 +186,7 @@ def test_counted_costs_need_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     def clock() -> float:
         raise AssertionError("the clock was read")
 
-    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=clock))
+    set_clock(monkeypatch, clock)
     model, sample = example("mixed")
     result = rkgb.make_all_graphs(model, sample, cost="flops")
     infos = result.B_graph.infos

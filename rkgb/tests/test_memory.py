@@ -9,20 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rkgb.capture.record import _Step, make_B
-from rkgb.memory import trace_memory
-from rkgb.rng import RngState
-from rkgb.tensor_info import storage_bytes, storage_id
-from rkgb.testing import EXAMPLES, example
+from rkgb.capture.record import make_B
+from rkgb.capture.step import RecordedStep
+from rkgb.device.memory import trace_memory
+from rkgb.device.rng import RngState
+from rkgb.graphs.sample import Sample
+from rkgb.graphs.tensor_info import storage_bytes, storage_id
+from rkgb.testing.examples import EXAMPLES, example
 
 CPU = torch.device("cpu")
 
 
-@settings(max_examples=25, deadline=None)
 @given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=8))
 def test_the_meter_sees_every_byte(sizes: list[int]) -> None:
     def run(span: Any) -> list[Tensor]:
@@ -51,18 +52,71 @@ def test_storage_helpers_follow_views() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_recording_does_not_depend_on_what_autograd_saves(name: str) -> None:
     """Stand-ins for what was given up lead to the same operations as the real content."""
-    model, sample = example(name)
+    assert_recorded_as_it_is(*example(name))
+
+
+class Attending(nn.Module):
+    """Attention by single kernels, some of which return their argument's memory and do not say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0] + x
+
+
+class Convolving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.conv(x))).transpose(2, 3) + x
+
+
+class Splitting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.line(x).chunk(3, -1)
+        return torch.cat([a.sigmoid() * b, c.flip(0)], -1)[..., 4:12].contiguous().reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (Attending, (3, 5, 8)),
+        (Convolving, (2, 4, 6, 6)),
+        (Splitting, (6, 4, 8)),
+        (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (3, 5, 8)),
+    ],
+)
+def test_a_recording_does_not_depend_on_which_kernels_ran(layer: Any, shape: Any) -> None:
+    """Of equal layers one is computed; the others lie in memory as they would."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer() for _ in range(3)))
+    recorded = assert_recorded_as_it_is(model, torch.randn(shape))
+    assert recorded.has_repeated
+
+
+def assert_recorded_as_it_is(model: nn.Module, sample: Any) -> Any:
     stream = RngState.save(CPU)
     recordings = []
     for keep_content in (False, True):
-        step = _Step(model, sample, {}, CPU, keep_content=keep_content)
+        step = RecordedStep(model, Sample.of(model, sample), (), keep_content=keep_content)
         recordings.append(step.run(None))
+        if not keep_content:
+            repeated = step.recorder.repeated
         stream.restore()
     short, full = recordings
     assert [str(op) for op in short.ops] == [str(op) for op in full.ops]
     assert [str(op) for op in short.backward] == [str(op) for op in full.backward]
     assert _parts(short) == _parts(full)
     assert short.infos == full.infos
+    return repeated
 
 
 def _parts(basic: Any) -> list[tuple[str, str]]:

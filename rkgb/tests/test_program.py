@@ -16,35 +16,27 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rkgb.basic import bind_inputs, external_values
 from rkgb.capture.record import make_B
 from rkgb.costs.measure import measure
 from rkgb.costs.op_costs import op_key
-from rkgb.dataflow import B_to_D
+from rkgb.device.memory import trace_memory
+from rkgb.device.rng import RngState
+from rkgb.device.torch_private import straight_to_kernels
 from rkgb.errors import InvalidGraphError
-from rkgb.memory import trace_memory
-from rkgb.op import Op
-from rkgb.rng import RngState
-from rkgb.run.check_program import check_program
-from rkgb.run.program import (
-    Begin,
-    Call,
-    Copy,
-    Draw,
-    Drop,
-    Give,
-    Statement,
-    Step,
-    StepProgram,
-    lower_step,
-)
+from rkgb.graphs.basic import external_values
+from rkgb.graphs.dataflow import B_to_D
+from rkgb.graphs.op import Op
+from rkgb.graphs.sample import bind_inputs
+from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
+from rkgb.graphs.tensor_info import storage_bytes, storage_id
+from rkgb.run.program import Step, lower_step
 from rkgb.run.source import compile_step, plain_callee
+from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
 from rkgb.run.views import runnable
-from rkgb.simplified import D_to_S, SimplifiedGraph
-from rkgb.tensor_info import storage_bytes, storage_id
-from rkgb.testing import EXAMPLES, example, gradients_of_graph, gradients_of_module, run_program
-from rkgb.testing import same_bits as same
-from rkgb.torch_private import straight_to_kernels
+from rkgb.testing.assertions import gradients_of_graph, gradients_of_module, run_program
+from rkgb.testing.assertions import same_bits as same
+from rkgb.testing.check_program import check_program
+from rkgb.testing.examples import EXAMPLES, example
 
 CPU = torch.device("cpu")
 KINDS = ("recorded", "runnable")
@@ -143,7 +135,7 @@ def test_any_order_of_recomputations_gives_what_the_module_gives(name: str, kind
     """Results, gradients, buffers and the random state, bit for bit, two steps in a row."""
     graph = graph_of(name, kind)
 
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=12)
     @given(again=recomputations)
     def check(again: list[tuple[float, float]]) -> None:
         model, sample = example(name)
@@ -487,7 +479,7 @@ def test_gradients_of_one_leaf_in_another_order_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**32), again=recomputations)
 def test_what_the_checker_accepts_is_exact(
     name: str, seed: int, again: list[tuple[float, float]]

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rkgb
-from rkgb.testing import assert_same_as_module, assert_same_gradients, gradients_of_graph
+from rkgb.testing.assertions import assert_same_as_module, assert_same_gradients, gradients_of_graph
 
 
 class Inner(nn.Module):
@@ -169,7 +170,7 @@ def index_by_integers(m: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize(
     "body",
     [
-        *(doubled, remembering, in_place, recomputing, several),
+        *(doubled, remembering, in_place, several),
         *(one_cast_with_and_without_gradient, one_cast_used_twice, nested_regions),
         *(checkpointed, constants_in_control_flow, default_generator, index_by_integers),
     ],
@@ -184,6 +185,14 @@ def test_results_and_gradients_are_those_of_the_module(body: Callable[[Any, Tens
         sample = (torch.randn(5, 4),)
         assert_same_as_module(graph, model, sample)
         assert_same_gradients(graph, model, sample)
+
+
+def test_a_backward_that_calls_autograd_is_named() -> None:
+    """What it computes is recorded by nobody; rockmate runs the Function whole."""
+    model = nn.Sequential(nn.Linear(4, 4), Inner(recomputing))
+    with pytest.raises(rkgb.SideEffectError, match="a backward that calls autograd") as caught:
+        rkgb.Btools.make_B(model, torch.randn(5, 4))
+    assert "test_recorded_bits.py" in str(caught.value)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -212,3 +221,41 @@ def test_the_own_backward_of_a_function_is_used() -> None:
     assert found[0] is not None
     assert found[1] is not None
     assert torch.equal(found[0], 2 * found[1])
+
+
+class Counted(TorchDispatchMode):
+    """Counts the kernels that run below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def factored(_: Any, x: Tensor) -> Tensor:
+    """A matrix that must be positive, made by kernels that have run before."""
+    for shift in (1.0, 2.0):
+        x = torch.linalg.cholesky(x @ x.t() + shift * torch.eye(len(x))).exp()
+    return x
+
+
+def test_of_equal_layers_one_is_computed() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(6)])
+    sample = torch.randn(5, 8)
+    with Counted() as ran:
+        basic = rkgb.Btools.make_B(model, sample)
+    gelus = [op for op in basic.ops if op.target_name == "gelu"]
+    assert len(gelus) == 6
+    assert ran.seen.count("gelu.default") == 1
+    assert_same_as_module(rkgb.make_all_graphs(model, sample, cost="flops").S_graph, model, sample)
+    assert_same_gradients(rkgb.make_all_graphs(model, sample, cost="flops").S_graph, model, sample)
+
+
+def test_where_a_kernel_refuses_what_stands_in_everything_runs() -> None:
+    torch.manual_seed(0)
+    model, sample = nn.Sequential(nn.Linear(6, 6), Inner(factored)), torch.randn(6, 6)
+    graph = rkgb.make_all_graphs(model, sample, cost="flops").S_graph
+    assert_same_as_module(graph, model, sample)

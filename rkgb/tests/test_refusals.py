@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import rkgb
-from rkgb.testing import assert_same_as_module
+from rkgb.testing.assertions import assert_same_as_module
 
 
 class Inner(nn.Module):
@@ -44,11 +44,6 @@ def hooked(m: Any, x: Tensor) -> Tensor:
 
 def inner_gradient(m: Any, x: Tensor) -> Tensor:
     return torch.autograd.grad(m.linear(x).sum(), m.linear.weight, create_graph=True)[0]
-
-
-def assigned(m: Any, x: Tensor) -> Tensor:
-    m.total = m.total + x.detach().mean(0)
-    return m.linear(x)
 
 
 def failing(m: Any, x: Tensor) -> Tensor:
@@ -130,7 +125,6 @@ def failing_backward(m: Any, x: Tensor) -> Tensor:
             rkgb.SideEffectError,
             r"calls torch\.autograd\.grad.* outside the",
         ),
-        (assigned, rkgb.SideEffectError, r"new tensor to the buffer 'total' .*total\.copy_"),
         (failing, rkgb.TraceError, r"raised KeyError at test_refusals\.py:\d+ \(raise KeyError"),
         (item, rkgb.DataDependentError, r"Python number depends on the .*py:\d+ \(return m\.lin"),
         (size, rkgb.DataDependentError, r"size of what 'aten\.ind.* depends .*py:\d+ \(return m\."),
@@ -224,26 +218,16 @@ def test_a_backward_hook_of_a_submodule_is_refused() -> None:
 
 def test_a_write_to_an_input_names_module_and_line() -> None:
     model = nn.Sequential(nn.ReLU(inplace=True), nested(lambda m, x: m.linear(x)))
-    x = torch.randn(2, 4)
+    x = torch.randn(4, 2).t()  # a copy of it would lie otherwise
     before = x.clone()
     with pytest.raises(rkgb.SideEffectError, match=r"'relu_' \(0, .*\.py:\d+\).*x = x\.clone\(\)"):
-        rkgb.Btools.make_B(model, x)
+        rkgb.Btools.make_B(model, x[:, :1].expand(2, 4))
     assert torch.equal(x, before)
 
 
 def counting(m: Any, x: Tensor) -> Tensor:
     m.calls = getattr(m, "calls", 0) + 1
     return m.linear(x)
-
-
-def setting(m: Any, x: Tensor) -> Tensor:
-    m.seen = True
-    return m.linear(x)
-
-
-def keeping(m: Any, x: Tensor) -> Tensor:
-    m.last = m.linear(x)
-    return m.last * 2
 
 
 def collecting(m: Any, x: Tensor) -> Tensor:
@@ -278,9 +262,7 @@ def own_generator(m: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (counting, r"changes the attribute 'calls' \(1 -> 2\) .*\d+ \(m\.calls = getattr"),
-        (setting, r"sets the attribute 'seen' of module '1' at test_ref.*py:\d+ \(m\.seen = True"),
-        (keeping, r"keeps a tensor in the attribute 'last' .*\d+ \(m\.last = m\.linear\(x\)\)"),
+        (counting, r"changes the attribute 'calls' of module '1', and looks at it before"),
         (collecting, r"changes the attribute 'body' \(list of 1 -> list of 2\) of module '1'"),
         (printing, r"prints \('here'\) at test_refusals\.py:\d+ \(print\(\"here\"\)\) in module"),
         (python_random, r"draws from Python's `random` at test_refusals\.py:\d+ \(scale = 1"),
@@ -339,3 +321,12 @@ def test_lazy_modules_are_refused_until_they_have_seen_an_input() -> None:
         rkgb.Btools.make_B(model, x)
     model(x)
     assert [op.target_name for op in rkgb.Btools.make_B(model, x).ops] == ["t", "addmm"] * 2
+
+
+def test_a_forward_that_reads_another_modules_parameters_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    own = model[1]
+    model[1].forward = lambda x: torch.nn.functional.linear(x, own.weight)  # type: ignore[method-assign]
+    with pytest.raises(rkgb.TraceError, match="from elsewhere than the module"):
+        rkgb.Btools.make_B(model, torch.randn(2, 4))
+    assert own.weight.grad is None

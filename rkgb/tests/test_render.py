@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rkgb
-from rkgb.fold import fold
-from rkgb.render import dot_source, sketch_of
-from rkgb.testing import example
+from rkgb.pictures.fold import fold
+from rkgb.pictures.render import dot_source, sketch_of
+from rkgb.testing.examples import example
 
 needs_dot = pytest.mark.skipif(
     shutil.which("dot") is None, reason="the program dot (Graphviz) is not installed"
@@ -149,7 +149,7 @@ def test_a_basic_graph_is_printed_as_text(
     assert "addmm = addmm(" in capsys.readouterr().out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     head=st.lists(st.integers(0, 2), max_size=3),
     pattern=st.lists(st.integers(3, 6), min_size=1, max_size=3),

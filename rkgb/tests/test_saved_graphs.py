@@ -13,9 +13,12 @@ import torch
 from torch import nn
 
 import rkgb
-from rkgb.render import dot_source
-from rkgb.serialize import decode, encode
-from rkgb.testing import EXAMPLES, assert_same_as_module, assert_same_gradients, example
+from rkgb.graphs.serialize import decode, encode
+from rkgb.pictures.render import dot_source
+from rkgb.testing.assertions import assert_same_as_module, assert_same_gradients
+from rkgb.testing.examples import EXAMPLES, example
+
+HAS_CUDA = torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -127,7 +130,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 READER = """
 import sys
 import rkgb
-from rkgb.render import dot_source
+from rkgb.pictures.render import dot_source
 
 loaded = rkgb.RkgbResult.load(sys.argv[1])
 for graph in (loaded.B_graph, loaded.D_graph, loaded.S_graph, loaded.K_graph):
@@ -169,3 +172,37 @@ def test_another_process_reads_and_prints_the_same_without_the_model(tmp_path: P
     assert done.stdout.startswith(expected)
     drawn = f"{dot_source(result.K_graph)} {dot_source(result)}\n"
     assert done.stdout.removeprefix(expected) == drawn
+
+
+class WithFlags(nn.Module):
+    """Sets a flag around its convolution, and holds a tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.own = nn.Conv2d(2, 2, 3), torch.arange(3.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            y = self.inner(x)
+        finally:
+            torch._C._set_mkldnn_enabled(True)
+        return y.mean() * self.own
+
+
+def test_flags_and_places_of_constants_come_back_from_a_file(tmp_path: Path) -> None:
+    model, sample = WithFlags(), torch.randn(1, 2, 5, 5)
+    result = rkgb.make_all_graphs(model, sample, cost="flops")
+    file = tmp_path / "graphs.json"
+    result.save(file)
+    loaded = rkgb.RkgbResult.load(file).B_graph
+    flags = {op.target_name: op.flags for op in loaded.ops}
+    assert flags["convolution"] == (("mkldnn.enabled", False),)
+    assert flags["mul"] == ()
+    assert_same_as_module(loaded, model, (sample,))
+    assert_same_gradients(rkgb.RkgbResult.load(file).S_graph, model, (sample,))
+    # What was on another device is there again, and on the CPU where there is no CUDA.
+    row = encode(model.own)
+    for place, expected in (("meta", "meta"), ("cuda:0", "cuda" if HAS_CUDA else "cpu")):
+        row["tensor"]["device"] = place
+        assert decode(row).device.type == expected

@@ -1,0 +1,146 @@
+"""Two recordings as one program, and torch's private names that keys are made with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 (the name everybody uses)
+from torch import Tensor, nn
+
+from rkgb.device.rng import KeptGenerators
+from rkgb.device.torch_private import keeps_graph, kernel_flags, same_kinds
+from rkgb.engine import (
+    external_values,
+    make_B,
+    measure,
+    measure_resized,
+    op_key,
+    same_but_for_numbers,
+    same_but_for_sizes,
+)
+
+
+class Net(nn.Module):
+    def __init__(self, **numbers: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.p, self.scale, self.shift, self.dim, self.act = 0.1, 2.0, 1, 0, torch.tanh
+        vars(self).update(numbers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.dropout(self.act(self.linear(x)), self.p) * self.scale
+        return y.roll(self.shift, 1).sum(self.dim) / 3
+
+
+@pytest.mark.parametrize(
+    ("numbers", "same"),
+    [
+        ({}, True),
+        ({"scale": 3.0}, True),
+        ({"p": 0.7}, True),
+        ({"scale": 3}, False),  # another type is another operation
+        ({"shift": 2}, False),  # a place, not a factor
+        ({"dim": 1}, False),
+        ({"act": torch.sigmoid}, False),
+    ],
+)
+def test_only_numbers_in_arithmetic_may_differ(numbers: dict[str, Any], same: bool) -> None:
+    x = torch.randn(4, 4)
+    first, second = make_B(Net(), x), make_B(Net(**numbers), x)
+    assert same_but_for_numbers(first, second) is same
+    assert not same_but_for_numbers(first, make_B(Net(), torch.randn(5, 4)))
+
+
+class Reshaped(nn.Module):
+    def __init__(self, **numbers: Any) -> None:
+        super().__init__()
+        self.linear, self.p = nn.Linear(4, 4), 0.1
+        vars(self).update(numbers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.dropout(self.linear(x).view(-1, 2, 2).transpose(1, 2), self.p)
+        return F.softmax(y.reshape(x.shape[0], -1) / x.shape[0], -1)
+
+
+def test_sizes_may_differ_where_operations_do_not() -> None:
+    first, larger = (make_B(Reshaped(), torch.randn(n, 4)) for n in (3, 70))
+    assert same_but_for_sizes(first, larger)
+    assert same_but_for_sizes(first, make_B(Reshaped(p=0.3), torch.randn(5, 4)))
+    assert not same_but_for_sizes(first, make_B(Reshaped(), torch.randn(5, 4, requires_grad=True)))
+    assert not same_but_for_sizes(first, make_B(Reshaped(p=0.0), torch.randn(5, 4)))
+    assert not same_but_for_sizes(first, make_B(Net(), torch.randn(5, 4)))
+
+
+def test_at_another_size_bytes_are_measured_and_times_scaled() -> None:
+    model = Reshaped()
+    samples = [torch.randn(n, 4) for n in (3, 300)]
+    first, larger = (make_B(model, x) for x in samples)
+    ops, other = (*first.ops, *first.backward), (*larger.ops, *larger.backward)
+    known = measure(first, ops, external_values(first, model, (samples[0],)))
+    external = external_values(larger, model, (samples[1],))
+    found = measure_resized(larger, other, external, known, ops, first.infos)
+    exact = measure(larger, other, external, times=False)
+    assert found.costs.keys() == exact.costs.keys()
+    assert found.callees == exact.callees
+    for small, large in zip(ops, other, strict=True):
+        before = known.costs[op_key(small, first.infos)]
+        after, true = (m.costs[op_key(large, larger.infos)] for m in (found, exact))
+        assert (after.workspace_bytes, after.flops) == (true.workspace_bytes, true.flops)
+        assert after.time_ms >= before.time_ms
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.requires_grad_(False),
+        lambda t: setattr(t, "data", t.data.double()),
+        lambda t: setattr(t, "data", t.data.t()),
+        lambda t: setattr(t, "data", t.data[:2]),
+    ],
+)
+def test_kinds_of_tensors_are_looked_at_quickly(change: Any) -> None:
+    tensors = [nn.Parameter(torch.randn(4, 4)) for _ in range(3)]
+    holds = same_kinds(tensors)
+    assert holds()
+    with torch.no_grad():
+        tensors[0].mul_(2)
+    assert holds()
+    change(tensors[1])
+    assert not holds()
+
+
+@pytest.mark.filterwarnings("ignore:TF32")
+def test_flags_that_choose_kernels() -> None:
+    torch.set_float32_matmul_precision("highest")
+    before = kernel_flags()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert kernel_flags() != before
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert kernel_flags() != before
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert kernel_flags() != before
+    with torch.device("meta"):
+        assert kernel_flags() != before
+    assert kernel_flags() == before
+
+
+def test_a_backward_knows_whether_its_graph_is_kept() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = (x * 2).sum()
+    x.register_hook(lambda _: seen.append(keeps_graph()))
+    y.backward(retain_graph=True)
+    y.backward()
+    assert seen == [True, False]
+
+
+def test_generators_are_kept_and_put_back() -> None:
+    kept = KeptGenerators.keep(torch.device("cpu"))
+    drawn = torch.rand(3)
+    kept.restore()
+    assert torch.equal(torch.rand(3), drawn)

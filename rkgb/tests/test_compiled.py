@@ -1,0 +1,164 @@
+"""Pieces of a recorded graph: which nodes become one, which pieces are equal, what they return."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rkgb.compiled.rewrite as rewriting
+from rkgb.compiled.classes import NotCompiledError, check_form, compile_joint
+from rkgb.compiled.grouping import merging, refusal, runs_of
+from rkgb.compiled.joint import Joint, joint_of
+from rkgb.costs.op_costs import count_flops
+from rkgb.engine import PLANNED_PASSES, B_to_D, D_to_S, SimplifiedGraph, make_B
+
+CPU = torch.device("cpu")
+
+
+class Layer(nn.Module):
+    """A norm, a perceptron, a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.into, self.out = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(torch.tanh(self.into(self.norm(x))))
+
+
+def grouped(model: nn.Module, x: Tensor) -> SimplifiedGraph:
+    dataflow = B_to_D(make_B(model, x))
+    plain = D_to_S(dataflow, passes=PLANNED_PASSES)
+    but = [i for i, node in enumerate(plain.nodes) if refusal(node, plain)]
+    return D_to_S(dataflow, passes=(*PLANNED_PASSES, merging(plain, runs_of(plain, but))))
+
+
+def a_joint() -> Joint:
+    sg = grouped(nn.Sequential(*(Layer() for _ in range(3))), torch.randn(4, 8))
+    return joint_of(sg, 2)
+
+
+def test_pieces_end_behind_a_product_and_what_is_added_to_it() -> None:
+    sg = grouped(nn.Sequential(Layer(), Layer()), torch.randn(4, 8))
+    names = [[op.target_name for op in node.ops] for node in sg.nodes]
+    one = [["native_layer_norm", "t", "addmm"], ["tanh", "t", "addmm", "add"]]
+    assert names == one * 2
+
+
+def test_equal_layers_are_equal_pieces() -> None:
+    sg = grouped(nn.Sequential(*(Layer() for _ in range(4))), torch.randn(4, 8))
+    keys = [joint_of(sg, index).key for index in range(len(sg.nodes))]
+    assert keys[2] == keys[4] == keys[6]
+    assert keys[1] == keys[3] == keys[5]
+    assert keys[2] != keys[1]
+
+
+class Mixed(nn.Module):
+    """What may not be compiled: an embedding, dropout's mask, a scatter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 8), nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = functional.dropout(self.head(self.embed(tokens)), 0.5)
+        index = torch.zeros(4, 8, dtype=torch.int64)
+        return torch.zeros(4, 8).scatter_add(0, index, x)
+
+
+def test_random_numbers_and_sums_in_any_order_stay_eager() -> None:
+    sg = grouped(Mixed(), torch.arange(4))
+    why = {node.main.target_name: refusal(node, sg) for node in sg.nodes}
+    assert why["embedding"].startswith("embedding is not among those")
+    assert all(refusal(node, sg) for node in sg.nodes if node.is_random)
+    assert any(node.is_random for node in sg.nodes)
+    assert any(text.startswith("scatter_add is not among those") for text in why.values())
+    assert not why["addmm"]
+
+
+class Counting(nn.Module):
+    """A buffer that every step updates first, and reads then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.into(x)
+        self.steps.add_(1)
+        return self.out(torch.tanh(h * self.steps))
+
+
+def test_what_reads_a_buffer_that_it_updates_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewriting, "compile_joint", _refused)
+    compiled = rewriting.compile_pieces(B_to_D(make_B(Counting(), torch.randn(4, 8))))
+    assert "reads a buffer that it updates" in {piece.why for piece in compiled.eager}
+
+
+def _refused(*_: object, **__: object) -> None:
+    raise NotCompiledError("not here")
+
+
+def test_the_joint_computes_what_was_recorded() -> None:
+    torch.manual_seed(0)
+    layer, x = Layer(), torch.randn(4, 8, requires_grad=True)
+    sg = grouped(layer, x)
+    joint = joint_of(sg, 0)  # the norm and the first product
+    names = dict(sg.dataflow.basic.parameters)
+    values = {name: layer.get_parameter(target).detach() for name, target in names.items()}
+    values["args_0"] = x.detach()
+    grad = torch.randn(4, 8)
+    given = [values[name] for name in joint.primals]
+    # What arrives are the gradients of the first product and, past this piece, of the residual.
+    tangents = [grad if i == 0 else torch.zeros(4, 8) for i in range(len(joint.tangents))]
+    made = joint.run(given, tangents)
+    result = layer.into(layer.norm(x))
+    result.backward(grad)
+    assert torch.equal(made[0], result.detach())
+    found = dict(zip(joint.gradients, made[len(joint.results) :], strict=True))
+    weights = [h.value for h in sg.nodes[0].hand_overs if h.leaf == "p_into_weight"]
+    assert torch.equal(found[weights[0]], layer.into.weight.grad)
+
+
+@pytest.mark.slow
+def test_a_compiled_class_saves_its_inputs_themselves_and_asserts_sizes() -> None:
+    joint = a_joint()
+    code = compile_joint(joint, CPU)
+    recorded = [*joint.forward, *joint.backward]
+    flops = sum(count_flops(op, joint.infos) for op in recorded)
+    assert code.forward.flops + code.backward.flops == flops  # nothing heavy twice
+    assert not any(made.home[0] == "primal" for made in code.results)  # no views of weights
+    primals = [torch.randn(joint.infos[name].shape) for name in joint.primals]
+    tangents = [torch.randn(joint.infos[name].shape) for name in joint.tangents]
+    with torch.no_grad():
+        results = list(code.forward(*(primals[place] for place in code.takes)))
+        known = {"primal": primals, "tangent": tangents, "result": results}
+        args = [known[kind][at] for kind, at in code.takes_back]
+        gradients = list(code.backward(*args))
+        expected = joint.run(primals, tangents)
+        for ours, theirs in zip(
+            [*results[: len(joint.results)], *gradients], expected, strict=True
+        ):
+            torch.testing.assert_close(ours, theirs)
+            assert ours.stride() == theirs.stride()
+        wrong = [t.t().contiguous().t() if t.dim() == 2 and t.shape[0] > 1 else t for t in args]
+        with pytest.raises(AssertionError, match="stride"):
+            code.backward(*wrong)
+
+
+@pytest.mark.slow
+def test_results_that_share_memory_unlike_the_recording_are_refused() -> None:
+    joint = a_joint()
+    code = compile_joint(joint, CPU)
+    shared = [*code.results[: len(joint.results)]]
+    shared[0] = replace(shared[0], home=("primal", 0))
+    with pytest.raises(NotCompiledError, match="shares memory"):
+        check_form(joint, joint.results, shared)
+    turned = [replace(shared[0], stride=shared[0].stride[::-1], home=("result", 0))]
+    with pytest.raises(NotCompiledError, match="lies in memory as"):
+        check_form(joint, joint.results, turned)
