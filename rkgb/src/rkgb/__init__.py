@@ -1,31 +1,28 @@
 """rkgb: graphs of PyTorch modules, from the captured forward to forward-backward with costs."""
 
-from rkgb import anonymize as Atools
-from rkgb import backward as Ktools
-from rkgb import dataflow as Dtools
-from rkgb import simplified as Stools
-from rkgb.api import (
-    RkgbResult,
-    make_all_graphs,
-    test_rkgb,
-)
-from rkgb.backward import KGraph
-from rkgb.basic import BasicGraph
-from rkgb.capture import record as Btools
+from rkgb.api import RkgbResult, make_all_graphs
+from rkgb.costs.forward_backward import KGraph
 from rkgb.costs.recorded_costs import RecordedCosts
-from rkgb.dataflow import DataFlowGraph
 from rkgb.errors import (
+    CompilerMissingError,
     DataDependentError,
     InvalidGraphError,
+    OpaquePieceError,
+    OtherWayError,
     RkgbError,
     SideEffectError,
     TraceError,
+    UnsupportedDeviceError,
     UnsupportedOpError,
 )
-from rkgb.render import print_all_graphs, print_graph, print_graph_list
-from rkgb.simplified import SimplifiedGraph
+from rkgb.graphs.basic import BasicGraph
+from rkgb.graphs.dataflow import DataFlowGraph
+from rkgb.graphs.simplified import SimplifiedGraph
+from rkgb.pictures.render import print_all_graphs, print_graph, print_graph_list
+from rkgb.published import Atools, Btools, Dtools, Ktools, Stools
+from rkgb.published.check import test_rkgb
 
-__version__ = "0.1.0"
+__version__ = "3.0.0"
 
 # The spelling of the published examples is kept beside the files' own names.
 atools, btools, dtools, ktools, stools = Atools, Btools, Dtools, Ktools, Stools
@@ -34,12 +31,15 @@ __all__ = [
     "Atools",
     "BasicGraph",
     "Btools",
+    "CompilerMissingError",
     "DataDependentError",
     "DataFlowGraph",
     "Dtools",
     "InvalidGraphError",
     "KGraph",
     "Ktools",
+    "OpaquePieceError",
+    "OtherWayError",
     "RecordedCosts",
     "RkgbError",
     "RkgbResult",
@@ -47,6 +47,7 @@ __all__ = [
     "SimplifiedGraph",
     "Stools",
     "TraceError",
+    "UnsupportedDeviceError",
     "UnsupportedOpError",
     "make_all_graphs",
     "print_all_graphs",

@@ -7,7 +7,12 @@ from typing import Any
 
 
 class RkgbError(Exception):
-    """Base class of every error that rkgb raises on purpose."""
+    """Base class of every error that rkgb raises on purpose.
+
+    `module_path` says in which submodule it arose, where one is to blame.
+    """
+
+    module_path: Any = None  # str where known
 
 
 class TraceError(RkgbError, RuntimeError):
@@ -28,7 +33,7 @@ class UnsupportedOpError(RkgbError, ValueError):
     def __init__(self, message: str, *, op: str, module_path: str, source: str) -> None:
         super().__init__(message)
         self.op = op
-        self.module_path = module_path
+        self.module_path: str = module_path
         self.source = source
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -39,5 +44,29 @@ class UnsupportedOpError(RkgbError, ValueError):
         return make, self.args, vars(self)
 
 
+class OpaquePieceError(RkgbError, RuntimeError):
+    """A submodule that is run whole did not do what its results were recorded with."""
+
+    def __init__(self, message: str, *, module_path: str) -> None:
+        super().__init__(message)
+        self.module_path: str = module_path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make = functools.partial(type(self), module_path=self.module_path)
+        return make, self.args, vars(self)
+
+
+class OtherWayError(RkgbError, RuntimeError):
+    """A step has gone another way than its recording; the plain module must run instead."""
+
+
 class InvalidGraphError(RkgbError, ValueError):
     """A graph breaks one of its own rules, or eager PyTorch would refuse it too."""
+
+
+class CompilerMissingError(RkgbError, RuntimeError):
+    """Pieces were to be compiled, and what inductor needs for this device is not installed."""
+
+
+class UnsupportedDeviceError(RkgbError, RuntimeError):
+    """The device, or how it is used, does not let memory be counted or random numbers repeated."""
