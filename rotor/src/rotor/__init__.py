@@ -1,7 +1,6 @@
 """Optimal rematerialization of sequential PyTorch networks within a memory budget."""
 
 from rotor import models, strategies
-from rotor.chain import Chain, Option, Stage
 from rotor.checkpointable import Checkpointable
 from rotor.errors import (
     BackwardError,
@@ -18,12 +17,13 @@ from rotor.errors import (
     TableTooLargeError,
 )
 from rotor.models import densenet, inception, resnet, vgg
-from rotor.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
-from rotor.schedule import Schedule
-from rotor.simulate import MemoryTimeline, TimelineRow, simulate
+from rotor.schedules.chain import Chain, Option, Stage
+from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
+from rotor.schedules.schedule import Schedule
+from rotor.schedules.simulate import MemoryTimeline, TimelineRow, simulate
 from rotor.solver import ScheduleTable, solve, solve_table
 
-__version__ = "0.1.0"
+__version__ = "3.0.0"
 
 __all__ = [
     "Backward",

@@ -12,25 +12,20 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from rotor.boundary import Tensors, pack
-from rotor.chain import Chain
-from rotor.errors import (
-    InfeasibleBudgetError,
-    MemoryLimitError,
-    NotMeasuredError,
-    format_bytes,
-)
-from rotor.execute import Program, run_program
+from rotor.errors import NotMeasuredError
 from rotor.limit import MemoryLimit, parse_limit
-from rotor.measure import Measurement, Timer, measure_module
-from rotor.memory import usable_cuda_bytes
-from rotor.report import plan_text, save_timeline
-from rotor.schedule import Schedule
-from rotor.simulate import MemoryTimeline
+from rotor.planning import Choice, free_limit_bytes, in_bytes, schedule_within
+from rotor.runtime.boundary import Tensors, pack
+from rotor.runtime.execute import run_program
+from rotor.runtime.measure import Measurement, Timer, measure_module
+from rotor.runtime.program import Program
+from rotor.runtime.stages import flatten
+from rotor.schedules.chain import Chain
+from rotor.schedules.report import plan_text, save_timeline
+from rotor.schedules.schedule import Schedule
+from rotor.schedules.simulate import MemoryTimeline
 from rotor.solver import DEFAULT_SLOTS
-from rotor.solver.intervals import MAX_STAGES, improve_with_intervals
-from rotor.stages import flatten
-from rotor.strategies import STRATEGIES, no_checkpointing
+from rotor.strategies import STRATEGIES
 
 log = logging.getLogger(__name__)
 
@@ -92,13 +87,11 @@ class Checkpointable(nn.Module):
         self.__dict__["_sequential"] = module  # not registered a second time
         self.training = module.training
         self.mem_limit = None if mem_limit is None else parse_limit(mem_limit)
-        self.mem_slots = mem_slots
-        self.force_python = force_python
+        self._choice = Choice(mem_slots, force_python)
         self.preserve_rng_state = preserve_rng_state
         self.new_inputs = new_inputs
         self.max_plans = max_plans
         self._timer = timer
-        self._strategy: tuple[str, dict[str, Any]] = ("optimal", {})
         self._plans: dict[Hashable, _Plan] = {}
         self._current: Hashable = None
         self.__dict__["_planned_modules"] = list(module.modules())
@@ -140,16 +133,18 @@ class Checkpointable(nn.Module):
             raise ValueError(f"strategy {strategy!r} is unknown. Use one of {known}.")
         plan = self._measured_plan()
         given = self.mem_limit if mem_limit is None else parse_limit(mem_limit)
-        limit = _in_bytes(given, plan.measurement)
-        slots = self.mem_slots if mem_slots is None else mem_slots
-        python = self.force_python if force_python is None else force_python
-        before = (self.mem_slots, self.force_python, self._strategy)
-        self.mem_slots, self.force_python = slots, python
-        self._strategy = (strategy, arguments)
+        limit = in_bytes(given, plan.measurement)
+        before = self._choice
+        self._choice = Choice(
+            before.slots if mem_slots is None else mem_slots,
+            before.force_python if force_python is None else force_python,
+            strategy,
+            arguments,
+        )
         try:
             schedule = self._schedule(plan, limit)
         except Exception:
-            self.mem_slots, self.force_python, self._strategy = before
+            self._choice = before
             raise
         self.mem_limit = limit
         for other in self._plans.values():
@@ -179,72 +174,18 @@ class Checkpointable(nn.Module):
 
     def _schedule(self, plan: _Plan, limit: int | None) -> Schedule:
         measurement = plan.measurement
-        name, arguments = self._strategy
-        if limit is None and (name == "optimal" or (name == "revolve" and not arguments)):
-            limit = self._free_limit(measurement.device)
-        budget = None if limit is None else limit - measurement.held_bytes
-        chain = measurement.chain
-        try:
-            if name == "optimal":
-                assert budget is not None
-                schedule = self._optimal(measurement, budget, arguments)
-            else:
-                schedule = STRATEGIES[name](chain, budget, **arguments)
-        except InfeasibleBudgetError as error:
-            assert limit is not None
-            raise InfeasibleBudgetError(
-                limit,
-                error.minimum_bytes + measurement.held_bytes,
-                len(chain),
-                f"Of these, {format_bytes(measurement.held_bytes)} are held through the whole "
-                f"step (the output, and copies for recomputation). Without recomputation the "
-                f"step takes {format_bytes(_plain_bytes(measurement))}.",
-            ) from None
+        if limit is None and self._choice.needs_limit:
+            limit = free_limit_bytes(measurement.device, self.parameters())
+        schedule = schedule_within(measurement, limit, self._choice)
         plan.program = self._build_program(measurement, schedule)
         plan.schedule, plan.limit_bytes = schedule, limit
         log.info("%s: peak %d bytes", schedule.method, schedule.peak_bytes)
-        return schedule
-
-    def _optimal(
-        self, measurement: Measurement, budget: int, arguments: dict[str, Any]
-    ) -> Schedule:
-        chain = measurement.chain
-        options = {
-            "slots": self.mem_slots,
-            "backend": "reference" if self.force_python else "compiled",
-            **arguments,
-        }
-        intervals = options.pop("intervals", len(chain) <= MAX_STAGES)
-        problem: InfeasibleBudgetError | None = None
-        schedule: Schedule | None = None
-        try:
-            schedule = STRATEGIES["optimal"](chain, budget, **options)
-        except InfeasibleBudgetError as error:
-            problem = error
-        if intervals and budget > 0:
-            # An input that lives on in the stage's output is not freed by forgetting it.
-            schedule = improve_with_intervals(
-                chain, budget, schedule, forget_inputs=not measurement.hands_on_inputs
-            )
-        if schedule is None:
-            assert problem is not None
-            raise problem
         return schedule
 
     def _build_program(self, measurement: Measurement, schedule: Schedule) -> Program:
         return Program.build(
             measurement.stages, schedule.ops, (measurement.device,), self.preserve_rng_state
         )
-
-    def _free_limit(self, device: torch.device) -> int:
-        if device.type != "cuda":
-            raise MemoryLimitError(
-                f"no memory limit is given, and on the {device.type} device there is none to "
-                f"find out. Give one: Checkpointable(module, mem_limit=...) or "
-                f"compute_sequence(mem_limit=...)."
-            )
-        missing = sum(p.nbytes for p in self.parameters() if p.requires_grad and p.grad is None)
-        return usable_cuda_bytes(device, missing)
 
     def _measured_plan(self) -> _Plan:
         plan = self._plans.get(self._current)
@@ -301,12 +242,12 @@ class Checkpointable(nn.Module):
                 f"new_inputs='plan'."
             )
         if plan is None:
-            if self.mem_limit is None and self._strategy[0] == "optimal":
-                self._free_limit(_first_device(tensors, self))  # fail before the long work
+            if self.mem_limit is None and self._choice.strategy == "optimal":  # before long work
+                free_limit_bytes(_first_device(tensors, self), self.parameters())
             plan = self._measure(value)
         self._current = key
         if plan.program is None:
-            limit = _in_bytes(self.mem_limit, plan.measurement)
+            limit = in_bytes(self.mem_limit, plan.measurement)
             self._schedule(plan, limit)
             self.mem_limit = limit
         assert plan.program is not None
@@ -348,6 +289,16 @@ class Checkpointable(nn.Module):
         return self._sequential[index]
 
     # -- looking ----------------------------------------------------------------------------
+
+    @property
+    def mem_slots(self) -> int:
+        """Into how many slots the solver divides the limit."""
+        return self._choice.slots
+
+    @property
+    def force_python(self) -> bool:
+        """Whether the solver in Python is used in place of the compiled one."""
+        return self._choice.force_python
 
     @property
     def chain(self) -> Chain:
@@ -399,15 +350,6 @@ class Checkpointable(nn.Module):
             plan.measurement.chain, plan.schedule, plan.measurement.held_bytes, plan.limit_bytes
         )
         return f"{head})\n{text}"
-
-
-def _in_bytes(limit: int | float | None, measurement: Measurement) -> int | None:
-    return int(limit * _plain_bytes(measurement)) if isinstance(limit, float) else limit
-
-
-def _plain_bytes(measurement: Measurement) -> int:
-    """What a step takes without recomputation, as `get_expected_memory` would say."""
-    return no_checkpointing(measurement.chain).peak_bytes + measurement.held_bytes
 
 
 def _tensors_of(value: Any) -> Tensors:

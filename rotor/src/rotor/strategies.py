@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from rotor.chain import Chain
 from rotor.errors import InfeasibleBudgetError
-from rotor.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
-from rotor.schedule import Schedule
+from rotor.schedules.chain import Chain
+from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
+from rotor.schedules.schedule import Schedule
 from rotor.solver import fastest_ops, solve
 from rotor.solver.intervals import solve_intervals
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rotor.chain import Chain, Option, Stage
 from rotor.checkpointable import Checkpointable
 from rotor.errors import InfeasibleBudgetError
-from rotor.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
-from rotor.rng import RngState
+from rotor.runtime.rng import RngState
+from rotor.schedules.chain import Chain, Option, Stage
+from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy

@@ -20,76 +20,22 @@ run again as it is; this cannot be noticed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from rotor.boundary import Layout, Tensors, is_differentiable, pack, unpack, versions
-from rotor.errors import BackwardError, InPlaceInputError, InvalidScheduleError, StageError
-from rotor.ops import Backward, ForwardEnableGrad, ForwardNoGrad, Op
-from rotor.rng import RngState, preserved_rng
-from rotor.stages import CodeStage, current_buffer, replaced_buffers, training_flags
-
-
-@dataclass(frozen=True, slots=True)
-class RunStage:
-    """A stage with the facts that running it again needs."""
-
-    code: CodeStage
-    mutated_buffers: tuple[tuple[nn.Module, str], ...] = ()
-    detached_outputs: frozenset[int] = frozenset()  # outputs that carry no gradient
-    always_record: bool = False  # its kernels give other bits when nothing is recorded
-    reused_parameters: frozenset[int] = frozenset()  # that several of its operations use
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A schedule cut at the points where autograd calls: one forward op and one group per stage."""
-
-    stages: tuple[RunStage, ...]
-    forward: tuple[Op, ...]
-    backward: tuple[tuple[Op, ...], ...]  # [k]: what runs between B(k+1) and the end of B(k)
-    rerun: frozenset[int]
-    modules: tuple[nn.Module, ...]  # all, whose train/eval flags a recomputation needs
-    devices: tuple[torch.device, ...]
-    preserve_rng: bool
-
-    @classmethod
-    def build(
-        cls,
-        stages: tuple[RunStage, ...],
-        ops: Iterable[Op],
-        devices: tuple[torch.device, ...],
-        preserve_rng: bool,
-    ) -> Program:
-        """Cut a valid schedule into a program.
-
-        Raises:
-            InvalidScheduleError: its forward phase does not run each stage once, in order.
-        """
-        todo = list(ops)
-        count = len(stages)
-        forward, rest = tuple(todo[:count]), todo[count:]
-        in_order = [op.stage for op in forward] == list(range(count))
-        if not in_order or any(isinstance(op, Backward) for op in forward):
-            raise InvalidScheduleError("the forward phase must run each stage once, in order.")
-        groups: list[tuple[Op, ...]] = []
-        group: list[Op] = []
-        for op in rest:
-            group.append(op)
-            if isinstance(op, Backward):
-                groups.append(tuple(group))
-                group = []
-        again = frozenset(op.stage for op in rest if not isinstance(op, Backward))
-        modules = tuple(dict.fromkeys(m for stage in stages for m in stage.code.submodules()))
-        back = tuple(reversed(groups))
-        return cls(stages, forward, back, again, modules, devices, preserve_rng)
+from rotor.errors import BackwardError, InPlaceInputError
+from rotor.runtime.boundary import Layout, Tensors, is_differentiable, pack, unpack, versions
+from rotor.runtime.gradients import stage_gradients
+from rotor.runtime.program import Program
+from rotor.runtime.rng import RngState, preserved_rng
+from rotor.runtime.stages import current_buffer, pack_output, replaced_buffers, training_flags
+from rotor.schedules.ops import ForwardEnableGrad, ForwardNoGrad, Op
 
 
 @dataclass(slots=True)
@@ -394,18 +340,6 @@ def run_program(program: Program, value: Any) -> Any:
     return session.finish(tensors)
 
 
-def pack_output(value: Any, code: CodeStage) -> tuple[Tensors, Layout]:
-    """Return what a stage has returned as tensors, or refuse it by the stage's name."""
-    try:
-        return pack(value)
-    except TypeError as error:
-        raise StageError(
-            f"stage {code.name} must return a tensor, or a tuple or list of tensors; it returned "
-            f"{error}. Change the stage, or join it with the next one into a module.",
-            code.name,
-        ) from None
-
-
 def _forgets_input(op: Op) -> bool:
     return isinstance(op, ForwardNoGrad) or (isinstance(op, ForwardEnableGrad) and op.forget_input)
 
@@ -419,47 +353,3 @@ def _ends(leaves: list[torch.Tensor], *, emptied: bool) -> list[torch.Tensor | G
         ends.append(get_gradient_edge(leaf) if leaf.requires_grad else leaf)
         leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
     return ends
-
-
-def stage_gradients(
-    edges: list[GradientEdge],
-    wanted: Sequence[torch.Tensor | GradientEdge],
-    grads: list[torch.Tensor],
-) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of `wanted`, each as autograd can take it over without a copy."""
-    with _quiet_hooks(wanted):
-        # Tensors and edges may be mixed, which the annotation does not know.
-        found = torch.autograd.grad(
-            edges, cast("list[torch.Tensor]", wanted), grads, allow_unused=True
-        )
-    # Autograd would copy a parameter's gradient of other strides while it accumulates, outside of
-    # what has been measured.
-    return tuple(
-        _with_strides_of(variable, grad) if isinstance(variable, torch.nn.Parameter) else grad
-        for variable, grad in zip(wanted, found, strict=True)
-    )
-
-
-def _with_strides_of(parameter: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
-    if grad is None or grad.layout != torch.strided or grad.stride() == parameter.stride():
-        return grad
-    return torch.empty_like(parameter).copy_(grad)
-
-
-@contextmanager
-def _quiet_hooks(variables: Sequence[torch.Tensor | GradientEdge]) -> Iterator[None]:
-    """Silence tensor hooks of parameters: they are for the gradient that autograd accumulates.
-
-    They would run twice otherwise, on the gradient inside the stage and on the one it returns.
-    """
-    silenced = []
-    for variable in variables:
-        hooks = getattr(variable, "_backward_hooks", None)
-        if hooks:
-            silenced.append((hooks, list(hooks.items())))
-            hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, items in silenced:
-            hooks.update(items)

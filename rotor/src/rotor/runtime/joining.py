@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor.boundary import Layout, Tensors, is_differentiable, unpack, versions
 from rotor.errors import InPlaceInputError, StageError
-from rotor.execute import pack_output
-from rotor.stages import CodeStage
+from rotor.runtime.boundary import Layout, Tensors, is_differentiable, unpack, versions
+from rotor.runtime.stages import CodeStage, pack_output
 
 _SAMPLE = -1  # what stands for the sample where a module's index is asked for
 

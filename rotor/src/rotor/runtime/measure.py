@@ -9,7 +9,6 @@ The module is left as it was: parameters, gradients, buffers, random state and t
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,14 +19,16 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from rotor.boundary import Layout, Tensors, is_differentiable, pack
-from rotor.chain import Chain, Option, Stage
 from rotor.errors import StageError
-from rotor.execute import RunStage, stage_gradients
-from rotor.joining import call_stage, join_modules
-from rotor.memory import MemoryMeter, share_storage, storage_bytes
-from rotor.rng import RngState, preserved_rng
-from rotor.stages import CodeStage, current_buffer, flatten, replaced_buffers
+from rotor.runtime.boundary import Layout, Tensors, is_differentiable, pack
+from rotor.runtime.device import device_of, is_known
+from rotor.runtime.gradients import stage_gradients
+from rotor.runtime.joining import call_stage, join_modules
+from rotor.runtime.memory import MemoryMeter, share_storage, storage_bytes
+from rotor.runtime.program import RunStage
+from rotor.runtime.rng import RngState, preserved_rng
+from rotor.runtime.stages import CodeStage, current_buffer, flatten, replaced_buffers
+from rotor.schedules.chain import Chain, Option, Stage
 
 Timer: TypeAlias = Callable[[Callable[[], object]], float]
 """Runs a call and returns how long it took, in milliseconds."""
@@ -79,11 +80,15 @@ def measure_module(
     with _harmless(module, device):
         codes = join_modules(modules, inputs, layout)
     probes = [_Probe(code, device, is_last=code is codes[-1]) for code in codes]
+    if device_of(device).warms_up:
+        # Libraries take workspaces, and search for algorithms, at the first run of a stage.
+        with _harmless(module, device):
+            _follow(probes, inputs, layout, lambda probe, flow: probe.warm_up(*flow))
     with _harmless(module, device), MemoryMeter(device) as meter:
         _follow(probes, inputs, layout, lambda probe, flow: probe.weigh(meter, *flow))
     for probe in probes:
         probe.read(meter)
-    clock = timer or _clock(device)
+    clock = timer or device_of(device).time
     with _harmless(module, device):
         _follow(probes, inputs, layout, lambda probe, flow: probe.time(clock, *flow))
     return _assemble(probes, device, preserve_rng)
@@ -92,6 +97,15 @@ def measure_module(
 def _device_of(module: nn.Module, inputs: Tensors) -> torch.device:
     """The device whose memory is bounded: the one CUDA device in use, else the CPU."""
     devices = {t.device for t in (*inputs, *module.parameters(), *module.buffers())}
+    others = sorted(d.type for d in devices if not is_known(d))
+    if others:
+        named = "'cuda' (ROCm)" if others[0] == "cuda" else f"'{others[0]}'"
+        raise StageError(
+            f"the module or its sample is on {named}, and rotor knows how to count memory and "
+            f"repeat random numbers on 'cpu' and on NVIDIA's 'cuda' only. Move both to one of "
+            f"these.",
+            "",
+        )
     found = sorted((d for d in devices if d.type == "cuda"), key=str)
     if len(found) > 1:
         raise StageError(
@@ -178,6 +192,13 @@ class _Probe:
     def label(self, what: str) -> str:
         """A name for the meter that no other stage has."""
         return f"{what} {self.code.name}"
+
+    def warm_up(self, inputs: Tensors, layout: Layout) -> tuple[Tensors, Layout]:
+        """Run everything once, unmeasured; return the stage's output."""
+        rng = RngState.now([self.device])
+        self._time_once(_untimed, inputs, layout)
+        rng.restore()
+        return call_stage(self.code, inputs, layout, recording=False)
 
     def weigh(self, meter: MemoryMeter, inputs: Tensors, layout: Layout) -> tuple[Tensors, Layout]:
         """Run forward, backward and plain forward under the meter; return the stage's output."""
@@ -268,6 +289,11 @@ class _Probe:
         return fwd_ms, clock(backward), forward_ms
 
 
+def _untimed(call: Callable[[], object]) -> float:
+    call()
+    return 0.0
+
+
 def _is_written(where: tuple[nn.Module, str], copy: torch.Tensor, original: torch.Tensor) -> bool:
     """Return whether a stage has written to a buffer, of which it was given a fresh copy."""
     module = where[0]
@@ -346,9 +372,10 @@ def _rerun_bytes(probes: list[_Probe], device: torch.device, preserve_rng: bool)
     buffers = [current_buffer(*where) for probe in probes for where in probe.mutated]
     # One copy from the first run to the last, and the one that the last run writes to.
     held = 2 * sum(buffer.nbytes for buffer in buffers)
-    if preserve_rng and device.type != "cuda":  # CUDA states are kept on the host
+    if preserve_rng:
         # One for each stage that draws; and the state before, the state after, the user's.
-        held += (sum(probe.draws_random for probe in probes) + 3) * torch.get_rng_state().nbytes
+        states = sum(probe.draws_random for probe in probes) + 3
+        held += states * device_of(device).random_state_bytes
     return held
 
 
@@ -366,22 +393,3 @@ def _shared_parameter_bytes(probes: list[_Probe]) -> int:
         for p, count in users.items()
         if count > 1 and p.requires_grad
     )
-
-
-def _clock(device: torch.device) -> Timer:
-    def on_cpu(call: Callable[[], object]) -> float:
-        begin = time.perf_counter()
-        call()
-        return 1000 * (time.perf_counter() - begin)
-
-    def on_cuda(call: Callable[[], object]) -> float:
-        with torch.cuda.device(device):
-            begin: Any = torch.cuda.Event(enable_timing=True)
-            end: Any = torch.cuda.Event(enable_timing=True)
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            return float(begin.elapsed_time(end))
-
-    return on_cuda if device.type == "cuda" else on_cpu

@@ -18,11 +18,12 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from rotor.runtime.device import device_of
+
 T = TypeVar("T")
-# Only what the allocator reports free is offered, less a share for fragmentation, which no
-# schedule controls.
-USABLE_SHARE_OF_FREE = 0.9
-_LABEL = "rotor.memory:"
+# What Adam keeps of every number of a parameter: it comes one step after a limit is found out.
+OPTIMIZER_BYTES_PER_NUMBER = 8
+_LABEL = "rotor.runtime.memory:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +41,14 @@ class MemoryMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = device_of(device)
         self._usage: dict[str, Usage] = {}
         self._labels: list[str] = []
         self._profile: profile | None = None
 
     def __enter__(self) -> MemoryMeter:
         gc.collect()  # garbage freed during a call would look like memory that it gave back
-        if self._device.type != "cuda":
+        if not self._device.has_counters:
             # Otherwise the profiler's library writes a line to stderr at every start and stop.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -72,8 +73,8 @@ class MemoryMeter:
 
     def run(self, label: str, call: Callable[[], T]) -> T:
         """Return `call()`, measured under `label`."""
-        if self._device.type == "cuda":
-            return self._run_cuda(label, call)
+        if self._device.has_counters:
+            return self._run_counted(label, call)
         name = f"{_LABEL}{len(self._labels)}"
         self._labels.append(label)
         with record_function(name):
@@ -83,15 +84,12 @@ class MemoryMeter:
         """Return what the call of that label used."""
         return self._usage[label]
 
-    def _run_cuda(self, label: str, call: Callable[[], T]) -> T:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_allocated(self._device)
+    def _run_counted(self, label: str, call: Callable[[], T]) -> T:
+        self._device.reset_peak()
+        before = self._device.counts().now_bytes
         result = call()
-        torch.cuda.synchronize(self._device)
-        peak = torch.cuda.max_memory_allocated(self._device) - before
-        kept = torch.cuda.memory_allocated(self._device) - before
-        self._usage[label] = Usage(peak, kept)
+        after = self._device.counts()
+        self._usage[label] = Usage(after.peak_bytes - before, after.now_bytes - before)
         return result
 
     def _read_events(self, finished: profile) -> None:
@@ -104,7 +102,9 @@ class MemoryMeter:
         for event in events:
             name = event.name()
             if name == "[memory]":
-                changes.append((event.start_ns(), event.nbytes()))
+                size = event.nbytes()
+                blocks = self._device.block_bytes(abs(size))
+                changes.append((event.start_ns(), blocks if size > 0 else -blocks))
             elif name.startswith(_LABEL):
                 start = event.start_ns()
                 spans[int(name.removeprefix(_LABEL))] = (start, start + event.duration_ns())
@@ -141,13 +141,6 @@ def share_storage(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor])
     return any(
         t.untyped_storage().nbytes() and t.untyped_storage().data_ptr() in pointers for t in second
     )
-
-
-def usable_cuda_bytes(device: torch.device, missing_grad_bytes: int) -> int:
-    """Return what a step may use now: free memory, less the parameter gradients yet to be made."""
-    free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(USABLE_SHARE_OF_FREE * (free + cached)) - missing_grad_bytes
 
 
 def peak_resident_bytes() -> int | None:

@@ -1,4 +1,4 @@
-"""Random generator state, of the CPU and of the CUDA devices in use, kept and put back."""
+"""Random generator state, of the CPU and of the devices in use that have one, kept and put back."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from dataclasses import dataclass
 
 import torch
 
+from rotor.runtime.device import device_of
+
 
 @dataclass(frozen=True, slots=True)
 class RngState:
-    """The state of the CPU generator and of some CUDA generators at one moment."""
+    """The state of the CPU generator and of those of some devices at one moment."""
 
     cpu: torch.Tensor
-    cuda: tuple[tuple[torch.device, torch.Tensor], ...]
+    own: tuple[tuple[torch.device, torch.Tensor], ...]
 
     @classmethod
     def now(cls, devices: Iterable[torch.device]) -> RngState:
-        """Return the present state; only CUDA devices of `devices` are looked at."""
-        cuda = tuple((d, torch.cuda.get_rng_state(d)) for d in devices if d.type == "cuda")
-        return cls(torch.get_rng_state(), cuda)
+        """Return the present state, with those of `devices` that have a generator of their own."""
+        states = ((d, device_of(d).random_state()) for d in devices)
+        return cls(torch.get_rng_state(), tuple((d, s) for d, s in states if s is not None))
 
     def restore(self) -> None:
         """Make this the present state."""
         torch.set_rng_state(self.cpu)
-        for device, state in self.cuda:
-            torch.cuda.set_rng_state(state, device)
+        for device, state in self.own:
+            device_of(device).set_random_state(state)
 
     def same_as(self, other: RngState) -> bool:
         """Return whether no random number was drawn between the two."""
         return torch.equal(self.cpu, other.cpu) and all(
             torch.equal(mine, theirs)
-            for (_, mine), (_, theirs) in zip(self.cuda, other.cuda, strict=True)
+            for (_, mine), (_, theirs) in zip(self.own, other.own, strict=True)
         )
 
 

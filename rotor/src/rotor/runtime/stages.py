@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor.errors import NotSequentialError
+from rotor.errors import NotSequentialError, StageError
+from rotor.runtime.boundary import Layout, Tensors, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +136,15 @@ def training_flags(modules: Sequence[nn.Module], flags: list[bool]) -> Iterator[
     finally:
         for module, flag in zip(modules, present, strict=True):
             module.training = flag
+
+
+def pack_output(value: Any, code: CodeStage) -> tuple[Tensors, Layout]:
+    """Return what a stage has returned as tensors, or refuse it by the stage's name."""
+    try:
+        return pack(value)
+    except TypeError as error:
+        raise StageError(
+            f"stage {code.name} must return a tensor, or a tuple or list of tensors; it returned "
+            f"{error}. Change the stage, or join it with the next one into a module.",
+            code.name,
+        ) from None

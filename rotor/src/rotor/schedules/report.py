@@ -6,11 +6,11 @@ import itertools
 import textwrap
 from pathlib import Path
 
-from rotor.chain import Chain
 from rotor.errors import format_bytes
-from rotor.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
-from rotor.schedule import Schedule
-from rotor.simulate import MemoryTimeline
+from rotor.schedules.chain import Chain
+from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
+from rotor.schedules.schedule import Schedule
+from rotor.schedules.simulate import MemoryTimeline
 
 BAR_WIDTH = 48
 LEGEND = (

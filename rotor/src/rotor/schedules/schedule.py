@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rotor.chain import Chain
-from rotor.ops import Backward, Op
-from rotor.simulate import MemoryTimeline, simulate
+from rotor.schedules.chain import Chain
+from rotor.schedules.ops import Backward, Op
+from rotor.schedules.simulate import MemoryTimeline, simulate
 
 
 @dataclass(frozen=True, slots=True)

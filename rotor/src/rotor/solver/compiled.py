@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from rotor import _core
-from rotor.chain import Chain
+from typing import TYPE_CHECKING
+
+from rotor._core import ChainTable
 from rotor.errors import TableTooLargeError
-from rotor.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
+from rotor.schedules.chain import Chain
+from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
+
+if TYPE_CHECKING:
+    from rotor._core import StageTuple  # the stub's, not the extension's
+
+__all__ = ["ChainTable", "CompiledTable", "chain_tuples"]
 
 
 class CompiledTable:
@@ -26,7 +33,7 @@ class CompiledTable:
     ) -> None:
         self.unit = unit_bytes
         self.slots = slots
-        self._core = _core.ChainTable(chain_tuples(chain), unit_bytes, slots, share=share)
+        self._core = ChainTable(chain_tuples(chain), unit_bytes, slots, share=share)
         if max_table_bytes is not None and self._core.table_bytes > max_table_bytes:
             raise TableTooLargeError(self._core.table_bytes, max_table_bytes, len(chain), slots)
         self._core.fill()
@@ -54,7 +61,7 @@ class CompiledTable:
         return [_to_op(*encoded) for encoded in self._core.tight_ops(m)]
 
 
-def chain_tuples(chain: Chain) -> list[_core.StageTuple]:
+def chain_tuples(chain: Chain) -> list[StageTuple]:
     """Return the chain as the plain tuples that the extension reads."""
     return [
         (

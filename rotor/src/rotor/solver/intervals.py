@@ -26,10 +26,11 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from rotor.chain import Chain
 from rotor.errors import InfeasibleBudgetError, RotorError
-from rotor.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
-from rotor.schedule import Schedule
+from rotor.schedules.chain import Chain
+from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
+from rotor.schedules.schedule import Schedule
+from rotor.solver.table import solve_table
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +100,6 @@ def solve_intervals(
     """
     found = _search(chain, budget_bytes, None, effort, forget_inputs)
     if found is None:
-        from rotor.solver import solve_table
-
         least = solve_table(chain, 1, slots=1, headroom=1.0).smallest_feasible_bytes
         raise InfeasibleBudgetError(budget_bytes, least, len(chain))
     return found
@@ -123,6 +122,7 @@ def _search(
         model.add_hint(hint)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # else Ctrl-C is unheard
     solver.parameters.linearization_level = 2
     solver.parameters.random_seed = 0
     solver.parameters.max_deterministic_time = effort

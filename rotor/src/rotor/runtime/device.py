@@ -1,0 +1,186 @@
+"""What differs between devices, and the only place of this package that asks which one it is.
+
+    device = device_of(tensor.device)
+    device.block_bytes(1000)            # 1024 on CUDA, 1000 on a CPU
+    device.time(call)                   # milliseconds of the device
+    device.random_state()               # of the device's own generator, if it has one
+
+`standing_in` lets another object answer for a device, as a CPU with rules of CUDA does in tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Only what the allocator reports free is offered, less a share for fragmentation, which no
+# schedule controls.
+USABLE_SHARE_OF_FREE = 0.9
+BLOCK_BYTES = 512  # c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What an allocator has handed out: now, and at most since the peak was reset."""
+
+    now_bytes: int
+    peak_bytes: int
+
+
+class Device(ABC):
+    """Memory, time and random numbers of one device."""
+
+    def __init__(self, where: torch.device) -> None:
+        self.where = where
+
+    @property
+    @abstractmethod
+    def has_counters(self) -> bool:
+        """Whether the allocator counts; elsewhere the profiler reports every request."""
+
+    def counts(self) -> Counts:
+        """Return the allocator's counters once everything that was started has run."""
+        raise NotImplementedError
+
+    def reset_peak(self) -> None:
+        """Let the peak of the counters begin anew."""
+        raise NotImplementedError
+
+    @property
+    @abstractmethod
+    def warms_up(self) -> bool:
+        """Whether libraries take memory, or search for algorithms, at a first run."""
+
+    def block_bytes(self, size_bytes: int) -> int:
+        """Return what the allocator hands out for one request."""
+        return size_bytes
+
+    @abstractmethod
+    def time(self, call: Callable[[], object]) -> float:
+        """Return the milliseconds from a call's start to the end of all that it has started."""
+
+    def random_state(self) -> torch.Tensor | None:
+        """Return the state of the device's own generator; None where it has none."""
+        return None
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Put the state of the device's own generator back."""
+        raise NotImplementedError
+
+    @property
+    @abstractmethod
+    def random_state_bytes(self) -> int:
+        """Bytes of the device's memory that one kept random state takes."""
+
+    def usable_bytes(self, coming_bytes: int) -> int | None:
+        """Return what a step may use beside what will be made and stay; None if not known."""
+        return None
+
+
+class Cpu(Device):
+    """The CPU of this machine."""
+
+    @property
+    def has_counters(self) -> bool:
+        return False
+
+    @property
+    def warms_up(self) -> bool:
+        return False
+
+    def time(self, call: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        call()
+        return 1000 * (time.perf_counter() - begin)
+
+    @property
+    def random_state_bytes(self) -> int:
+        return torch.get_rng_state().nbytes
+
+
+class Cuda(Device):
+    """One CUDA device."""
+
+    @property
+    def has_counters(self) -> bool:
+        return True
+
+    @property
+    def warms_up(self) -> bool:
+        return True
+
+    def block_bytes(self, size_bytes: int) -> int:
+        return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+    def counts(self) -> Counts:
+        torch.cuda.synchronize(self.where)
+        now, peak = (read(self.where) for read in _COUNTERS)
+        return Counts(now, peak)
+
+    def reset_peak(self) -> None:
+        torch.cuda.synchronize(self.where)
+        torch.cuda.reset_peak_memory_stats(self.where)
+
+    def time(self, call: Callable[[], object]) -> float:
+        with torch.cuda.device(self.where):
+            begin: Any = torch.cuda.Event(enable_timing=True)
+            end: Any = torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            return float(begin.elapsed_time(end))
+
+    def random_state(self) -> torch.Tensor | None:
+        return torch.cuda.get_rng_state(self.where)
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(state, self.where)
+
+    @property
+    def random_state_bytes(self) -> int:
+        return 0  # it is kept on the host
+
+    def usable_bytes(self, coming_bytes: int) -> int | None:
+        free, _ = torch.cuda.mem_get_info(self.where)
+        cached = torch.cuda.memory_reserved(self.where) - torch.cuda.memory_allocated(self.where)
+        return int(USABLE_SHARE_OF_FREE * (free + cached - coming_bytes))
+
+
+_COUNTERS = (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated)
+_standing_in: list[Device] = []
+
+
+def is_known(where: torch.device) -> bool:
+    """Whether memory on a device can be counted, and its random numbers repeated.
+
+    Not on ROCm, which torch calls 'cuda' too: half precision is multiplied there in another way
+    inside a backward, so that what is recomputed has other bits.
+    """
+    if any(device.where.type == where.type for device in _standing_in):
+        return True
+    return where.type == "cpu" or (where.type == "cuda" and torch.version.hip is None)
+
+
+def device_of(where: torch.device) -> Device:
+    """Return the object that answers for a device."""
+    for device in reversed(_standing_in):
+        if device.where.type == where.type:
+            return device
+    return Cuda(where) if where.type == "cuda" else Cpu(where)
+
+
+@contextlib.contextmanager
+def standing_in(device: Device) -> Iterator[Device]:
+    """While active, `device` answers for all devices of its type."""
+    _standing_in.append(device)
+    try:
+        yield device
+    finally:
+        _standing_in.remove(device)

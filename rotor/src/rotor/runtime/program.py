@@ -1,0 +1,68 @@
+"""A schedule as the executor runs it: cut at the points where autograd calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rotor.errors import InvalidScheduleError
+from rotor.runtime.stages import CodeStage
+from rotor.schedules.ops import Backward, Op
+
+
+@dataclass(frozen=True, slots=True)
+class RunStage:
+    """A stage with the facts that running it again needs."""
+
+    code: CodeStage
+    mutated_buffers: tuple[tuple[nn.Module, str], ...] = ()
+    detached_outputs: frozenset[int] = frozenset()  # outputs that carry no gradient
+    always_record: bool = False  # its kernels give other bits when nothing is recorded
+    reused_parameters: frozenset[int] = frozenset()  # that several of its operations use
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A schedule cut at the points where autograd calls: one forward op and one group per stage."""
+
+    stages: tuple[RunStage, ...]
+    forward: tuple[Op, ...]
+    backward: tuple[tuple[Op, ...], ...]  # [k]: what runs between B(k+1) and the end of B(k)
+    rerun: frozenset[int]
+    modules: tuple[nn.Module, ...]  # all, whose train/eval flags a recomputation needs
+    devices: tuple[torch.device, ...]
+    preserve_rng: bool
+
+    @classmethod
+    def build(
+        cls,
+        stages: tuple[RunStage, ...],
+        ops: Iterable[Op],
+        devices: tuple[torch.device, ...],
+        preserve_rng: bool,
+    ) -> Program:
+        """Cut a valid schedule into a program.
+
+        Raises:
+            InvalidScheduleError: its forward phase does not run each stage once, in order.
+        """
+        todo = list(ops)
+        count = len(stages)
+        forward, rest = tuple(todo[:count]), todo[count:]
+        in_order = [op.stage for op in forward] == list(range(count))
+        if not in_order or any(isinstance(op, Backward) for op in forward):
+            raise InvalidScheduleError("the forward phase must run each stage once, in order.")
+        groups: list[tuple[Op, ...]] = []
+        group: list[Op] = []
+        for op in rest:
+            group.append(op)
+            if isinstance(op, Backward):
+                groups.append(tuple(group))
+                group = []
+        again = frozenset(op.stage for op in rest if not isinstance(op, Backward))
+        modules = tuple(dict.fromkeys(m for stage in stages for m in stage.code.submodules()))
+        back = tuple(reversed(groups))
+        return cls(stages, forward, back, again, modules, devices, preserve_rng)

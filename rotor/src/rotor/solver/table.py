@@ -1,0 +1,199 @@
+"""One table of the dynamic program for every budget, and a look above the budget in slots.
+
+Rounding sizes up to slots is safe and costs time, because the rounded peak is above the true one.
+So the table reaches above the budget (`headroom`), and among the schedules that it holds there,
+those whose *true* peak is within the budget are taken as well. With 500 slots that is about as
+good as 4000 slots without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal, Protocol, TypeAlias
+
+import psutil
+
+from rotor.errors import InfeasibleBudgetError
+from rotor.schedules.chain import Chain
+from rotor.schedules.ops import Backward, ForwardEnableGrad, Op
+from rotor.schedules.schedule import Schedule
+from rotor.solver.compiled import CompiledTable
+from rotor.solver.reference import ReferenceTable
+
+Backend: TypeAlias = Literal["compiled", "reference"]
+DEFAULT_SLOTS = 500
+DEFAULT_HEADROOM = 1.25
+
+
+class Table(Protocol):
+    """What the reference and the compiled recurrence have in common."""
+
+    unit: int
+    slots: int
+
+    @property
+    def smallest_slot(self) -> int: ...
+    def makespan(self, m: int) -> float: ...
+    def ops(self, m: int) -> list[Op]: ...
+    def tight_ops(self, m: int) -> list[Op]: ...
+
+
+def fastest_ops(chain: Chain) -> list[Op]:
+    """Return the schedule of least time: every stage once, in the way of its fastest option."""
+    options = list(enumerate(chain.fastest_options))
+    forward: list[Op] = [ForwardEnableGrad(k, o) for k, o in options]
+    return forward + [Backward(k, o) for k, o in reversed(options)]
+
+
+class ScheduleTable:
+    """One table of the recurrence, read at any budget up to the one it was made for and above.
+
+    Memory is in slots of `unit_bytes`; no slot is spent on more than the fastest schedule needs.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        budget_bytes: int,
+        *,
+        slots: int = DEFAULT_SLOTS,
+        headroom: float = DEFAULT_HEADROOM,
+        backend: Backend = "compiled",
+        max_table_bytes: int | None = None,
+    ) -> None:
+        if slots < 1:
+            raise ValueError(f"slots is {slots}. Give at least 1; 500 is the default.")
+        if headroom < 1:
+            raise ValueError(f"headroom is {headroom}. Give a factor >= 1, such as 1.25.")
+        self.chain = chain
+        self.fastest = Schedule.from_ops(chain, fastest_ops(chain), "no recomputation")
+        ceiling = min(max(budget_bytes, 1), max(self.fastest.peak_bytes, 1))
+        self.unit_bytes = -(-ceiling // slots)
+        top = min(int(ceiling * headroom), max(ceiling, self.fastest.peak_bytes))
+        table_slots = max(top // self.unit_bytes, ceiling // self.unit_bytes)
+        self._table = _make_table(chain, self.unit_bytes, table_slots, backend, max_table_bytes)
+        # One-byte slots and no table over them: the exact smallest budget, whatever `slots` is.
+        self._exact = _make_table(chain, 1, 0, backend, None)
+
+    @property
+    def smallest_feasible_bytes(self) -> int:
+        """The smallest budget of any schedule that keeps what it stores, exact to the byte."""
+        return self._exact.smallest_slot
+
+    def candidates(self, budget_bytes: int) -> Iterator[Schedule]:
+        """Yield distinct schedules, ever faster, from the one for `budget_bytes` in slots upwards.
+
+        The first ones fit in the budget if any slot below it is feasible; the later ones may or
+        may not, and the caller checks their peaks. A budget that is feasible only without rounding
+        gets the schedule of smallest memory first. The schedule without recomputation comes last.
+        """
+        table = self._table
+        begin = min(max(budget_bytes, 0) // table.unit, table.slots)
+        best = float("inf")
+        if begin < table.smallest_slot and budget_bytes >= self._exact.smallest_slot:
+            tight = self._schedule(self._exact.tight_ops(budget_bytes))
+            best = tight.makespan_ms
+            yield tight
+        previous = float("inf")
+        for m in range(max(begin, table.smallest_slot), table.slots + 1):
+            makespan = table.makespan(m)
+            if makespan < previous:
+                previous = makespan
+                schedule = self._schedule(table.ops(m))
+                if schedule.makespan_ms < best:
+                    best = schedule.makespan_ms
+                    yield schedule
+        if self.fastest.makespan_ms < best:
+            yield self.fastest
+
+    def at(self, budget_bytes: int) -> Schedule | None:
+        """Return the fastest schedule in so many bytes as slots count them; None if there is none.
+
+        Its true peak may be anything: the caller looks above the budget for what fits.
+        """
+        table = self._table
+        m = min(max(budget_bytes, 0) // table.unit, table.slots)
+        return None if m < table.smallest_slot else self._schedule(table.ops(m))
+
+    def solve(self, budget_bytes: int) -> Schedule:
+        """Return the fastest candidate whose true peak is within the budget.
+
+        Raises:
+            InfeasibleBudgetError: no schedule fits; the error carries the minimum that would.
+        """
+        if self.fastest.peak_bytes <= budget_bytes:
+            return self.fastest
+        best = fastest_within(self.candidates(budget_bytes), budget_bytes)
+        if best is None:
+            raise InfeasibleBudgetError(budget_bytes, self.smallest_feasible_bytes, len(self.chain))
+        return best
+
+    def _schedule(self, ops: list[Op]) -> Schedule:
+        return Schedule.from_ops(self.chain, ops, "dynamic program")
+
+
+def fastest_within(candidates: Iterable[Schedule], budget_bytes: int) -> Schedule | None:
+    """Return the fastest schedule whose simulated peak fits (ties: the first), or None."""
+    fitting = (schedule for schedule in candidates if schedule.peak_bytes <= budget_bytes)
+    return min(fitting, key=lambda schedule: schedule.makespan_ms, default=None)
+
+
+def solve_table(
+    chain: Chain,
+    budget_bytes: int,
+    *,
+    slots: int = DEFAULT_SLOTS,
+    headroom: float = DEFAULT_HEADROOM,
+    max_table_bytes: int | None = None,
+) -> ScheduleTable:
+    """Return one table for every budget up to `budget_bytes * headroom`.
+
+    It takes at most about `2 * n² * slots * headroom` bytes for n stages, less where stages repeat
+    and where a run of stages is infeasible.
+
+    Raises:
+        TableTooLargeError: that is more than `max_table_bytes` (default: the free memory).
+    """
+    return ScheduleTable(
+        chain, budget_bytes, slots=slots, headroom=headroom, max_table_bytes=max_table_bytes
+    )
+
+
+def solve(
+    chain: Chain,
+    budget_bytes: int,
+    *,
+    slots: int = DEFAULT_SLOTS,
+    backend: Backend = "compiled",
+    headroom: float = DEFAULT_HEADROOM,
+    max_table_bytes: int | None = None,
+) -> Schedule:
+    """Return a schedule of small makespan whose simulated peak is at most `budget_bytes`.
+
+    Optimal among schedules that keep what they store, for sizes rounded up to `budget_bytes /
+    slots`; larger `slots` is closer to optimal. Every budget that is feasible in bytes is accepted.
+
+    Raises:
+        InfeasibleBudgetError: no schedule fits; the error carries the minimum that would.
+        TableTooLargeError: the table needs more than `max_table_bytes` (default: free memory).
+    """
+    table = ScheduleTable(
+        chain,
+        budget_bytes,
+        slots=slots,
+        headroom=headroom,
+        backend=backend,
+        max_table_bytes=max_table_bytes,
+    )
+    return table.solve(budget_bytes)
+
+
+def _make_table(
+    chain: Chain, unit_bytes: int, slots: int, backend: Backend, max_table_bytes: int | None
+) -> Table:
+    if backend == "reference":
+        return ReferenceTable(chain, unit_bytes, slots)
+    if backend == "compiled":
+        limit = psutil.virtual_memory().available if max_table_bytes is None else max_table_bytes
+        return CompiledTable(chain, unit_bytes, slots, max_table_bytes=limit)
+    raise ValueError(f"backend {backend!r} is unknown. Use 'compiled' or 'reference'.")
