@@ -9,8 +9,8 @@ from torch import nn
 
 import rotor
 from rotor import Checkpointable, InfeasibleBudgetError
-from rotor.memory import peak_of
-from rotor.ops import Backward, ForwardCheckpoint, ForwardEnableGrad
+from rotor.runtime.memory import peak_of
+from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad
 from rotor.testing import (
     assert_trains_like,
     at_fraction,

@@ -9,7 +9,7 @@ from torch import nn
 
 import rotor
 from rotor import Checkpointable, InfeasibleBudgetError
-from rotor.memory import peak_of
+from rotor.runtime.memory import peak_of
 from rotor.testing import (
     at_fraction,
     images,
@@ -171,7 +171,7 @@ def test_nothing_stays_alive_after_the_step():
     x = images(1)[0]
     training_step(chk, x)
     chk.zero_grad(set_to_none=False)
-    with rotor.memory.MemoryMeter(CPU) as meter:
+    with rotor.runtime.memory.MemoryMeter(CPU) as meter:
         meter.run("step", lambda: training_step(chk, x))
         meter.run("forward only", lambda: chk(x).sum().item())
     assert meter.usage("step").kept_bytes == 0

@@ -8,7 +8,7 @@ from torch import nn
 
 import rotor
 from rotor import Checkpointable
-from rotor.ops import ForwardEnableGrad
+from rotor.schedules.ops import ForwardEnableGrad
 from rotor.testing import (
     ResidualBlock,
     assert_trains_like,

@@ -22,7 +22,6 @@ pytest.importorskip("ortools", reason="the extra 'intervals' is not installed")
 INFINITY = float("inf")
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(chains(4, options=2, largest=5), st.integers(-2, 4))
 def test_equal_to_the_unrestricted_search(chain, above):
     budget = max(1, solve_table(chain, 1).smallest_feasible_bytes + above)
@@ -64,7 +63,7 @@ def test_it_can_beat_the_recurrence_and_the_plan_says_so():
     assert faster + feasible >= 2
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 @given(chains(14, options=2, largest=50), st.floats(1.0, 1.6))
 @example(random_chain(random.Random(8), 11, options=2, largest=50), 1.0625)  # had an idle run
 def test_the_better_one_is_kept(chain, factor):

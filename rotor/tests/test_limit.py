@@ -9,6 +9,7 @@ import torch
 import rotor
 from rotor import Checkpointable, InfeasibleBudgetError
 from rotor.limit import parse_limit
+from rotor.runtime.measure import measure_module
 from rotor.testing import images, mlp, one_millisecond, plain_peak, residual_net
 
 
@@ -129,3 +130,9 @@ def test_a_fraction_that_is_too_small_names_the_smallest_limit_and_the_plain_pea
     assert caught.value.budget_bytes == plain // 100
     assert chk.mem_limit == 10**12  # the plan that works is kept
     chk.compute_sequence(caught.value.minimum_bytes)
+
+
+def test_another_device_is_refused_by_name() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2, device="meta"))
+    with pytest.raises(rotor.StageError, match="'meta'"):
+        measure_module(module, torch.ones(1, 2, device="meta"))

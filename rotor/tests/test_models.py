@@ -19,10 +19,10 @@ from torch import nn
 
 import rotor
 from rotor import Checkpointable
-from rotor.memory import peak_of
 from rotor.models import inception
 from rotor.models.inception import InceptionOutputs
 from rotor.models.utils import ReLUAtEnd
+from rotor.runtime.memory import peak_of
 from rotor.testing import assert_trains_like, one_millisecond
 
 SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"

@@ -1,6 +1,6 @@
 """The recurrence against Dijkstra over memory states, which knows only what the ops do."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rotor import simulate
@@ -14,7 +14,6 @@ def makespan(found):
     return INFINITY if found is None else found[0]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
 @given(chains(4, options=3), st.integers(0, 12))
 def test_recurrence_is_optimal_among_persistent_schedules(chain, above):
     table = ReferenceTable(chain, 1, 60)
@@ -22,7 +21,6 @@ def test_recurrence_is_optimal_among_persistent_schedules(chain, above):
     assert table.makespan(budget) == makespan(exhaustive_search(chain, budget))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
 @given(chains(5, options=2), st.integers(0, 20))
 def test_recurrence_is_optimal_at_five_stages(chain, above):
     table = ReferenceTable(chain, 1, 60)
@@ -30,14 +28,12 @@ def test_recurrence_is_optimal_at_five_stages(chain, above):
     assert table.makespan(budget) == makespan(exhaustive_search(chain, budget))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(chains(4), st.integers(0, 40))
 def test_recurrence_is_never_better_than_any_schedule(chain, budget):
     unrestricted = makespan(exhaustive_search(chain, budget, persistent=False))
     assert ReferenceTable(chain, 1, budget).makespan(budget) >= unrestricted
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(chains(4, options=3))
 def test_smallest_budget_is_exact(chain):
     least = ReferenceTable(chain, 1, 0).smallest_slot
@@ -45,7 +41,6 @@ def test_smallest_budget_is_exact(chain):
     assert least == 0 or exhaustive_search(chain, least - 1) is None
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
 @given(chains(6, options=3), st.integers(0, 30))
 def test_schedules_cost_what_the_table_says(chain, above):
     table = ReferenceTable(chain, 1, 90)
@@ -56,7 +51,6 @@ def test_schedules_cost_what_the_table_says(chain, above):
     assert simulate(chain, table.tight_ops(budget)).peak_bytes <= budget
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(chains(5), st.integers(2, 9), st.integers(5, 60))
 def test_rounding_is_safe(chain, unit, slots):
     """Sizes round up and budgets round down: a schedule in slots fits in bytes."""

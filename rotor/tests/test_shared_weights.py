@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rotor import Checkpointable
-from rotor.memory import peak_of
+from rotor.runtime.memory import peak_of
 from rotor.testing import assert_trains_like, at_fraction, one_millisecond
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rotor import (
@@ -109,7 +109,6 @@ def test_broken_schedules_are_refused_with_place_and_reason(ops, position, reaso
     assert caught.value.position == position
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
 @given(chains(4), st.integers(0, 2**32 - 1))
 def test_mutants_are_refused_or_really_valid(chain, seed):
     """Dropping an op always breaks a schedule; a mutant that passes must respect the optimum."""
@@ -132,7 +131,6 @@ def test_mutants_are_refused_or_really_valid(chain, seed):
     assert best[0] <= timeline.makespan_ms
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
 @given(chains(4), st.integers(3, 40), st.booleans())
 def test_schedules_of_the_search_are_accepted_at_their_cost(chain, budget, persistent):
     found = exhaustive_search(chain, budget, persistent=persistent)

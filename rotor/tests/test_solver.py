@@ -8,7 +8,7 @@ import sys
 import threading
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rotor
@@ -19,7 +19,6 @@ from rotor.solver.reference import ReferenceTable
 from rotor.testing import chains, random_chain
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
 @given(chains(12, options=3), st.integers(1, 4), st.booleans())
 def test_compiled_equals_reference(chain, unit, share):
     reference = ReferenceTable(chain, unit, 70)
@@ -67,7 +66,6 @@ def test_names_and_keys_do_not_prevent_sharing_but_numbers_do():
     assert CompiledTable(slower, 1, 50).table_bytes > CompiledTable(chain, 1, 50).table_bytes
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(chains(8, options=3))
 def test_more_memory_is_never_slower(chain):
     table = CompiledTable(chain, 1, 100)
@@ -75,7 +73,6 @@ def test_more_memory_is_never_slower(chain):
     assert makespans == sorted(makespans, reverse=True)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     chains(8, options=3, largest=900),
     st.integers(1, 60),
@@ -97,7 +94,6 @@ def test_smallest_budget_is_accepted_and_one_byte_less_refused(chain, slots, mor
         assert timeline.makespan_ms == schedule.makespan_ms
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
 @given(chains(8, options=2, largest=50), st.integers(2, 7))
 def test_scaling_bytes_and_budget_changes_nothing(chain, factor):
     def scale(stage):
@@ -122,7 +118,6 @@ def test_scaling_bytes_and_budget_changes_nothing(chain, factor):
     assert [small.makespan(m) for m in range(91)] == [large.makespan(m) for m in range(91)]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
 @given(chains(9, options=3))
 def test_unlimited_budget_recomputes_nothing(chain):
     schedule = solve(chain, 10**9)
@@ -131,7 +126,6 @@ def test_unlimited_budget_recomputes_nothing(chain):
     assert schedule.makespan_ms == sum(fastest)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
 @given(chains(8, options=2, largest=2000), st.floats(1.0, 2.5))
 def test_candidates_are_distinct_ever_faster_and_begin_within_the_budget(chain, factor):
     table = solve_table(chain, int(3 * table_minimum(chain)), slots=40)
@@ -246,7 +240,7 @@ def test_solver_modules_load_without_torch():
         "sys.modules['torch'] = None\n"
         f"package = types.ModuleType('rotor'); package.__path__ = [{str(rotor.__path__[0])!r}]\n"
         "sys.modules['rotor'] = package\n"
-        "import rotor.chain, rotor.ops, rotor.schedule, rotor.simulate, rotor.solver\n"
+        "import rotor.schedules.schedule, rotor.schedules.simulate, rotor.solver\n"
         "import rotor.errors, rotor.solver.compiled, rotor.solver.reference\n"
         "try:\n    import torch\nexcept ImportError:\n    print('loaded')\n"
     )

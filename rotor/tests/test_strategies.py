@@ -4,11 +4,11 @@ import random
 from math import comb
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rotor import Chain, InfeasibleBudgetError, Option, Stage, simulate, solve
-from rotor.ops import Backward
+from rotor.schedules.ops import Backward
 from rotor.strategies import (
     STRATEGIES,
     chen,
@@ -27,7 +27,6 @@ def homogeneous(count, saved=1):
     return Chain(tuple(Stage(str(k), (option,), 1, 0, 1.0, 1) for k in range(count)))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
 @given(chains(9, options=2), st.integers(1, 9), st.integers(0, 8))
 def test_every_strategy_is_valid_and_none_beats_the_optimum_at_its_own_peak(
     chain, segments, checkpoints
