@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rockmate.problem import Node, Problem, Storage
+from rockmate.problems.problem import Node, Problem, Storage
 
 
 def find_cuts(problem: Problem, pinned: frozenset[int] = frozenset()) -> list[int]:
@@ -196,7 +196,10 @@ def _signature(local: Problem) -> tuple[object, ...]:
         )
         for node in local.nodes
     )
-    storages = tuple(dataclasses.astuple(storage)[1:] for storage in local.storages)
+    storages = tuple(
+        (s.size_bytes, s.producer, s.fwd_users, s.bwd_users, s.is_phantom, s.is_output)
+        for s in local.storages
+    )
     return nodes, storages
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rockmate.blocks import find_cuts
-from rockmate.planners.edit import prune
-from rockmate.problem import Problem
-from rockmate.steps import Step, Steps
+from rockmate.problems.blocks import find_cuts
+from rockmate.problems.problem import Problem
+from rockmate.schedules.prune import prune
+from rockmate.schedules.steps import Step, Steps
 
 
 def no_recomputation(problem: Problem) -> Steps:
@@ -70,7 +70,7 @@ def chen(problem: Problem) -> Steps:
 
 def best_segments(problem: Problem, budget_bytes: int) -> Steps | None:
     """Return the cheapest pruned plan over all numbers of equal segments; None if none fits."""
-    from rockmate.simulate import simulate
+    from rockmate.schedules.simulate import simulate
 
     borders = [0, *_borders(problem)]
     best: tuple[float, Steps] | None = None

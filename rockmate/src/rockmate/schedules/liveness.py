@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rockmate.errors import InvalidPlanError
-from rockmate.problem import Problem
-from rockmate.steps import Step
+from rockmate.problems.problem import Problem
+from rockmate.schedules.steps import Step
 
 
 def check_order(problem: Problem, steps: Sequence[Step]) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rockmate.errors import InvalidPlanError
-from rockmate.problem import Problem
-from rockmate.simulate import simulate
-from rockmate.steps import Steps, steps_from_text, steps_to_text
+from rockmate.problems.problem import Problem
+from rockmate.schedules.simulate import simulate
+from rockmate.schedules.steps import Steps, steps_from_text, steps_to_text
 
 _FORMAT = 1  # raised when a saved plan of an older version can no longer be read
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rockmate.problem import Problem
-from rockmate.simulate import simulate
-from rockmate.steps import Step, Steps
+from rockmate.problems.problem import Problem
+from rockmate.schedules.simulate import simulate
+from rockmate.schedules.steps import Step, Steps
 
 
 class EditablePlan:

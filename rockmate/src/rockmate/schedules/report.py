@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rockmate.simulate import recompute_counts, simulate
+from rockmate.schedules.folding import fold, spell
+from rockmate.schedules.simulate import recompute_counts, simulate
 
 if TYPE_CHECKING:
-    from rockmate.plan import Plan, Trial
-    from rockmate.problem import Problem
-    from rockmate.steps import Steps
+    from rockmate.problems.problem import Problem
+    from rockmate.schedules.plan import Plan, Trial
+    from rockmate.schedules.steps import Steps
 
 _ROWS = 40  # rows of the table of recomputations
 _WIDTH = 88
@@ -51,7 +52,7 @@ class RecomputedRow:
 
 def format_plan(problem: Problem, plan: Plan) -> str:
     """Return a table of a plan: budget, peak, overhead, certificate, and what is recomputed."""
-    from rockmate.planners.simple import no_recomputation
+    from rockmate.schedules.baselines import no_recomputation
 
     timeline = simulate(problem, plan.steps)
     everything = simulate(problem, no_recomputation(problem)).peak_bytes
@@ -68,7 +69,7 @@ def format_plan(problem: Problem, plan: Plan) -> str:
             f"{format_ms(plan.overhead_ms)} of recomputation)",
         ),
         _field("overhead", f"{100 * plan.overhead:.2f} %"),
-        _field("distance", _certificate(plan)),
+        _field("distance", certificate(plan)),
         _field("planner", f"{plan.planner}, {plan.plan_seconds:.1f} s of planning"),
     ]
     if len(plan.tried) > 1:
@@ -89,12 +90,12 @@ def recomputed_rows(problem: Problem, steps: Steps) -> list[RecomputedRow]:
             groups.setdefault((node.module_path, node.op or node.name), []).append(k)
     folded: dict[tuple[str, str], list[int]] = {}
     labels: dict[tuple[str, str], list[str]] = {}
-    for (path, op), label in _fold(list(groups)).items():
+    for (path, op), label in fold(list(groups)).items():
         folded.setdefault((label, op), []).extend(groups[path, op])
         labels.setdefault((label, op), []).append(path)
     rows = [
         RecomputedRow(
-            where=_spell(label, labels[label, op]),
+            where=spell(label, labels[label, op]),
             op=op,
             nodes=len(nodes),
             runs=sum(counts[k] for k in nodes),
@@ -123,16 +124,17 @@ def _where(problem: Problem, steps: Steps, t: int) -> str:
     return f"the {phase} of {node.op or node.name}{place}"
 
 
-def _certificate(plan: Plan) -> str:
+def certificate(plan: Plan) -> str:
+    """Return how far from the optimum a plan is at most, in words."""
     gap = plan.gap
     if gap is None:
         return "not known: no bound was computed"
     if plan.status == "optimal":
         return "none: proven optimal"
-    return f"at most {_round_up(100 * gap)} % above the optimum"
+    return f"at most {round_up(100 * gap)} % above the optimum"
 
 
-def _round_up(percent: float) -> str:
+def round_up(percent: float) -> str:
     """Two decimals, rounded up: a bound must not look better than it is."""
     return f"{-(-percent * 100 // 1) / 100:.2f}"
 
@@ -173,46 +175,3 @@ def _recomputed_lines(rows: Sequence[RecomputedRow], overhead_ms: float) -> list
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) < width else text[: width - 4] + "..."
-
-
-def _fold(groups: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Return, for each (path, op), its path with at most one layer number replaced by `{}`.
-
-    The number that is replaced is the one in which most paths of the same operation differ.
-    """
-    options: dict[tuple[str, str], list[str]] = {}
-    members: dict[tuple[str, str], int] = {}
-    for path, op in groups:
-        parts = path.split(".")
-        options[path, op] = []
-        for i, part in enumerate(parts):
-            if part.isdigit():
-                label = ".".join([*parts[:i], "{}", *parts[i + 1 :]])
-                options[path, op].append(label)
-                members[label, op] = members.get((label, op), 0) + 1
-    folded = {}
-    for (path, op), labels in options.items():
-        best = max(labels, key=lambda label: members[label, op], default=None)
-        alone = best is None or members[best, op] == 1
-        folded[path, op] = path if best is None or alone else best
-    return folded
-
-
-def _spell(label: str, paths: Iterable[str]) -> str:
-    """Write the numbers that `{}` stands for: `blocks.{0..11}.mlp`."""
-    if "{}" not in label:
-        return label
-    position = label.split(".").index("{}")
-    numbers = sorted({int(path.split(".")[position]) for path in paths})
-    if len(numbers) == 1:
-        return label.replace("{}", str(numbers[0]))
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    spelled = ",".join(
-        str(a) if a == b else f"{a},{b}" if b == a + 1 else f"{a}..{b}" for a, b in runs
-    )
-    return label.replace("{}", "{" + spelled + "}")

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rockmate.errors import InvalidPlanError
-from rockmate.liveness import check_order, live_after, recording_steps
-from rockmate.problem import Problem
-from rockmate.steps import Step
+from rockmate.problems.problem import Problem
+from rockmate.schedules.liveness import check_order, live_after, recording_steps
+from rockmate.schedules.steps import Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,9 @@
-"""Solvers of one problem as a whole: blocks, small graphs and windows of a plan."""
+"""Solvers of one problem as a whole: blocks, small graphs and windows of a plan.
+
+Gets a problem, a budget and perhaps steps as a hint; gives a `SolverResult`. `solve_whole` below
+chooses the backend. Read result.py (what all share), intervals/ (CP-SAT, the default), ilp.py (the
+0/1 program for CBC, HiGHS and Gurobi), then bound.py (a linear program under every schedule).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,10 @@ import contextlib
 import threading
 
 from rockmate.errors import UnknownChoiceError
-from rockmate.problem import Problem
+from rockmate.problems.problem import Problem
+from rockmate.schedules.steps import Steps
 from rockmate.solvers.ilp import check_installed, solve_ilp
 from rockmate.solvers.result import Solver, SolverResult
-from rockmate.steps import Steps
 
 BACKENDS = ("cp-sat", "cbc", "highs", "gurobi")
 
@@ -46,7 +51,7 @@ def solve_whole(
         SolverUnavailableError: the backend is not installed or not licensed for this size.
     """
     if backend == "cp-sat":
-        from rockmate.solvers.intervals import solve_intervals
+        from rockmate.solvers.intervals.solve import solve_intervals
 
         return solve_intervals(
             problem,

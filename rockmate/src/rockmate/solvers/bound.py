@@ -33,12 +33,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rockmate.planners.simple import no_recomputation
-from rockmate.problem import Problem
-from rockmate.simulate import simulate
+from rockmate.problems.problem import Problem
+from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.simulate import simulate
 from rockmate.solvers.result import stages_of
 
 _TIME_LIMIT_MS = 8000
@@ -104,93 +105,128 @@ def _solve(
     problem: Problem, budget_bytes: int, cut_stages: Sequence[int], *, integer: bool = False
 ) -> float | None:
     """Solve the program for these cuts: bound in ms, infinity if infeasible, None if not solved."""
-    from ortools.linear_solver import pywraplp
+    return _Program(problem, budget_bytes, cut_stages, integer=integer).bound_ms()
 
-    solver = pywraplp.Solver.CreateSolver("SAT" if integer else "CLP")
-    if integer:
-        solver.SetSolverSpecificParametersAsString(
-            f"num_workers:1 max_deterministic_time:{_INTEGER_LIMIT}"
-        )
-    else:
-        solver.SetTimeLimit(_TIME_LIMIT_MS)
-    variable = solver.BoolVar if integer else functools.partial(solver.NumVar, 0, 1)
-    count = len(problem.nodes)
-    stage = stages_of(problem)
-    phases = len(cut_stages) + 1
-    unit = max(1.0, budget_bytes / 1000)  # bytes in thousandths of the budget: well scaled
 
-    # storages that can be dropped at all, the phantoms of a node as one
-    storages: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = []
-    outputs_bytes = 0
-    for k in range(count):
-        phantom = problem.bytes_of(problem.phantom_masks[k])
-        if problem.phantom_masks[k]:
-            storages.append((k, phantom, (), (k,)))
+@dataclass(frozen=True)
+class _Droppable:
+    """A storage that a plan may drop, or all phantoms of a node as one."""
+
+    producer: int
+    size_bytes: int
+    fwd_users: tuple[int, ...]
+    bwd_users: tuple[int, ...]
+
+
+def _droppable(problem: Problem) -> Iterator[_Droppable]:
+    for k, mask in enumerate(problem.phantom_masks):
+        if mask:
+            yield _Droppable(k, problem.bytes_of(mask), (), (k,))
         for index in problem.products[k]:
             row = problem.storages[index]
-            if row.is_output:
-                outputs_bytes += row.size_bytes
-            elif not row.is_phantom:
-                storages.append((k, row.size_bytes, row.fwd_users, row.bwd_users))
+            if not row.is_output and not row.is_phantom:
+                yield _Droppable(k, row.size_bytes, row.fwd_users, row.bwd_users)
 
-    def phase_of(node: int) -> int:
-        return sum(1 for cut in cut_stages if cut < stage[node])
 
-    held: list[list[Any]] = [
-        [variable("") for _ in storages] for _ in range(phases)
-    ]  # S[c]; S[phases] is never needed
-    again: list[list[Any]] = [[variable("") for _ in range(count)] for _ in range(phases)]  # R[c]
-    suffix: list[list[Any]] = []  # A[c]
-    for c in range(phases):
-        if c == phases - 1:
-            suffix.append(again[c])
-            continue
-        suffix.append([variable("") for _ in range(count)])
-        for k in range(count):
-            solver.Add(suffix[c][k] <= solver.Sum([again[d][k] for d in range(c, phases)]))
+class _Program:
+    """The linear program of some cuts; S, R and A are those of the module's docstring."""
 
-    for o, (producer, _, fwd_users, bwd_users) in enumerate(storages):
-        read_in = {phase_of(u) for u in bwd_users}
-        last = max(read_in, default=-1)
-        for c in range(phases):
-            runs = [again[c]] if suffix[c] is again[c] else [again[c], suffix[c]]
-            for table in runs:
-                if (c in read_in) if table is again[c] else (c <= last):
-                    solver.Add(held[c][o] + table[producer] >= 1)
-                for u in fwd_users:
-                    solver.Add(table[u] <= held[c][o] + table[producer])
-            if c + 1 < phases:
-                solver.Add(held[c + 1][o] <= held[c][o] + again[c][producer])
+    def __init__(
+        self, problem: Problem, budget_bytes: int, cut_stages: Sequence[int], *, integer: bool
+    ) -> None:
+        from ortools.linear_solver import pywraplp
 
-    room = (budget_bytes - outputs_bytes) / unit
-    sizes = [size / unit for _, size, _, _ in storages]
-    solver.Add(solver.Sum([s * x for s, x in zip(sizes, held[0], strict=True)]) <= room)
-    for c, cut in enumerate(cut_stages):
-        # just before the backward at the cut: held then, by keeping it or by making it in the phase
-        k = problem.backward_order[cut - 1]
-        node = problem.nodes[k]
-        own = (node.grads_before_bytes + node.bwd_peak_bytes) / unit
-        at_cut = held[c + 1]
-        for o, (_, _, _, bwd_users) in enumerate(storages):
-            if k in bwd_users:
-                solver.Add(at_cut[o] >= 1)
-        total = solver.Sum([s * x for s, x in zip(sizes, at_cut, strict=True)])
-        solver.Add(total + own <= room)
+        self.problem, self.cut_stages, self.integer = problem, cut_stages, integer
+        self.solver = pywraplp.Solver.CreateSolver("SAT" if integer else "CLP")
+        if integer:
+            self.solver.SetSolverSpecificParametersAsString(
+                f"num_workers:1 max_deterministic_time:{_INTEGER_LIMIT}"
+            )
+        else:
+            self.solver.SetTimeLimit(_TIME_LIMIT_MS)
+        self.solved = pywraplp.Solver.OPTIMAL
+        self.infeasible = pywraplp.Solver.INFEASIBLE
+        solver = self.solver
+        self.variable = solver.BoolVar if integer else functools.partial(solver.NumVar, 0, 1)
+        self.phases = len(cut_stages) + 1
+        self.storages = list(_droppable(problem))
+        count = len(problem.nodes)
+        self.held = [self._variables(len(self.storages)) for _ in range(self.phases)]  # S[c]
+        self.again = [self._variables(count) for _ in range(self.phases)]  # R[c]
+        self.suffix = self._add_suffixes()  # A[c]
+        self._add_reads()
+        self._add_room(budget_bytes)
 
-    times = [node.fwd_time_ms for node in problem.nodes]
-    scale = max(sum(times), 1e-9) / 1000
-    solver.Minimize(
-        solver.Sum([times[k] / scale * again[c][k] for c in range(phases) for k in range(count)])
-    )
-    status = solver.Solve()
-    if status == pywraplp.Solver.INFEASIBLE:
-        return math.inf
-    if integer:
-        value = float(solver.Objective().BestBound())
-    elif status == pywraplp.Solver.OPTIMAL:
-        value = float(solver.Objective().Value())
-    else:
-        return None
-    if math.isnan(value):
-        return None
-    return max(0.0, value * scale * (1 - _SAFETY) - 1e-9 * scale)
+    def _variables(self, count: int) -> list[Any]:
+        return [self.variable("") for _ in range(count)]
+
+    def _add_suffixes(self) -> list[list[Any]]:
+        suffix: list[list[Any]] = []
+        for c in range(self.phases - 1):
+            suffix.append(self._variables(len(self.problem.nodes)))
+            for k, run in enumerate(suffix[c]):
+                later = [self.again[d][k] for d in range(c, self.phases)]
+                self.solver.Add(run <= self.solver.Sum(later))
+        return [*suffix, self.again[-1]]
+
+    def _add_reads(self) -> None:
+        """What runs finds what it reads: held at the phase's beginning, or made in it."""
+        stage = stages_of(self.problem)
+        held, again = self.held, self.again
+        for o, storage in enumerate(self.storages):
+            made = storage.producer
+            read_in = {
+                sum(cut < stage[user] for cut in self.cut_stages) for user in storage.bwd_users
+            }
+            last = max(read_in, default=-1)
+            for c in range(self.phases):
+                runs = [again[c]] if self.suffix[c] is again[c] else [again[c], self.suffix[c]]
+                for table in runs:
+                    if (c in read_in) if table is again[c] else (c <= last):
+                        self.solver.Add(held[c][o] + table[made] >= 1)
+                    for user in storage.fwd_users:
+                        self.solver.Add(table[user] <= held[c][o] + table[made])
+                if c + 1 < self.phases:
+                    self.solver.Add(held[c + 1][o] <= held[c][o] + again[c][made])
+
+    def _add_room(self, budget_bytes: int) -> None:
+        """Just before the backward at a cut, what is held then and what it takes must fit."""
+        problem, solver = self.problem, self.solver
+        unit = max(1.0, budget_bytes / 1000)  # bytes in thousandths of the budget: well scaled
+        outputs_bytes = sum(row.size_bytes for row in problem.storages if row.is_output)
+        room = (budget_bytes - outputs_bytes) / unit
+        sizes = [storage.size_bytes / unit for storage in self.storages]
+        solver.Add(solver.Sum([s * x for s, x in zip(sizes, self.held[0], strict=True)]) <= room)
+        for c, cut in enumerate(self.cut_stages):
+            k = problem.backward_order[cut - 1]
+            node = problem.nodes[k]
+            own = (node.grads_before_bytes + node.bwd_peak_bytes) / unit
+            at_cut = self.held[c + 1]  # by keeping it, or by making it in the phase
+            for o, storage in enumerate(self.storages):
+                if k in storage.bwd_users:
+                    solver.Add(at_cut[o] >= 1)
+            total = solver.Sum([s * x for s, x in zip(sizes, at_cut, strict=True)])
+            solver.Add(total + own <= room)
+
+    def bound_ms(self) -> float | None:
+        """Minimize the time of all recomputations."""
+        times = [node.fwd_time_ms for node in self.problem.nodes]
+        scale = max(sum(times), 1e-9) / 1000
+        runs = [
+            time / scale * run
+            for phase in self.again
+            for time, run in zip(times, phase, strict=True)
+        ]
+        self.solver.Minimize(self.solver.Sum(runs))
+        status = self.solver.Solve()
+        if status == self.infeasible:
+            return math.inf
+        if self.integer:
+            value = float(self.solver.Objective().BestBound())
+        elif status == self.solved:
+            value = float(self.solver.Objective().Value())
+        else:
+            return None
+        if math.isnan(value):
+            return None
+        return max(0.0, value * scale * (1 - _SAFETY) - 1e-9 * scale)

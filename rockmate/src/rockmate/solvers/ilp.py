@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from rockmate.errors import SolverError, SolverUnavailableError
-from rockmate.problem import Problem
+from rockmate.problems.problem import Problem
 from rockmate.solvers.result import (
     SolverResult,
     Status,
@@ -78,7 +78,7 @@ def solve_ilp(
     """
     check_installed(backend)
     begin = time.perf_counter()
-    program = _Program(problem, budget_bytes)
+    program = _ZeroOneProgram(problem, budget_bytes)
     if program.hopeless:
         return SolverResult("infeasible", seconds=time.perf_counter() - begin)
     if backend == "highs":
@@ -95,7 +95,7 @@ def solve_ilp(
     return SolverResult(status, steps, cost, cost if status == "optimal" else None, seconds)
 
 
-class _Program:
+class _ZeroOneProgram:
     """The linear program; expressions are kept as (constant, {variable: coefficient})."""
 
     def __init__(self, problem: Problem, budget_bytes: int) -> None:
@@ -310,7 +310,7 @@ def _cbc(pulp: Any, time_limit_s: float | None) -> Any:
 
 
 def _run_pulp(
-    program: _Program, backend: str, time_limit_s: float | None
+    program: _ZeroOneProgram, backend: str, time_limit_s: float | None
 ) -> tuple[Status, dict[str, float] | None]:
     pulp = import_pulp()
     lp = program.lp

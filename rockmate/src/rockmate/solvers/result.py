@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from rockmate.problem import Problem
-from rockmate.steps import Step, Steps
+from rockmate.problems.problem import Problem
+from rockmate.schedules.steps import Step, Steps
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 

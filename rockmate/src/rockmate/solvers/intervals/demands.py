@@ -2,7 +2,7 @@
 
 Storages and phantoms are intervals that their readers hold open; workspaces and rerun states
 belong to the runs. Where nothing is to be chosen, the bytes go to the fixed background instead.
-`intervals` has the whole picture.
+solve.py has the whole picture.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from rockmate.solvers.interval_memory import Memory
-from rockmate.solvers.interval_runs import Run, Timeline
+from rockmate.solvers.intervals.memory import Memory
+from rockmate.solvers.intervals.runs import Run, TimeAxis
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +28,7 @@ class _Kept:
 class Demands:
     """Adds, family by family, what every run and storage takes from the memory."""
 
-    def __init__(self, line: Timeline, memory: Memory) -> None:
+    def __init__(self, line: TimeAxis, memory: Memory) -> None:
         self._line = line
         self._memory = memory
         self._problem = line.problem

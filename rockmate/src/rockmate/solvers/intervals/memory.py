@@ -1,7 +1,7 @@
 """The memory of a program over retention intervals: one cumulative resource, the budget.
 
 Collects the demands of the program's intervals and those that are fixed, and counts both in units
-of bytes that keep the solver's integers small. `intervals` has the whole picture.
+of bytes that keep the solver's integers small. solve.py has the whole picture.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import bisect
 import math
 from typing import Any
 
-from rockmate.problem import Problem
-from rockmate.solvers.interval_runs import Timeline
+from rockmate.problems.problem import Problem
+from rockmate.solvers.intervals.runs import TimeAxis
 
 _UNITS = 1 << 20  # memory is counted in at most so many units of the budget
 
@@ -19,7 +19,7 @@ _UNITS = 1 << 20  # memory is counted in at most so many units of the budget
 class Memory:
     """Everything that is alive at some time, and the capacity that bounds it."""
 
-    def __init__(self, line: Timeline, budget_bytes: int) -> None:
+    def __init__(self, line: TimeAxis, budget_bytes: int) -> None:
         self._line = line
         self.unit_bytes = _unit_bytes(line.problem, budget_bytes)
         self._capacity = budget_bytes // self.unit_bytes

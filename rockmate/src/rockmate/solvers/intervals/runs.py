@@ -1,7 +1,7 @@
 """When each node of a program over retention intervals may run.
 
 The line of time, the fixed and optional runs of every node on it, what a window leaves to be
-chosen, and how steps become a hint and a solution becomes steps. `intervals` has the whole picture.
+chosen, and how steps become a hint and a solution becomes steps. solve.py has the whole picture.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rockmate.problem import Problem
+from rockmate.problems.problem import Problem
+from rockmate.schedules.steps import Steps
 from rockmate.solvers.result import (
     last_useful_stages,
     recomputed_by_stage,
     stages_of,
     steps_of_stages,
 )
-from rockmate.steps import Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Run:
         return self.present is None
 
 
-class Timeline:
+class TimeAxis:
     """The runs of every node: the first is fixed, later ones have a stage to be chosen.
 
     Time is counted as in `intervals`. Only nodes and stages inside the window, if there is one,

@@ -27,12 +27,12 @@ from __future__ import annotations
 
 import time
 
-from rockmate.problem import Problem
-from rockmate.solvers.interval_demands import Demands
-from rockmate.solvers.interval_memory import Memory
-from rockmate.solvers.interval_runs import Timeline, Window
+from rockmate.problems.problem import Problem
+from rockmate.schedules.steps import Steps
+from rockmate.solvers.intervals.demands import Demands
+from rockmate.solvers.intervals.memory import Memory
+from rockmate.solvers.intervals.runs import TimeAxis, Window
 from rockmate.solvers.result import SolverResult, Status, recomputed_ms
-from rockmate.steps import Steps
 
 __all__ = ["Window", "solve_intervals"]
 
@@ -68,12 +68,13 @@ def solve_intervals(
     from ortools.sat.python import cp_model
 
     begin = time.perf_counter()
-    program = _Program(problem, budget_bytes, max_runs, objective, window, hint)
+    program = _IntervalProgram(problem, budget_bytes, max_runs, objective, window, hint)
     if program.hopeless:
         return SolverResult("infeasible", seconds=time.perf_counter() - begin)
     solver = cp_model.CpSolver()
     parameters = solver.parameters
     parameters.num_workers = workers
+    parameters.catch_sigint_signal = False  # else Ctrl-C ends this search alone, and unheard
     parameters.random_seed = seed
     # These programs are small and many: most of the time went into presolve, and linear relaxation
     # is a loss since workspaces and phantoms are in the model (2.7 times and 4 times on blocks).
@@ -101,7 +102,7 @@ def solve_intervals(
     return SolverResult(status, found, value, bound, seconds)
 
 
-class _Program:
+class _IntervalProgram:
     """The constraint program of a problem, and what its numbers mean."""
 
     def __init__(
@@ -116,7 +117,7 @@ class _Program:
         from ortools.sat.python import cp_model
 
         self.cp = cp_model.CpModel()
-        self.line = Timeline(problem, self.cp, max_runs, window, hint)
+        self.line = TimeAxis(problem, self.cp, max_runs, window, hint)
         self._problem = problem
         self._minimise_peak = objective == "peak"
         self._memory = Memory(self.line, budget_bytes)
