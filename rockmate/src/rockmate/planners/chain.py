@@ -8,19 +8,20 @@ counts is the exact peak of their steps. What they recompute in vain is then dro
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rockmate.blocks import Block, find_cuts, make_blocks, merge_repeated, reserved_bytes
-from rockmate.options import BlockOption, Grid, block_options
 from rockmate.parallel import map_in_parallel
-from rockmate.planners.edit import prune
-from rockmate.problem import Problem
-from rockmate.simulate import simulate
+from rockmate.planners.options import BlockOption, Grid, block_options
+from rockmate.problems.blocks import Block, find_cuts, make_blocks, merge_repeated, reserved_bytes
+from rockmate.problems.problem import Problem
+from rockmate.progress import timed
+from rockmate.schedules.prune import prune
+from rockmate.schedules.simulate import simulate
+from rockmate.schedules.steps import Step, Steps
 from rockmate.solvers.result import Solver
-from rockmate.steps import Step, Steps
-from rockmate.stopwatch import timed
 
 SMALL_BLOCK_NODES = 14  # blocks of at most so many nodes are solved to the optimum in no time
 LARGE_BLOCK_NODES = 24  # from here on a box takes so long that a small graph is better solved whole
@@ -112,6 +113,36 @@ class ChainModel:
         found = [prune(self.problem, steps, budget_bytes) for steps in found[-pruned:]]
         return min(found, key=lambda steps: simulate(self.problem, steps).overhead_ms, default=None)
 
+    def quick_plan(self, budget_bytes: int, *, slots: int, looks: int) -> Steps | None:
+        """Return steps within the budget after a few looks at what rotor finds above it.
+
+        Peaks hardly ever fall where slots rise, so the looks halve what is left.
+        """
+        import rotor
+
+        inner = max(1, budget_bytes - self.reserved_bytes)
+        headroom = min(4.0, max(_HEADROOM, 1.1 * budget_bytes / inner))
+        with timed("chain"):
+            table = rotor.solve_table(self.chain, inner, slots=slots, headroom=headroom)
+        best: Steps | None = None
+        low, high = 0, int(inner * headroom)
+        at = inner
+        for _ in range(looks):
+            schedule = table.at(at)
+            fits = False
+            if schedule is not None:
+                steps = self.steps_of(schedule)
+                with timed("simulation"):
+                    fits = simulate(self.problem, steps).peak_bytes <= budget_bytes
+            if fits:
+                best, low = steps, at
+            elif schedule is None:
+                low = at
+            else:
+                high = at
+            at = (low + high) // 2
+        return best
+
     def smallest_plans(self) -> list[Steps]:
         """Return steps for the smallest budget that the chain allows, and for a few above it.
 
@@ -162,10 +193,7 @@ def chain_model(
     `merged=False` cuts wherever possible, `merged=True` joins blocks that repeat as neighbours up
     to `max_nodes` nodes. Neither grain always wins. `cache` shares options between models.
     """
-    cuts = find_cuts(problem, pinned)
-    blocks = make_blocks(problem, cuts, pinned)
-    if merged:
-        blocks = make_blocks(problem, merge_repeated(blocks, max_nodes), pinned)
+    blocks = _blocks(problem, merged, pinned, max_nodes)
     if len(blocks) < 2:
         return None
     classes: dict[int, Block] = {}
@@ -185,6 +213,50 @@ def chain_model(
     with timed("options"):
         cache.update(zip(new, map_in_parallel(options_of, new.values()), strict=True))
     options = {class_id: cache[key] for class_id, key in keys.items()}
+    return _model(problem, blocks, options, merged, pinned)
+
+
+def chain_of(
+    problem: Problem,
+    options_of: Callable[[Block], tuple[BlockOption, ...] | None],
+    *,
+    merged: bool,
+    pinned: frozenset[int] = frozenset(),
+    max_nodes: int = SMALL_BLOCK_NODES,
+) -> ChainModel | None:
+    """Return the chain of a problem whose blocks' options are known; None if those of one are not.
+
+    See `chain_model`, which solves for them.
+    """
+    blocks = _blocks(problem, merged, pinned, max_nodes)
+    if len(blocks) < 2:
+        return None
+    options: dict[int, tuple[BlockOption, ...]] = {}
+    for block in blocks:
+        if block.class_id not in options:
+            known = options_of(block)
+            if known is None:
+                return None
+            options[block.class_id] = known
+    return _model(problem, blocks, options, merged, pinned)
+
+
+def _blocks(
+    problem: Problem, merged: bool, pinned: frozenset[int], max_nodes: int
+) -> tuple[Block, ...]:
+    blocks = make_blocks(problem, find_cuts(problem, pinned), pinned)
+    if merged:
+        blocks = make_blocks(problem, merge_repeated(blocks, max_nodes), pinned)
+    return blocks
+
+
+def _model(
+    problem: Problem,
+    blocks: tuple[Block, ...],
+    options: dict[int, tuple[BlockOption, ...]],
+    merged: bool,
+    pinned: frozenset[int],
+) -> ChainModel:
     name = "blocks" if merged else "half blocks"
     return ChainModel(problem, blocks, options, reserved_bytes(problem, pinned), name)
 

@@ -13,6 +13,7 @@ class Effort:
     """Limits of the planners' work; all but `seconds` are deterministic."""
 
     whole_nodes: int  # graphs of up to so many nodes are solved whole
+    hinted_nodes: int  # graphs of up to so many nodes, with the best plan of the others as a hint
     whole_limit: float  # deterministic seconds, about four to ten of the clock
     block_limit: float  # the same, for each block and budget
     windows: int  # that the search frees and solves again
@@ -21,12 +22,14 @@ class Effort:
     bound_cuts: int  # that the lower bound joins at most
     close_enough: float  # to the bound, relative to the step: what is left is not searched for
     small_enough: float  # gap under which chains, which suit small graphs less, are not tried
+    thorough_minimum: bool = False  # look for minutes before a budget is refused
     seconds: float | None = None  # of the clock
 
 
 EFFORTS = {
     "fast": Effort(
         whole_nodes=55,
+        hinted_nodes=90,
         whole_limit=0.15,
         block_limit=0.05,
         windows=24,
@@ -38,6 +41,7 @@ EFFORTS = {
     ),
     "balanced": Effort(
         whole_nodes=80,
+        hinted_nodes=120,
         whole_limit=0.8,
         block_limit=0.2,
         windows=60,
@@ -49,6 +53,7 @@ EFFORTS = {
     ),
     "best": Effort(
         whole_nodes=120,
+        hinted_nodes=160,
         whole_limit=2.0,
         block_limit=0.5,
         windows=400,
@@ -57,6 +62,7 @@ EFFORTS = {
         bound_cuts=3,
         close_enough=1e-4,
         small_enough=0.0,
+        thorough_minimum=True,
     ),
 }
 
@@ -77,6 +83,7 @@ def effort_of(effort: str | float) -> Effort:
         raise UnknownChoiceError("effort", effort, EFFORTS, "a positive number of seconds")
     return Effort(
         whole_nodes=120,
+        hinted_nodes=160,
         whole_limit=2.0,
         block_limit=0.05 if effort < _SHORT_SECONDS else 0.2,
         windows=1_000_000,  # the clock ends the search

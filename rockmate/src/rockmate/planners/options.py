@@ -9,12 +9,13 @@ what is saved is giving that node a workspace of `peak - save`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rockmate.problem import Problem
-from rockmate.simulate import simulate
+from rockmate.problems.problem import Problem
+from rockmate.schedules.simulate import simulate
+from rockmate.schedules.steps import Step, Steps
 from rockmate.solvers.result import Solver
-from rockmate.steps import Step, Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def block_options(local: Problem, solver: Solver, grid: Grid) -> tuple[BlockOpti
             found.append(option)
             if result.status == "optimal":
                 solved.append((peak, save, option))
-    return _pareto(found)
+    return pareto(found)
 
 
 def _reach(option: BlockOption) -> int:
@@ -144,7 +145,9 @@ def _floor_bytes(local: Problem) -> int:
     return floor
 
 
-def _pareto(options: list[BlockOption]) -> tuple[BlockOption, ...]:
+def pareto(options: Iterable[BlockOption]) -> tuple[BlockOption, ...]:
+    """Return the options that no other one beats in everything, fastest first."""
+
     def key(o: BlockOption) -> tuple[float, int, int, int]:
         return o.overhead_ms, o.saved_bytes, o.fwd_peak_bytes, o.bwd_peak_bytes
 

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from rockmate.plan import Plan, Trial, make_plan
 from rockmate.planners.effort import Effort
-from rockmate.problem import Problem
-from rockmate.simulate import simulate
+from rockmate.planners.known_blocks import KnownBlocks
+from rockmate.problems.problem import Problem
+from rockmate.schedules.plan import Plan, Trial, make_plan
+from rockmate.schedules.simulate import simulate
+from rockmate.schedules.steps import Steps
 from rockmate.solvers.bound import lower_bound
-from rockmate.steps import Steps
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class Planning:
     seed: int
     planner: str  # as it was asked for
     progress: Progress | None
+    known: KnownBlocks = field(default_factory=KnownBlocks)  # gets what is found for blocks
     fallback: Steps | None = None  # a plan of little memory
     best: Steps | None = None
     best_ms: float = float("inf")
@@ -75,13 +77,16 @@ class Planning:
         least = base + (self.bound_ms or 0.0)
         return base + self.best_ms <= least * (1 + gap)
 
-    def finish(self) -> Plan:
-        """Return the best steps as a plan, with a bound on the time of every other."""
+    def finish(self, *, bounded: bool = True) -> Plan:
+        """Return the best steps as a plan, with a bound on the time of every other.
+
+        Without `bounded` there is a bound only where it costs nothing.
+        """
         assert self.best is not None
         problem = self.problem
         timeline = simulate(problem, self.best)
         self.report(0.95, "bound")
-        if self.bound_ms is None and timeline.overhead_ms > 0:
+        if bounded and self.bound_ms is None and timeline.overhead_ms > 0:
             self.bound_ms = self._lower_bound()
         base = problem.base_time_ms
         bound = None if self.bound_ms is None else base + self.bound_ms

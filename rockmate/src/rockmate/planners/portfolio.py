@@ -14,23 +14,24 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from rockmate.blocks import largest_block, pinned_candidates
-from rockmate.chain import LARGE_BLOCK_NODES, SMALL_BLOCK_NODES, chain_model
 from rockmate.errors import InfeasibleBudgetError, SolverError, UnknownChoiceError
-from rockmate.options import BlockOption
-from rockmate.plan import Plan, Trial
-from rockmate.planners.edit import prune
+from rockmate.planners.chain import LARGE_BLOCK_NODES, SMALL_BLOCK_NODES, chain_model
 from rockmate.planners.effort import effort_of
-from rockmate.planners.minimum import floor_bytes, low_memory_plan, minimum_peak
+from rockmate.planners.known_blocks import KnownBlocks
+from rockmate.planners.options import BlockOption
 from rockmate.planners.planning import Planning, Progress
 from rockmate.planners.search import explore, improve
-from rockmate.planners.simple import best_segments, chen, no_recomputation, recompute_all
-from rockmate.problem import Problem
-from rockmate.report import format_bytes
-from rockmate.simulate import simulate
+from rockmate.planners.smallest_budget import floor_bytes, low_memory_plan, minimum_peak
+from rockmate.problems.blocks import largest_block, pinned_candidates
+from rockmate.problems.problem import Problem
+from rockmate.schedules.baselines import best_segments, chen, no_recomputation, recompute_all
+from rockmate.schedules.plan import Plan, Trial
+from rockmate.schedules.prune import prune
+from rockmate.schedules.report import format_bytes
+from rockmate.schedules.simulate import simulate
+from rockmate.schedules.steps import Steps
 from rockmate.solvers import block_solver, check_backend, solve_whole
 from rockmate.solvers.result import Solver, SolverResult
-from rockmate.steps import Steps
 
 # Leaves the best plan that it finds in the run. What keeps everything does not fit there, and
 # the budget is feasible.
@@ -41,6 +42,7 @@ Planner: TypeAlias = Callable[[Planning], None]
 GRAINS = (("half blocks", 0), ("blocks", SMALL_BLOCK_NODES), ("double blocks", 26))
 
 _FEW_WINDOWS = 100  # nodes up to which two windows at a time would mostly be the same one
+_LONG_PLAN = 3000  # steps; a window costs the more, the more of them are its background
 _HINT_WINDOWS = 16  # of each search that goes before solving the whole graph
 
 
@@ -53,22 +55,26 @@ def plan(
     backend: str = "cp-sat",
     seed: int = 0,
     progress: Progress | None = None,
+    known: KnownBlocks | None = None,
 ) -> Plan:
     """Return the fastest plan found whose exact peak is at most the budget.
 
     `effort` is "fast", "balanced" or "best", which are deterministic, or a number of seconds after
     which the search stops, which is not. `planner` chooses one planner instead of all; `backend`
-    solves blocks and whole graphs: "cp-sat", "cbc", "highs" or "gurobi".
+    solves blocks and whole graphs: "cp-sat", "cbc", "highs" or "gurobi". `known` gets what is found
+    for blocks, for `replan`.
 
     Raises:
         UnknownChoiceError: there is no such effort, planner or backend.
-        InfeasibleBudgetError: no plan fits; `minimum_bytes` is the smallest budget accepted.
+        InfeasibleBudgetError: no plan fits; `minimum_bytes` is the smallest budget accepted, and
+            no budget below `bound_bytes` can be. With "best" the search for it is thorough.
         SolverUnavailableError: the backend is not installed.
         SolverError: the chosen planner found nothing although the budget is feasible.
     """
     check_planner(planner)
     check_backend(backend)
     run = Planning(problem, budget_bytes, effort_of(effort), backend, seed, planner, progress)
+    run.known = run.known if known is None else known
     everything = no_recomputation(problem)
     if simulate(problem, everything).peak_bytes <= budget_bytes:
         run.take(everything, "none")
@@ -104,10 +110,11 @@ def _feasible(run: Planning) -> Steps:
         return steps
     run.report(0.02, "smallest feasible budget")
     begin = time.perf_counter()
-    steps, peak = minimum_peak(run.problem, enough_bytes=run.budget_bytes)
+    steps, peak = minimum_peak(
+        run.problem, enough_bytes=run.budget_bytes, thorough=run.effort.thorough_minimum
+    )
     if run.budget_bytes < peak:
         raise infeasible(run.problem, run.budget_bytes, steps, peak)
-    steps = prune(run.problem, steps, run.budget_bytes)
     run.consider("minimum peak", steps, begin)
     return steps
 
@@ -120,15 +127,20 @@ def infeasible(problem: Problem, asked: int, steps: Steps, minimum: int) -> Infe
     where = node.module_path or "the top module"
     what = "backward" if kind == "B" else "forward"
     why = "its own inputs, results and workspace take all of it"
-    if minimum > floor_bytes(problem):
-        why = "beside what must stay alive there"
+    bound = floor_bytes(problem)
+    third = f"(3) compute {node.op or node.name} in {where} in smaller pieces, one after the other"
+    if minimum > bound:
+        why = f"beside what must stay alive there; less than {bound} bytes can never do"
+        third = "(3) plan with effort='best', which looks longer for a plan within less"
     return InfeasibleBudgetError(
         f"no plan of {len(problem.nodes)} nodes was found within {format_bytes(asked)} "
         f"({asked} bytes): the {what} of {node.op or node.name} in {where} needs "
-        f"{format_bytes(minimum)} ({minimum} bytes), {why}. Raise the budget to at least "
-        f"{minimum} bytes, or reduce the batch size",
+        f"{format_bytes(minimum)} ({minimum} bytes), {why}. What to do next: (1) raise the budget "
+        f"to at least {minimum} bytes; (2) reduce the batch, or the length of samples, to about "
+        f"{100 * asked // minimum} % of this one's; {third}",
         asked_bytes=asked,
         minimum_bytes=minimum,
+        bound_bytes=bound,
     )
 
 
@@ -153,7 +165,12 @@ def _auto(run: Planning) -> None:
         _chains(run)
     if not run.is_over():
         search = improve if len(problem.nodes) > _FEW_WINDOWS else explore
-        _search(run, search, effort.windows, 0.6, 0.95, seed=run.seed + 2)
+        _search(run, search, effort.windows, 0.6, 0.9, seed=run.seed + 2)
+    if effort.whole_nodes < len(problem.nodes) <= effort.hinted_nodes and not run.is_over():
+        # From a good plan the last step is often a small one, in many places at once.
+        run.report(0.9, "whole graph")
+        if not run.is_within(effort.close_enough):
+            _solve_whole(run, run.backend, run.best)
 
 
 def _only(make: Callable[[Problem], Steps]) -> Planner:
@@ -168,6 +185,7 @@ def _only(make: Callable[[Problem], Steps]) -> Planner:
                 f"is {format_bytes(run.budget_bytes)}; use planner='auto' or raise the budget",
                 asked_bytes=run.budget_bytes,
                 minimum_bytes=peak,
+                bound_bytes=peak,
             )
         run.take(steps, run.planner)
 
@@ -275,6 +293,7 @@ def _chain(
     if model is None:
         run.tried.append(Trial(name, time.perf_counter() - begin, note="no cut"))
         return
+    run.known.add(model.blocks, model.options, pinned)
     run.consider(name, model.plan(run.budget_bytes, pruned=pruned), begin)
 
 
@@ -302,6 +321,7 @@ def _search(
     if run.best is None or run.is_within(run.effort.close_enough):
         return
     begin = time.perf_counter()
+    windows = _affordable(windows, len(run.best))
     done = 0
 
     def stop() -> bool:
@@ -321,6 +341,12 @@ def _search(
         stop=stop,
     )
     run.consider("search in windows", steps, begin)
+
+
+def _affordable(windows: int, steps: int) -> int:
+    """Return fewer windows around a plan of so many steps that each takes seconds."""
+    longer = max(1.0, steps / _LONG_PLAN)
+    return max(2, int(windows / longer**2))
 
 
 def _no_options(problem: Problem, budget_bytes: int, hint: Steps) -> SolverResult:

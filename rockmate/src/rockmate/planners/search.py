@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 
 from rockmate.errors import InvalidPlanError
 from rockmate.parallel import map_in_parallel
-from rockmate.planners.edit import prune
-from rockmate.problem import Problem
-from rockmate.simulate import simulate
-from rockmate.solvers.intervals import Window, solve_intervals
+from rockmate.problems.problem import Problem
+from rockmate.schedules.prune import prune
+from rockmate.schedules.simulate import simulate
+from rockmate.schedules.steps import Steps
+from rockmate.solvers.intervals.solve import Window, solve_intervals
 from rockmate.solvers.result import recomputed_by_stage, stages_of, steps_of_stages
-from rockmate.steps import Steps
 
 _SIZES = (16, 24, 36)  # nodes of a window: what CP-SAT solves in a fraction of a second
 _ONE_RUN = 0.4  # share of windows that are one run of neighbouring nodes

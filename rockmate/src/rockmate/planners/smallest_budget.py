@@ -1,5 +1,9 @@
 """The smallest budget that is accepted, and the plan that proves it.
 
+A budget is feasible once there is a plan for it, and infeasible below what some step needs by
+itself (`floor_bytes`). Between the two nobody knows without a long search; a refusal must not take
+long, so it names both figures, and `thorough=True` (of users: `effort="best"`) narrows the gap.
+
 Everything here depends on structure and bytes alone: every node takes one unit of time, every limit
 counts work and not seconds. So the answer is the same at every planning of a network, whatever the
 clock said: a budget is refused exactly when it is below the peak that this procedure reaches.
@@ -9,17 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 
-from rockmate.blocks import find_cuts, largest_block, pinned_candidates
-from rockmate.chain import LARGE_BLOCK_NODES, chain_model
-from rockmate.options import Grid
-from rockmate.planners.edit import prune
+from rockmate.planners.chain import LARGE_BLOCK_NODES, chain_model
+from rockmate.planners.options import Grid
 from rockmate.planners.search import in_node_order
-from rockmate.planners.simple import checkpoint_segments, no_recomputation, rerun_for_each
-from rockmate.problem import Problem
-from rockmate.simulate import simulate
-from rockmate.solvers.intervals import Window, solve_intervals
+from rockmate.planners.squeeze import squeeze
+from rockmate.problems.blocks import find_cuts, largest_block, pinned_candidates
+from rockmate.problems.problem import Problem
+from rockmate.schedules.baselines import checkpoint_segments, no_recomputation
+from rockmate.schedules.prune import prune
+from rockmate.schedules.simulate import simulate
+from rockmate.schedules.steps import Steps
+from rockmate.solvers.intervals.solve import Window, solve_intervals
 from rockmate.solvers.result import SolverResult, stages_of
-from rockmate.steps import Steps
 
 WHOLE_NODES = 60  # up to so many nodes the whole graph is searched for its least peak
 _WHOLE_LIMIT = 0.3  # deterministic seconds
@@ -46,33 +51,37 @@ def low_memory_plan(problem: Problem) -> tuple[Steps, int]:
     return _lowest(problem, plans)
 
 
-def minimum_peak(problem: Problem, enough_bytes: int = 0) -> tuple[Steps, int]:
+def minimum_peak(
+    problem: Problem, enough_bytes: int = 0, *, thorough: bool = False
+) -> tuple[Steps, int]:
     """Return the plan of least peak that this package finds, and its peak.
 
-    Independent of measured times. Short graphs are searched as a whole; long ones as a chain of
-    blocks with low-memory options; then the moment of the peak is improved as long as that helps.
+    Independent of measured times. Graphs of any length are squeezed, which takes a second for
+    hundreds of nodes and ends near the least; short ones are searched as a whole as well. With
+    `thorough` it goes on, for up to minutes, with chains of low-memory blocks and windows around
+    the moment of the peak.
     For who only asks whether `enough_bytes` are feasible, the search ends between two of its steps
     once they are; it never takes another way, so that the answer is the same as without.
     """
     unit = _unit_times(problem)
-    enough = max(enough_bytes, floor_bytes(unit))
+    bound = floor_bytes(unit)
+    enough = max(enough_bytes, bound)
     steps, peak = low_memory_plan(unit)
-    plans = [steps]
-    if len(problem.nodes) <= 2 * WHOLE_NODES:
-        plans.append(rerun_for_each(unit))
-    steps, peak = _lowest(unit, [prune_peak(unit, p) for p in plans])
+    if peak > enough:
+        squeezed = squeeze(unit, bound, peak)
+        if squeezed is not None:
+            steps, peak = _lowest(unit, [steps, squeezed])
     if peak > enough and len(problem.nodes) <= WHOLE_NODES:
         result = solve_intervals(
             unit, peak, objective="peak", hint=steps, deterministic_limit=_WHOLE_LIMIT
         )
         if result.steps is not None:
             steps, peak = _lowest(unit, [steps, result.steps])
-    if peak > enough:
-        plans = [prune_peak(unit, p) for p in _chain_plans(unit)]
-        steps, peak = _lowest(unit, [steps, *plans])
-    if peak > enough:
-        steps, peak = _improve_peak(unit, steps, peak, floor_bytes(unit))
-    return prune(unit, steps, peak), peak
+    if thorough and peak > enough:
+        steps, peak = _lowest(unit, [steps, *_chain_plans(unit)])
+    if thorough and peak > enough:
+        steps, peak = _improve_peak(unit, steps, peak, bound)
+    return prune(unit, steps, max(peak, enough_bytes)), peak
 
 
 def floor_bytes(problem: Problem) -> int:
@@ -94,11 +103,6 @@ def step_floors(problem: Problem) -> list[tuple[int, str, int]]:
             own = node.grads_before_bytes + node.bwd_peak_bytes
             floors.append((problem.bytes_of(reads) + own, "B", k))
     return floors
-
-
-def prune_peak(problem: Problem, steps: Steps) -> Steps:
-    """Return the steps without what their own peak does not need."""
-    return prune(problem, steps, simulate(problem, steps).peak_bytes)
 
 
 def _unit_times(problem: Problem) -> Problem:
@@ -166,7 +170,7 @@ def _improve_peak(problem: Problem, steps: Steps, peak: int, floor: int) -> tupl
 
 def _peak_window(problem: Problem, steps: Steps, *, wide: bool) -> Window:
     """Free the producers of what is alive at the peak, and the nodes around it."""
-    from rockmate.liveness import live_after
+    from rockmate.schedules.liveness import live_after
 
     timeline = simulate(problem, steps)
     t = timeline.peak_step

@@ -1,0 +1,133 @@
+"""Ways to run a module that keeps what it keeps for itself: options within limits on both.
+
+A module that is planned alone, as one layer among others, is bounded twice: by its peak, and by
+what it holds from the end of its forward to the start of its backward, while other modules run.
+The second limit needs no constraint of its own. A node is added that stands for the end of the
+forward and reads the outputs; giving it a workspace of `peak - kept` limits what may be alive there
+(as in `options.py`). So every planner there is can plan within both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from rockmate.errors import InfeasibleBudgetError
+from rockmate.planners.known_blocks import KnownBlocks
+from rockmate.planners.options import BlockOption, Grid, block_options, boxed, measure_option
+from rockmate.planners.planning import Progress
+from rockmate.planners.portfolio import plan as plan_within
+from rockmate.planners.resized import replan
+from rockmate.problems.problem import Node, Problem
+from rockmate.schedules.plan import Plan, make_plan
+from rockmate.schedules.steps import Step, Steps
+from rockmate.solvers import block_solver
+
+_BOX_LIMIT = 0.05  # deterministic seconds for each box
+
+
+def with_end_of_forward(problem: Problem) -> Problem:
+    """Return the problem with one more node, the end of the forward, which reads the outputs."""
+    end = len(problem.nodes)
+    storages = tuple(
+        dataclasses.replace(storage, fwd_users=(*storage.fwd_users, end))
+        if storage.is_output
+        else storage
+        for storage in problem.storages
+    )
+    closing = Node("end of the forward", 0.0, has_backward=False)
+    return Problem((*problem.nodes, closing), storages)
+
+
+def options_of(problem: Problem, many: Iterable[Steps]) -> tuple[BlockOption, ...]:
+    """Return the options that some steps are, with the bytes of this problem."""
+    ending = with_end_of_forward(problem)
+    end = len(problem.nodes)
+    found = []
+    for steps in many:
+        option = measure_option(ending, _with_end(end, steps))
+        found.append(dataclasses.replace(option, steps=steps))
+    return tuple(found)
+
+
+def module_options(problem: Problem, *, backend: str = "cp-sat") -> tuple[BlockOption, ...]:
+    """Return the ways to run a module, none of them dominated, fastest first.
+
+    `saved_bytes` counts the outputs, `bwd_peak_bytes` the gradients of the outputs.
+    """
+    count = len(problem.nodes)
+    # A large module costs seconds a box: a few boxes must do.
+    grid = Grid(5, 10) if count <= 24 else Grid(4, 6) if count <= 48 else Grid(3, 4)
+    found = block_options(with_end_of_forward(problem), block_solver(backend, _BOX_LIMIT), grid)
+    without_end = (tuple(s for s in option.steps if s.node != count) for option in found)
+    return options_of(problem, without_end)
+
+
+def plan_keeping(
+    problem: Problem,
+    budget_bytes: int,
+    most_kept_bytes: int,
+    *,
+    effort: str | float = "fast",
+    planner: str = "auto",
+    backend: str = "cp-sat",
+    progress: Progress | None = None,
+    known: KnownBlocks | None = None,
+) -> Plan:
+    """Return a plan within the budget that holds at most `most_kept_bytes` between its passes.
+
+    Raises:
+        InfeasibleBudgetError: there is none; `minimum_bytes` is the budget that would do where as
+            much of it may be kept.
+    """
+    try:
+        plan = plan_within(
+            _limited(problem, budget_bytes, most_kept_bytes),
+            budget_bytes,
+            effort=effort,
+            planner=planner,
+            backend=backend,
+            progress=progress,
+            known=known,
+        )
+    except InfeasibleBudgetError as error:
+        raise InfeasibleBudgetError(
+            f"a module that may hold {budget_bytes} bytes at its peak, and {most_kept_bytes} from "
+            f"its forward to its backward, cannot be run for a call of this kind ({error})",
+            asked_bytes=error.asked_bytes,
+            minimum_bytes=error.minimum_bytes,
+            bound_bytes=error.bound_bytes,
+        ) from None
+    return _plan_of(problem, budget_bytes, plan)
+
+
+def replan_keeping(
+    problem: Problem,
+    budget_bytes: int,
+    known: Sequence[tuple[Problem, Steps]],
+    blocks: KnownBlocks,
+    most_kept_bytes: int,
+) -> Plan | None:
+    """Return a plan as `plan_keeping` does, from plans for other sizes; None if none follows."""
+    others = [
+        (with_end_of_forward(other), _with_end(len(other.nodes), steps)) for other, steps in known
+    ]
+    limited = _limited(problem, budget_bytes, most_kept_bytes)
+    plan = replan(limited, budget_bytes, others, blocks)
+    return None if plan is None else _plan_of(problem, budget_bytes, plan)
+
+
+def _limited(problem: Problem, budget_bytes: int, most_kept_bytes: int) -> Problem:
+    kept = min(budget_bytes, most_kept_bytes)
+    return boxed(with_end_of_forward(problem), budget_bytes, kept)
+
+
+def _with_end(end: int, steps: Steps) -> Steps:
+    return (*steps[:end], Step("F", end), *steps[end:])
+
+
+def _plan_of(problem: Problem, budget_bytes: int, plan: Plan) -> Plan:
+    """Return a plan without the end of the forward."""
+    steps = tuple(step for step in plan.steps if step.node != len(problem.nodes))
+    tried, seconds = plan.tried, plan.plan_seconds
+    return make_plan(problem, steps, budget_bytes, plan.planner, tried=tried, plan_seconds=seconds)

@@ -1,0 +1,81 @@
+"""A plan at other sizes, from plans of the same graph: a solver is hardly asked.
+
+Batches of many lengths make problems that differ in bytes and times only. What solvers have found
+for one, steps of the whole and of its blocks, is tried on the others: the exact simulator says what
+it costs there, the chain's dynamic program chooses anew among what blocks can do, and what the
+budget does not need is dropped. So a new size is planned in the time of a few simulations. Where
+nothing that is known fits, the graph is squeezed into the budget, and a few windows are searched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rockmate.planners.chain import SMALL_BLOCK_NODES, chain_of
+from rockmate.planners.effort import EFFORTS
+from rockmate.planners.known_blocks import KnownBlocks
+from rockmate.planners.planning import Planning
+from rockmate.planners.search import improve
+from rockmate.planners.squeeze import squeeze
+from rockmate.problems.problem import Problem
+from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.plan import Plan
+from rockmate.schedules.prune import prune
+from rockmate.schedules.simulate import simulate
+from rockmate.schedules.steps import Steps
+
+_SLOTS = 100  # of the chain's program: many more would take longer than a training step
+_LOOKS = 8  # at schedules of the chain
+_WINDOWS = 4  # a fraction of a second
+_MOST_PLANS = 4  # of the nearest sizes that are tried
+
+
+def replan(
+    problem: Problem,
+    budget_bytes: int,
+    known: Sequence[tuple[Problem, Steps]],
+    blocks: KnownBlocks,
+) -> Plan | None:
+    """Return the fastest plan within the budget that follows from what is known, or None.
+
+    `known` are problems of the same structure with the steps of a plan for each, for any budget.
+    """
+    run = Planning(problem, budget_bytes, EFFORTS["fast"], "cp-sat", 0, "resized", None)
+    everything = no_recomputation(problem)
+    if simulate(problem, everything).peak_bytes <= budget_bytes:
+        run.take(everything, "none")
+        return run.finish(bounded=False)
+    size = sum(problem.sizes)
+    nearest = sorted(known, key=lambda pair: abs(sum(pair[0].sizes) - size))
+    for steps in dict.fromkeys(steps for _, steps in nearest[:_MOST_PLANS]):
+        begin = time.perf_counter()
+        timeline = simulate(problem, steps)
+        if timeline.peak_bytes <= budget_bytes:
+            run.consider("a plan of another size", prune(problem, steps, budget_bytes), begin)
+    for pinned in blocks.pinned:
+        for merged in (False, True):
+            begin = time.perf_counter()
+            model = chain_of(
+                problem, blocks.options, merged=merged, pinned=pinned, max_nodes=SMALL_BLOCK_NODES
+            )
+            if model is None:
+                continue
+            found = model.quick_plan(budget_bytes, slots=_SLOTS, looks=_LOOKS)
+            if found is not None:
+                pruned = prune(problem, found, budget_bytes)
+                run.consider(f"chain of known {model.name}", pruned, begin)
+    chained = run.best is not None
+    run.attempt("squeezed", lambda: _squeezed(problem, budget_bytes))
+    if not chained and run.best is not None:  # larger than all before, and no chain
+        best, limit = run.best, run.effort.window_limit
+        run.attempt(
+            "search in windows",
+            lambda: improve(problem, best, budget_bytes, windows=_WINDOWS, window_limit=limit),
+        )
+    return None if run.best is None else run.finish(bounded=False)
+
+
+def _squeezed(problem: Problem, budget_bytes: int) -> Steps | None:
+    steps = squeeze(problem, budget_bytes, budget_bytes)
+    return None if steps is None else prune(problem, steps, budget_bytes)

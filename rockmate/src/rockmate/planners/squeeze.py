@@ -1,0 +1,338 @@
+"""Plans of least memory for graphs of any length: what every backward must find, and no more.
+
+In each stage (the recomputations before one backward, then that backward) all that the backward
+reads can be made from nothing. That takes little memory where few gradients are alive. Where many
+are, some of it is *carried in* from an earlier stage: a cut of the chain of recomputations, whose
+first part runs there. A chain runs in node order; where it does not fit, what is large and not
+read until later is dropped and made once more, in the same stage (*lightened*).
+
+`carried` walks over the stages from last to first and keeps a few cuts that fit into the limit for
+each; it costs about one scan of the nodes per stage, whatever the shape of the graph. `squeeze`
+looks for the least limit under which it succeeds. `follow` makes the steps, and keeps whatever
+there is room for. Everything depends on structure and bytes alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from rockmate.problems.problem import Problem
+from rockmate.schedules.steps import Step, Steps
+from rockmate.solvers.result import last_useful_stages
+
+_CUTS = 6  # kept for each stage
+_LIGHTER_RUNS = 8  # that one storage may take to be made once more
+_ROUNDS = 14  # of the search for the least limit
+_PRECISION = 1e-3  # relative, of that limit
+_NO_LIMIT = 1 << 62
+
+
+@dataclass
+class _Chain:
+    """Runs of nodes that make what is wanted, last first, as far as they fit."""
+
+    wanted: int
+    nodes: list[int] = field(default_factory=list)
+    before: list[int] = field(default_factory=list)  # what must be there before each
+    is_whole: bool = True  # it starts from what is there anyway
+
+    @property
+    def cuts(self) -> list[int]:
+        """What may be carried in."""
+        return [self.wanted, *self.before]
+
+
+class Squeezer:
+    """What is asked again and again about one problem; stages count from 0 here."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.order = problem.backward_order
+        kept = ~problem.output_mask  # an output is there once it is made
+        self._reads = [problem.bwd_input_masks[k] & kept for k in self.order]
+        self._inputs = [mask & kept for mask in problem.fwd_input_masks]
+        self._makes = [mask & kept for mask in problem.product_masks]
+        self._maker = [storage.producer for storage in problem.storages]
+        self._outputs_bytes = problem.bytes_of(problem.output_mask)
+        last = last_useful_stages(problem)
+        states = [0] * (len(self.order) + 1)
+        for node, stage in zip(problem.nodes, last, strict=True):
+            for s in range(stage):
+                states[s] += node.rerun_state_bytes
+        self._states_bytes = states[0]
+        # Alive throughout a stage, whatever is recomputed: outputs, gradients, rerun states.
+        self._fixed_bytes = [
+            self._outputs_bytes + problem.nodes[k].grads_before_bytes + states[s]
+            for s, k in enumerate(self.order)
+        ]
+
+    # --- one stage --------------------------------------------------------------------------------
+
+    def _own_bytes(self, k: int, after: int) -> int:
+        """Return the peak of a recomputation of which `after` remains."""
+        records = after & self.problem.phantom_masks[k]
+        return (self.problem.forward_peaks if records else self.problem.forward_peaks_nograd)[k]
+
+    def _backward_bytes(self, stage: int, held: int) -> int:
+        """Return the peak of the backward of a stage while a set of storages is held."""
+        own = self.problem.nodes[self.order[stage]].bwd_peak_bytes
+        return self._fixed_bytes[stage] + own + self.problem.bytes_of(held)
+
+    def _chain(self, stage: int, wanted: int, there: int, limit_bytes: int) -> _Chain:
+        """Return what makes `wanted` out of `there`, from its end as far as the limit allows."""
+        bytes_of = self.problem.bytes_of
+        room = limit_bytes - self._fixed_bytes[stage]
+        chain = _Chain(wanted)
+        need, held = wanted, bytes_of(wanted)
+        k = self.order[stage]
+        while k >= 0:
+            made = need & ~there & self._makes[k]
+            if not made:
+                k -= 1
+                continue
+            earlier = (need & ~made) | self._inputs[k]
+            before = held + bytes_of(earlier & ~need) - bytes_of(made)
+            if before + self._own_bytes(k, need) > room:
+                lighter = self._lighter(k, need, held, there, room)
+                if lighter is None:
+                    chain.is_whole = False
+                    break
+                nodes, sets, held = lighter
+                chain.nodes += nodes
+                chain.before += sets
+                need = sets[-1]
+                continue
+            need, held = earlier, before
+            chain.nodes.append(k)
+            chain.before.append(need)
+            k -= 1
+        return chain
+
+    def _lighter(
+        self, k: int, need: int, held: int, there: int, room: int
+    ) -> tuple[list[int], list[int], int] | None:
+        """Return runs to put behind that of node k, so that less must be there before them.
+
+        The largest storage that others read, and k does not, is made once more out of what is there
+        or small.
+        """
+        bytes_of, sizes = self.problem.bytes_of, self.problem.sizes
+        waiting = _indices(need & ~there & ~self._inputs[k] & ~self._makes[k])
+        for index in sorted(waiting, key=lambda i: (-sizes[i], -i)):
+            nodes: list[int] = []
+            sets: list[int] = []
+            best = 0
+            best_held = held
+            now, now_held = need, held
+            fresh = 1 << index
+            while fresh and len(nodes) < _LIGHTER_RUNS:
+                maker = max(self._maker[i] for i in _indices(fresh))
+                if maker >= k:
+                    break
+                made = now & ~there & self._makes[maker]
+                earlier = (now & ~made) | self._inputs[maker]
+                added = earlier & ~now
+                before = now_held + bytes_of(added) - bytes_of(made)
+                if before + self._own_bytes(maker, now) > room:
+                    break
+                now, now_held = earlier, before
+                fresh = (fresh & ~made) | (added & ~there)
+                nodes.append(maker)
+                sets.append(now)
+                if now_held < best_held:
+                    best, best_held = len(nodes), now_held
+            if best:
+                return nodes[:best], sets[:best], best_held
+        return None
+
+    @cached_property
+    def _from_nothing(self) -> list[int]:
+        """Peak of each stage that is handed nothing and hands nothing on."""
+        peaks = []
+        for stage, reads in enumerate(self._reads):
+            chain = self._chain(stage, reads, 0, _NO_LIMIT)
+            highest = self._backward_bytes(stage, reads)
+            for place, k in enumerate(chain.nodes):
+                own = self._own_bytes(k, chain.cuts[place])
+                held = self.problem.bytes_of(chain.before[place])
+                highest = max(highest, self._fixed_bytes[stage] + held + own)
+            peaks.append(highest)
+        return peaks
+
+    def _forward_bytes(self, wanted: int) -> int:
+        """Return the peak of the first forward if it leaves a set of storages."""
+        problem = self.problem
+        outputs = self._outputs_bytes
+        need = wanted
+        highest = 0
+        for k in reversed(range(len(problem.nodes))):
+            phantoms = problem.phantom_masks[k]
+            records = need & phantoms or not phantoms
+            own = (problem.forward_peaks if records else problem.forward_peaks_nograd)[k]
+            need = (need & ~self._makes[k]) | self._inputs[k]
+            outputs -= problem.bytes_of(problem.product_masks[k] & problem.output_mask)
+            highest = max(highest, problem.bytes_of(need) + outputs + own)
+        return highest + self._states_bytes
+
+    # --- all stages -------------------------------------------------------------------------------
+
+    def carried(self, limit_bytes: int) -> list[int] | None:
+        """Return what each stage must find when it begins; None if nothing was found that fits."""
+        chosen: list[list[tuple[int, int]]] = [[] for _ in self.order]  # set, place at next stage
+        states = [0]
+        for stage in reversed(range(len(self.order))):
+            if states == [0] and self._from_nothing[stage] <= limit_bytes:
+                chosen[stage] = [(0, 0)]
+                continue
+            found: dict[int, int] = {}
+            for place, later in enumerate(states):
+                wanted = self._reads[stage] | later
+                if self._backward_bytes(stage, wanted) > limit_bytes:
+                    continue
+                chain = self._chain(stage, wanted, 0, limit_bytes)
+                if chain.is_whole:
+                    found = {0: place}
+                    break
+                for cut in chain.cuts:
+                    found.setdefault(cut, place)
+            if not found:
+                return None
+            states = self._best(list(found), self._reads[stage - 1] if stage else 0)
+            chosen[stage] = [(state, found[state]) for state in states]
+        fitting = (p for p, state in enumerate(states) if self._forward_bytes(state) <= limit_bytes)
+        place = next(fitting, -1)
+        if place < 0:
+            return None
+        needs = []
+        for rows in chosen:
+            state, place = rows[place]
+            needs.append(state)
+        return needs
+
+    def _best(self, cuts: list[int], beside: int) -> list[int]:
+        """Return the cuts that add least to what the stage before reads, none a part of another."""
+        bytes_of = self.problem.bytes_of
+        best: list[int] = []
+        for cut in sorted(cuts, key=lambda cut: (bytes_of(cut & ~beside), bytes_of(cut), cut)):
+            if not any(other & ~cut == 0 for other in best):
+                best.append(cut)
+                if len(best) == _CUTS:
+                    break
+        return best
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def follow(self, needs: Sequence[int], limit_bytes: int) -> Steps:
+        """Return steps within the limit that keep what there is room for, soonest read first."""
+        steps = [Step("F", k) for k in range(len(self.problem.nodes))]
+        there = needs[0] if needs else 0
+        for stage, node in enumerate(self.order):
+            later = needs[stage + 1] if stage + 1 < len(needs) else 0
+            wanted = self._reads[stage] | later
+            chain = self._chain(stage, wanted, there, limit_bytes)
+            done = self._run(stage, chain, there, limit_bytes) if chain.is_whole else None
+            if done is None:  # as it was found to fit
+                chain = self._chain(stage, wanted, 0, limit_bytes)
+                if needs[stage]:
+                    length = chain.cuts.index(needs[stage])
+                    chain = _Chain(wanted, chain.nodes[:length], chain.before[:length])
+                done = self._run(stage, chain, needs[stage], limit_bytes)
+                assert done is not None
+            again, there = done
+            steps += (Step("F", k) for k in again)
+            steps.append(Step("B", node))
+        return tuple(steps)
+
+    def _run(
+        self, stage: int, chain: _Chain, there: int, limit_bytes: int
+    ) -> tuple[list[int], int] | None:
+        """Return the nodes that a stage runs again and what it leaves; None if that does not fit.
+
+        What is there and not needed stays as long as there is room.
+        """
+        bytes_of = self.problem.bytes_of
+        room = limit_bytes - self._fixed_bytes[stage]
+        cuts = chain.cuts
+        alive = there
+        again = []
+        for place in reversed(range(len(chain.nodes))):
+            k, needed, after = chain.nodes[place], cuts[place + 1], cuts[place]
+            if not after & self._makes[k] & ~alive:
+                continue
+            records = after | (self._makes[k] & ~self.problem.phantom_masks[k])
+            left = room - self._own_bytes(k, records)
+            alive = self._evicted(stage, alive, needed, left)
+            if bytes_of(alive) > left:
+                return None
+            again.append(k)
+            alive |= records & self._makes[k]
+        left = room - self.problem.nodes[self.order[stage]].bwd_peak_bytes
+        alive = self._evicted(stage, alive, chain.wanted, left)
+        return None if bytes_of(alive) > left else (again, alive)
+
+    def _evicted(self, stage: int, alive: int, needed: int, room: int) -> int:
+        """Return what is left when what is read last goes until the rest fits."""
+        excess = self.problem.bytes_of(alive) - room
+        if excess <= 0:
+            return alive
+        sizes = self.problem.sizes
+
+        def urgency(index: int) -> tuple[int, int, int]:
+            uses = self._uses[index]
+            place = bisect_left(uses, stage)
+            return -(uses[place] if place < len(uses) else _NO_LIMIT), -sizes[index], index
+
+        for index in sorted(_indices(alive & ~needed), key=urgency):
+            if excess <= 0:
+                break
+            alive ^= 1 << index
+            excess -= sizes[index]
+        return alive
+
+    @cached_property
+    def _uses(self) -> list[list[int]]:
+        """Stages that read each storage, or what is made from it."""
+        problem = self.problem
+        stage_of = {node: stage for stage, node in enumerate(self.order)}
+        rows = []
+        for storage in problem.storages:
+            made = (i for user in storage.fwd_users for i in problem.products[user])
+            readers = {
+                *storage.bwd_users,
+                *(u for i in made for u in problem.storages[i].bwd_users),
+            }
+            rows.append(sorted(stage_of[u] for u in readers))
+        return rows
+
+
+def squeeze(problem: Problem, low_bytes: int, high_bytes: int) -> Steps | None:
+    """Return steps of low peak, between two limits; None if none are found within the higher."""
+    squeezer = Squeezer(problem)
+    best = squeezer.carried(low_bytes)
+    if best is not None:
+        return squeezer.follow(best, low_bytes)
+    best = squeezer.carried(high_bytes)
+    if best is None:
+        return None
+    for _ in range(_ROUNDS):
+        if high_bytes - low_bytes <= _PRECISION * high_bytes:
+            break
+        middle = (low_bytes + high_bytes) // 2
+        needs = squeezer.carried(middle)
+        if needs is None:
+            low_bytes = middle
+        else:
+            best, high_bytes = needs, middle
+    return squeezer.follow(best, high_bytes)
+
+
+def _indices(mask: int) -> list[int]:
+    found = []
+    while mask:
+        low = mask & -mask
+        found.append(low.bit_length() - 1)
+        mask ^= low
+    return found
