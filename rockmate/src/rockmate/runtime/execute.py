@@ -8,21 +8,24 @@ other ones get a recording of their own.
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rkgb.engine import (
     BackwardKind,
-    CompiledStep,
-    SimplifiedGraph,
-    StepProgram,
-    Tangent,
+    KeptGenerators,
+    KernelChoice,
+    RecomputingAs,
+    RngState,
     ambient_autocast,
+    keeps_graph,
+    running_on,
     straight_to_kernels,
 )
 from rockmate.errors import (
@@ -31,97 +34,11 @@ from rockmate.errors import (
     DoubleBackwardError,
     UnsupportedModuleError,
 )
+from rockmate.runtime.executable import Executable, plain_strides
 from rockmate.runtime.rails import Rail
+from rockmate.runtime.shared_uses import RunningSums
 
-_SPARE_RAILS = 4  # of steps that are between forward and backward at once
-
-
-@dataclass(frozen=True)
-class Executable:
-    """A compiled step, made for gradients that lie in memory in one way."""
-
-    graph: SimplifiedGraph
-    compiled: CompiledStep
-    leaves: tuple[str, ...]  # that any backward may give a gradient to
-    _rails: list[Rail] = field(default_factory=list)
-
-    @property
-    def program(self) -> StepProgram:
-        """What is run."""
-        return self.compiled.program
-
-    @cached_property
-    def kind(self) -> BackwardKind:
-        """How the gradients of the roots lie in memory, and the region of the backward."""
-        kind = self.graph.dataflow.basic.kind
-        return BackwardKind(tuple(map(plain_strides, self._shapes, kind.tangents)), kind.autocast)
-
-    @cached_property
-    def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        basic = self.graph.dataflow.basic
-        return tuple(basic.infos[name].shape for name in basic.roots)
-
-    @cached_property
-    def leaf_names(self) -> tuple[tuple[str, ...], ...]:
-        """For each hand-over, whose gradients it gives."""
-        return tuple(tuple(leaf for leaf, _ in give.gradients) for give in self.program.gives)
-
-    @cached_property
-    def laid(self) -> tuple[tuple[str, ...], ...]:
-        """For each hand-over, the leaves that a rail leads to there.
-
-        The last one leads to all leaves that this program gives nothing to: gradients may arrive
-        otherwise than expected, and then they get one.
-        """
-        given = {leaf for part in self.leaf_names for leaf in part}
-        rest = tuple(leaf for leaf in self.leaves if leaf not in given)
-        return (*self.leaf_names[:-1], (*self.leaf_names[-1], *rest))
-
-    @cached_property
-    def lasting(self) -> bool:
-        """Whether all leaves are parameters, which stay the same from step to step."""
-        inputs = set(self.graph.dataflow.basic.inputs)
-        return inputs.isdisjoint(self.leaves)
-
-    @cached_property
-    def saved_externals(self) -> tuple[tuple[int, str], ...]:
-        """What the backward reads of externals that no operation writes: (place in saved, name)."""
-        written = {name for node in self.graph.nodes for name in node.written_buffers}
-        known = set(self.program.externals) - written
-        return tuple((i, name) for i, name in enumerate(self.program.saved) if name in known)
-
-    @cached_property
-    def saved_outputs(self) -> tuple[tuple[int, str], ...]:
-        """Outputs of the user that the backward reads: (place in saved, name)."""
-        outputs = set(self.program.outputs)
-        return tuple((i, name) for i, name in enumerate(self.program.saved) if name in outputs)
-
-    @cached_property
-    def reads(self) -> tuple[tuple[int, ...], ...]:
-        """For each hand-over, which of `saved_externals` are read on the way to it."""
-        places = {name: place for place, (_, name) in enumerate(self.saved_externals)}
-        found: list[tuple[int, ...]] = []
-        current: dict[int, None] = {}
-        for names, ends in self.program.reads_of_backward():
-            current.update(dict.fromkeys(places[n] for n in names if n in places))
-            if ends:
-                found.append(tuple(current))
-                current = {}
-        return tuple(found)
-
-    def rail(self, leaves: Sequence[Sequence[Tensor]]) -> Rail:
-        """Return a rail to `leaves` that no other step is using."""
-        while self._rails:
-            rail = self._rails.pop()
-            if rail.fits(leaves):
-                rail.renew()
-                return rail
-        return Rail(leaves, self.graph.dataflow.basic.device)
-
-    def give_back(self, rail: Rail) -> None:
-        """Take a rail back whose step has ended."""
-        if self.lasting and len(self._rails) < _SPARE_RAILS:
-            self._rails.append(rail)
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 # Makes the executable for other gradients, from what the step was called with.
@@ -135,19 +52,23 @@ class Executor:
         self.planned = self.expected = planned
         self.variants = {planned.kind: planned}
 
-    def __call__(self, external: Mapping[str, Tensor], variant: Variant) -> list[Tensor]:
+    def __call__(
+        self, external: Mapping[str, Tensor], variant: Variant, model: nn.Module | None = None
+    ) -> list[Tensor]:
         """Run the forward and return the outputs, connected to autograd.
 
         `variant` is called in the backward where gradients arrive that lie otherwise.
         """
         executable = self.expected
-        step = _Step(self, executable, external, variant)
-        values = [external[name] for name in executable.program.externals]
-        with straight_to_kernels():
+        step = RunningStep(self, executable, external, variant)
+        values = list(executable.read_externals(external))
+        step.remember_start(values)
+        if executable.has_pieces:
+            step.model = model
+        with straight_to_kernels(), step.on_model():
             outputs, step.saved = executable.compiled.forward(values)
         step.remember_versions()
-        leaves = [[external[leaf] for leaf in part] for part in executable.laid]
-        rail = step.rail = executable.rail(leaves)
+        rail = step.rail = executable.rail(external)
         return list(_Outputs.apply(step, outputs, rail.token))  # type: ignore[no-untyped-call]
 
     def for_backward(self, kind: BackwardKind, variant: Variant) -> Executable:
@@ -158,7 +79,7 @@ class Executor:
         return self.expected
 
 
-class _Step:
+class RunningStep:
     """One forward and its backward: what it has saved, and how far the backward has come."""
 
     def __init__(
@@ -175,12 +96,24 @@ class _Step:
         self.rail: Rail | None = None
         self.started = False
         self.program: Iterator[list[Tensor]] | None = None
-        self.held: list[Tensor] = []
+        self.held: Sequence[Tensor] = ()
         self.versions: list[int] = []
         self.storages: list[int] = []
         self.output_versions: list[int] = []
         self.bridged: dict[str, list[Tensor]] | None = None
-        self.laid = executable.laid
+        self.laid_for = executable
+        self.sums: RunningSums | None = None
+        self.kept: Mapping[str, Tensor] | None = None  # for another backward, if asked for
+        self.start_versions: list[int] = []
+        self.start_random: KeptGenerators | None = None
+        # Reading the flags takes as long as some small operations: only where they are used.
+        self.choice = KernelChoice.now() if executable.program.runs_again else None
+        self.rerunning: AbstractContextManager[None] = _NOTHING
+        self.model: nn.Module | None = None  # of a step with pieces that run its submodules
+
+    def on_model(self) -> AbstractContextManager[None]:
+        """Say to pieces which model's submodules they run."""
+        return _NOTHING if self.model is None else running_on(self.model)
 
     def __del__(self) -> None:
         if self.rail is not None and not self.started:  # a forward without a backward
@@ -188,18 +121,32 @@ class _Step:
 
     # ------------------------------------------------------------------ the user's own tensors
 
+    def remember_start(self, values: Sequence[Tensor]) -> None:
+        """Remember what a second backward needs to run the forward again."""
+        self.start_versions = [-1 if t.is_inference() else t._version for t in values]
+        if self.executable.is_random:
+            self.start_random = KeptGenerators.keep(self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.executable.graph.dataflow.basic.device
+
     def remember_versions(self) -> None:
         saved, executable = self.saved, self.executable
-        held = self.held = [saved[place] for place, _ in executable.saved_externals]
-        self.versions = [-1 if t.is_inference() else t._version for t in held]
+        held = self.held = executable.read_held(saved)
+        try:
+            self.versions = [t._version for t in held]
+        except RuntimeError:  # of an inference tensor
+            self.versions = [-1 if t.is_inference() else t._version for t in held]
         self.storages = [t.untyped_storage()._cdata for t in held]
         self.output_versions = [saved[place]._version for place, _ in executable.saved_outputs]
 
     def _check_storages(self) -> None:
         # Not addresses: FSDP frees and fills the memory of the same storage.
-        for place, tensor in enumerate(self.held):
-            if tensor.untyped_storage()._cdata != self.storages[place]:
-                self._changed(self.executable.saved_externals[place][1])
+        storages = [t.untyped_storage()._cdata for t in self.held]
+        if storages != self.storages:
+            differ = list(map(operator.ne, storages, self.storages))
+            self._changed(self.executable.saved_externals[differ.index(True)][1])
 
     def _check_outputs(self) -> None:
         pairs = zip(self.executable.saved_outputs, self.output_versions, strict=True)
@@ -220,30 +167,101 @@ class _Step:
     # ------------------------------------------------------------------ backward
 
     def start(self, grads: Sequence[Tensor | None]) -> None:
-        if self.started:
+        again = self.started
+        if again and self.kept is None:
             raise BackwardTwiceError(
                 "backward was called a second time on the same forward of a Rockmate module; its "
-                "activations are gone after the first. Add the losses before calling backward, or "
-                "run the forward again."
+                "activations are gone after the first. Call the first with retain_graph=True, add "
+                "the losses before calling backward, or run the forward again."
             )
         self.started = True
-        self._check_outputs()
-        self._check_storages()
+        self.rerunning = _NOTHING
+        if self.choice is not None and (now := KernelChoice.now()) != self.choice:
+            self.rerunning = RecomputingAs(self.choice, now)
         basic = self.executable.graph.dataflow.basic
         by_name = dict(zip(self.executable.program.outputs, grads, strict=True))
         arrived = [by_name[name] for name in basic.roots]
         strides = (None if g is None else plain_strides(g.shape, g.stride()) for g in arrived)
         kind = BackwardKind(tuple(strides), ambient_autocast())
+        if again:
+            assert self.kept is not None
+            self._refuse_second(kind)
+            self._run_again(kind, self.kept)
+        self._check_outputs()
+        self._check_storages()
         executable = self.executable
         if kind != executable.kind:
             assert self.variant is not None
-            executable = self.executor.for_backward(kind, self.variant)
-            self._change_to(executable)
-        self.external = self.variant = None
+            if executable.keeps_by_backward:
+                executable = self._run_for(kind)
+            else:
+                executable = self.executor.for_backward(kind, self.variant)
+                self._change_to(executable)
+        if keeps_graph():
+            self.kept = self.external
+        else:
+            self.external = self.variant = self.kept = None
         given = [grad for grad in arrived if grad is not None]
         self.program = executable.compiled.backward(self.saved, given)
         assert self.rail is not None
+        self.sums = executable.sums(self.rail.layout) if self.bridged is None else None
         self.rail.carry(self)
+
+    def _refuse_second(self, kind: BackwardKind) -> None:
+        assert self.variant is not None
+        executable = self.executor.for_backward(kind, self.variant)
+        if executable.has_pieces:
+            raise BackwardTwiceError(
+                "backward was called a second time on the same forward of a Rockmate module with "
+                "submodules that run whole, which are not run again. Add the losses before calling "
+                "backward."
+            )
+        if executable.unrepeatable:
+            raise BackwardTwiceError(
+                "backward was called a second time on the same forward of a Rockmate module, and "
+                f"the forward cannot be run again for it: it has changed '{executable.unrepeatable}"
+                "', on which its results depend. Add the losses before calling backward."
+            )
+
+    def _run_for(self, kind: BackwardKind) -> Executable:
+        """Run the forward again as it is compiled for such a backward, which keeps other values."""
+        assert self.external is not None
+        assert self.variant is not None
+        self.saved.clear()
+        executable = self.executor.for_backward(kind, self.variant)
+        if executable.graph.dataflow.basic.opaque or executable.unrepeatable:
+            raise UnsupportedModuleError(
+                "gradients have arrived at outputs of a compiled Rockmate module in another way "
+                "than before, and its forward, which was compiled for the other way, cannot be run "
+                "again. Run the step again: it is compiled for such gradients from now on."
+            )
+        self._run_again(kind, self.external)
+        return self.executable
+
+    def _run_again(self, kind: BackwardKind, external: Mapping[str, Tensor]) -> None:
+        """Run the forward again, for another backward: the same results, and no traces of it."""
+        assert self.variant is not None
+        ran = self.laid_for
+        names = ran.program.externals
+        values = [external[name] for name in names]
+        for name, tensor, version in zip(names, values, self.start_versions, strict=True):
+            if version >= 0 and tensor._version != version:
+                self._changed(name)
+        executable = self.executor.for_backward(kind, self.variant)
+        now = RngState.save(self._device) if self.start_random is not None else None
+        if self.start_random is not None:
+            self.start_random.restore()
+        names = executable.program.externals
+        values = [external[n].clone() if n in ran.written else external[n] for n in names]
+        try:
+            with straight_to_kernels():
+                _, self.saved = executable.compiled.forward(values)
+        finally:
+            if now is not None:
+                now.restore()
+        self.executable = executable
+        self.bridged = None if executable is self.laid_for else {}
+        self.remember_versions()
 
     def _change_to(self, executable: Executable) -> None:
         """Go on with the backward of another executable, from what this forward has saved."""
@@ -264,7 +282,7 @@ class _Step:
             zip((n for _, n in self.executable.saved_externals), self.versions, strict=True)
         )
         self.executable = executable
-        self.held = [self.saved[place] for place, _ in executable.saved_externals]
+        self.held = executable.read_held(self.saved)
         self.versions = [
             held.get(name, tensor._version)
             for (_, name), tensor in zip(executable.saved_externals, self.held, strict=True)
@@ -275,14 +293,16 @@ class _Step:
         assert self.bridged is not None
         if place == 0:
             assert self.program is not None
-            with straight_to_kernels():
+            with straight_to_kernels(), self.on_model(), self.rerunning:
                 for names, given in zip(self.executable.leaf_names, self.program, strict=True):
                     for name, gradient in zip(names, given, strict=True):
                         self.bridged.setdefault(name, []).append(gradient)
                     given.clear()
-        waiting = (self.bridged.get(name) for name in self.laid[place])
+        assert self.rail is not None
+        laid = self.rail.layout.leaves
+        waiting = (self.bridged.get(name) for name in laid[place])
         found = [queue.pop(0) if queue else None for queue in waiting]
-        if place + 1 == len(self.laid):
+        if place + 1 == len(laid):
             self._finish()
         return found
 
@@ -291,21 +311,33 @@ class _Step:
         if self.bridged is not None:
             return self._bridge(place)
         assert self.program is not None
-        versions, held = self.versions, self.held
-        for index in self.executable.reads[place]:
-            if held[index]._version != versions[index] and versions[index] >= 0:
-                self._changed(self.executable.saved_externals[index][1])
-        with straight_to_kernels():
-            given = next(self.program)
-        found = [*given, *[None] * (len(self.laid[place]) - len(given))]
-        given.clear()
-        if place + 1 == len(self.executable.reads):
+        assert self.rail is not None
+        layout, sums = self.rail.layout, self.sums
+        found: Sequence[Tensor | None] = ()
+        with straight_to_kernels(), self.on_model(), self.rerunning:
+            for give in layout.gives[place]:
+                self._check_reads(give)
+                given = next(self.program)
+                found = tuple(given if sums is None else sums.take(give, given))
+                given.clear()  # the program holds it, and autograd keeps what nobody else holds
+        if place + 1 == len(layout.leaves):
+            found = (*found, *[None] * (len(layout.leaves[place]) - len(found)))
+            if sums is not None:
+                sums.finish()
             self._finish()
         return found
 
+    def _check_reads(self, give: int) -> None:
+        versions, held = self.versions, self.held
+        for index in self.executable.reads[give]:
+            if held[index]._version != versions[index] and versions[index] >= 0:
+                self._changed(self.executable.saved_externals[index][1])
+
     def _finish(self) -> None:
         self.program = None
-        self.held = []
+        self.held = ()
+        if self.kept is not None:  # its rail may be needed again
+            return
         if self.rail is not None and self.bridged is None:
             self.executable.give_back(self.rail)
         self.rail = None
@@ -315,7 +347,9 @@ class _Outputs(torch.autograd.Function):
     """Returns the outputs; its backward hands their gradients to the step."""
 
     @staticmethod
-    def forward(ctx: Any, step: _Step, made: list[Tensor], token: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, step: RunningStep, made: list[Tensor], token: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.step, ctx.token = step, token.detach()
         roots = step.executable.graph.dataflow.basic.roots
@@ -332,15 +366,8 @@ class _Outputs(torch.autograd.Function):
         if torch.is_grad_enabled():  # autograd enables it here for create_graph=True only
             raise DoubleBackwardError(
                 "backward with create_graph=True was asked of a Rockmate module, whose gradients "
-                "cannot be differentiated again. Use the original module (`.original`) for that "
-                "step."
+                "cannot be differentiated again. Run the forward of that step under `with "
+                "rockmate.plain():`, as plain PyTorch."
             )
         ctx.step.start(grads)
         return None, None, ctx.token
-
-
-def plain_strides(shape: Sequence[int], strides: Sequence[int] | None) -> Tangent:
-    """Return strides in which dimensions of one element, whose stride means nothing, agree."""
-    if strides is None:
-        return None
-    return tuple(0 if size <= 1 else stride for size, stride in zip(shape, strides, strict=True))

@@ -1,91 +1,155 @@
-"""What a plan takes for granted about the inputs of a call, checked at every call.
+"""What a plan takes for granted about a call: its inputs and torch's global state, as a key.
 
 A recording freezes shapes, strides and Python values. When one of them differs at a call, running
-the program would silently compute something else.
+the program would silently compute something else; so all of them are in the key of a plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
+from torch import Tensor, nn
 
-from rkgb.engine import ambient_autocast
-from rockmate.errors import InputMismatchError
+from rkgb.engine import Sample, Structure, ambient_autocast, flatten, is_cast_anew, kernel_flags
 
-
-@dataclass(frozen=True, slots=True)
-class _TensorLeaf:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    stride: tuple[int, ...]
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _TensorLeaf:
-        return cls(
-            tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride(), tensor.requires_grad
-        )
-
-    def __str__(self) -> str:
-        text = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
-        return text + (" requiring a gradient" if self.requires_grad else "")
+_PLAIN = frozenset((type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size))
+_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
 class InputSignature:
-    """Structure of (args, kwargs), and kind of every leaf."""
+    """How the leaves of a call are put together again, and the region that it was in."""
 
-    spec: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-    autocast: tuple[str, torch.dtype] | None  # the region that the call is in
+    structure: Structure
+    autocast: tuple[str, torch.dtype] | None
+    device: torch.device
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> InputSignature:
-        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        kinds = tuple(_TensorLeaf.of(x) if isinstance(x, Tensor) else x for x in leaves)
-        return cls(spec, kinds, ambient_autocast())
+    def of(cls, sample: Sample) -> InputSignature:
+        return cls(sample.structure, ambient_autocast(), sample.device)
 
-    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the leaves of a call that matches.
-
-        Raises:
-            InputMismatchError: it does not; the text says what was planned and what came.
-        """
-        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        if ambient_autocast() != self.autocast:
-            raise InputMismatchError(
-                f"the call is in autocast region {ambient_autocast()}, and was planned for "
-                f"{self.autocast}. {_ADVICE}"
-            )
-        if spec != self.spec:
-            raise InputMismatchError(
-                "the inputs have another structure than the sample: planned "
-                f"{_describe(self.spec)}, got {_describe(spec)}. {_ADVICE}"
-            )
-        for place, (planned, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
-            found = _TensorLeaf.of(leaf) if isinstance(leaf, Tensor) else leaf
-            if type(found) is not type(planned) or found != planned:
-                same = isinstance(found, _TensorLeaf) and str(found) == str(planned)
-                detail = f" (strides {planned.stride} and {found.stride})" if same else ""
-                raise InputMismatchError(
-                    f"input {place} differs from the sample: planned {planned}, got "
-                    f"{found}{detail}. {_ADVICE}"
-                )
-        return leaves
+    def sample_of(self, leaves: Sequence[Any]) -> Sample:
+        """Return the sample that a call with these leaves was."""
+        args, kwargs = self.structure.unflatten(leaves)
+        return Sample(args, kwargs, tuple(leaves), self.structure, self.device)
 
 
-_ADVICE = (
-    "A plan holds for the sample's shapes, types, strides, Python values and autocast region. Call "
-    "with such inputs, allow more plans (`max_plans=`), or call `.original` for an unbounded step."
-)
+def autocast_state() -> Hashable:
+    """Return which autocast regions are active, of what type, and whether casts are kept."""
+    active = tuple(
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        for device in _DEVICES
+    )
+    return None if active == (None, None) else (active, torch.is_autocast_cache_enabled())
 
 
-def _describe(spec: pytree.TreeSpec) -> str:
-    args, kwargs = spec.unflatten(["*"] * spec.num_leaves)
-    return f"args {args}, kwargs {kwargs}"
+def ambient() -> tuple[Hashable, Hashable]:
+    """Return what is set outside of module and inputs: autocast, and what chooses kernels."""
+    return autocast_state(), kernel_flags()
+
+
+def in_order(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments in the order of their names: calls may name them in any."""
+    return dict(sorted(kwargs.items())) if len(kwargs) > 1 else dict(kwargs)
+
+
+def key_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Hashable]:
+    """Return the leaves of (args, kwargs), as `flatten` does, and a key of what they are.
+
+    `kwargs` are in order. Calls with tensors and plain values only, which most are, need no trees.
+    """
+    leaves = [*args, *kwargs.values()]
+    kinds = []
+    for leaf in leaves:
+        kind = type(leaf)
+        if kind is Tensor or kind is nn.Parameter:
+            kinds.append(_kind(leaf))
+        elif kind in _PLAIN:
+            kinds.append((kind, leaf))
+        elif kind is float:
+            kinds.append((kind, leaf.hex()))  # 0.0 is not -0.0, and nan is nan
+        else:
+            leaves, structure = flatten((tuple(args), dict(kwargs)))
+            return leaves, _Tree(structure, tuple(map(_worth, leaves)))
+    return leaves, (len(args), tuple(kwargs), tuple(kinds))
+
+
+def unlike(now: Hashable, then: Hashable) -> list[str]:
+    """Say in words how the inputs of one key differ from those of another."""
+    ours, theirs = _kinds_in(now), _kinds_in(then)
+    if _shape_of(now) != _shape_of(then) or len(ours) != len(theirs):
+        return ["arguments put together otherwise"]
+    pairs = zip(ours, theirs, strict=True)
+    return [
+        f"input {i} was {_told(b)} and is {_told(a)}" for i, (a, b) in enumerate(pairs) if a != b
+    ]
+
+
+def told(key: Hashable) -> str:
+    """Return the inputs of a key in words."""
+    return ", ".join(map(_told, _kinds_in(key)))
+
+
+@dataclass(frozen=True)
+class _Tree:
+    structure: Structure
+    kinds: tuple[Hashable, ...]
+
+    def __hash__(self) -> int:  # a structure may hold lists
+        return hash(self.kinds)
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A leaf of any type: equal where type and content are."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Value) or type(other.value) is not type(self.value):
+            return False
+        return bool(self.value is other.value or self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+
+def _worth(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        own = type(leaf) in (Tensor, nn.Parameter)
+        return _kind(leaf) if own else (*_kind(leaf), type(leaf))
+    if type(leaf) is float:
+        return float, leaf.hex()
+    return (type(leaf), leaf) if type(leaf) in _PLAIN else _Value(leaf)
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
+    wants: bool | str = tensor.requires_grad
+    if wants and ambient_autocast() is not None and is_cast_anew(tensor):
+        wants = "cast anew at every use"
+    return tensor.dtype, tensor.device, wants, tensor.shape, strides
+
+
+def _kinds_in(key: Any) -> tuple[Hashable, ...]:
+    return key.kinds if isinstance(key, _Tree) else key[2]
+
+
+def _shape_of(key: Any) -> Any:
+    return key.structure if isinstance(key, _Tree) else key[:2]
+
+
+def _told(kind: Any) -> str:
+    if isinstance(kind, _Value):
+        return repr(kind.value)[:60]
+    if len(kind) == 2:
+        return repr(float.fromhex(kind[1]) if kind[0] is float else kind[1])[:60]
+    dtype, device, requires_grad, shape, strides = kind[:5]
+    usual = torch.empty(shape, device="meta").stride()
+    text = f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+    text += f" with strides {strides}" if strides != usual else ""
+    more = f", {requires_grad}" if isinstance(requires_grad, str) else ""
+    return text + (f" requiring a gradient{more}" if requires_grad else "")

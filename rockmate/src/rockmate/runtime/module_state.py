@@ -1,121 +1,227 @@
-"""The module as it was planned, and its tensors as they are now.
+"""What a plan takes for granted about the module: found out once, looked at again at every call.
 
-A recording freezes train/eval flags, plain attributes, the modules themselves and the kind of every
-parameter. When one of them differs at a call, running the program would silently compute something
-else; so all are compared at every call, with as little Python per module as possible.
+A recording freezes the modules, their train/eval flags, their attributes and the kind of every
+parameter and buffer. Together they are a `ModuleState`, a part of the key of a plan. Taking it is
+a walk through the whole module (10 µs a module). A call only looks whether everything is the very
+same object as when the walk was made, in loops that run in C (0.4 µs a parameter), and walks again
+if something is not.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import getitem, is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from rkgb.engine import BasicGraph, plain_attributes
-from rockmate.errors import InputMismatchError, UnsupportedModuleError
+from rkgb.engine import BasicGraph, is_inside, may_run_again, same_kinds
+from rockmate.runtime.attributes import Same, Watched
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_AGAIN = "Build the Rockmate module anew for the changed module, or undo the change."
+_MORE_OF_HOOKS = (
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+_TABLES = ("_modules", "_parameters", "_buffers")
+# What nn.Module keeps for itself, and no forward reads.
+_OWN = (frozenset(vars(nn.Module())) - {"training", "_compiled_call_impl"}) | {"_rockmate"}
+# What libraries write on modules for themselves, torch's sharding and compiling among them.
+_OTHERS = ("__", "_fsdp", "_is_fsdp", "_is_torch_compile")
+_MOST_SNAPSHOTS = 8  # of one module in its states: a GAN's discriminator has two
 
 
-class ModuleGuard:
-    """The state of a module that a recording froze."""
+@dataclass(frozen=True, eq=False)
+class ModuleState:
+    """One state of a module; equal states of one `ModuleWatch` are one object.
+
+    `facts` says everything by (path, what, name): the content of the key, and the words for it.
+    """
+
+    facts: Mapping[tuple[str, str, str], Hashable]
+    trains: bool  # a module in it is in train mode
+    wants: bool  # a parameter in it requires a gradient
+
+    def unlike(self, other: ModuleState) -> list[str]:
+        """Say in words what is otherwise here than in `other`."""
+        found = []
+        for where in dict.fromkeys((*self.facts, *other.facts)):
+            now, then = self.facts.get(where), other.facts.get(where)
+            if now != then:
+                found.append(_told(*where, now, then))
+        return found
+
+
+class ModuleWatch:
+    """A module as it is now: `now()` is taken at every call."""
 
     def __init__(self, model: nn.Module) -> None:
-        refuse_hooks(model)
-        self._children: list[tuple[dict[str, Any], str, nn.Module]] = []
-        self._modules: list[tuple[str, nn.Module, tuple[str, ...]]] = []
-        self._states: list[tuple[dict[str, Any], Callable[[Any], Any], Any]] = []
-        self._tables: list[tuple[dict[str, Any], int]] = []
-        self._hooks: list[Mapping[Any, Any]] = []
-        self._tensors: list[tuple[str, dict[str, Any], str, tuple[Any, ...]]] = []
-        self._seen: list[Tensor | None] = []
-        self._marks: tuple[list[int], list[bool]] = ([], [])
-        for path, module in model.named_modules():
-            state = vars(module)
-            names = ("training", *(n for n in plain_attributes(module) if n != "training"))
-            read = operator.itemgetter(*names)
-            self._modules.append((path, module, names))
-            self._states.append((state, read, read(state)))
-            self._hooks += [state[hooks] for hooks in _HOOKS]
-            self._tables.append((module._modules, len(module._modules)))
-            for name, child in module._modules.items():
-                if child is not None:
-                    self._children.append((module._modules, name, child))
-            for table in (module._parameters, module._buffers):
-                for name, tensor in table.items():
-                    if tensor is not None:
-                        where = f"{path}.{name}" if path else name
-                        self._tensors.append((where, table, name, _kind(tensor)))
-        self._planned = [planned for _, _, planned in self._states]
+        self.model = model
+        self._recent: list[Snapshot] = []
+        self._states: dict[tuple[Any, ...], ModuleState] = {}
+        self._ignored: frozenset[str | tuple[str, str]] = frozenset()
 
-    def check(self) -> None:
-        """Compare with the module as it is now.
+    def ignore(self, paths: Sequence[str], names: Sequence[tuple[str, str]] = ()) -> bool:
+        """Leave attributes of these submodules, and of those in them, out of states from now on.
 
-        Raises:
-            InputMismatchError: a submodule, a flag, a number or a parameter's kind has changed.
-            UnsupportedModuleError: a hook was added.
+        They run whole, so nothing of them is frozen. `names` are single attributes, by the path of
+        their module, that every step sets anew. Returns whether that is new.
         """
-        for table, name, child in self._children:
-            if table.get(name) is not child:
-                raise InputMismatchError(
-                    f"submodule '{name}' was replaced since planning. {_AGAIN}"
-                )
+        new: frozenset[str | tuple[str, str]] = self._ignored | {*paths, *names}
+        if new == self._ignored:
+            return False
+        self._ignored, self._recent = new, []
+        return True
+
+    def now(self, autocast: Hashable) -> Snapshot:
+        """Return the snapshot that still holds, or a new one; the ones used last come first."""
+        recent = self._recent
+        if recent and recent[0].holds(autocast):
+            return recent[0]
+        for place, snapshot in enumerate(recent[1:], 1):
+            if snapshot.holds(autocast):
+                self._recent = [snapshot, *recent[:place], *recent[place + 1 :]]
+                return snapshot
+        taken = Snapshot(self.model, self._states, self._ignored)
+        others = [s for s in recent if s.state is not taken.state and s.is_of_the_same(taken)]
+        self._recent = [taken, *others][:_MOST_SNAPSHOTS]
+        return taken
+
+    def forget(self, used: Sequence[ModuleState]) -> None:
+        """Forget the states that no plan is for, and what was looked up for plans."""
+        kept = {*used, *(snapshot.state for snapshot in self._recent[:1])}
+        self._states = {facts: s for facts, s in self._states.items() if s in kept}
+        self._recent = [s for s in self._recent if s.state in kept]
+        for snapshot in self._recent:
+            snapshot.values.clear()
+
+
+class Snapshot:
+    """A state of a module, and what to look at to see whether it still holds."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        states: dict[tuple[Any, ...], ModuleState],
+        ignored: frozenset[str | tuple[str, str]] = frozenset(),
+    ) -> None:
+        self.values: dict[Any, ExternalValues] = {}  # for each executor, where its values are
+        self._watched = Watched()
+        self._tables: list[Mapping[Any, Any]] = []  # of attributes, submodules, tensors, hooks
+        self._empty: list[Mapping[Any, Any]] = []
+        self._ordered: list[Mapping[Any, Any]] = []  # submodules run in the order of their table
+        # What is found in them: in which table, by what name, and what.
+        self._owners: list[Mapping[Any, Any]] = []
+        self._names: list[Any] = []
+        self._found: list[Any] = []
+        facts: dict[tuple[str, str, str], Hashable] = {}
+        modules = dict(model.named_modules())
+        self._paths = {id(module): path for path, module in modules.items()}
+        self._tensor_paths: dict[int, str] = {}
+        for path, module in modules.items():
+            facts[path, "type", ""] = Same(type(module))
+            runs_whole = any(is_inside(path, p) for p in ignored if isinstance(p, str))
+            if not runs_whole:
+                names = {p[1] for p in ignored if not isinstance(p, str) and p[0] == path}
+                self._add_attributes(path, module, facts, names)
+            self._add_tables(path, module, facts, runs_whole=runs_whole)
+        self._lengths = [*map(len, self._tables)]
+        self._orders = [*map(tuple, self._ordered)]
+        unique = {id(t): t for t in self._found if isinstance(t, Tensor)}
+        self._tensors = list(unique.values())
+        self._kinds = [*map(_kind, self._tensors)]
+        self._same_kinds: dict[Hashable, Callable[[], bool]] = {}
+        self._checks = self._watched.checks
+        self._modules = list(modules.values())  # kept alive, so that no other gets a place of one
+        self._types = [*map(type, self._modules)]  # parametrizations change it in place
+        key = tuple(facts.items())
+        if key not in states:
+            trains = any(module.training for module in self._modules)
+            states[key] = ModuleState(facts, trains, any(t.requires_grad for t in self._tensors))
+        self.state = states[key]
+
+    def holds(self, autocast: Hashable) -> bool:
+        """Whether everything is as it was; no exception and no new object in the usual case."""
+        if [*map(len, self._tables)] != self._lengths or any(self._empty):
+            return False
         try:
-            states = [read(state) for state, read, _ in self._states]
-        except KeyError:  # an attribute was deleted
-            states = []
-        if states != self._planned:
-            self._explain_state()
-        for table, count in self._tables:
-            if len(table) != count:
-                self._explain_count()
-        if any(self._hooks):
-            for path, module, _ in self._modules:
-                if any(vars(module)[hooks] for hooks in _HOOKS):
-                    _refuse_hook(path, module)
-        # The same objects with the same memory are of the same kind: a cheap look first.
-        found = [table.get(name) for _, table, name, _ in self._tensors]
-        same = len(found) == len(self._seen) and all(map(operator.is_, found, self._seen))
-        if not same or _marks(found) != self._marks:
-            self._check_kinds(found)
-            self._seen, self._marks = found, _marks(found)
+            if not all(map(is_, map(getitem, self._owners, self._names), self._found)):
+                return False
+        except KeyError:  # an attribute was deleted, and another one set
+            return False
+        if [*map(tuple, self._ordered)] != self._orders:
+            return False
+        if [*map(type, self._modules)] != self._types:
+            return False
+        return self._are_of_the_same_kinds(autocast) and all(check() for check in self._checks)
 
-    def _check_kinds(self, found: Sequence[Tensor | None]) -> None:
-        for tensor, (where, _, _, kind) in zip(found, self._tensors, strict=True):
-            if tensor is None or _kind(tensor) != kind:
-                raise InputMismatchError(
-                    f"'{where}' was {_kind_text(kind)} when planned and is "
-                    f"{'missing' if tensor is None else _kind_text(_kind(tensor))}. {_AGAIN}"
-                )
+    def is_of_the_same(self, other: Snapshot) -> bool:
+        """Whether both are of the same modules and tensors, in whatever state."""
+        ours, theirs = [*self._modules, *self._tensors], [*other._modules, *other._tensors]
+        return len(ours) == len(theirs) and all(map(is_, ours, theirs))
 
-    def _explain_state(self) -> None:
-        for (path, module, names), (state, _, planned) in zip(
-            self._modules, self._states, strict=True
-        ):
-            values = planned if len(names) > 1 else (planned,)
-            for name, value in zip(names, values, strict=True):
-                if state.get(name) == value:
-                    continue
-                if name == "training":
-                    raise InputMismatchError(
-                        f"module '{path or '(root)'}' was switched to "
-                        f"{'train' if module.training else 'eval'} mode since planning. {_AGAIN}"
-                    )
-                raise InputMismatchError(
-                    f"attribute '{name}' of module '{path or '(root)'}' was {value!r} when "
-                    f"planned and is {state.get(name)!r}. {_AGAIN}"
-                )
+    def _are_of_the_same_kinds(self, autocast: Hashable) -> bool:
+        check = self._same_kinds.get(autocast)
+        if check is not None and check():
+            return True
+        if [*map(_kind, self._tensors)] != self._kinds:  # also asked where torch is in some mode
+            return False
+        if check is None:
+            self._same_kinds[autocast] = same_kinds(self._tensors)
+        return True
 
-    def _explain_count(self) -> None:
-        for (path, _, _), (table, count) in zip(self._modules, self._tables, strict=True):
-            if len(table) != count:
-                raise InputMismatchError(
-                    f"submodules of '{path or '(root)'}' were added or removed since planning. "
-                    f"{_AGAIN}"
-                )
+    def _add_attributes(
+        self,
+        path: str,
+        module: nn.Module,
+        facts: dict[tuple[str, str, str], Hashable],
+        ignored: set[str],
+    ) -> None:
+        table = vars(module)
+        self._tables.append(table)
+        for name, value in table.items():
+            if name in _OWN or name in ignored or name.startswith(_OTHERS):
+                continue
+            facts[path, "attribute", name] = self._watched.worth(value)
+            if isinstance(value, Tensor):
+                self._watched.checks.append(_is_still(table, name, value))
+                continue
+            self._note(table, name, value)
+
+    def _note(self, table: Mapping[Any, Any], name: Any, value: Any) -> None:
+        self._owners.append(table)
+        self._names.append(name)
+        self._found.append(value)
+
+    def _add_tables(
+        self,
+        path: str,
+        module: nn.Module,
+        facts: dict[tuple[str, str, str], Hashable],
+        *,
+        runs_whole: bool,
+    ) -> None:
+        own = vars(module)
+        for kind in (*_TABLES, *_HOOKS) if path else _TABLES:
+            table = own[kind]
+            (self._tables if table else self._empty).append(table)
+            if kind == "_modules" and len(table) > 1:
+                self._ordered.append(table)
+            for name, value in table.items():
+                self._note(table, name, value)
+                if kind == "_modules":
+                    facts[path, "submodule", name] = self._paths.get(id(value))
+                elif kind in _TABLES:
+                    where = f"{path}.{name}" if path else name
+                    # Two names of one tensor: what is known of the first holds for the second.
+                    first = self._tensor_paths.setdefault(id(value), where)
+                    is_first = value is None or first == where
+                    facts[path, "tensor", name] = _kind(value) if is_first else first
+                elif not (runs_whole and may_run_again(value)):  # a library puts such in a call
+                    facts[path, "hook", f"{kind} {name}"] = Same(value)
 
 
 class ExternalValues:
@@ -140,32 +246,59 @@ class ExternalValues:
         return values
 
 
-def _marks(tensors: Sequence[Tensor | None]) -> tuple[list[int], list[bool]]:
-    known = [t for t in tensors if t is not None]
-    return [t.data_ptr() for t in known], [t.requires_grad for t in known]
+def without_hooks(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """Return a module with everything that `model` has but its own hooks, which a call runs."""
+    bare: nn.Module = object.__new__(kind)
+    table = vars(bare)
+    table.update((n, value) for n, value in vars(model).items() if not n.startswith("__"))
+    for name in (*_HOOKS, *_MORE_OF_HOOKS):
+        if name in table:
+            table[name] = type(table[name])()
+    table["_compiled_call_impl"] = None
+    table.pop("_rockmate", None)
+    own: Any = table.get("forward")
+    if getattr(own, "__self__", None) is model:
+        table["forward"] = own.__func__.__get__(bare)
+    return bare
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.device, tensor.requires_grad, tensor.shape, tensor.stride()
+def _is_still(table: Mapping[str, Any], name: str, tensor: Tensor) -> Callable[[], bool]:
+    known = id(tensor)  # it is not kept alive; that it lives is checked beside this
+    return lambda: id(table.get(name)) == known
 
 
-def _kind_text(kind: tuple[Any, ...]) -> str:
-    dtype, device, requires_grad, shape, _ = kind
+def _kind(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    if tensor is None:
+        return None
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    return tensor.dtype, tensor.device, tensor.requires_grad, tensor.shape, strides, type(tensor)
+
+
+def _told(path: str, what: str, name: str, now: Hashable, then: Hashable) -> str:
+    module = f"module '{path or '(root)'}'"
+    if what == "attribute" and name == "training":
+        return f"{module} in {'train' if now == (bool, True) else 'eval'} mode"
+    if what == "attribute":
+        return f"attribute '{name}' of {module} was {_value(then)} and is {_value(now)}"
+    if what == "tensor":
+        where = f"{path}.{name}" if path else name
+        return f"'{where}' was {_kind_text(then)} and is {_kind_text(now)}"
+    if what == "hook":
+        return f"hooks of {module}"
+    return f"{module}{f': {name}' if name else ''} replaced, added or removed"
+
+
+def _value(worth: Hashable) -> str:
+    if worth is None:
+        return "missing"
+    if isinstance(worth, tuple) and len(worth) == 2 and isinstance(worth[0], type):
+        return repr(float.fromhex(worth[1]) if worth[0] is float else worth[1])[:60]
+    return "another object" if isinstance(worth, Same) else "a tensor"
+
+
+def _kind_text(kind: Hashable) -> str:
+    if not isinstance(kind, tuple):
+        return f"'{kind}'" if isinstance(kind, str) else "missing"
+    dtype, device, requires_grad, shape, _, _ = kind
     frozen = "" if requires_grad else " without gradient"
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}{frozen}"
-
-
-def refuse_hooks(model: nn.Module) -> None:
-    """Raise UnsupportedModuleError if a module inside carries hooks, which would not be called."""
-    for path, module in model.named_modules():
-        if any(vars(module)[hooks] for hooks in _HOOKS):
-            _refuse_hook(path, module)
-
-
-def _refuse_hook(path: str, module: nn.Module) -> None:
-    kinds = [hooks.strip("_") for hooks in _HOOKS if vars(module)[hooks]]
-    raise UnsupportedModuleError(
-        f"module '{path or '(root)'}' ({type(module).__name__}) has {', '.join(kinds)}, which a "
-        "plan would not call. Remove them before wrapping; hooks on the wrapper itself and on "
-        "parameters work."
-    )

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from rkgb.engine import NodeFacts, SimplifiedGraph
-from rockmate.problem import Node, Problem, Storage
+from rkgb.engine import NodeFacts, SimplifiedGraph, device_of
+from rockmate.problems.problem import Node, Problem, Storage
 
 
 def problem_of(
-    graph: SimplifiedGraph, facts: Sequence[NodeFacts], external: Mapping[str, Tensor]
+    graph: SimplifiedGraph,
+    facts: Sequence[NodeFacts],
+    external: Mapping[str, Tensor],
+    *,
+    in_blocks: bool = True,
+    fixed: Collection[int] = (),
 ) -> Problem:
-    """Return the problem of a graph; `external` says which leaves are one, and which parameters."""
-    waiting = _waiting_gradients(graph, external)
+    """Return the problem of a graph; `external` says which leaves are one, and which parameters.
+
+    `in_blocks` must be as the facts were gathered. What the nodes `fixed` make is kept, since they
+    would make something else the next time.
+    """
+    device = device_of(graph.dataflow.basic.device)
+    waiting = _waiting_gradients(graph, external, device.block_bytes if in_blocks else int)
     storages: list[Storage] = []
     nodes: list[Node] = []
     for index, (node, fact) in enumerate(zip(graph.nodes, facts, strict=True)):
@@ -27,7 +37,7 @@ def problem_of(
                         producer=index,
                         fwd_users=storage.fwd_users,
                         bwd_users=storage.bwd_users,
-                        is_output=storage.is_output,
+                        is_output=storage.is_output or index in fixed,
                     )
                 )
         if fact.phantom_bytes:
@@ -37,7 +47,8 @@ def problem_of(
                     size_bytes=fact.phantom_bytes,
                     producer=index,
                     bwd_users=(index,),
-                    is_phantom=True,
+                    is_phantom=index not in fixed,
+                    is_output=index in fixed,
                 )
             )
         nodes.append(
@@ -59,7 +70,9 @@ def problem_of(
     return Problem(tuple(nodes), tuple(storages))
 
 
-def _waiting_gradients(graph: SimplifiedGraph, external: Mapping[str, Tensor]) -> list[int]:
+def _waiting_gradients(
+    graph: SimplifiedGraph, external: Mapping[str, Tensor], taken: Callable[[int], int]
+) -> list[int]:
     """Return, per node, the bytes of handed-over gradients that wait while its backward runs.
 
     Autograd sums all gradients of a tied weight before it accumulates them, so the first waits for
@@ -74,5 +87,5 @@ def _waiting_gradients(graph: SimplifiedGraph, external: Mapping[str, Tensor]) -
     for tensor, nodes in uses.values():
         first = min(nodes) if isinstance(tensor, nn.Parameter) else 0
         for index in range(first, max(nodes)):
-            waiting[index] += tensor.numel() * tensor.element_size()
+            waiting[index] += taken(tensor.numel() * tensor.element_size())
     return waiting

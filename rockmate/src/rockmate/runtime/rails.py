@@ -9,8 +9,11 @@ to inputs, which change, is laid anew.
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -26,22 +29,51 @@ class Advancing(Protocol):
         """Return the gradients of hand-over number `place`."""
 
 
-class Rail:
-    """The Functions of one step at a time, from the token to the leaves of every hand-over."""
+@dataclass(frozen=True)
+class RailPlaces:
+    """What the places of a rail do: which hand-overs of the program, and to which leaves."""
 
-    def __init__(self, leaves: Sequence[Sequence[Tensor]], device: torch.device) -> None:
-        self.leaves = [leaf for part in leaves for leaf in part]
+    gives: tuple[tuple[int, ...], ...]
+    leaves: tuple[tuple[str, ...], ...]
+    in_sums: bool  # whether later uses of a leaf are added to its first
+
+    def with_others(self, leaves: Sequence[str]) -> RailPlaces:
+        """Return a layout whose last place leads to these leaves too.
+
+        They are those that the program gives nothing to: gradients may arrive otherwise than
+        expected, and then they get one.
+        """
+        if not leaves:
+            return self
+        places = self.leaves or ((),)
+        return replace(
+            self, gives=self.gives or ((),), leaves=(*places[:-1], (*places[-1], *leaves))
+        )
+
+    @cached_property
+    def read_leaves(self) -> Callable[[Mapping[str, Tensor]], Sequence[Tensor]]:
+        """Picks the leaves of all places, one after the other, from the external values."""
+        return reader([leaf for part in self.leaves for leaf in part])
+
+
+class Rail:
+    """The Functions of one step at a time, from the token to the leaves of every place."""
+
+    def __init__(self, layout: RailPlaces, leaves: Sequence[Tensor], device: torch.device) -> None:
+        self.layout, self.leaves = layout, leaves
         self.step: weakref.ref[Advancing] | None = None
         self.token = torch.empty(0, device=device, requires_grad=True)
         self._nodes = []
-        for place in reversed(range(len(leaves))):
-            self.token = _HandOver.apply(self, place, self.token, *leaves[place])  # type: ignore[no-untyped-call]
+        end = len(leaves)
+        for place in reversed(range(len(layout.leaves))):
+            start = end - len(layout.leaves[place])
+            self.token = _HandOver.apply(self, place, self.token, *leaves[start:end])  # type: ignore[no-untyped-call]
             self._nodes.append(self.token.grad_fn)
+            end = start
 
-    def fits(self, leaves: Sequence[Sequence[Tensor]]) -> bool:
-        """Whether the rail leads to just these tensors."""
-        wanted = [id(leaf) for part in leaves for leaf in part]
-        return wanted == [id(leaf) for leaf in self.leaves]
+    def fits(self, leaves: Sequence[Tensor]) -> bool:
+        """Whether the rail leads to just these tensors, part after part."""
+        return all(map(operator.is_, leaves, self.leaves))
 
     def renew(self) -> None:
         """Let the engine see the rail as made now: what was made later runs before it."""
@@ -65,3 +97,10 @@ class _HandOver(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         rail = ctx.rail()
         return (None, None, grad, *rail.step().advance(ctx.place))
+
+
+def reader(keys: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:
+    """Return what picks the values of many keys at once."""
+    if len(keys) > 1:
+        return operator.itemgetter(*keys)
+    return lambda values: tuple([values[key] for key in keys])

@@ -1,0 +1,178 @@
+"""A compiled step, and what running it under autograd needs to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from rkgb.engine import (
+    BackwardKind,
+    CompiledCall,
+    CompiledStep,
+    RunPiece,
+    SimplifiedGraph,
+    StepProgram,
+    Tangent,
+    current_dispatch_modes,
+    rerun_state,
+)
+from rockmate.runtime.rails import Rail, RailPlaces, reader
+from rockmate.runtime.shared_uses import Arrivals, RunningSums, SharedUses
+
+_SPARE_RAILS = 4  # of steps that are between forward and backward at once
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A compiled step, made for gradients that lie in memory in one way."""
+
+    graph: SimplifiedGraph
+    compiled: CompiledStep
+    leaves: tuple[str, ...]  # that any backward may give a gradient to
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    _rails: list[Rail] = field(default_factory=list)
+
+    @property
+    def program(self) -> StepProgram:
+        """What is run."""
+        return self.compiled.program
+
+    @cached_property
+    def has_pieces(self) -> bool:
+        """Whether the user's own Python runs in it."""
+        return any(isinstance(op.target, RunPiece) for op in self.graph.dataflow.basic.ops)
+
+    @cached_property
+    def kind(self) -> BackwardKind:
+        """How the gradients of the roots lie in memory, and the region of the backward."""
+        kind = self.graph.dataflow.basic.kind
+        return BackwardKind(tuple(map(plain_strides, self._shapes, kind.tangents)), kind.autocast)
+
+    @cached_property
+    def _shapes(self) -> tuple[tuple[int, ...], ...]:
+        basic = self.graph.dataflow.basic
+        return tuple(basic.infos[name].shape for name in basic.roots)
+
+    @cached_property
+    def leaf_names(self) -> tuple[tuple[str, ...], ...]:
+        """For each hand-over, whose gradients it gives."""
+        return tuple(tuple(leaf for leaf, _ in give.gradients) for give in self.program.gives)
+
+    @cached_property
+    def shared_uses(self) -> SharedUses:
+        """Which gradients may be added to earlier ones of the same leaf."""
+        return SharedUses.of(self.graph, self.program)
+
+    @cached_property
+    def _layouts(self) -> tuple[RailPlaces, RailPlaces | None]:
+        """Each hand-over by itself, and with the later uses of a leaf in a sum if there are any."""
+        uses = self.shared_uses
+        given = {leaf for part in self.leaf_names for leaf in part}
+        rest = tuple(leaf for leaf in self.leaves if leaf not in given)
+        sums = uses.in_sums().with_others(rest) if any(uses.ends) else None
+        return uses.one_by_one().with_others(rest), sums
+
+    @property
+    def layout(self) -> RailPlaces:
+        """The layout of the next rail."""
+        plain, in_sums = self._layouts
+        return in_sums if in_sums is not None and self.arrivals.expect_none else plain
+
+    def sums(self, layout: RailPlaces) -> RunningSums | None:
+        """Return what adds up the gradients of a backward, if anything in it is to be added."""
+        if not any(self.shared_uses.ends) or (self.arrivals.noisy and not layout.in_sums):
+            return None
+        # A mode that watches operations may keep what they make: then nothing tells that autograd
+        # has let it go.
+        watched = not current_dispatch_modes()
+        return RunningSums(self.shared_uses, self.arrivals, layout.in_sums, watched)
+
+    @cached_property
+    def lasting(self) -> bool:
+        """Whether all leaves are parameters, which stay the same from step to step."""
+        inputs = set(self.graph.dataflow.basic.inputs)
+        return inputs.isdisjoint(self.leaves)
+
+    @cached_property
+    def saved_externals(self) -> tuple[tuple[int, str], ...]:
+        """What the backward reads of externals that no operation writes: (place in saved, name)."""
+        written = {name for node in self.graph.nodes for name in node.written_buffers}
+        known = set(self.program.externals) - written
+        return tuple((i, name) for i, name in enumerate(self.program.saved) if name in known)
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """Buffers that the forward writes to."""
+        return frozenset(name for node in self.graph.nodes for name in node.written_buffers)
+
+    @cached_property
+    def unrepeatable(self) -> str:
+        """A buffer by whose content, which the forward changes, its results are decided, or ''."""
+        return next((n for k in self.graph.nodes for n in rerun_state(self.graph, k)), "")
+
+    @cached_property
+    def is_random(self) -> bool:
+        """Whether the forward moves the random stream."""
+        return any(node.is_random for node in self.graph.nodes)
+
+    @cached_property
+    def keeps_by_backward(self) -> bool:
+        """Whether what the forward keeps depends on which backward it was compiled with."""
+        ops = (op for node in self.graph.nodes for op in node.ops)
+        return any(isinstance(op.target, CompiledCall) for op in ops)
+
+    @cached_property
+    def saved_outputs(self) -> tuple[tuple[int, str], ...]:
+        """Outputs of the user that the backward reads: (place in saved, name)."""
+        outputs = set(self.program.outputs)
+        return tuple((i, name) for i, name in enumerate(self.program.saved) if name in outputs)
+
+    @cached_property
+    def reads(self) -> tuple[tuple[int, ...], ...]:
+        """For each hand-over, which of `saved_externals` are read on the way to it."""
+        places = {name: place for place, (_, name) in enumerate(self.saved_externals)}
+        found: list[tuple[int, ...]] = []
+        current: dict[int, None] = {}
+        for names, ends in self.program.reads_of_backward():
+            current.update(dict.fromkeys(places[n] for n in names if n in places))
+            if ends:
+                found.append(tuple(current))
+                current = {}
+        return tuple(found)
+
+    @cached_property
+    def read_externals(self) -> Callable[[Mapping[str, Tensor]], Sequence[Tensor]]:
+        """Picks from the external values what the forward takes."""
+        return reader(self.program.externals)
+
+    @cached_property
+    def read_held(self) -> Callable[[Sequence[Any]], Sequence[Tensor]]:
+        """Picks `saved_externals` from what the forward has saved."""
+        return reader([place for place, _ in self.saved_externals])
+
+    def rail(self, external: Mapping[str, Tensor]) -> Rail:
+        """Return a rail to the leaves among the external values that no other step is using."""
+        layout = self.layout
+        leaves = layout.read_leaves(external)
+        while self._rails:
+            rail = self._rails.pop()
+            if rail.layout is layout and rail.fits(leaves):
+                rail.renew()
+                return rail
+        return Rail(layout, leaves, self.graph.dataflow.basic.device)
+
+    def give_back(self, rail: Rail) -> None:
+        """Take a rail back whose step has ended."""
+        if self.lasting and len(self._rails) < _SPARE_RAILS:
+            self._rails.append(rail)
+
+
+def plain_strides(shape: Sequence[int], strides: Sequence[int] | None) -> Tangent:
+    """Return strides in which dimensions of one element, whose stride means nothing, agree."""
+    if strides is None:
+        return None
+    return tuple(0 if size <= 1 else stride for size, stride in zip(shape, strides, strict=True))

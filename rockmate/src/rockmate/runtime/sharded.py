@@ -1,0 +1,46 @@
+"""What torch's sharding does to a module: another class over its own, and parameters in pieces."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import Tensor, nn
+
+
+def own_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that a module had before `fully_shard`; its own where that was not called.
+
+    What FSDP puts over a class refuses to be copied, and a recording is made on a copy.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded = getattr(fsdp, "FSDPModule", None)
+    if sharded is None or not issubclass(kind, sharded):
+        return kind
+    order = kind.__mro__
+    own: type[nn.Module] = order[order.index(sharded) + 1]
+    return own
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on this very module."""
+    return own_class(type(module)) is not type(module)
+
+
+def spread_parts(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of submodules that own distributed tensors, as tensor parallelism leaves.
+
+    What they compute with is no plain tensor; what goes into them and comes out of them may be.
+    """
+    return tuple(
+        path
+        for path, module in model.named_modules()
+        if any(hasattr(p, "device_mesh") for p in module.parameters(recurse=False))
+    )
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this process has of a distributed tensor; a plain one is its own part."""
+    if not hasattr(tensor, "device_mesh"):
+        return tensor
+    part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part

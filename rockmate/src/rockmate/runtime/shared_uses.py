@@ -1,0 +1,185 @@
+"""Sums of the gradients of leaves that a step uses several times, made where autograd keeps them.
+
+Autograd keeps the first gradient of a leaf and adds the others to it, one by one, until all have
+come. Handing each over by itself costs as much as several small operations, so here the later ones
+are added to the first, in place: the same sum in the same order. This holds as long as the tensor
+that was handed over is the one that autograd keeps. If the leaf is used outside of the module too,
+and that gradient came first, autograd has added the tensor to the other one and let it go. A weak
+reference tells. Then the later ones wait, and are handed over one by one in the end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from rkgb.engine import SimplifiedGraph, StepProgram, TensorInfo
+from rockmate.runtime.rails import RailPlaces
+
+# Backwards in which nothing came from outside, before that is expected: in those that are wrong
+# about it, gradients that wait take memory that no plan knows.
+_QUIET_BACKWARDS = 3
+
+
+@dataclass(frozen=True)
+class SharedUses:
+    """What becomes of each gradient of each hand-over, by number and place in it."""
+
+    leaves: tuple[tuple[str, ...], ...]
+    firsts: tuple[tuple[int, ...], ...]  # gradients that others are added to
+    later: tuple[tuple[str, ...], ...]  # the leaf to whose sum a gradient is added, or ""
+    ends: tuple[tuple[tuple[str, int], ...], ...]  # sums that are whole, and what was added to them
+
+    @classmethod
+    def of(cls, graph: SimplifiedGraph, program: StepProgram) -> SharedUses:
+        """Find the leaves to whose first gradient the others may be added."""
+        infos = graph.dataflow.infos
+        leaves = tuple(tuple(leaf for leaf, _ in give.gradients) for give in program.gives)
+        uses: dict[str, list[tuple[int, int, str]]] = {}
+        for i, give in enumerate(program.gives):
+            for slot, (leaf, value) in enumerate(give.gradients):
+                uses.setdefault(leaf, []).append((i, slot, value))
+        firsts: list[list[int]] = [[] for _ in leaves]
+        later = [[""] * len(part) for part in leaves]
+        ends: list[list[tuple[str, int]]] = [[] for _ in leaves]
+        alone = _alone_once_given(graph, program)
+        for leaf, ((i, slot, value), *rest) in uses.items():
+            first = infos[value]
+            added = [use for use in rest if use[0] > i]
+            alike = all(_layout(infos[name]) == _layout(first) for _, _, name in added)
+            if added and alike and (i, slot) in alone and _is_dense(first.shape, first.stride):
+                firsts[i].append(slot)
+                for j, other, _ in added:
+                    later[j][other] = leaf
+                ends[added[-1][0]].append((leaf, len(added)))
+        return cls(
+            leaves, tuple(map(tuple, firsts)), tuple(map(tuple, later)), tuple(map(tuple, ends))
+        )
+
+    def one_by_one(self) -> RailPlaces:
+        """Return the layout in which every hand-over of the program has its place."""
+        return RailPlaces(tuple((i,) for i in range(len(self.leaves))), self.leaves, in_sums=False)
+
+    def in_sums(self) -> RailPlaces:
+        """Return the layout without the places to which only parts of sums came.
+
+        A sum has as many edges at its end as gradients that are added to it: they may have to wait.
+        """
+        gives: list[tuple[int, ...]] = []
+        places: list[tuple[str, ...]] = []
+        waiting: list[int] = []
+        for i, leaves in enumerate(self.leaves):
+            waiting.append(i)
+            led = [leaf for leaf, sum_of in zip(leaves, self.later[i], strict=True) if not sum_of]
+            led += [leaf for leaf, added in self.ends[i] for _ in range(added)]
+            if led:
+                gives.append(tuple(waiting))
+                places.append(tuple(led))
+                waiting = []
+        return RailPlaces(tuple(gives), tuple(places), in_sums=True)
+
+
+def _alone_once_given(graph: SimplifiedGraph, program: StepProgram) -> set[tuple[int, int]]:
+    """Return the gradients whose memory only autograd reads and holds once they are given."""
+    basic, infos = graph.dataflow.basic, graph.dataflow.infos
+    made = {infos[name].alias_of for op in basic.backward for name in op.results if name}
+    passed = (*basic.externals, *program.tangents, *program.saved)  # random states have no facts
+    others = {infos[name].alias_of for name in passed if name in infos}
+    given = Counter(infos[v].alias_of for give in program.gives for _, v in give.gradients)
+    read_later: set[str] = set()
+    found: set[tuple[int, int]] = set()
+    i = len(program.gives)
+    for names, hands_over in reversed(list(program.reads_of_backward())):
+        if hands_over:
+            i -= 1
+            for slot, (_, value) in enumerate(program.gives[i].gradients):
+                root = infos[value].alias_of
+                if root in made - others - read_later and given[root] == 1:
+                    found.add((i, slot))
+        read_later.update(infos[name].alias_of for name in names if name in infos)
+    return found
+
+
+def _layout(info: TensorInfo) -> tuple[Any, ...]:
+    return info.dtype, info.shape, info.stride
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether every place of the memory belongs to just one element."""
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1 and step != expected:
+            return False
+        expected *= size if size > 1 else 1
+    return True
+
+
+@dataclass
+class Arrivals:
+    """Whether gradients from outside came before those of a program, as far as was seen."""
+
+    quiet: int = 0
+    noisy: bool = False
+
+    @property
+    def expect_none(self) -> bool:
+        """Whether enough backwards have shown that the first gradient is the program's."""
+        return not self.noisy and self.quiet >= _QUIET_BACKWARDS
+
+
+@dataclass
+class RunningSums:
+    """The sums of one backward; `watched` if it can be known whether autograd keeps a tensor."""
+
+    uses: SharedUses
+    arrivals: Arrivals
+    in_sums: bool
+    watched: bool
+    _first: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
+    _waiting: dict[str, list[Tensor]] = field(default_factory=dict)
+    _found: set[str] = field(default_factory=set)
+
+    def take(self, give: int, given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return what autograd gets of what the program gives: a piece may give no gradient."""
+        if self.watched:
+            for slot in self.uses.firsts[give]:
+                first = given[slot]
+                if first is not None:
+                    self._first[self.uses.leaves[give][slot]] = weakref.ref(first)
+        if not self.in_sums:
+            if self.watched:
+                later = (leaf for leaf in self.uses.later[give] if self._kept(leaf) is not None)
+                self._found.update(later)
+            return given
+        passed: list[Tensor | None] = []
+        for leaf, gradient in zip(self.uses.later[give], given, strict=True):
+            if not leaf:
+                passed.append(gradient)
+            elif gradient is None:
+                continue
+            elif (kept := self._kept(leaf)) is not None:
+                kept.add_(gradient)
+            else:
+                self._waiting.setdefault(leaf, []).append(gradient)
+        for leaf, added in self.uses.ends[give]:
+            waiting = self._waiting.pop(leaf, [])
+            self.arrivals.noisy |= bool(waiting)
+            passed += [*waiting, *[None] * (added - len(waiting))]
+        return passed
+
+    def _kept(self, leaf: str) -> Tensor | None:
+        """Return the sum of a leaf so far if autograd keeps it in the tensor that it got first."""
+        first = self._first.get(leaf)
+        return None if first is None else first()
+
+    def finish(self) -> None:
+        """Remember of a whole backward whether other gradients came first."""
+        if self.watched and not self.in_sums:
+            summed = {leaf for part in self.uses.ends for leaf, _ in part}
+            self.arrivals.noisy |= not summed <= self._found
+            self.arrivals.quiet += 1
