@@ -1,0 +1,141 @@
+"""What a recorded step is known by, in a file and between processes.
+
+A digest holds everything that a plan depends on and that differs from step to step in nothing:
+operations, sizes, who reads what. Numbers of devices, addresses and autograd's counters are no
+part of it, so two processes that record one step on two GPUs give one digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import platform
+import re
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from rkgb.engine import (
+    BasicGraph,
+    Op,
+    RunnableGraph,
+    device_of,
+    named_kernel_flags,
+    op_key,
+    operations,
+)
+from rockmate.settings import Settings
+
+_PLACE = re.compile(r"(?<=cuda):\d+|(?<=type='cuda'), index=\d+| at 0x[0-9a-f]+")
+_NUMBERED = re.compile(r"(c_output)_\d+")  # constants that are returned are named by address
+
+
+def kind_digest(key: str) -> str:
+    """Return what a kind of operation goes by in a file."""
+    return _digest([key])[:20]
+
+
+def recording_digest(recorded: RunnableGraph) -> str:
+    """Return what a recorded step is known by."""
+    return _digest(_lines(recorded))
+
+
+def input_texts(basic: BasicGraph) -> tuple[str, ...]:
+    """Return the inputs of a recording in words, those that are tensors."""
+    found = []
+    for name in basic.inputs:
+        if name is None:
+            found.append("no tensor")
+            continue
+        info = basic.infos[name]
+        text = f"{str(info.dtype).removeprefix('torch.')}{list(info.shape)}"
+        if info.stride != torch.empty(info.shape, device="meta").stride():
+            text += f" with strides {list(info.stride)}"
+        found.append(text + (" requiring a gradient" if info.requires_grad else ""))
+    return tuple(found)
+
+
+def made_with(device: torch.device) -> dict[str, str]:
+    """Return the versions, the device and the choices of kernels here, by name.
+
+    Another one of them may mean other kernels, other workspaces or other times.
+    """
+    name = device_of(device).name
+    if device.type == "cpu":
+        name = f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"
+    return {
+        "rockmate": _version(),
+        "torch": torch.__version__,
+        "device": name,
+        "threads": str(torch.get_num_threads()),
+        **named_kernel_flags(),
+    }
+
+
+def cache_key(recording: str, model: nn.Module, device: torch.device, settings: Settings) -> str:
+    """Return the key of a plan in the cache: everything that it and its self-test depend on."""
+    choices = {
+        name: value
+        for name, value in vars(settings).items()
+        if name not in ("progress", "max_plans", "plan", "cache", "share")
+    }
+    rows = [recording, repr(sorted(made_with(device).items())), repr(sorted(choices.items()))]
+    return _digest([*rows, *_code_of(model)])
+
+
+def _version() -> str:
+    try:
+        return version("rockmate")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _digest(lines: Iterable[str]) -> str:
+    found = hashlib.sha256()
+    for line in lines:
+        found.update(_NUMBERED.sub(r"\1", _PLACE.sub("", line)).encode(errors="replace"))
+        found.update(b"\n")
+    return found.hexdigest()
+
+
+def _lines(recorded: RunnableGraph) -> Iterator[str]:
+    basic = recorded.graph.dataflow.basic
+    infos = basic.infos
+    yield f"{basic.model_name} {basic.opaque} {basic.kind} {basic.output_spec}"
+    yield f"{basic.inputs} {basic.outputs!r} {basic.roots} {basic.tangent_names}"
+    yield repr([type(effect).__name__ for effect in basic.effects])
+    for op in operations(recorded.graph):
+        yield f"{op_key(op, infos)} {_wiring(op)}"
+    for node in recorded.graph.nodes:
+        yield f"{node.name} {node.module_path} {node.inputs} {node.outputs} {node.deps}"
+        yield repr([(h.leaf, h.value) for h in node.hand_overs])
+    for name in (*basic.externals, *recorded.graph.producer):
+        info = infos[name]
+        yield f"{name} {info.alias_of} {info.storage_bytes} {info.offset} {info.requires_grad}"
+
+
+def _wiring(op: Op) -> str:
+    return f"{op.inputs} {op.results} {op.writes} {op.is_random}"
+
+
+def _code_of(model: nn.Module) -> Iterator[str]:
+    """Yield the code of the forwards: what it does besides operations was tested once."""
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
+        forward: Any = inspect.unwrap(kind.forward)
+        code = getattr(forward, "__code__", None)
+        yield f"{kind.__module__}.{kind.__qualname__}"
+        if code is not None:
+            yield from _parts(code)
+
+
+def _parts(code: CodeType) -> Iterator[str]:
+    yield f"{code.co_code.hex()} {code.co_names}"
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _parts(value)
+        elif not isinstance(value, frozenset):  # whose order differs between processes
+            yield repr(value)

@@ -1,0 +1,153 @@
+"""A recorded module with what its nodes cost: the facts that planning starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from rkgb.engine import (
+    CompiledGraph,
+    FlopCost,
+    Measured,
+    NodeFacts,
+    Op,
+    OpCost,
+    RunnableGraph,
+    RunPiece,
+    Sample,
+    SimplifiedGraph,
+    Write,
+    device_of,
+    external_values,
+    freeing,
+    measure,
+    measure_resized,
+    node_facts,
+    op_key,
+    operations,
+)
+from rockmate.problems.problem import Problem
+from rockmate.progress import Phases
+from rockmate.runtime.network_problem import problem_of
+from rockmate.schedules.opaque_piece import OpaquePiece
+from rockmate.settings import Settings
+
+
+@dataclass(frozen=True)
+class Network:
+    """A recorded module, what its nodes cost, and the problem that they make."""
+
+    recorded: RunnableGraph
+    graph: SimplifiedGraph
+    measured: Measured
+    facts: tuple[NodeFacts, ...]
+    problem: Problem  # in blocks of the allocator
+    asked: Problem  # in bytes that are asked of it
+    fixed: frozenset[int] = frozenset()  # nodes that are never run again: other bits would come
+    compiled: CompiledGraph | None = None  # where pieces of it are
+
+    @property
+    def opaque(self) -> tuple[str, ...]:
+        """Submodules that are run whole."""
+        return self.graph.dataflow.basic.opaque
+
+    @property
+    def pieces(self) -> tuple[OpaquePiece, ...]:
+        """What was assumed for each call of them."""
+        targets = (op.target for op in self.graph.dataflow.basic.ops)
+        pieces = (target.piece for target in targets if isinstance(target, RunPiece))
+        return tuple(
+            OpaquePiece(p.call.path, p.call.kind, p.held_bytes, p.time_ms[0])
+            for p in pieces
+            if p.call.function is None
+        )
+
+
+def network_of(
+    model: nn.Module,
+    recorded: RunnableGraph,
+    sample: Sample,
+    settings: Settings,
+    phases: Phases,
+    *,
+    like: Network | None = None,
+    compiled: CompiledGraph | None = None,
+) -> Network:
+    """Measure a recording and make the problem of it; `like` is the same one at other sizes.
+
+    Where pieces of it are `compiled`, so is what is recorded.
+    """
+    graph = recorded.graph if compiled is None else freeing(recorded.graph)
+    basic = graph.dataflow.basic
+    external = external_values(basic, model, sample.leaves)
+    ops = operations(graph)
+    with phases.phase("measurement"):
+        if like is None:
+            measured = measure(basic, ops, external, times=settings.cost == "measured")
+        else:
+            infos = like.graph.dataflow.infos
+            old = operations(like.graph)
+            measured = measure_resized(basic, ops, external, like.measured, old, infos)
+        if settings.cost == "flops":
+            measured = replace(measured, costs=_by_flops(graph, ops, measured))
+    with phases.phase("calibration"):
+        return assembled(graph, recorded, measured, external, compiled)
+
+
+def assembled(
+    graph: SimplifiedGraph,
+    recorded: RunnableGraph,
+    measured: Measured,
+    external: Mapping[str, Tensor],
+    compiled: CompiledGraph | None = None,
+) -> Network:
+    """Return the network of a recording whose kinds of operation cost so much."""
+    facts = node_facts(graph, measured.costs)
+    fixed = _unsteady_nodes(graph, measured) | _readers_of_written(graph)
+    problem = asked = problem_of(graph, facts, external, fixed=fixed)
+    if device_of(graph.dataflow.basic.device).block_bytes(1) > 1:
+        plain = node_facts(graph, measured.costs, in_blocks=False)
+        asked = problem_of(graph, plain, external, in_blocks=False, fixed=fixed)
+    return Network(recorded, graph, measured, facts, problem, asked, fixed, compiled)
+
+
+def _unsteady_nodes(graph: SimplifiedGraph, measured: Measured) -> frozenset[int]:
+    infos, unsteady = graph.dataflow.infos, measured.unsteady
+    return frozenset(
+        index
+        for index, node in enumerate(graph.nodes)
+        if unsteady and any(op_key(op, infos) in unsteady for op in node.ops)
+    )
+
+
+def _readers_of_written(graph: SimplifiedGraph) -> frozenset[int]:
+    """Return the nodes that read an argument which the step writes to in the end: they run once."""
+    basic = graph.dataflow.basic
+    written = {basic.inputs[e.place] for e in basic.effects if isinstance(e, Write)}
+    return frozenset(
+        index
+        for index, node in enumerate(graph.nodes)
+        if any(name in written for op in node.ops for name in op.inputs)
+    )
+
+
+def first_unsteady(network: Network) -> str:
+    """Return the operation that comes first, of those that gave other bits at a second call."""
+    infos, unsteady = network.graph.dataflow.infos, network.measured.unsteady
+    for op in operations(network.graph):
+        if op_key(op, infos) in unsteady:
+            return f"{op.target_name} ({op.module_path or '(root)'}, {op.source})"
+    return ""
+
+
+def _by_flops(
+    graph: SimplifiedGraph, ops: Sequence[Op], measured: Measured
+) -> Mapping[str, OpCost]:
+    infos, source = graph.dataflow.infos, FlopCost()
+    kinds = {op_key(op, infos): op for op in ops}
+    return {
+        key: replace(cost, time_ms=source.time_ms(kinds[key], infos))
+        for key, cost in measured.costs.items()
+    }

@@ -1,0 +1,333 @@
+"""From a module, a sample and a budget to an executor: the whole road, phase by phase.
+
+capture      one recorded step -> B -> D -> S -> the graph that is run     (rkgb)
+inductor     runs of its nodes compiled, where asked for       (rkgb)
+measurement  time and workspace of each kind of operation                  (rkgb)
+calibration  sizes, times and peaks of each node                           -> Problem
+eager        one metered step of the eager twin     (for a fraction as budget, and the self-test)
+planning     options, chain, simulation, search     -> Plan -> step program
+self_test    one step of the planned module against the twin, bits and bytes
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from rkgb.engine import (
+    PLANNED_PASSES,
+    B_to_D,
+    CompiledGraph,
+    D_to_S,
+    Sample,
+    compile_pieces,
+    device_of,
+    no_collection,
+    record,
+    runnable,
+    same_but_for_numbers,
+)
+from rockmate import planners
+from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
+from rockmate.files.plan_file import SavedPlan
+from rockmate.pipeline.network import Network, network_of
+from rockmate.pipeline.planned import (
+    Planned,
+    planned_executable,
+    with_other_numbers,
+    without_reruns,
+)
+from rockmate.pipeline.resized import resized
+from rockmate.pipeline.saved import budget_for, network_from, plan_for
+from rockmate.pipeline.self_test import (
+    eager_step,
+    own_copy,
+    peak_of,
+    refuse_over_budget,
+    refuse_wrong_prediction,
+    self_test,
+)
+from rockmate.pipeline.shelf import Asked, Shelf
+from rockmate.planners import KnownBlocks
+from rockmate.planners.module_options import plan_keeping
+from rockmate.problems.problem import Problem
+from rockmate.progress import Phases, stopwatch
+from rockmate.runtime.deterministic import deterministic_algorithms
+from rockmate.runtime.eager import Keep, StepResult
+from rockmate.runtime.execute import Executor
+from rockmate.runtime.input_signature import InputSignature
+from rockmate.schedules.plan import Plan
+from rockmate.settings import Settings, parse_budget
+
+_log = logging.getLogger("rockmate")
+# How often a plan may be made anew because the allocator hands out more than it is asked for.
+_MOST_TRIES = 5
+_FOR_BLOCKS = (
+    " and for blocks of the allocator that are larger than what lies in them (less with "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)"
+)
+PHASES = {  # and what part of planning each usually takes, for the progress bar
+    "capture": 0.12,
+    "measurement": 0.25,
+    "calibration": 0.03,
+    "eager": 0.05,
+    "planning": 0.45,
+    "self_test": 0.1,
+}
+
+
+def plan_module(
+    model: nn.Module,
+    sample: Any,
+    kwargs: Mapping[str, Any] | None,
+    settings: Settings,
+    known: Sequence[Planned] = (),
+    blocks: KnownBlocks | None = None,
+    *,
+    guards: bool = True,
+    shelf: Shelf | None = None,
+) -> Planned:
+    """Plan `model` on `sample` within the budget.
+
+    Where the recording is that of a `known` plan but for numbers in it, that plan's steps serve; so
+    do those of a plan that lies on the `shelf`, with the costs that were measured then. Where it
+    differs in sizes, known steps and what is known of `blocks` are tried first.
+    The module, its buffers and gradients, and the random stream are left as they were.
+
+    Raises:
+        BudgetFormatError: the budget cannot be read.
+        InfeasibleBudgetError: no plan fits; it names the smallest budget that does.
+        rkgb.TraceError, rkgb.UnsupportedOpError: the module cannot be recorded exactly.
+        UnsupportedModuleError: the module or its state cannot be run exactly.
+        SelfTestError: the planned module disagreed with eager PyTorch.
+    """
+    if settings.self_test == "deterministic":
+        settings = replace(settings, self_test=True)
+        _compare_deterministically(model, sample, kwargs, settings, guards=guards)
+    budget_bytes, fraction = parse_budget(settings.budget)
+    given = Sample.of(model, sample, kwargs)
+    _refuse_nothing(model, given)
+    blocks = KnownBlocks() if blocks is None else blocks
+    phases = Phases(_phases(settings), show=settings.progress)
+    if settings.compile:
+        known, shelf = (), None  # numbers and sizes are compiled in
+    with phases.phase("capture"), no_collection():
+        basic = record(model, given, opaque=settings.opaque, strict=settings.strict, guards=guards)
+        recorded = runnable(D_to_S(B_to_D(basic), passes=PLANNED_PASSES))
+    for other in known:
+        if same_but_for_numbers(recorded.graph.dataflow.basic, other.network.graph.dataflow.basic):
+            phases.close("planned before")
+            return with_other_numbers(other, recorded, given, phases)
+    asked = Asked(model, recorded, given, settings)
+    saved = None if shelf is None else shelf.find(asked)
+    if saved is not None:
+        return _planned_before(saved, asked, phases)
+    followed = resized(known, model, recorded, given, settings, phases, blocks)
+    if followed is not None:
+        phases.close("planned before")
+        if shelf is not None:
+            shelf.keep(asked, followed)
+        return followed
+    compiled: CompiledGraph | None = None
+    if settings.compile:
+        with phases.phase("inductor"):
+            compiled = compile_pieces(B_to_D(basic), phases.note)
+            recorded = runnable(compiled.graph)
+    network = network_of(model, recorded, given, settings, phases, compiled=compiled)
+    eager: StepResult | None = None
+    device = device_of(given.device)
+    if settings.self_test or fraction is not None:
+        with phases.phase("eager"):
+            effects = network.graph.dataflow.basic.effects
+            keep: Keep = "nothing"
+            if settings.self_test:  # what is compiled is compared by its values
+                keep = "values" if settings.compile else "fingerprints"
+            eager = eager_step(model, given, network.problem, keep, effects)
+            device.give_back()
+    if fraction is not None:
+        budget_bytes = int(fraction * peak_of(eager, network.problem))
+    assert budget_bytes is not None
+    planned = _planned(network, given, budget_bytes, eager, settings, phases, blocks)
+    for _ in range(_MOST_TRIES if settings.self_test else 0):
+        with phases.phase("self_test"):
+            ours, found = self_test(planned, model, given, eager)
+            device.give_back()
+        planned = replace(planned, measured_peak_bytes=ours.allocated_peak_bytes, comparison=found)
+        over = ours.allocated_peak_bytes - budget_bytes
+        if over <= 0:
+            break
+        refuse_wrong_prediction(planned, model, ours)
+        _log.info("%d bytes over the budget in whole blocks: planning again", over)
+        aside = planned.blocks_bytes + 2 * over
+        planned = _planned(network, given, budget_bytes, eager, settings, phases, blocks, aside)
+    else:
+        if settings.self_test:
+            took = ours.allocated_peak_bytes
+            refuse_over_budget(replace(planned, measured_peak_bytes=took), model)
+    phases.close("planned")
+    if shelf is not None:
+        shelf.keep(asked, planned)
+    return planned
+
+
+def _planned_before(saved: SavedPlan, asked: Asked, phases: Phases) -> Planned:
+    """Return the planned module of a saved plan; what was tested then is not tested again."""
+    model, given, settings = asked.model, asked.sample, asked.settings
+    with phases.phase("saved plan"):
+        network = network_from(saved, model, asked.recorded, given)
+        budget_bytes = budget_for(saved, network, settings)
+        plan = plan_for(saved, network, settings, budget_bytes)
+        planned = replace(
+            _compiled(network, plan, given, budget_bytes, phases),
+            eager_peak_bytes=saved.eager_peak_bytes,
+            measured_peak_bytes=saved.measured_peak_bytes,
+            blocks_bytes=saved.blocks_bytes,
+            comparison=saved.comparison,
+        )
+    if settings.self_test and saved.measured_peak_bytes is None:
+        with phases.phase("self_test"):
+            eager = eager_step(model, given, network.problem, "fingerprints", planned.effects)
+            ours, found = self_test(planned, model, given, eager)
+            device_of(given.device).give_back()
+        planned = replace(planned, measured_peak_bytes=ours.allocated_peak_bytes, comparison=found)
+        if ours.allocated_peak_bytes > budget_bytes:
+            refuse_over_budget(planned, model)
+    phases.close("a saved plan serves")
+    return planned
+
+
+def _phases(settings: Settings) -> Mapping[str, float]:
+    return {**PHASES, "inductor": 1.0} if settings.compile else PHASES
+
+
+def _compare_deterministically(
+    model: nn.Module,
+    sample: Any,
+    kwargs: Mapping[str, Any] | None,
+    settings: Settings,
+    *,
+    guards: bool,
+) -> None:
+    """Plan and test once for deterministic kernels: there bits must agree.
+
+    Raises:
+        SelfTestError: they do not.
+    """
+    trial = replace(settings, progress=False)
+    with deterministic_algorithms():
+        try:
+            plan_module(model, sample, kwargs, trial, guards=guards)
+        except InfeasibleBudgetError as error:  # these kernels may need more
+            trial = replace(trial, budget=error.minimum_bytes)
+            plan_module(model, sample, kwargs, trial, guards=guards)
+
+
+def _planned(
+    network: Network,
+    given: Sample,
+    budget_bytes: int,
+    eager: StepResult | None,
+    settings: Settings,
+    phases: Phases,
+    blocks: KnownBlocks,
+    blocks_bytes: int = 0,
+) -> Planned:
+    problem = network.problem
+    plan = _plan_within(problem, budget_bytes, settings, phases, blocks, blocks_bytes)
+    plan = without_reruns(network, plan)
+    return replace(
+        _compiled(network, plan, given, budget_bytes, phases),
+        eager_peak_bytes=eager.peak_bytes if eager is not None else None,
+        blocks_bytes=blocks_bytes,
+    )
+
+
+def _compiled(
+    network: Network, plan: Plan, given: Sample, budget_bytes: int, phases: Phases
+) -> Planned:
+    return Planned(
+        network=network,
+        executor=Executor(planned_executable(network, plan)),
+        plan=plan,
+        signature=InputSignature.of(given),
+        outputs=network.graph.dataflow.basic.output_spec,
+        seconds=phases.seconds,
+        budget_bytes=budget_bytes,
+        eager_peak_bytes=None,
+        measured_peak_bytes=None,
+    )
+
+
+def eager_peak_bytes(model: nn.Module, sample: Any, kwargs: Mapping[str, Any] | None) -> int:
+    """Return the activation peak of a plain step, which a fraction as budget refers to."""
+    given = Sample.of(model, sample, kwargs)
+    _refuse_nothing(model, given)
+    given = given.with_leaves(tuple(map(own_copy, given.leaves)))
+    eager = eager_step(model, given, None, "nothing")
+    if eager is not None:
+        return eager.peak_bytes
+    settings = Settings(budget=1.0, cost="flops")
+    phases = Phases(PHASES, show=False)
+    recorded = runnable(D_to_S(B_to_D(record(model, given)), passes=PLANNED_PASSES))
+    network = network_of(model, recorded, given, settings, phases)
+    return peak_of(None, network.problem)
+
+
+def _plan_within(
+    problem: Problem,
+    budget_bytes: int,
+    settings: Settings,
+    phases: Phases,
+    blocks: KnownBlocks,
+    blocks_bytes: int = 0,
+) -> Plan:
+    """Plan with what is left of the budget once reserve and blocks are set aside."""
+    aside = settings.reserve_bytes + blocks_bytes
+    most = settings.most_kept_bytes
+    make = planners.plan if most is None else partial(plan_keeping, most_kept_bytes=most)
+    with phases.phase("planning"), stopwatch() as parts:
+        try:
+            plan = make(
+                problem,
+                budget_bytes - aside,
+                effort=settings.effort,
+                planner=settings.planner,
+                backend=settings.backend,
+                progress=lambda fraction, text: phases.note(text, fraction),
+                known=blocks,
+            )
+        except InfeasibleBudgetError as error:
+            if not aside:
+                raise
+            minimum = error.minimum_bytes + aside
+            raise InfeasibleBudgetError(
+                f"of the budget of {budget_bytes} bytes, {aside} are set aside as reserve"
+                f"{_FOR_BLOCKS if blocks_bytes else ''}, and in the rest {error}. "
+                f"With what is set aside that makes {minimum} bytes",
+                asked_bytes=budget_bytes,
+                minimum_bytes=minimum,
+                bound_bytes=error.bound_bytes + aside,
+            ) from None
+    # What is neither options, chain nor simulation: segments, whole graph, windows, bound.
+    parts["search"] = max(0.0, phases.seconds.pop("planning") - sum(parts.values()))
+    phases.seconds.update(parts)
+    return plan
+
+
+def _refuse_nothing(model: nn.Module, sample: Sample) -> None:
+    wanting = [t for t in (*model.parameters(), *sample.tensors) if t.requires_grad]
+    if not wanting:
+        raise UnsupportedModuleError(
+            f"nothing in {type(model).__name__} or its inputs requires a gradient, so there is no "
+            "backward to plan for. Set requires_grad, or use the module without Rockmate."
+        )
+    if not any(module.training for module in model.modules()):
+        raise UnsupportedModuleError(
+            f"{type(model).__name__} is in eval mode, which runs the original module unplanned. "
+            "Call model.train() before wrapping it."
+        )

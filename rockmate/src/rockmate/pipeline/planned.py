@@ -1,0 +1,304 @@
+"""A planned module: the plan of a network, compiled, and how a step runs it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from rkgb.engine import (
+    Assign,
+    BackwardKind,
+    Check,
+    Effect,
+    Look,
+    Measured,
+    Op,
+    Outcomes,
+    Ref,
+    RunnableGraph,
+    RunPiece,
+    Sample,
+    SimplifiedGraph,
+    Structure,
+    Write,
+    autocast_as,
+    choose_plainly,
+    compile_step,
+    compile_variant,
+    external_values,
+    freeing,
+    lower_step,
+    measure,
+    no_collection,
+    node_facts,
+    op_key,
+    operations,
+    record,
+    runnable,
+    without_idle_steps,
+)
+from rockmate.errors import InfeasibleBudgetError
+from rockmate.pipeline.network import Network
+from rockmate.problems.problem import Problem
+from rockmate.progress import Phases
+from rockmate.reports.plan_report import CompiledPart
+from rockmate.runtime.executable import Executable
+from rockmate.runtime.execute import Executor
+from rockmate.runtime.input_signature import InputSignature
+from rockmate.runtime.module_state import without_hooks
+from rockmate.runtime.network_problem import problem_of
+from rockmate.runtime.plain import plain
+from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.plan import Plan
+from rockmate.schedules.simulate import simulate
+from rockmate.schedules.steps import Step
+
+_log = logging.getLogger("rockmate")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A module planned for one kind of input.
+
+    `how` says what it took: "planned" from nothing; "recorded" only, with the steps of a plan whose
+    program differs in numbers; "resized" from plans whose programs differ in sizes.
+    """
+
+    network: Network
+    executor: Executor
+    plan: Plan
+    signature: InputSignature
+    outputs: Structure
+    seconds: Mapping[str, float]
+    budget_bytes: int
+    eager_peak_bytes: int | None
+    measured_peak_bytes: int | None
+    how: Literal["planned", "recorded", "resized"] = "planned"
+    blocks_bytes: int = 0  # set aside for what the allocator hands out in whole blocks
+    family: object = field(default_factory=object)  # one for all that differ in sizes only
+    comparison: str = ""  # what the self-test found, where bits could not be demanded
+
+    @property
+    def problem(self) -> Problem:
+        """What was planned."""
+        return self.network.problem
+
+    @cached_property
+    def outcomes(self) -> Outcomes:
+        """What the recorded forward has looked at."""
+        return Outcomes(self.network.graph.dataflow.basic)
+
+    @property
+    def effects(self) -> tuple[Effect, ...]:
+        """What a step leaves behind besides its result."""
+        return self.network.graph.dataflow.basic.effects
+
+    @cached_property
+    def may_go_another_way(self) -> bool:
+        """Whether a step may find that its recording does not hold for it."""
+        checks = any(isinstance(effect, (Check, Write)) for effect in self.effects)
+        ops = self.network.graph.dataflow.basic.ops
+        return checks or any(isinstance(op.target, RunPiece) for op in ops)
+
+    @property
+    def assigned(self) -> tuple[tuple[str, str], ...]:
+        """Attributes that every step sets: path of the submodule, and name."""
+        return tuple((e.path, e.name) for e in self.effects if isinstance(e, Assign))
+
+    def run(
+        self,
+        model: nn.Module,
+        external: Mapping[str, Tensor],
+        leaves: Sequence[Any],
+        *,
+        looks: bool = True,
+    ) -> Any:
+        """Run the planned forward; `model` and `leaves` serve to record other gradients.
+
+        Without `looks`, hooks of submodules that only look are not called.
+        """
+
+        def variant(kind: BackwardKind) -> Executable:
+            return _variant(self, model, leaves, kind)
+
+        names = self.executor.expected.program.outputs
+        made = dict(zip(names, self.executor(external, variant, model), strict=True))
+        results = [
+            (made[out.name] if out.name in made else external[out.name])
+            if isinstance(out, Ref)
+            else out
+            for out in self.network.graph.outputs
+        ]
+        result = self.outputs.unflatten(results)
+        if not self.effects:
+            return result
+        result, values = result
+        for effect, value in zip(self.effects, values, strict=True):
+            if isinstance(effect, Write):
+                effect.apply(leaves, value)
+            elif looks or not isinstance(effect, Look):
+                effect.apply(model, value)
+        return result
+
+
+def compiled_part(planned: Planned) -> CompiledPart | None:
+    """Return what is compiled in a plan, for its report; None where nothing was to be."""
+    compiled = planned.network.compiled
+    if compiled is None:
+        return None
+    return CompiledPart(
+        nodes=len(compiled.classes),
+        compiled=compiled.count,
+        classes=len(set(compiled.classes) - {""}),
+        compiled_now=compiled.compiled_now,
+        seconds=planned.seconds.get("inductor", 0.0),
+        eager=tuple((e.module_path, e.name, e.why) for e in compiled.eager),
+        agreement=planned.comparison,
+    )
+
+
+def without_reruns(network: Network, plan: Plan) -> Plan:
+    """Return the plan without running nodes again whose results are kept anyway."""
+    count = len(network.problem.nodes)
+    steps = tuple(
+        step
+        for place, step in enumerate(plan.steps)
+        if place < count or step.kind != "F" or step.node not in network.fixed
+    )
+    if len(steps) == len(plan.steps):
+        return plan
+    overhead_ms = simulate(network.problem, steps)
+    return replace(
+        plan, steps=steps, peak_bytes=overhead_ms.peak_bytes, overhead_ms=overhead_ms.overhead_ms
+    )
+
+
+def planned_executable(network: Network, plan: Plan) -> Executable:
+    """Compile the program of a plan."""
+    steps = tuple(Step(*step) for step in without_idle_steps(network.graph, plan.steps))
+    # Gradients that wait must not move a peak that was predicted: in blocks, and as asked for.
+    problems = {id(problem): problem for problem in (network.problem, network.asked)}
+    timelines = [simulate(problem, steps) for problem in problems.values()]
+    rooms = ([line.peak_bytes - during for during in line.peak_during] for line in timelines)
+    spare = [min(room) for room in zip(*rooms, strict=True)]
+    return executable(network.graph, steps, network.measured, spare_bytes=spare)
+
+
+def unplanned_executable(network: Network) -> Executable:
+    """Compile the program that keeps everything: no budget, nothing run again."""
+    return executable(
+        network.graph,
+        without_idle_steps(network.graph, no_recomputation(network.problem)),
+        network.measured,
+    )
+
+
+def executable(
+    graph: SimplifiedGraph,
+    steps: Sequence[Any],
+    measured: Measured,
+    *,
+    leaves: tuple[str, ...] = (),
+    spare_bytes: Sequence[int] = (),
+) -> Executable:
+    """Compile the program of some steps; `leaves` are those of every kind of backward.
+
+    `spare_bytes` says for each step how much more memory may be in use during it.
+    """
+    infos, chosen = graph.dataflow.infos, measured.callees
+    callees = {op.name: chosen.get(op_key(op, infos)) for op in operations(graph)}
+
+    def callee(op: Op) -> Callable[..., Any]:
+        return callees.get(op.name) or choose_plainly(op)
+
+    compiled = compile_step(graph, lower_step(graph, steps, spare_bytes), callee)
+    return Executable(graph, compiled, leaves or leaves_of(graph))
+
+
+def leaves_of(graph: SimplifiedGraph) -> tuple[str, ...]:
+    """Return the parameters and inputs that the backward of a graph gives gradients to."""
+    return tuple(dict.fromkeys(h.leaf for node in graph.nodes for h in node.hand_overs))
+
+
+def _variant(
+    planned: Planned, model: nn.Module, leaves: Sequence[Any], kind: BackwardKind
+) -> Executable:
+    """Return the executable for gradients that arrive otherwise, from a recording of their own."""
+    sample = planned.signature.sample_of(leaves)
+    _log.info("recording another backward: %s", kind)
+    with autocast_as(planned.signature.autocast), plain(), no_collection():
+        bare = without_hooks(model, type(model))
+        known = planned.network.graph.dataflow.basic
+        basic = record(bare, sample, kind, opaque=known.opaque, known=known)
+    network, measured = planned.network, planned.network.measured
+    if network.compiled is None:
+        graph = network.recorded.with_backward(basic)
+    else:
+        graph = freeing(runnable(compile_variant(network.compiled, basic)).graph)
+        measured = _measured_within(planned, graph, model, leaves)
+    steps = without_idle_steps(graph, planned.plan.steps)
+    every = leaves_of(planned.network.graph)
+    return executable(graph, steps, measured, leaves=every)
+
+
+def _measured_within(
+    planned: Planned, graph: SimplifiedGraph, model: nn.Module, leaves: Sequence[Any]
+) -> Measured:
+    """Measure pieces that were compiled for other gradients, and simulate the plan with them.
+
+    Raises:
+        InfeasibleBudgetError: they keep more, and the plan would not fit any more.
+    """
+    basic = graph.dataflow.basic
+    external = external_values(basic, model, tuple(leaves))
+    measured = measure(basic, operations(graph), external, times=False)
+    problem = problem_of(graph, node_facts(graph, measured.costs), external)
+    steps = without_idle_steps(graph, planned.plan.steps)
+    peak = simulate(problem, [Step(*step) for step in steps]).peak_bytes
+    if peak > planned.budget_bytes:
+        raise InfeasibleBudgetError(
+            "the gradients that have arrived lie otherwise in memory than those that were planned "
+            f"for, and the pieces that are compiled for them need {peak} bytes with the same plan. "
+            "Raise the budget, or hand back gradients as they were (contiguous, at the same "
+            "outputs)",
+            asked_bytes=planned.budget_bytes,
+            minimum_bytes=peak,
+        )
+    return measured
+
+
+def with_other_numbers(
+    planned: Planned, recorded: RunnableGraph, sample: Sample, phases: Phases
+) -> Planned:
+    """Return a plan with the program of another recording, and everything else as planned."""
+    old = planned.network
+    basic = recorded.graph.dataflow.basic
+    pairs = zip(operations(recorded.graph), operations(old.graph), strict=True)
+    infos = basic.infos
+    keys = {op_key(op, infos): op_key(known, infos) for op, known in pairs}
+    costs, chosen = old.measured.costs, old.measured.callees
+    measured = replace(
+        old.measured,
+        costs={new: costs[key] for new, key in keys.items()},
+        callees={new: chosen[key] for new, key in keys.items() if key in chosen},
+    )
+    network = replace(
+        old,
+        recorded=recorded,
+        graph=recorded.graph,
+        measured=measured,
+    )
+    return replace(
+        planned,
+        network=network,
+        executor=Executor(planned_executable(network, planned.plan)),
+        signature=InputSignature.of(sample),
+        outputs=basic.output_spec,
+        seconds=phases.seconds,
+        how="recorded",
+    )

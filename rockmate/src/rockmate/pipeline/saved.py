@@ -1,0 +1,221 @@
+"""A planned module as what a file holds of it, and the way back: no solver, no measurement.
+
+Only the costs of kinds of operation and the steps come from the file. The recording is new, sizes
+and structure follow from it, and must give the very problem that was planned; the program is
+generated anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from rkgb.engine import (
+    Measured,
+    OpCost,
+    RunnableGraph,
+    Sample,
+    choose_callees,
+    cost_of_piece,
+    external_values,
+    op_key,
+    operations,
+)
+from rockmate.errors import PlanFileError, PlanMismatchError
+from rockmate.files.differences import of_inputs, of_mappings, of_problems
+from rockmate.files.plan_file import KindCost, PlanFile, SavedPlan
+from rockmate.pipeline.identity import input_texts, kind_digest, made_with, recording_digest
+from rockmate.pipeline.network import Network, assembled
+from rockmate.pipeline.planned import Planned
+from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.plan import Plan
+from rockmate.schedules.report import format_bytes
+from rockmate.schedules.simulate import simulate
+from rockmate.settings import Settings, parse_budget
+
+
+def saved_of(planned: Planned) -> SavedPlan:
+    """Return what a file holds of a planned call."""
+    network = planned.network
+    basic, measured = network.graph.dataflow.basic, network.measured
+    infos = basic.infos
+    keys = dict.fromkeys(op_key(op, infos) for op in operations(network.graph))
+    own = {key: measured.costs[key] for key in keys if key in measured.callees}  # no pieces
+    return SavedPlan(
+        recording=recording_digest(network.recorded),
+        inputs=input_texts(basic),
+        problem=network.problem,
+        plan=planned.plan,
+        costs={
+            kind_digest(key): KindCost(cost.time_ms, cost.flops, cost.workspace_bytes)
+            for key, cost in own.items()
+        },
+        unsteady=tuple(sorted(kind_digest(key) for key in measured.unsteady)),
+        spread=measured.spread,
+        device_ms=measured.device_ms,
+        host_ms=measured.host_ms,
+        budget_bytes=planned.budget_bytes,
+        blocks_bytes=planned.blocks_bytes,
+        eager_peak_bytes=planned.eager_peak_bytes,
+        measured_peak_bytes=planned.measured_peak_bytes,
+        comparison=planned.comparison,
+        pieces=network.pieces,
+    )
+
+
+def plan_file_of(plans: list[Planned], model: nn.Module) -> PlanFile:
+    """Return the file of some plans of one model, each recording once.
+
+    Raises:
+        PlanFileError: pieces of a plan are compiled.
+    """
+    if any(planned.network.compiled is not None for planned in plans):
+        raise PlanFileError(
+            "a plan with compiled pieces is not saved: a file knows no compiled code. Plan again "
+            "with compile=True, which finds inductor's own cache, or save a plan made without"
+        )
+    found: dict[str, SavedPlan] = {}
+    for planned in plans:
+        if planned.how != "recorded":  # what another plan serves for is recorded again in no time
+            saved = saved_of(planned)
+            found.setdefault(saved.recording, saved)
+    device = plans[0].network.graph.dataflow.basic.device
+    return PlanFile(type(model).__name__, made_with(device), tuple(found.values()))
+
+
+def network_from(
+    saved: SavedPlan, model: nn.Module, recorded: RunnableGraph, sample: Sample
+) -> Network:
+    """Return the network of a new recording, of equal digest, with the costs of a saved plan.
+
+    Raises:
+        PlanMismatchError: it makes another problem.
+    """
+    network = _network(saved, model, recorded, sample, unknown=None)
+    found = of_problems(saved.problem, network.problem)
+    if found:
+        raise mismatch(type(model).__name__, found)
+    return network
+
+
+def differences(
+    saved: SavedPlan, model: nn.Module, recorded: RunnableGraph, sample: Sample
+) -> list[str]:
+    """Say how a recording differs from that of a saved plan."""
+    basic = recorded.graph.dataflow.basic
+    found = of_inputs(saved.inputs, input_texts(basic))
+    network = _network(saved, model, recorded, sample, unknown=OpCost(0.0))
+    found += of_problems(saved.problem, network.problem)
+    return found or ["numbers, names or the order of operations in the network"]
+
+
+def mismatch(name: str, found: list[str]) -> PlanMismatchError:
+    """Return the error that a plan is for something else."""
+    return PlanMismatchError(
+        f"the saved plan is not for this {name}: {'; '.join(found)}. Leave `plan` out to plan "
+        "anew, and save that plan",
+        found,
+    )
+
+
+def refuse_elsewhere(file: PlanFile, model: nn.Module, sample: Sample) -> None:
+    """Refuse plans that were made with something else than is here.
+
+    Raises:
+        PlanMismatchError: another version, device or choice of kernels; it says which.
+    """
+    found = of_mappings(file.made_with, made_with(sample.device))
+    if file.model != type(model).__name__:
+        found.insert(0, f"model: {file.model} in the file, {type(model).__name__} here")
+    if found:
+        raise mismatch(type(model).__name__, found)
+
+
+def _network(
+    saved: SavedPlan,
+    model: nn.Module,
+    recorded: RunnableGraph,
+    sample: Sample,
+    *,
+    unknown: OpCost | None,
+) -> Network:
+    basic = recorded.graph.dataflow.basic
+    external = external_values(basic, model, sample.leaves)
+    ops = operations(recorded.graph)
+    callees = {} if unknown is not None else choose_callees(basic, ops, external)
+    costs, unsteady = _costs(saved, recorded, unknown)
+    measured = Measured(
+        costs, callees, saved.spread, saved.device_ms, saved.host_ms, frozenset(unsteady)
+    )
+    return assembled(recorded.graph, recorded, measured, external)
+
+
+def _costs(
+    saved: SavedPlan, recorded: RunnableGraph, unknown: OpCost | None
+) -> tuple[dict[str, OpCost], set[str]]:
+    """Return costs of every kind, and which kinds are unsteady; `unknown` is for missing ones."""
+    infos = recorded.graph.dataflow.infos
+    kinds = {op_key(op, infos): op for op in operations(recorded.graph)}
+    costs: dict[str, OpCost] = {}
+    unsteady = set()
+    for key, op in kinds.items():
+        piece = cost_of_piece(op)
+        row = saved.costs.get(kind_digest(key))
+        if piece is not None:
+            costs[key] = piece
+        elif row is not None:
+            costs[key] = OpCost(row.time_ms, row.flops, row.workspace_bytes)
+        elif unknown is not None:
+            costs[key] = unknown
+        else:
+            raise PlanMismatchError(
+                f"the saved plan has no cost for '{op.target_name}' ({op.module_path or 'root'}, "
+                f"{op.source}): it was made for another network. Plan anew",
+                [f"no cost of {op.target_name}"],
+            )
+        if kind_digest(key) in saved.unsteady:
+            unsteady.add(key)
+    return costs, unsteady
+
+
+def budget_for(saved: SavedPlan, network: Network, settings: Settings) -> int:
+    """Return the budget in bytes, a fraction resolved as it was when the plan was made.
+
+    Raises:
+        PlanMismatchError: the plan, with what is set aside, does not fit into it.
+    """
+    budget_bytes, fraction = parse_budget(settings.budget)
+    if budget_bytes is None:
+        assert fraction is not None
+        whole = saved.eager_peak_bytes
+        if whole is None:
+            whole = simulate(network.problem, no_recomputation(network.problem)).peak_bytes
+        budget_bytes = int(fraction * whole)
+    aside = settings.reserve_bytes + saved.blocks_bytes
+    needed = simulate(network.problem, saved.plan.steps).peak_bytes + aside
+    if needed > budget_bytes:
+        found = [
+            f"it needs {needed} bytes ({format_bytes(needed)}), {aside} of them set aside, and the "
+            f"budget is {budget_bytes} ({format_bytes(budget_bytes)})"
+        ]
+        raise mismatch("budget", found)
+    return budget_bytes
+
+
+def plan_for(saved: SavedPlan, network: Network, settings: Settings, budget_bytes: int) -> Plan:
+    """Return the saved plan for this budget; a bound for a smaller one proves nothing here."""
+    within = budget_bytes - settings.reserve_bytes - saved.blocks_bytes
+    plan, problem = saved.plan, network.problem
+    timeline = simulate(problem, plan.steps, budget_bytes=within)
+    bound_ms = plan.bound_ms if within <= plan.budget_bytes else None
+    proven = timeline.overhead_ms == 0
+    return replace(
+        plan,
+        budget_bytes=within,
+        peak_bytes=timeline.peak_bytes,
+        overhead_ms=timeline.overhead_ms,
+        base_time_ms=problem.base_time_ms,
+        bound_ms=problem.base_time_ms if proven else bound_ms,
+        status=plan.status if bound_ms is not None else "optimal" if proven else "feasible",
+    )

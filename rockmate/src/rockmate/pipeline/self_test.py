@@ -1,0 +1,188 @@
+"""One step of plain PyTorch, and the planned step that must be like it: in bits and in bytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkgb.engine import (
+    Effect,
+    Look,
+    Sample,
+    Write,
+    device_of,
+    external_values,
+    flatten,
+    twin_of,
+)
+from rockmate.errors import SelfTestError
+from rockmate.pipeline.network import first_unsteady
+from rockmate.pipeline.planned import Planned, unplanned_executable
+from rockmate.problems.problem import Problem
+from rockmate.runtime.agreement import agree, refuse
+from rockmate.runtime.deterministic import why_bits_may_differ
+from rockmate.runtime.eager import Keep, StepResult, differences, run_step
+from rockmate.runtime.execute import Executor
+from rockmate.runtime.rounding import coarsest_type, compare_rounded
+from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.simulate import simulate
+
+_log = logging.getLogger("rockmate")
+_USABLE_SHARE = 0.9  # of free memory: the rest is lost between blocks
+
+
+def eager_step(
+    model: nn.Module,
+    sample: Sample,
+    problem: Problem | None,
+    keep: Keep,
+    effects: Sequence[Effect] = (),
+) -> StepResult | None:
+    """Run one step of the eager twin; None if the device has too little memory for it."""
+    free = device_of(sample.device).free_bytes()
+    needed = 0 if problem is None else simulate(problem, no_recomputation(problem)).peak_bytes
+    # A step that fails on a GPU dumps memory, evicts neighbours, and is not always recognised.
+    if free is None or needed <= _USABLE_SHARE * free:
+        twin = without_looks(twin_of(model).module, effects)
+        try:
+            return run_step(twin, twin, _own_copies(sample, effects), keep=keep)
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+    _log.warning(
+        "an eager step of %s does not fit on %s, so the planned step is tested for its memory but "
+        "not compared with an eager one",
+        type(model).__name__,
+        sample.device,
+    )
+    return None
+
+
+def own_copy(leaf: Any) -> Any:
+    """Return a copy of a tensor, in memory of its own, and anything else as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def _own_copies(sample: Sample, effects: Sequence[Effect]) -> Sample:
+    """Return the sample with copies of the arguments that a step writes to."""
+    written = {effect.place for effect in effects if isinstance(effect, Write)}
+    leaves = (own_copy(leaf) if k in written else leaf for k, leaf in enumerate(sample.leaves))
+    return sample.with_leaves(tuple(leaves)) if written else sample
+
+
+def without_looks(twin: nn.Module, effects: Sequence[Effect]) -> nn.Module:
+    """Take the hooks off that only look: a step of a copy is none of theirs."""
+    for effect in effects:
+        if isinstance(effect, Look):
+            getattr(twin.get_submodule(effect.path), effect.table).pop(effect.key)
+    return twin
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    # The CPU's allocator raises a plain RuntimeError.
+    texts = ("allocate memory", "out of memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(t in str(error) for t in texts)
+
+
+def peak_of(eager: StepResult | None, problem: Problem) -> int:
+    """Return what a fraction as budget refers to: measured where eager fits, else simulated."""
+    if eager is not None:
+        return eager.peak_bytes
+    return simulate(problem, no_recomputation(problem)).peak_bytes
+
+
+def self_test(
+    planned: Planned, model: nn.Module, sample: Sample, eager: StepResult | None
+) -> tuple[StepResult, str]:
+    """Run one planned step and compare it with the eager one, if any."""
+    if planned.network.compiled is not None:
+        return _test_of_compiled(planned, model, sample, eager)
+    name = type(model).__name__
+
+    def run_ours(keep: Keep) -> StepResult:
+        return _planned_step(planned, model, sample, keep)
+
+    def run_eager() -> StepResult:
+        twin = without_looks(twin_of(model).module, planned.effects)
+        return run_step(twin, twin, _own_copies(sample, planned.effects))
+
+    if why_bits_may_differ():  # the search for algorithms takes memory, at a first run only
+        run_ours("nothing")
+    ours = run_ours("nothing" if eager is None else "fingerprints")
+    if eager is None:
+        return ours, "the eager step does not fit, so that nothing was compared"
+    wrong = differences(eager, ours)
+    if not wrong:
+        return ours, ""
+    if not eager.stream.equals(ours.stream):
+        refuse(wrong, name)
+    found = agree(run_eager, lambda: run_ours("values"), name, first_unsteady(planned.network))
+    _log.warning("%s: %s", name, found)
+    return ours, found
+
+
+def _planned_step(planned: Planned, model: nn.Module, sample: Sample, keep: Keep) -> StepResult:
+    twin = twin_of(model).module
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leaves = tuple(flatten((args, kwargs))[0])
+        basic = planned.network.graph.dataflow.basic
+        return planned.run(twin, external_values(basic, twin, leaves), leaves, looks=False)
+
+    return run_step(call, twin, _own_copies(sample, planned.effects), keep=keep)
+
+
+def _test_of_compiled(
+    planned: Planned, model: nn.Module, sample: Sample, eager: StepResult | None
+) -> tuple[StepResult, str]:
+    """Hold a planned step to the bits of the same pieces without budget, and to eager's values."""
+    name, network = type(model).__name__, planned.network
+    ours = _planned_step(planned, model, sample, "nothing" if eager is None else "fingerprints")
+    if eager is None:
+        return ours, "the eager step does not fit, so that nothing was compared"
+    if planned.executor.planned.program.runs_again:
+        free = replace(planned, executor=Executor(unplanned_executable(network)))
+        again = _planned_step(free, model, sample, "fingerprints")
+        refuse(
+            differences(again, ours),
+            name,
+            "These are the bits of its compiled pieces without recomputation",
+        )
+    found = compare_rounded(
+        eager,
+        _planned_step(planned, model, sample, "values"),
+        name,
+        coarsest_type(network.graph.dataflow.infos.values()),
+    )
+    _log.info("%s: %s", name, found)
+    return ours, found
+
+
+def refuse_wrong_prediction(planned: Planned, model: nn.Module, ours: StepResult) -> None:
+    """On a CPU nothing may be over the budget: there are no blocks, and sizes were predicted."""
+    device = device_of(planned.signature.device)
+    if device.block_bytes(1) == 1:
+        refuse_over_budget(planned, model)
+    predicted = simulate(planned.network.asked, planned.plan.steps).peak_bytes
+    if ours.peak_bytes > predicted:
+        _log.warning(
+            "%s asked for %d bytes at its peak, and %d were predicted",
+            type(model).__name__,
+            ours.peak_bytes,
+            predicted,
+        )
+
+
+def refuse_over_budget(planned: Planned, model: nn.Module) -> None:
+    raise SelfTestError(
+        f"the planned {type(model).__name__} peaked at {planned.measured_peak_bytes} bytes with a "
+        f"budget of {planned.budget_bytes} and a prediction of {planned.plan.peak_bytes}. Please "
+        "report it; a smaller budget works around it."
+    )
