@@ -1,0 +1,44 @@
+"""The command line: estimate, plan, show, report, compare.
+
+Gets words; prints text, or one JSON object with `--json`, and gives an exit code. Read arguments.py
+(what there is to say), factories.py (`module:factory` names), actions.py (what each one does).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rkgb import RkgbError
+from rockmate.command.actions import print_result
+from rockmate.command.arguments import parser
+from rockmate.command.factories import FactoryError
+from rockmate.errors import RockmateError
+
+__all__ = ["main"]
+
+# Exit codes; argparse gives 2 for words that it does not know.
+_REFUSED, _INTERRUPTED = 1, 130
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 1 for a refusal, 2 for unknown words.
+
+    Example:
+        $ python -m rockmate estimate models:gpt2 --json
+    """
+    chosen = parser().parse_args(words)
+    try:
+        print_result(chosen)
+    except (RockmateError, RkgbError, FactoryError, OSError) as error:
+        _say(f"rockmate: {error}")
+        return _REFUSED
+    except KeyboardInterrupt:
+        _say("rockmate: interrupted")
+        return _INTERRUPTED
+    return 0
+
+
+def _say(text: str) -> None:
+    encoding = sys.stderr.encoding or "utf-8"
+    sys.stderr.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")

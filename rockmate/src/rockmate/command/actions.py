@@ -1,0 +1,144 @@
+"""What each command does: returns text for people, and the same as data."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rockmate.command.factories import made_by
+from rockmate.errors import RockmateError
+from rockmate.estimate import estimate
+from rockmate.files.differences import of_inputs, of_mappings, of_problems
+from rockmate.files.plan_file import PlanFile, SavedPlan
+from rockmate.module import Rockmate
+from rockmate.reports.plan_report import PlanReport
+from rockmate.schedules.report import format_bytes
+from rockmate.schedules.simulate import recompute_counts
+
+Result = tuple[str, dict[str, Any]]
+
+
+def print_result(chosen: argparse.Namespace) -> None:
+    """Run the chosen command, and print what it found."""
+    text, data = ACTIONS[chosen.command](chosen)
+    print(json.dumps(data, indent=1) if chosen.json else text)
+
+
+def _estimate(chosen: argparse.Namespace) -> Result:
+    model, sample = made_by(chosen.factory, meta=chosen.meta)
+    found = estimate(
+        model,
+        sample,
+        optimizer=chosen.optimizer,
+        device=chosen.device,
+        points=chosen.points,
+    )
+    return ("" if chosen.json else str(found)), found.to_dict()
+
+
+def _plan(chosen: argparse.Namespace) -> Result:
+    model, sample = made_by(chosen.factory)
+    budget = int(chosen.budget) if chosen.budget.isdigit() else chosen.budget
+    rk = Rockmate(model, sample, budget, effort=chosen.effort, cost=chosen.cost)
+    text = str(rk.plan)
+    if chosen.out:
+        rk.save_plan(chosen.out)
+        text += f"\nwritten to {chosen.out}"
+    data = _data(rk.plan_file().plans[0])
+    return text, {**data, "file": chosen.out}
+
+
+def _show(chosen: argparse.Namespace) -> Result:
+    file = PlanFile.load(chosen.file)
+    head = [f"{file.model}, planned with:", *(f"  {k}: {v}" for k, v in _short(file).items())]
+    parts = [f"inputs: {', '.join(saved.inputs)}\n{_report_of(saved)}" for saved in file.plans]
+    data = {
+        "model": file.model,
+        "made_with": dict(file.made_with),
+        "plans": [_data(saved) for saved in file.plans],
+    }
+    return "\n\n".join(["\n".join(head), *parts]), data
+
+
+def _report(chosen: argparse.Namespace) -> Result:
+    saved = PlanFile.load(chosen.file).plans[0]
+    html = getattr(_report_of(saved), "html", None)
+    if html is None:
+        raise RockmateError("this installation has no pages about plans; print one with `show`")
+    html(chosen.out)
+    size = Path(chosen.out).stat().st_size
+    return f"written to {chosen.out} ({format_bytes(size)})", {"file": chosen.out, "bytes": size}
+
+
+def _report_of(saved: SavedPlan) -> PlanReport:
+    return PlanReport(saved.problem, saved.plan, "", saved.pieces)
+
+
+def _compare(chosen: argparse.Namespace) -> Result:
+    files = [PlanFile.load(path) for path in (chosen.first, chosen.second)]
+    first, second = (file.plans[0] for file in files)
+    texts = of_mappings(files[0].made_with, files[1].made_with)
+    texts += of_inputs(first.inputs, second.inputs)
+    problems = of_problems(first.problem, second.problem)
+    found = [
+        text.replace("in the file", "in the first").replace(" here", " in the second")
+        for text in texts + problems
+    ]
+    rows = [
+        ("budget", *(format_bytes(saved.plan.budget_bytes) for saved in (first, second))),
+        ("predicted peak", *(format_bytes(saved.plan.peak_bytes) for saved in (first, second))),
+        ("overhead", *(f"{100 * saved.plan.overhead:.2f} %" for saved in (first, second))),
+        ("planner", first.plan.planner, second.plan.planner),
+    ]
+    lines = [f"{name:<18}{a:>24}{b:>24}" for name, a, b in rows]
+    if not problems:
+        moved = _moved(first, second)
+        found += [f"recomputed otherwise: {len(moved)} operations"] if moved else []
+        found += [f"  {text}" for text in moved[:20]]
+        if len(moved) > 20:
+            found.append("  and more")
+    data = {"first": _data(first), "second": _data(second), "differences": found}
+    return "\n".join([*lines, *(found or ["the same plan"])]), data
+
+
+def _moved(first: SavedPlan, second: SavedPlan) -> list[str]:
+    """Say which operations run again another number of times in the second plan."""
+    counts = [recompute_counts(saved.problem, saved.plan.steps) for saved in (first, second)]
+    return [
+        f"{node.op or node.name} of {node.module_path or '(root)'}: {a} times, then {b}"
+        for node, a, b in zip(first.problem.nodes, *counts, strict=True)
+        if a != b
+    ]
+
+
+def _data(saved: SavedPlan) -> dict[str, Any]:
+    plan = saved.plan
+    return {
+        "inputs": list(saved.inputs),
+        "budget_bytes": saved.budget_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "measured_peak_bytes": saved.measured_peak_bytes,
+        "eager_peak_bytes": saved.eager_peak_bytes,
+        "step_ms": plan.time_ms,
+        "overhead": plan.overhead,
+        "gap": plan.gap,
+        "planner": plan.planner,
+        "operations": len(saved.problem.nodes),
+        "opaque": [piece.path for piece in saved.pieces],
+    }
+
+
+def _short(file: PlanFile) -> dict[str, str]:
+    return {name: file.made_with[name] for name in list(file.made_with)[:4]}
+
+
+ACTIONS: Mapping[str, Callable[[argparse.Namespace], Result]] = {
+    "estimate": _estimate,
+    "plan": _plan,
+    "show": _show,
+    "report": _report,
+    "compare": _compare,
+}

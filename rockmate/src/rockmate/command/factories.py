@@ -1,0 +1,51 @@
+"""`module:factory` names: the user's own function that returns a model and a sample."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate.errors import RockmateError
+
+
+class FactoryError(RockmateError, ValueError):
+    """A name leads to no function that returns a model and a sample."""
+
+
+def made_by(name: str, *, meta: bool = False) -> tuple[nn.Module, Any]:
+    """Return the model and the sample that a factory makes; with `meta`, without memory.
+
+    Raises:
+        FactoryError: there is no such module or function, it fails, or returns something else.
+    """
+    module_name, colon, path = name.partition(":")
+    if not colon or not module_name or not path:
+        raise FactoryError(f"{name!r} is no name of a factory: write module:factory")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` has it
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise FactoryError(f"cannot import {name!r}: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise FactoryError(f"{name!r} is a {type(found).__name__}, and no function")
+    try:
+        with torch.device("meta") if meta else contextlib.nullcontext():
+            made = found()
+    except Exception as error:
+        raise FactoryError(f"{name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
+        raise FactoryError(f"{name} returned {_told(made)}; return a tuple (model, sample)")
+    return made
+
+
+def _told(made: Any) -> str:
+    kind = type(made).__name__
+    return f"a {kind} of {len(made)}" if isinstance(made, (tuple, list)) else f"a {kind}"

@@ -1,0 +1,172 @@
+"""What a file of plans holds: for each planned call its problem, its steps, and what was measured.
+
+    {"rockmate_plans": 1, "checksum": "…", "content": {"model": …, "made_with": …, "plans": […]}}
+
+Sizes and structure of a network are recorded anew wherever a plan is used, and compared with the
+problem here; only times and workspaces of kernels are taken from the file. The checksum finds files
+that were cut or edited; it is no protection against somebody who means harm. Such a person can
+make a plan slower or its predicted peak too small, and nothing else: steps out of order are
+refused, and operations come from the recording.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from rockmate.errors import InvalidPlanError, PlanFileError
+from rockmate.files.rows import all_finite, from_row, parse, row_of
+from rockmate.problems.problem import Problem
+from rockmate.schedules.opaque_piece import OpaquePiece
+from rockmate.schedules.plan import Plan
+from rockmate.schedules.simulate import simulate
+
+FORMAT = 1  # raised when a file of an older version can no longer be read
+
+
+@dataclass(frozen=True, slots=True)
+class KindCost:
+    """What one call of one kind of operation takes."""
+
+    time_ms: float
+    flops: int
+    workspace_bytes: int
+
+    def __post_init__(self) -> None:
+        if not all_finite((self.time_ms, self.flops, self.workspace_bytes)):
+            raise ValueError(f"a cost below zero: {self}")
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """One planned call, ready to be used again.
+
+    `recording` is a digest of the recorded step: operations, shapes, and who reads what.
+    """
+
+    recording: str
+    inputs: tuple[str, ...]  # in words, for messages
+    problem: Problem
+    plan: Plan
+    costs: Mapping[str, KindCost]  # by digest of the kind of operation
+    unsteady: tuple[str, ...]  # kinds that gave other bits at a second call
+    spread: float
+    device_ms: float
+    host_ms: float
+    budget_bytes: int
+    blocks_bytes: int
+    eager_peak_bytes: int | None
+    measured_peak_bytes: int | None
+    comparison: str
+    pieces: tuple[OpaquePiece, ...] = ()
+
+    def __post_init__(self) -> None:
+        numbers = (self.spread, self.device_ms, self.host_ms, self.budget_bytes, self.blocks_bytes)
+        peaks = (self.eager_peak_bytes or 0, self.measured_peak_bytes or 0)
+        if not all_finite((*numbers, *peaks)):
+            raise ValueError("a time or a size below zero")
+        _check_plan(self.problem, self.plan)
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """Plans of one model, and what they were made with.
+
+    Example:
+        >>> rk.save_plan("gpt2.plan.json")
+        >>> PlanFile.load("gpt2.plan.json").plans[0].plan.overhead
+    """
+
+    model: str
+    made_with: Mapping[str, str]
+    plans: tuple[SavedPlan, ...]
+
+    def __post_init__(self) -> None:
+        if not self.plans:
+            raise ValueError("there is no plan in it")
+
+    def to_json(self) -> str:
+        """Return the file's text; `from_json` gives an equal object back."""
+        content = row_of(self)
+        head = {"rockmate_plans": FORMAT, "checksum": _checksum(content)}
+        return json.dumps({**head, "content": content}, indent=None, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> PlanFile:
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanFileError: the text is anything else.
+        """
+        data = parse(text)
+        if not isinstance(data, dict) or "rockmate_plans" not in data:
+            raise PlanFileError("expected a file that rk.save_plan wrote, found something else")
+        version = data["rockmate_plans"]
+        if type(version) is not int or version != FORMAT:
+            raise PlanFileError(
+                f"expected plans in format {FORMAT}, found format {str(version)[:40]}; save them "
+                "again with this version of rockmate"
+            )
+        if data.keys() != {"rockmate_plans", "checksum", "content"}:
+            raise PlanFileError("expected a checksum and a content beside the format")
+        try:
+            if data["checksum"] != _checksum(data["content"]):
+                raise PlanFileError(
+                    "the plan file was cut or changed since it was written: its checksum is not "
+                    "that of its content. Save the plan again"
+                )
+            return from_row(cls, data["content"], "content")
+        except RecursionError:
+            raise PlanFileError("the file is nested too deeply for a plan") from None
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> PlanFile:
+        """Read a file.
+
+        Raises:
+            PlanFileError: it cannot be read, or is no plan file.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanFileError(f"cannot read the plan file {str(path)!r}: {error}") from None
+        try:
+            return cls.from_json(text)
+        except PlanFileError as error:
+            raise PlanFileError(f"{str(path)!r}: {error}") from None
+
+
+def _check_plan(problem: Problem, plan: Plan) -> None:
+    """Hold a plan to what the simulator says of its steps.
+
+    Raises:
+        PlanFileError: the steps are out of order, over their budget, or not what the plan claims.
+    """
+    try:
+        plan.check(problem)
+    except InvalidPlanError as error:
+        raise PlanFileError(f"a plan that does not hold: {error}") from None
+    timeline = simulate(problem, plan.steps)
+    claims = (plan.peak_bytes, plan.overhead_ms, plan.base_time_ms)
+    found = (timeline.peak_bytes, timeline.overhead_ms, problem.base_time_ms)
+    if not all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(claims, found, strict=True)):
+        raise PlanFileError(
+            f"a plan that claims peak, overhead and base time {claims}, and has {found}"
+        )
+    if plan.bound_ms is not None and not 0 <= plan.bound_ms <= plan.time_ms * (1 + 1e-9):
+        raise PlanFileError(f"a bound of {plan.bound_ms} ms for a step of {plan.time_ms} ms")
+
+
+def _checksum(content: Any) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

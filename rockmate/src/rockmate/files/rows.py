@@ -1,0 +1,144 @@
+"""Frozen dataclasses as JSON, and strictly back: a wrong type anywhere is refused with its place.
+
+Reading makes only the data types that it is asked for, from numbers, text and lists. Nothing is
+looked up by a name that stands in the file, so a hostile file can be refused and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from rockmate.errors import PlanFileError
+from rockmate.schedules.steps import Step, steps_from_text, steps_to_text
+
+Row = TypeVar("Row")
+
+_MOST_CHARACTERS = 1 << 28
+_MOST = 1 << 62  # bytes, counts: what is above is no size of anything
+
+
+def parse(text: str) -> Any:
+    """Return what JSON text says, without numbers that are none.
+
+    Raises:
+        PlanFileError: it is no JSON, or too long.
+    """
+    if len(text) > _MOST_CHARACTERS:
+        raise PlanFileError(f"a text of {len(text)} characters is no plan file: it is too long")
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise PlanFileError(f"expected a plan file, found no JSON: {error}") from None
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+def row_of(value: Any) -> Any:
+    """Return a dataclass as what JSON can hold; steps become one line of text."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: row_of(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: row_of(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        if value and isinstance(value[0], Step):
+            return steps_to_text(value)
+        return [row_of(item) for item in value]
+    return value
+
+
+def from_row(kind: type[Row], row: Any, place: str) -> Row:
+    """Return the dataclass `kind` that a row describes; `place` names it in errors.
+
+    Raises:
+        PlanFileError: a field is missing, unknown, or of another type; or the values together
+            are refused by the dataclass itself.
+    """
+    if not isinstance(row, dict):
+        raise PlanFileError(f"{place}: expected fields, found {_told(row)}")
+    hints = _hints(cast(Any, kind))
+    if row.keys() != hints.keys():
+        wrong = ", ".join(sorted(map(str, row.keys() ^ hints.keys()))[:4])
+        raise PlanFileError(f"{place}: fields that are missing or unknown: {wrong[:200]}")
+    values = {name: _read(hints[name], row[name], f"{place}.{name}") for name in hints}
+    try:
+        return kind(**values)
+    except ValueError as error:
+        if isinstance(error, PlanFileError):
+            raise
+        raise PlanFileError(f"{place}: {error}") from None
+
+
+@functools.cache
+def _hints(kind: Any) -> Mapping[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _read(hint: Any, value: Any, place: str) -> Any:
+    origin, of = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return from_row(cast(Any, hint), value, place)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in of:
+            return None
+        (hint,) = (option for option in of if option is not type(None))
+        return _read(hint, value, place)
+    if origin is tuple and of[0] is Step:
+        return _steps(value, place)
+    if origin is tuple:
+        items = _typed(list, value, place)
+        return tuple(_read(of[0], item, f"{place}[{i}]") for i, item in enumerate(items))
+    if origin is not None and issubclass(origin, Mapping):
+        return {
+            key: _read(of[1], item, f"{place}.{key[:40]}")
+            for key, item in _typed(dict, value, place).items()
+        }
+    return _number_or_text(hint, value, place)
+
+
+def _number_or_text(hint: Any, value: Any, place: str) -> Any:
+    if hint is float:
+        if type(value) not in (int, float) or not abs(value) < _MOST:
+            raise PlanFileError(f"{place}: expected a number, found {_told(value)}")
+        return float(value)
+    value = _typed(hint, value, place)
+    if hint is int and abs(value) > _MOST:
+        raise PlanFileError(f"{place}: {_told(value)} is too large for a size")
+    return value
+
+
+def _steps(value: Any, place: str) -> tuple[Step, ...]:
+    try:
+        return steps_from_text(_typed(str, value, place))
+    except ValueError as error:
+        if isinstance(error, PlanFileError):
+            raise
+        raise PlanFileError(f"{place}: {str(error)[:200]}") from None
+
+
+def _typed(kind: Any, value: Any, place: str) -> Any:
+    if type(value) is not kind:  # a bool is an int elsewhere
+        raise PlanFileError(f"{place}: expected {kind.__name__}, found {_told(value)}")
+    return value
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _MOST:
+        return "a number of very many digits"
+    return f"{repr(value)[:60]}"
+
+
+def all_finite(values: Sequence[float]) -> bool:
+    """Whether none is infinite or no number, nor below zero."""
+    return all(math.isfinite(value) and value >= 0 for value in values)
