@@ -1,0 +1,171 @@
+"""`largest_batch`: how many samples a step can take in the memory that there is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate.errors import BudgetFormatError, InfeasibleBudgetError
+from rockmate.estimate.prediction import Estimate, usual_device
+from rockmate.estimate.sizes import check_optimizer, sizes_of
+from rockmate.planners import minimum_peak
+from rockmate.schedules.report import format_bytes
+from rockmate.settings import Budget, parse_budget
+
+_log = logging.getLogger("rockmate")
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The largest batches that fit into some memory; printing it says so in words.
+
+    `plain` is that of plain PyTorch (0: not even one), `batch` that of Rockmate, whose step takes
+    `overhead` more time than a plain one of that batch would, within `budget_bytes`.
+    """
+
+    memory_bytes: int
+    plain: int
+    batch: int
+    budget_bytes: int
+    overhead: float
+    estimate: Estimate  # of `batch`
+
+    def __str__(self) -> str:
+        return (
+            f"in {format_bytes(self.memory_bytes)}: {self.plain or 'no'} samples plain, "
+            f"{self.batch} with a budget of {format_bytes(self.budget_bytes)} for activations, "
+            f"at {100 * self.overhead:.1f} % more time"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every figure, for JSON."""
+        return {
+            "memory_bytes": self.memory_bytes,
+            "plain": self.plain,
+            "batch": self.batch,
+            "budget_bytes": self.budget_bytes,
+            "overhead": self.overhead,
+            "estimate": self.estimate.to_dict(),
+        }
+
+
+def largest_batch(
+    model: nn.Module,
+    make_sample: Callable[[int], Any],
+    memory: Budget,
+    *,
+    optimizer: str = "adamw",
+    device: torch.device | str | None = None,
+    at_most: int = 1 << 16,
+) -> LargestBatch:
+    """Return the largest batch whose training step fits into `memory`, and at what extra time.
+
+    Args:
+        model: the module, in train mode; it may be on the device `meta`.
+        make_sample: returns a sample of a given batch size, as `estimate` takes it; it may be
+            on `meta` as well.
+        memory: of the device, in bytes or as text such as `"24GB"`: parameters, gradients,
+            the optimizer's state, inputs and activations together.
+        optimizer: see `estimate`.
+        device: see `estimate`.
+        at_most: no larger batch is looked at.
+
+    Example:
+        >>> print(rockmate.largest_batch(model, lambda n: torch.randn(n, 3, 224, 224), "24GB"))
+
+    Raises:
+        InfeasibleBudgetError: not even one sample fits; `.minimum_bytes` is what it would take.
+        BudgetFormatError: the memory cannot be read, or is a fraction.
+    """
+    check_optimizer(optimizer)
+    memory_bytes, _ = parse_budget(memory)
+    if memory_bytes is None:
+        raise BudgetFormatError(f"memory {memory!r} is a fraction. Give bytes or text as '24GB'.")
+    search = _Search(model, make_sample, memory_bytes, optimizer, usual_device(device))
+    needed = min(search.needed_bytes(1), search.plain_bytes(1))
+    if needed > memory_bytes:
+        raise InfeasibleBudgetError(
+            f"not even one sample fits into {memory_bytes} bytes ({format_bytes(memory_bytes)}): "
+            f"it takes at least {needed} bytes ({format_bytes(needed)}), "
+            f"{search.at(1).sizes.resident_bytes} of them for parameters, gradients and the "
+            "optimizer's state. Use smaller parameters, another optimizer, or a smaller sample",
+            asked_bytes=memory_bytes,
+            minimum_bytes=needed,
+        )
+    plain = search.largest(search.plain_bytes, at_most)
+    batch = search.largest(search.needed_bytes, at_most, known=plain)
+    found = search.at(batch)
+    budget_bytes = memory_bytes - found.sizes.resident_bytes
+    overhead = 0.0 if batch == plain else found.at(budget_bytes).overhead
+    return LargestBatch(memory_bytes, plain, batch, budget_bytes, overhead, found)
+
+
+@dataclass
+class _Search:
+    model: nn.Module
+    make_sample: Callable[[int], Any]
+    memory_bytes: int
+    optimizer: str
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._estimates: dict[int, Estimate] = {}
+
+    def at(self, batch: int) -> Estimate:
+        """Return the estimate of a batch, recorded once."""
+        if batch not in self._estimates:
+            sample = self.make_sample(batch)
+            sizes = sizes_of(self.model, sample, None, optimizer=self.optimizer, device=self.device)
+            name = type(self.model).__name__
+            self._estimates[batch] = Estimate(sizes, name, self.optimizer, str(self.device), 4)
+            _log.debug("batch %d: %d bytes plain", batch, self.plain_bytes(batch))
+        return self._estimates[batch]
+
+    def plain_bytes(self, batch: int) -> int:
+        """Return what a plain step takes."""
+        return self.at(batch).total_bytes
+
+    def needed_bytes(self, batch: int) -> int:
+        """Return what a step of least memory takes; it need not be the least where that fits."""
+        found = self.at(batch)
+        room = max(0, self.memory_bytes - found.sizes.resident_bytes)
+        least = minimum_peak(found.problem, room)[1]
+        return found.sizes.resident_bytes + least
+
+    def largest(self, needed: Callable[[int], int], at_most: int, known: int = 0) -> int:
+        """Return the largest batch that needs no more than there is; `known` is one that does.
+
+        Memory grows with the batch, nearly as a line, so the next guess is where a line through
+        the last two meets what there is; what is returned has been recorded and fits, and one
+        more sample does not.
+        """
+        fits, fails = known, at_most + 1
+        guess = min(max(2 * known, 1), at_most)
+        while fits + 1 < fails:
+            guess = min(max(guess, fits + 1), fails - 1)
+            if needed(guess) <= self.memory_bytes:
+                fits = guess
+            else:
+                fails = guess
+            guess = self._next(needed, fits, fails)
+        return fits
+
+    def _next(self, needed: Callable[[int], int], fits: int, fails: int) -> int:
+        known = sorted(self._estimates)
+        if len(known) < 2:
+            return 2 * fits if fits else 1
+        low, high = known[0], min(fails, known[-1]) if fails in self._estimates else known[-1]
+        if low == high:
+            return (fits + fails) // 2
+        slope = (self.plain_bytes(high) - self.plain_bytes(low)) / (high - low)
+        ends = [b for b in (fits, fails) if b in self._estimates]
+        base = ends[-1]
+        if slope <= 0:
+            return (fits + fails) // 2
+        step = (self.memory_bytes - needed(base)) / slope
+        return base + int(step) if abs(step) >= 1 else base + (1 if base == fits else -1)

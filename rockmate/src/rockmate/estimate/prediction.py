@@ -1,0 +1,211 @@
+"""`estimate`: bytes of a training step, and what each budget would cost in time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate import planners
+from rockmate.estimate.sizes import Sizes, sizes_of
+from rockmate.problems.problem import Problem
+from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.report import format_bytes
+from rockmate.schedules.simulate import simulate
+from rockmate.settings import Budget, parse_budget
+
+# Above so many operations the curve is made by the fastest planner alone.
+_MOST_NODES = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A budget, and the extra time of the best plan found for it, as a share of a plain step."""
+
+    budget_bytes: int
+    overhead: float
+    bound: float | None = None  # no plan can have less
+
+    def __str__(self) -> str:
+        least = "" if self.bound is None else f" (no plan has less than {100 * self.bound:.1f} %)"
+        return f"{format_bytes(self.budget_bytes):>12}  {100 * self.overhead:6.1f} %{least}"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What training a model takes; printing it shows a table. All sizes in bytes.
+
+    `activations_bytes` is the peak of a plain step above what is resident; budgets are counted
+    the same way. Extra time is counted in FLOPs.
+    """
+
+    sizes: Sizes
+    model: str
+    optimizer: str
+    device: str
+    points: int
+
+    @property
+    def problem(self) -> Problem:
+        """What planners see of the step."""
+        return self.sizes.problem
+
+    @property
+    def parameters_bytes(self) -> int:
+        """Bytes of the parameters."""
+        return self.sizes.parameters_bytes
+
+    @property
+    def gradients_bytes(self) -> int:
+        """Bytes of the gradients of the parameters that require one."""
+        return self.sizes.gradients_bytes
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's state, in the type of the parameters."""
+        return self.sizes.optimizer_bytes
+
+    @property
+    def activations_bytes(self) -> int:
+        """Peak of a plain forward and backward, above what is resident."""
+        return self.sizes.plain_bytes
+
+    @cached_property
+    def _enough_bytes(self) -> int:
+        """The budget within which nothing is recomputed: what a plain step holds too long goes."""
+        return simulate(self.problem, no_recomputation(self.problem)).peak_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory that a plain training step takes in all."""
+        return self.sizes.resident_bytes + self.activations_bytes
+
+    @cached_property
+    def smallest_budget_bytes(self) -> int:
+        """The smallest budget that there is a plan for."""
+        return min(self._enough_bytes, planners.minimum_peak(self.problem)[1])
+
+    @cached_property
+    def curve(self) -> tuple[Point, ...]:
+        """Extra time over budget, from the budget that costs nothing down to the smallest."""
+        high, low = self._enough_bytes, self.smallest_budget_bytes
+        shares = [1 - (i + 1) / self.points for i in range(self.points)]
+        budgets = [low + round(share * (high - low)) for share in shares]
+        found = [Point(high, 0.0, 0.0)]
+        return (*found, *map(self.at, dict.fromkeys(b for b in budgets if b < high)))
+
+    def at(self, budget: Budget) -> Point:
+        """Return the extra time within a budget: bytes, text, or a fraction of a plain step's peak.
+
+        Raises:
+            InfeasibleBudgetError: no plan fits; `.minimum_bytes` is the smallest budget that does.
+        """
+        budget_bytes, fraction = parse_budget(budget)
+        if budget_bytes is None:
+            assert fraction is not None
+            budget_bytes = int(fraction * self.activations_bytes)
+        if budget_bytes >= self._enough_bytes:
+            return Point(budget_bytes, 0.0, 0.0)
+        fast = len(self.problem.nodes) > _MOST_NODES
+        plan = planners.plan(
+            self.problem, budget_bytes, planner="segments" if fast else "auto", effort="fast"
+        )
+        base = plan.base_time_ms
+        bound = None if plan.bound_ms is None or not base else max(0.0, plan.bound_ms / base - 1)
+        return Point(budget_bytes, plan.overhead, bound)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the figures take for granted, and where they may be off."""
+        found = ["extra time is counted in FLOPs; memory that libraries keep comes on top"]
+        if self.sizes.uncalled:
+            names = ", ".join(self.sizes.uncalled[:6])
+            found.append(
+                f"workspace of {names} is taken to be nothing: these are too large to be tried"
+            )
+        return tuple(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every figure, for JSON."""
+        return {
+            "model": self.model,
+            "device": self.device,
+            "optimizer": self.optimizer,
+            "parameters_bytes": self.parameters_bytes,
+            "gradients_bytes": self.gradients_bytes,
+            "optimizer_bytes": self.optimizer_bytes,
+            "buffers_bytes": self.sizes.buffers_bytes,
+            "inputs_bytes": self.sizes.inputs_bytes,
+            "activations_bytes": self.activations_bytes,
+            "total_bytes": self.total_bytes,
+            "smallest_budget_bytes": self.smallest_budget_bytes,
+            "curve": [
+                {"budget_bytes": p.budget_bytes, "overhead": p.overhead, "bound": p.bound}
+                for p in self.curve
+            ],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        rows = [
+            ("parameters", self.parameters_bytes),
+            ("gradients", self.gradients_bytes),
+            (f"state of {self.optimizer}", self.optimizer_bytes),
+            ("buffers and inputs", self.sizes.buffers_bytes + self.sizes.inputs_bytes),
+            ("activations of a plain step", self.activations_bytes),
+            ("all together", self.total_bytes),
+            ("smallest budget for activations", self.smallest_budget_bytes),
+        ]
+        lines = [f"{self.model} on {self.device}, {len(self.problem.nodes)} operations"]
+        lines += [f"  {name:<34}{format_bytes(size):>14}" for name, size in rows]
+        lines += ["  extra time over budget:", *(f"    {point}" for point in self.curve)]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def estimate(
+    model: nn.Module,
+    sample: Any,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    optimizer: str = "adamw",
+    device: torch.device | str | None = None,
+    points: int = 4,
+) -> Estimate:
+    """Return what training `model` on `sample` will take, without running anything.
+
+    Model and sample may be on the device `meta`, and need no memory then. One step is recorded by
+    sizes alone, as it would run on `device` (the first GPU, or else the CPU).
+
+    Args:
+        model: the module, in train mode.
+        sample: the first argument, a tuple of arguments, or a dict of keyword arguments.
+        kwargs: keyword arguments of the sample, beside positional ones.
+        optimizer: whose state is counted: "adamw", "sgd", "sgd-momentum", "lion", "none", …
+        device: where the step is to run; it must exist here.
+        points: how many budgets the curve shows below a plain step's peak.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = LlamaForCausalLM(config)
+        ...     tokens = torch.zeros(1, 2048, dtype=torch.long)
+        >>> print(rockmate.estimate(model, {"input_ids": tokens, "labels": tokens}))
+
+    Raises:
+        rkgb.DataDependentError: the forward looks at values, which are not there.
+        rkgb.TraceError: the step cannot be recorded.
+        UnknownChoiceError: the optimizer is not known.
+    """
+    where = usual_device(device)
+    sizes = sizes_of(model, sample, kwargs, optimizer=optimizer, device=where)
+    return Estimate(sizes, type(model).__name__, optimizer, str(where), max(1, points))
+
+
+def usual_device(device: torch.device | str | None) -> torch.device:
+    """Return the device that a step is to run on: the one asked for, the first GPU, or the CPU."""
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,133 @@
+"""One step recorded without content: what it holds, and the problem that it makes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkgb.engine import (
+    PLANNED_PASSES,
+    B_to_D,
+    D_to_S,
+    bind_inputs,
+    flatten,
+    foresee,
+    node_facts,
+    operations,
+    plain_peak_bytes,
+    record_sizes,
+    runnable,
+)
+from rockmate.errors import UnknownChoiceError, UnsupportedModuleError
+from rockmate.problems.problem import Problem
+from rockmate.runtime.network_problem import problem_of
+from rockmate.runtime.plain import plain
+
+# Tensors of the size of each parameter that an optimizer keeps.
+OPTIMIZERS = {
+    "none": 0,
+    "sgd": 0,
+    "sgd-momentum": 1,
+    "lion": 1,
+    "rmsprop": 1,
+    "adagrad": 1,
+    "adam": 2,
+    "adamw": 2,
+    "nadam": 2,
+    "adamw-amsgrad": 3,
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes that training holds between steps, and the problem of one step above them."""
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    buffers_bytes: int
+    inputs_bytes: int
+    plain_bytes: int  # peak of a plain step above what is resident
+    problem: Problem  # times are FLOPs, in units of 10^9
+    uncalled: tuple[str, ...]  # operations whose workspace is not known
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is there whatever the budget."""
+        return (
+            self.parameters_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.buffers_bytes
+            + self.inputs_bytes
+        )
+
+
+def check_optimizer(name: str) -> None:
+    """Refuse a name that no optimizer has here.
+
+    Raises:
+        UnknownChoiceError: it names those that are known.
+    """
+    if name not in tuple(OPTIMIZERS):
+        raise UnknownChoiceError("optimizer", name, OPTIMIZERS)
+
+
+def sizes_of(
+    model: nn.Module,
+    sample: Any,
+    kwargs: Mapping[str, Any] | None,
+    *,
+    optimizer: str,
+    device: torch.device,
+) -> Sizes:
+    """Return what training `model` on `sample` holds on `device`.
+
+    Raises:
+        UnknownChoiceError: the optimizer is not known.
+        UnsupportedModuleError: nothing requires a gradient.
+        rkgb.TraceError: the step cannot be recorded without content; it says why and where.
+    """
+    check_optimizer(optimizer)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UnsupportedModuleError(
+            f"no parameter of {type(model).__name__} requires a gradient, so there is no training "
+            "to estimate. Set requires_grad."
+        )
+    with plain():
+        step = record_sizes(model, sample, kwargs, device)
+    graph = runnable(D_to_S(B_to_D(step.basic), passes=PLANNED_PASSES)).graph
+    foreseen = foresee(graph.dataflow.basic, operations(graph))
+    problem = problem_of(graph, node_facts(graph, foreseen.costs), step.external)
+    plain_bytes = plain_peak_bytes(step.basic, step.held_bytes, foreseen.costs, step.external)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients_bytes = _bytes(trained)
+    leaves = flatten(bind_inputs(sample, kwargs))[0]
+    return Sizes(
+        parameters_bytes=_bytes(model.parameters()),
+        gradients_bytes=gradients_bytes,
+        optimizer_bytes=OPTIMIZERS[optimizer] * gradients_bytes,
+        buffers_bytes=_bytes(model.buffers()),
+        inputs_bytes=_bytes(leaf for leaf in leaves if isinstance(leaf, Tensor)),
+        plain_bytes=plain_bytes,
+        problem=problem,
+        uncalled=foreseen.uncalled,
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of some tensors, each storage once."""
+    found: dict[Any, int] = {}
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        key: Any = id(tensor)
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+        found[key] = size
+    return sum(found.values())
