@@ -1,0 +1,274 @@
+"""One self-contained page that shows a plan: no script, no font, no file beside it."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rockmate.problems.problem import Problem
+from rockmate.reports.charts import Chart, byte_unit, thinned
+from rockmate.reports.curve import CurvePoint
+from rockmate.reports.modules import ModuleRow, module_rows, phases
+from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.plan import Plan
+from rockmate.schedules.report import certificate, format_bytes, format_ms, round_up
+from rockmate.schedules.simulate import simulate
+
+_MOST_ROWS = 60
+_KINDS = ("forward", "recomputation", "backward")
+STYLE = """
+.rockmate{--ink:#1b1f24;--soft:#667;--line:#d8dce2;--paper:#fff;--card:#f5f7fa;--forward:#3b7dd8;
+--recomputation:#e08a1e;--backward:#3a9d78;--budget:#c22f3d;--plain:#8a8fa0;
+font:16px/1.45 system-ui,sans-serif;color:var(--ink);background:var(--paper)}
+@media(max-width:480px){.rockmate table{font-size:.8rem}}
+@media(prefers-color-scheme:dark){.rockmate{--ink:#e8eaee;--soft:#a3a9b5;--line:#3a404b;
+--paper:#14171c;--card:#1e232b;--budget:#ff6b78}}
+.rockmate main{max-width:1040px;margin:0 auto;padding:12px}
+.rockmate h1{font-size:1.35rem;margin:.4em 0;overflow-wrap:anywhere}
+.rockmate h2{font-size:1.05rem;margin:0 0 .4em}
+.rockmate p{margin:.3em 0;color:var(--soft);font-size:.9rem}
+.rockmate .facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:8px}
+.rockmate .fact,.rockmate section{background:var(--card);border-radius:8px;padding:10px 12px}
+.rockmate .fact b{display:block;font-size:1.15rem}
+.rockmate .fact span{color:var(--soft);font-size:.8rem}
+.rockmate .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(340px,100%),1fr));
+gap:10px;margin:10px 0}
+.rockmate section{margin:10px 0;min-width:0}.rockmate .charts section{margin:0}
+.rockmate svg{width:100%;height:auto;display:block}
+.rockmate svg text{font:11px system-ui,sans-serif;fill:var(--soft)}
+.rockmate svg polyline{fill:none;stroke-width:2}.rockmate svg .grid{stroke:var(--line)}
+.rockmate svg path.forward{fill:var(--forward)}.rockmate svg path.backward{fill:var(--backward)}
+.rockmate svg path.recomputation{fill:var(--recomputation)}
+.rockmate svg polyline.budget{stroke:var(--budget);stroke-dasharray:6 3}
+.rockmate svg text.budget{fill:var(--budget)}
+.rockmate svg polyline.plain{stroke:var(--plain);stroke-width:1.5}
+.rockmate svg polyline.plans{stroke:var(--forward)}
+.rockmate svg polyline.bound{stroke:var(--plain);stroke-dasharray:3 3}
+.rockmate svg circle.budget{fill:var(--budget)}
+.rockmate .key{white-space:nowrap;margin-right:.6em}
+.rockmate .key i{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.3em}
+.rockmate .scroll{overflow-x:auto}
+.rockmate table{border-collapse:collapse;width:100%;font-size:.88rem}
+.rockmate th,.rockmate td{text-align:right;padding:3px 6px;border-top:1px solid var(--line);
+white-space:nowrap}
+.rockmate th:first-child,.rockmate td:first-child{text-align:left;white-space:normal;
+overflow-wrap:anywhere;min-width:90px}
+.rockmate .texts td:last-child{text-align:left;white-space:normal}
+.rockmate .bar{position:relative;min-width:70px;margin:.25em 0;height:.8em;background:var(--line);
+border-radius:3px;overflow:hidden}
+.rockmate .bar i{position:absolute;inset:0 auto 0 0;background:var(--forward)}
+"""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a planned module beside its problem and plan."""
+
+    name: str = "the module"
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of planning, by phase
+    measured_peak_bytes: int | None = None
+    pieces: Sequence[tuple[str, str]] = ()  # paths that run whole, and what is known of them
+
+
+def page(problem: Problem, plan: Plan, facts: Facts, curve: Sequence[CurvePoint]) -> str:
+    """Return a whole HTML document."""
+    title = html.escape(f"{facts.name} within {format_bytes(plan.budget_bytes)}")
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{title}</title><style>body{{margin:0}}{STYLE}</style></head>"
+        f'<body class="rockmate"><main><h1>{title}</h1>'
+        + "".join(_parts(problem, plan, facts, curve))
+        + "</main></body></html>\n"
+    )
+
+
+def snippet(problem: Problem, plan: Plan, facts: Facts) -> str:
+    """Return what a notebook shows: the figures and memory over the step."""
+    return (
+        f'<style>{STYLE}</style><div class="rockmate"><main>{_facts(problem, plan, facts)}'
+        f'<div class="charts">{memory_section(problem, plan)}</div></main></div>'
+    )
+
+
+def _parts(
+    problem: Problem, plan: Plan, facts: Facts, curve: Sequence[CurvePoint]
+) -> Iterator[str]:
+    yield _facts(problem, plan, facts)
+    yield f'<div class="charts">{memory_section(problem, plan)}{_curve_section(plan, curve)}</div>'
+    yield _modules_section(module_rows(problem, plan.steps))
+    if facts.pieces:
+        rows = [
+            [html.escape(path or "(the module itself)"), html.escape(text)]
+            for path, text in facts.pieces
+        ]
+        yield _section(
+            "Opaque pieces",
+            "Submodules that could not be recorded and run whole, as torch.utils.checkpoint "
+            "would; sizes and times are those of the sample.",
+            _table(["module", "what was found"], rows, "texts"),
+        )
+    yield _planning_section(plan, facts.seconds)
+
+
+def _facts(problem: Problem, plan: Plan, facts: Facts) -> str:
+    everything = simulate(problem, no_recomputation(problem)).peak_bytes
+    measured = facts.measured_peak_bytes
+    shown = [
+        (format_bytes(plan.budget_bytes), "budget"),
+        (format_bytes(plan.peak_bytes), "predicted peak"),
+        (format_bytes(measured) if measured is not None else "not run", "peak of the self-test"),
+        (format_bytes(everything), "peak without recomputation"),
+        (f"{100 * plan.overhead:.2f} %", "extra time"),
+        (_distance(plan), "above the optimum"),
+        (format_ms(plan.time_ms), "predicted step"),
+    ]
+    cells = (f'<div class="fact"><b>{html.escape(a)}</b><span>{b}</span></div>' for a, b in shown)
+    return f'<div class="facts">{"".join(cells)}</div>'
+
+
+def _distance(plan: Plan) -> str:
+    if plan.gap is None:
+        return "not known"
+    return "0 %, proven" if plan.status == "optimal" else f"≤ {round_up(100 * plan.gap)} %"
+
+
+def memory_section(problem: Problem, plan: Plan) -> str:
+    """Return memory over the step as a section, against the budget."""
+    timeline = simulate(problem, plan.steps)
+    plain = simulate(problem, no_recomputation(problem))
+    columns: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in _KINDS}
+    now = 0.0
+    for (kind, ms), peak in zip(phases(problem, plan.steps), timeline.peak_during, strict=True):
+        columns[kind].append((now, now + ms, float(peak)))
+        now += ms
+    # The plain step on the same clock: it ends earlier.
+    line, then = [], 0.0
+    steps = no_recomputation(problem)
+    for (_, ms), peak in zip(phases(problem, steps), plain.peak_during, strict=True):
+        line += [(then, float(peak)), (then + ms, float(peak))]
+        then += ms
+    top = 1.12 * max(plan.budget_bytes, timeline.peak_bytes, plain.peak_bytes)
+    chart = Chart(
+        *("memory over one step", now, top),
+        *(lambda ms: f"{ms:g} ms", _short_bytes, "time in the step"),
+        y_unit=byte_unit(top),
+    )
+    for kind in _KINDS:
+        chart.bars(thinned(columns[kind], now), kind)
+    chart.line(_thin_line(line, now), "plain")
+    chart.level(float(plan.budget_bytes), "budget", f"budget {format_bytes(plan.budget_bytes)}")
+    colours = "".join(_key(kind, kind) for kind in _KINDS)
+    return _section(
+        "Memory over the step",
+        colours + _key("plain", "without recomputation"),
+        chart.svg(),
+    )
+
+
+def _curve_section(plan: Plan, curve: Sequence[CurvePoint]) -> str:
+    if not curve:
+        return ""
+    most = max(100 * plan.overhead, *(100 * p.overhead for p in curve), 1.0)
+    ends = [*(float(p.budget_bytes) for p in curve), float(plan.budget_bytes)]
+    chart = Chart(
+        *("extra time over budget", max(ends), 1.12 * most, _short_bytes),
+        *(lambda value: f"{value:g} %", "budget"),
+        x_from=min(ends),
+        x_unit=byte_unit(max(ends)),
+    )
+    chart.line([(p.budget_bytes, 100 * p.overhead) for p in curve], "plans")
+    chart.line([(p.budget_bytes, 100 * p.bound) for p in curve], "bound")
+    chart.dot(
+        (plan.budget_bytes, 100 * plan.overhead),
+        "budget",
+        f"this plan: {100 * plan.overhead:.1f} %",
+    )
+    return _section(
+        "Extra time over budget",
+        _key("forward", "plans of quick planners") + _key("plain", "no schedule can be below"),
+        chart.svg(),
+    )
+
+
+def _modules_section(rows: Sequence[ModuleRow]) -> str:
+    shown = []
+    for row in rows[:_MOST_ROWS]:
+        share = row.kept_bytes / row.plain_bytes if row.plain_bytes else 0.0
+        shown.append(
+            [
+                html.escape(row.where or "(top)"),
+                _bar(share)
+                + f"{_short_bytes(row.kept_bytes)}<br>of {_short_bytes(row.plain_bytes)}",
+                f"×{row.runs}<br>{format_ms(row.recompute_ms)}" if row.runs else "",
+            ]
+        )
+    rest = len(rows) - len(shown)
+    text = "From forward to backward, most first; equal layers are one row."
+    return _section(
+        "Kept and recomputed by module",
+        text + (f" {rest} smaller rows are left out." if rest > 0 else ""),
+        _table(["module", "kept", "run again"], shown),
+    )
+
+
+def _planning_section(plan: Plan, seconds: Mapping[str, float]) -> str:
+    total = sum(seconds.values())
+    rows = [
+        [
+            html.escape(name.replace("_", " ")),
+            _bar(spent / total if total else 0.0),
+            f"{spent:.2f} s",
+        ]
+        for name, spent in seconds.items()
+    ]
+    tried = [
+        [
+            html.escape(trial.planner),
+            "-" if trial.overhead_ms is None or not plan.base_time_ms
+            else f"{100 * trial.overhead_ms / plan.base_time_ms:.2f} %",
+            "-" if trial.peak_bytes is None else format_bytes(trial.peak_bytes),
+            f"{trial.seconds:.2f} s",
+        ]
+        for trial in plan.tried
+    ]  # fmt: skip
+    parts = _table(["phase", "", "seconds"], rows) if rows else ""
+    if tried:
+        parts += "<p>Planners that were tried:</p>"
+        parts += _table(["planner", "extra time", "peak", "seconds"], tried)
+    return _section(
+        "Planning by phase",
+        f"Chosen: {html.escape(plan.planner)}; distance from the optimum: {certificate(plan)}.",
+        parts,
+    )
+
+
+def _bar(share: float) -> str:
+    return f'<div class="bar"><i style="width:{100 * min(1.0, share):.0f}%"></i></div>'
+
+
+def _key(colour: str, text: str) -> str:
+    return f'<span class="key"><i style="background:var(--{colour})"></i>{text}</span> '
+
+
+def _section(title: str, text: str, body: str) -> str:
+    return f"<section><h2>{title}</h2><p>{text}</p>{body}</section>"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    top = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll {kind}"><table><tr>{top}</tr>{body}</table></div>'
+
+
+def _short_bytes(value: float) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if value >= unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value:.0f} B"
+
+
+def _thin_line(points: Sequence[tuple[float, float]], x_to: float) -> list[tuple[float, float]]:
+    columns = [(a, b, high) for (a, high), (b, _) in zip(points[::2], points[1::2], strict=True)]
+    return [p for a, b, high in thinned(columns, x_to) for p in ((a, high), (b, high))]

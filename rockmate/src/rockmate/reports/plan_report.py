@@ -1,0 +1,148 @@
+"""A plan together with the problem it solves: what `rk.plan` is, and prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rockmate.problems.problem import Problem
+from rockmate.schedules.opaque_piece import OpaquePiece
+from rockmate.schedules.plan import Plan
+
+if TYPE_CHECKING:
+    from rockmate.reports.page import Facts
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledPart:
+    """What of a plan is compiled, and what is not: node by node (module path, operations, why)."""
+
+    nodes: int
+    compiled: int
+    classes: int
+    compiled_now: int  # classes that no earlier plan of this process had
+    seconds: float  # of compiling, or of finding out that all is known
+    eager: tuple[tuple[str, str, str], ...]
+    agreement: str  # how near to eager the self-test found a step; '' without one
+
+    def __str__(self) -> str:
+        lines = [
+            f"compiled: {self.compiled} of {self.nodes} nodes, of {self.classes} kinds, "
+            f"{self.compiled_now} of them now, in {self.seconds:.1f} s"
+        ]
+        if self.agreement:
+            lines.append(f"  {self.agreement}")
+        kinds: dict[tuple[str, str], list[str]] = {}
+        for path, name, why in self.eager:
+            kinds.setdefault((name, why), []).append(path or "(root)")
+        for (name, why), paths in kinds.items():
+            more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+            lines.append(f"  eager: {name} in {paths[0]}{more}: {why}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The plan of a module; attributes are the plan's own."""
+
+    problem: Problem
+    plan: Plan
+    program: str = ""  # the generated program, for people
+    pieces: tuple[OpaquePiece, ...] = ()
+    name: str = "the module"  # of its class
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of planning, by phase
+    measured_peak_bytes: int | None = None
+    compiled: CompiledPart | None = None  # with compile=True
+
+    @property
+    def opaque(self) -> tuple[str, ...]:
+        """Paths of the submodules that are run whole, because they could not be recorded."""
+        return tuple(dict.fromkeys(piece.path for piece in self.pieces))
+
+    def source(self) -> str:
+        """Return the program that runs a step: Python, with module paths as comments."""
+        return self.program
+
+    @property
+    def overhead_percent(self) -> float:
+        """Planned recomputation, in percent of a step without any."""
+        return 100 * self.plan.overhead
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to one JSON file."""
+        self.plan.save(path)
+
+    def summary(self) -> str:
+        """Return one line: the peak (measured where it was), the budget, and the extra time.
+
+        Examples:
+            >>> print(rk.plan.summary())
+            peak 60.43 MiB within 60.61 MiB, without recomputation 121.22 MiB; 16.67 % more time
+        """
+        from rockmate.schedules.baselines import no_recomputation
+        from rockmate.schedules.report import format_bytes
+        from rockmate.schedules.simulate import simulate
+
+        peak = (
+            self.plan.peak_bytes if self.measured_peak_bytes is None else self.measured_peak_bytes
+        )
+        everything = simulate(self.problem, no_recomputation(self.problem)).peak_bytes
+        return (
+            f"peak {format_bytes(peak)} within {format_bytes(self.plan.budget_bytes)}, without "
+            f"recomputation {format_bytes(everything)}; {self.overhead_percent:.2f} % more time"
+        )
+
+    def html(self, path: str | Path, *, points: int = 7) -> Path:
+        """Write one self-contained page about the plan, and return its path.
+
+        Memory over the step against the budget, what is kept and recomputed by module, extra time
+        over budget (at `points` budgets, about half a second each for 150 nodes; 0 leaves it out)
+        with the bound below it, planning by phase, and submodules that run whole.
+
+        Examples:
+            >>> rk.plan.html("plan.html")
+        """
+        from rockmate.reports.curve import overhead_curve
+        from rockmate.reports.page import page
+
+        curve = overhead_curve(self.problem, self.plan, points=points) if points else []
+        path = Path(path)
+        text = page(self.problem, self.plan, self._facts(), curve)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def plot(self) -> Any:
+        """Return a figure of matplotlib (an extra: `rockmate[plot]`): memory over the step.
+
+        Examples:
+            >>> rk.plan.plot().savefig("plan.png")
+        """
+        from rockmate.reports.figure import memory_figure
+
+        return memory_figure(self.problem, self.plan)
+
+    def _repr_html_(self) -> str:
+        from rockmate.reports.page import snippet
+
+        return snippet(self.problem, self.plan, self._facts())
+
+    def _facts(self) -> Facts:
+        from rockmate.reports.page import Facts
+
+        pieces = tuple((piece.path, str(piece)) for piece in self.pieces)
+        return Facts(self.name, self.seconds, self.measured_peak_bytes, pieces)
+
+    def __getattr__(self, name: str) -> Any:
+        # A copy asks for special methods before it has a plan, and the plan's would not fit here.
+        if name.startswith("__") or "plan" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.plan, name)
+
+    def __str__(self) -> str:
+        from rockmate.schedules.report import format_plan
+
+        text = format_plan(self.problem, self.plan)
+        compiled = [] if self.compiled is None else [str(self.compiled)]
+        return "\n".join([text, *map(str, self.pieces), *compiled])
