@@ -1,0 +1,207 @@
+"""The door: plan every block of a model in place, within one budget for the whole step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from rkgb import RkgbError
+from rkgb.engine import bind_inputs
+from rockmate.blockwise.blocks import AUTO, find_blocks
+from rockmate.blockwise.planning import Chosen, Planner
+from rockmate.blockwise.rehearsal import Call
+from rockmate.blockwise.report import BlockRow, BlocksPlan
+from rockmate.blockwise.team import Team
+from rockmate.errors import RockmateError, UnsupportedModuleError
+from rockmate.module import Rockmate, dressed, plain_view, remove
+from rockmate.pipeline import plan_module
+from rockmate.runtime.module_state import without_hooks
+from rockmate.runtime.plain import plain
+from rockmate.runtime.sharded import own_class
+from rockmate.settings import Budget, Settings, check_choices, parse_budget
+
+
+def apply_to_blocks(
+    model: nn.Module,
+    sample: Any,
+    budget: Budget,
+    *,
+    blocks: str | Sequence[str] = AUTO,
+    in_flight: int = 1,
+    kwargs: Mapping[str, Any] | None = None,
+    effort: str | float = "fast",
+    cost: Literal["measured", "flops"] = "measured",
+    backend: str = "cp-sat",
+    reserve: int = 0,
+    self_test: bool = True,
+    compare: bool = True,
+    process_group: Any = None,
+) -> BlocksPlan:
+    """Plan the blocks of `model` in place, each for itself, all within one budget.
+
+    A block keeps what its option says from its forward to its backward, and recomputes the rest
+    in its own backward. So whatever works on modules works as without: hooks on blocks and on the
+    modules around them, `fully_shard` on every layer (before or after), stages of a pipeline. The
+    options are chosen together, for the least extra time within the budget, which bounds the whole
+    step of `model` as that of `Rockmate` does; parameters and gradients that FSDP gathers for a
+    while are counted too. What runs between the blocks runs as it is.
+
+    The whole step is run some times while planning, in all processes that share the model, and
+    nothing stays of it. `remove(model)` takes the plans off.
+
+    Args:
+        model: the module, in train mode. It may be sharded by `fully_shard`, on every block.
+        sample: as for `Rockmate`; all processes give samples of one kind.
+        budget: as for `Rockmate`; a fraction is one of the peak where every block keeps everything.
+        blocks: "auto" for the outermost layers that repeat in a list or sequence, or a list of
+            paths and names of classes. Each is called once in a step.
+        in_flight: forwards that run before the backward of the first of them, as in pipelines
+            (GPipe: all micro-batches; 1F1B: the stages from this one on). All count.
+        kwargs, effort, cost, backend, reserve, self_test: as for `Rockmate`.
+        process_group: processes that plan together, where parameters do not say so by lying in
+            pieces on a device mesh.
+        compare: plan the whole model too, to say what planning block by block costs.
+
+    Returns:
+        The plan: budget, peaks, extra time, and what each block keeps; print it.
+
+    Example:
+        >>> plan = rockmate.apply_to_blocks(model, x, "2GiB")
+        >>> for layer in model.layers:
+        ...     fully_shard(layer)
+        >>> model(x).sum().backward()  # within 2 GiB
+
+    Raises:
+        InfeasibleBudgetError: no choice fits; `.minimum_bytes` is the smallest budget that does.
+        RockmateError, rkgb.RkgbError: a block cannot be run exactly. The model is as it was.
+    """
+    check_choices(cost=cost, effort=effort, backend=backend)
+    _refuse(model, in_flight)
+    amount, fraction = parse_budget(budget)
+    settings = Settings(
+        _PLACEHOLDER,
+        effort=effort,
+        cost=cost,
+        backend=backend,
+        self_test=self_test,
+        share=False,  # the team agrees on the options; a block may be planned in a forward
+        cache=False,  # the options of a block are no plan
+    )
+    call = bind_inputs(sample, kwargs)
+    remove(model)
+    found = find_blocks(model, blocks)
+    began = time.perf_counter()
+    team = Team.of(model, process_group)
+    views = {path: plain_view(block) for path, block in found.items()}
+    planner = Planner(model, views, settings, team=team, in_flight=in_flight)
+
+    def room(keeping_all: int) -> int:
+        asked = int(fraction * keeping_all) if fraction is not None else amount
+        assert asked is not None
+        return asked - reserve
+
+    with torch.inference_mode(False), torch.enable_grad():
+        for block in found.values():
+            dressed(block, _Nothing())  # type: ignore[arg-type]
+        try:
+            chosen = planner.plan(call, room)
+        except BaseException:
+            for block in found.values():
+                remove(block)
+            raise
+    for path, block in found.items():
+        if path in chosen.forwards:
+            vars(block)["_rockmate"] = chosen.forwards[path]
+        else:  # not called, or not trained
+            remove(block)
+    seconds = {"blocks": time.perf_counter() - began}
+    plan = _report(chosen, reserve, in_flight, seconds)
+    if not compare:
+        return replace(plan, why_no_free_plan="compare=False")
+    return _compared(model, call, plan, replace(settings, budget=plan.budget_bytes - reserve))
+
+
+_PLACEHOLDER = 1  # every block gets a budget of its own
+
+
+class _Nothing:
+    """Stands in a block that nothing is known of yet."""
+
+    forward = None
+    table = None
+
+
+def _refuse(model: nn.Module, in_flight: int) -> None:
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedModuleError(
+            f"a {type(model).__name__} was given where a torch.nn.Module written in Python is "
+            "needed. Put it into the forward of one."
+        )
+    if isinstance(model, Rockmate):
+        raise UnsupportedModuleError(
+            f"this {type(model).__name__} is planned as a whole already. Take that off first: "
+            "model = rockmate.remove(model)."
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UnsupportedModuleError(
+            "DistributedDataParallel was given, whose reducer must not see the steps that planning "
+            "runs. Plan the module in it first, and wrap that."
+        )
+    if in_flight < 1:
+        raise ValueError(f"in_flight {in_flight} is no number of forwards; give 1 or more.")
+    for path, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise UnsupportedModuleError(
+                f"gradient checkpointing is on in '{path or '(root)'}', which would run planned "
+                "blocks again. Turn it off (model.gradient_checkpointing_disable()): the plan "
+                "decides what is recomputed."
+            )
+
+
+def _report(
+    chosen: Chosen, reserve: int, in_flight: int, seconds: Mapping[str, float]
+) -> BlocksPlan:
+    rows = []
+    for call, number in zip(chosen.memory.calls, chosen.choice.options, strict=True):
+        option, kind = call.options[number], chosen.kinds[call.name]
+        rows.append(
+            BlockRow(
+                call.name,
+                option.saved_bytes,
+                max(option.fwd_peak_bytes, option.bwd_peak_bytes),
+                option.overhead_ms,
+                kind.recorded.problem.base_time_ms,
+            )
+        )
+    return BlocksPlan(
+        rows=tuple(rows),
+        budget_bytes=chosen.budget_bytes + reserve,
+        peak_bytes=chosen.choice.peak_bytes,
+        measured_peak_bytes=chosen.measured_peak_bytes,
+        keeping_all_bytes=chosen.keeping_all_bytes,
+        in_flight=in_flight,
+        seconds=seconds,
+    )
+
+
+def _compared(model: nn.Module, call: Call, plan: BlocksPlan, settings: Settings) -> BlocksPlan:
+    """Return the plan with what a plan of the whole model would cost in the same budget."""
+    if plan.in_flight > 1:
+        return replace(plan, why_no_free_plan="with forwards in flight there is none")
+    if any(own_class(type(module)) is not type(module) for module in model.modules()):
+        return replace(plan, why_no_free_plan="a sharded model is not recorded as a whole")
+    began = time.perf_counter()
+    try:
+        with plain(), torch.inference_mode(False), torch.enable_grad():
+            bare = without_hooks(model, type(model))
+            args, keywords = call
+            free = plan_module(bare, args, keywords, replace(settings, self_test=False)).plan
+    except (RockmateError, RkgbError) as error:
+        return replace(plan, why_no_free_plan=str(error))
+    seconds = {**plan.seconds, "free plan": time.perf_counter() - began}
+    return replace(plan, free_overhead_ms=free.overhead_ms, seconds=seconds)

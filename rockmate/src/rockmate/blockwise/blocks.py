@@ -1,0 +1,79 @@
+"""Which modules of a model are its blocks: repeated layers, or what the user names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from rockmate.errors import UnsupportedModuleError
+from rockmate.runtime.sharded import own_class
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+AUTO = "auto"
+
+
+def find_blocks(model: nn.Module, asked: str | Sequence[str]) -> Mapping[str, nn.Module]:
+    """Return the blocks by their paths: those asked for, or the outermost repeated layers.
+
+    `asked` is "auto", or paths and names of classes.
+
+    Raises:
+        UnsupportedModuleError: there are none, a name is unknown, or one block lies in another.
+    """
+    if asked == AUTO:
+        found = _repeated(model)
+        if not found:
+            raise UnsupportedModuleError(
+                f"{type(model).__name__} has no list of layers of one class with modules inside, "
+                "so that its blocks must be named: blocks=['encoder.layer1', 'TransformerLayer'] "
+                "(paths, or names of classes)."
+            )
+        return found
+    names = [asked] if isinstance(asked, str) else list(asked)
+    modules = dict(model.named_modules())
+    found = {}
+    for name in names:
+        of_class = {p: m for p, m in modules.items() if p and class_name(m) == name}
+        if name in modules and name:
+            of_class[name] = modules[name]
+        if not of_class:
+            raise UnsupportedModuleError(
+                f"{type(model).__name__} has no submodule at the path '{name}', and none of a "
+                "class of that name; give paths as model.named_modules() does."
+            )
+        found.update(of_class)
+    for path in found:
+        outer = [other for other in found if other != path and path.startswith(f"{other}.")]
+        if outer:
+            raise UnsupportedModuleError(
+                f"the block '{path}' lies inside the block '{outer[0]}'. Name one of the two."
+            )
+    return {path: module for path, module in modules.items() if path in found}
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's own class, whatever FSDP has put over it."""
+    return own_class(type(module)).__name__
+
+
+def _repeated(model: nn.Module) -> dict[str, nn.Module]:
+    """Layers with modules inside, of a class that stands in one container more than once."""
+    found: dict[str, nn.Module] = {}
+
+    def look(path: str, module: nn.Module) -> None:
+        children = dict(module.named_children())
+        counts = Counter(map(class_name, children.values()))
+        for name, child in children.items():
+            where = f"{path}.{name}" if path else name
+            has_parts = any(True for _ in child.children())
+            trains = any(True for _ in child.parameters())
+            is_layer = isinstance(module, _CONTAINERS) and counts[class_name(child)] > 1
+            if is_layer and has_parts and trains and not isinstance(child, nn.ModuleList):
+                found[where] = child
+            else:
+                look(where, child)
+
+    look("", model)
+    return found

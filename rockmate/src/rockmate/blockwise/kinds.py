@@ -1,0 +1,105 @@
+"""Blocks that are equal but for their parameters: recorded once, with ways to run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from rockmate.blockwise.rehearsal import Call
+from rockmate.errors import UnsupportedModuleError
+from rockmate.pipeline import Planned, plan_module
+from rockmate.pipeline.planned import planned_executable
+from rockmate.planners.module_options import options_of
+from rockmate.planners.options import BlockOption
+from rockmate.runtime.execute import Executor
+from rockmate.runtime.input_signature import key_of
+from rockmate.runtime.plain import plain
+from rockmate.runtime.sharded import own_class, spread_parts
+from rockmate.schedules.plan import make_plan
+from rockmate.schedules.simulate import simulate
+from rockmate.schedules.steps import Steps
+from rockmate.settings import Settings
+
+
+@dataclass
+class Kind:
+    """Blocks that are equal but for their parameters: recorded once, with options."""
+
+    recorded: Planned  # keeping everything
+    options: tuple[BlockOption, ...]
+    gathered_bytes: int  # gradients that an engine lets wait beside those that are counted
+
+    def planned(self, number: int) -> Planned:
+        """Return what runs one of the options."""
+        network, option = self.recorded.network, self.options[number]
+        problem = network.problem
+        peak = simulate(problem, option.steps).peak_bytes
+        plan = make_plan(problem, option.steps, peak, "module options")
+        executor = Executor(planned_executable(network, plan))
+        return replace(self.recorded, plan=plan, executor=executor, budget_bytes=peak)
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What the steps of an option take for granted."""
+        problem = self.recorded.problem
+        return len(problem.nodes), problem.backward_order
+
+    def take(self, steps: Sequence[Steps]) -> None:
+        """Have these options from now on."""
+        self.options = options_of(self.recorded.problem, steps)
+
+    @property
+    def least(self) -> int:
+        """The option that keeps least."""
+        numbers = range(len(self.options))
+        return min(
+            numbers, key=lambda n: (self.options[n].saved_bytes, self.options[n].bwd_peak_bytes)
+        )
+
+    @property
+    def arrived_bytes(self) -> int:
+        """Gradients of the outputs."""
+        problem = self.recorded.problem
+        order = problem.backward_order
+        return problem.nodes[order[0]].grads_before_bytes if order else 0
+
+
+def recorded_block(model: nn.Module, call: Call, settings: Settings) -> Planned:
+    """Return a block as it was recorded, keeping everything."""
+    args, kwargs = call
+    leaves, _ = key_of(args, kwargs)
+    if any(hasattr(leaf, "device_mesh") for leaf in leaves):
+        raise UnsupportedModuleError(
+            f"a block ({type(model).__name__}) is called with distributed tensors, and only what "
+            "runs on plain ones can be planned. Let modules around it give local ones."
+        )
+    with plain():
+        return plan_module(model, args, kwargs, settings)
+
+
+def refuse_spread_parts(model: nn.Module) -> None:
+    """Refuse blocks whose parameters tensor parallelism has spread over processes.
+
+    Raises:
+        UnsupportedModuleError: there are such parameters, even while the block runs.
+    """
+    parts = spread_parts(model)
+    if parts:
+        raise UnsupportedModuleError(
+            f"parameters of '{parts[0]}' in a block ({type(model).__name__}) are spread over "
+            "processes by tensor parallelism, whose collectives inside a block cannot be run again "
+            "yet. Name blocks without such parameters."
+        )
+
+
+def refuse_shards_inside(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if path and own_class(type(module)) is not type(module):
+            raise UnsupportedModuleError(
+                f"fully_shard was called on '{path}' inside a block ({type(model).__name__}); its "
+                "parameters are there only while it runs itself, which a plan of the whole block "
+                "cannot wait for. Shard whole blocks, or name smaller ones."
+            )

@@ -1,0 +1,340 @@
+"""From a model and its blocks to a planned forward for each of them, chosen together.
+
+meet     one step: a class of equal blocks is recorded, measured and given options where its first
+         block is called (parameters that an engine gathers are there then); every block runs with
+         the option that keeps least
+measure  one step: the memory at every border of a block, with all that runs between them
+choose   an option for every block
+test     one step: each new option against plain PyTorch, bit by bit, where a block is called
+measure  one step: the peak of the whole; chosen anew, by what was seen, if it is over the budget
+
+A step of a sharded model is work for all processes. So an error in a block waits until the step is
+over, and is then raised by all of them. Between the steps they exchange what they have found: the
+options are those of the first, each simulates them on its own sizes, and the largest bytes count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkgb.engine import Sample
+from rockmate.blockwise.kinds import Kind, recorded_block, refuse_shards_inside, refuse_spread_parts
+from rockmate.blockwise.rehearsal import END, TURN, Call, Mark, Marker, marked, run_step, trace_step
+from rockmate.blockwise.team import Team
+from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
+from rockmate.pipeline.self_test import eager_step, self_test
+from rockmate.planned_forward import PlannedForward
+from rockmate.planners.module_choice import (
+    Choice,
+    ModuleCall,
+    StepMemory,
+    choose,
+    largest,
+    measured_as,
+    peak_of,
+    smallest_budget,
+)
+from rockmate.planners.module_options import module_options
+from rockmate.runtime.input_signature import ambient, in_order, key_of
+from rockmate.runtime.module_state import without_hooks
+from rockmate.runtime.plain import is_plain, plain
+from rockmate.runtime.sharded import is_sharded, own_class
+from rockmate.settings import Settings
+
+_log = logging.getLogger("rockmate")
+_EVERYTHING = 1 << 62  # a budget that keeps everything, to have a block recorded and measured
+_MANY_STEPS = 3  # to measure one by, where threads that send tensors disturb
+_MOST_TRIES = 5  # of choosing anew because the whole step took more than was predicted
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was planned: forwards by the path of their block, and the choice that they make."""
+
+    forwards: Mapping[str, PlannedForward]
+    kinds: Mapping[str, Kind]
+    memory: StepMemory
+    choice: Choice
+    measured_peak_bytes: int
+    keeping_all_bytes: int
+    budget_bytes: int
+
+
+class _Intercepted(PlannedForward):
+    """Stands in a block while a step is run for planning; what it calls decides what runs."""
+
+    def __init__(self, path: str, model: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__(model, Settings(budget=_EVERYTHING))
+        self.path, self.call = path, call
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return self.call(self, args, kwargs)
+
+
+class Planner:
+    """Plans the blocks of one model on one call."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        views: Mapping[str, nn.Module],
+        settings: Settings,
+        *,
+        team: Team,
+        in_flight: int = 1,
+    ) -> None:
+        self.model, self.settings, self.team = model, settings, team
+        self.views, self.in_flight = views, in_flight
+        self.kinds: dict[Hashable, Kind] = {}
+        self.kind_of: dict[str, Kind] = {}
+        self.order: list[str] = []  # blocks as their forwards come
+        self.numbers: dict[str, int] = {}  # of their options
+        self.forwards: dict[str, PlannedForward] = {}
+        self.error: Exception | None = None
+        self.tested: set[tuple[int, int]] = set()
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def plan(self, call: Call, room: Callable[[int], int]) -> Chosen:
+        """Return a planned forward for every block; `room` is the budget for a peak keeping all.
+
+        Raises:
+            InfeasibleBudgetError: no choice fits; `minimum_bytes` is the smallest budget that does.
+            RockmateError, rkgb.RkgbError: a block cannot be planned.
+        """
+        self._run(call, self._meet)
+        if not self.order:
+            raise UnsupportedModuleError(
+                f"none of the {len(self.views)} blocks of {type(self.model).__name__} is called, "
+                "and trained, in its forward. Name blocks that are."
+            )
+        self._share_options()
+        self._take({path: self.kind_of[path].least for path in self.order})
+        memory = self._measure(call)[1]
+        keeping_all = peak_of(memory, [0] * len(memory.calls))
+        budget = min(self.team.gather(room(keeping_all)))
+        for _ in range(_MOST_TRIES):
+            choice = self._choose(memory, budget)
+            self._take(dict(zip(self.order, choice.options, strict=True)))
+            if self.settings.self_test:
+                self._run(call, self._test)
+            peak, found = self._measure(call)
+            measured = max(self.team.gather(peak + (self.in_flight - 1) * found.held_bytes))
+            if measured <= budget:
+                break
+            _log.info("%d bytes over the budget: choosing again", measured - budget)
+            memory = largest([memory, measured_as(found, memory)])
+        else:
+            raise InfeasibleBudgetError(
+                f"the blocks of {type(self.model).__name__} took {measured} bytes with a budget of "
+                f"{budget}, which predictions did not show. Raise the budget",
+                asked_bytes=budget,
+                minimum_bytes=measured,
+            )
+        kinds = {path: self.kind_of[path] for path in self.order}
+        return Chosen(self.forwards, kinds, memory, choice, measured, keeping_all, budget)
+
+    # ------------------------------------------------------------------ steps
+
+    def _run(self, call: Call, work: Callable[..., Any]) -> None:
+        """Run one step in which `work` stands in for every block; raise what has failed in it."""
+        with self._in_place({p: _Intercepted(p, view, work) for p, view in self.views.items()}):
+            run_step(self.model, call, self.device)
+        self.team.raise_together(self.error)
+
+    def _share_options(self) -> None:
+        """Let all processes have the options of the first, each with its own bytes."""
+        kinds = list(self.kinds.values())
+        steps = [[option.steps for option in kind.options] for kind in kinds]
+        shapes = [kind.shape for kind in kinds]
+        found = self.team.gather((shapes, steps, self.order))
+        error = None
+        if any((there, order) != (shapes, self.order) for there, _, order in found):
+            error = UnsupportedModuleError(
+                f"the processes that share this {type(self.model).__name__} have recorded other "
+                "blocks each. Give all of them samples of one kind."
+            )
+        self.team.raise_together(error)
+        for kind, options in zip(kinds, found[0][1], strict=True):
+            kind.take(options)
+
+    @contextlib.contextmanager
+    def _in_place(self, forwards: Mapping[str, PlannedForward]) -> Any:
+        """Let these forwards stand in the blocks, which are dressed."""
+        for path, forward in forwards.items():
+            vars(self.views[path])["_rockmate"] = forward
+        yield
+
+    def _meet(self, block: _Intercepted, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Plan a block that is called for the first time, and run it."""
+        if self.error is not None or not _trains(block.model, args, kwargs):
+            return block.model.forward(*args, **kwargs)
+        try:
+            if block.path in self.kind_of:
+                raise UnsupportedModuleError(
+                    f"the block '{block.path}' is called more than once in a step, and what its "
+                    "calls keep cannot be chosen for each. Name blocks that are called once."
+                )
+            shards = is_sharded(self.model.get_submodule(block.path))
+            kind = self._kind(block.model, args, kwargs, shards=shards)
+            self.kind_of[block.path] = kind
+            self.order.append(block.path)
+            forward = self._forward(block.path, kind, kind.least)
+            self.forwards[block.path] = forward
+            return forward(args, kwargs)
+        except Exception as error:  # others wait in the collectives of this step
+            self.error = error
+            return block.model.forward(*args, **kwargs)
+
+    def _test(self, block: _Intercepted, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Hold the chosen option of a block to plain PyTorch, and run it."""
+        forward = self.forwards.get(block.path)
+        if forward is None or self.error is not None:
+            return block.model.forward(*args, **kwargs)
+        try:
+            planned = forward.known[0]
+            key = id(self.kind_of[block.path]), planned.budget_bytes
+            if key not in self.tested:
+                self.tested.add(key)
+                bare = without_hooks(block.model, type(block.model))
+                with plain():
+                    given = Sample.of(bare, args, in_order(kwargs))
+                    problem = planned.network.problem
+                    eager = eager_step(bare, given, problem, "fingerprints", planned.effects)
+                    self_test(planned, bare, given, eager)
+            return forward(args, kwargs)
+        except Exception as error:  # others wait in the collectives of this step
+            self.error = error
+            return block.model.forward(*args, **kwargs)
+
+    def _kind(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, shards: bool
+    ) -> Kind:
+        ordered = in_order(kwargs)
+        _, inputs = key_of(args, ordered)
+        tensors = [(n, t.shape, t.dtype, t.requires_grad) for n, t in model.named_parameters()]
+        key = (own_class(type(model)), inputs, tuple(tensors), ambient(), shards)
+        if key not in self.kinds:
+            refuse_shards_inside(model)
+            bare = without_hooks(model, type(model))
+            refuse_spread_parts(model)
+            settings = replace(self.settings, budget=_EVERYTHING, self_test=False)
+            recorded = recorded_block(bare, (args, ordered), settings)
+            fixed, count = recorded.network.fixed, len(recorded.problem.nodes)
+            options = []
+            for option in module_options(recorded.problem, backend=self.settings.backend):
+                first, rest = option.steps[:count], option.steps[count:]
+                kept = (step for step in rest if step.kind == "B" or step.node not in fixed)
+                options.append(replace(option, steps=(*first, *kept)))
+            wanted = [p for p in model.parameters() if p.requires_grad and shards]
+            gathered = sum(p.numel() * p.element_size() for p in wanted)
+            self.kinds[key] = Kind(recorded, tuple(options), gathered)
+        return self.kinds[key]
+
+    def _forward(self, path: str, kind: Kind, number: int) -> PlannedForward:
+        planned, option = kind.planned(number), kind.options[number]
+        settings = replace(
+            self.settings,
+            budget=planned.budget_bytes,
+            most_kept_bytes=option.saved_bytes,
+        )
+        forward = PlannedForward(self.views[path], settings)
+        forward.known = (planned,)
+        return forward
+
+    def _take(self, numbers: Mapping[str, int]) -> None:
+        """Let every block run an option from now on."""
+        self.numbers = dict(numbers)
+        self.forwards = {
+            path: self._forward(path, self.kind_of[path], number)
+            for path, number in numbers.items()
+        }
+
+    # ------------------------------------------------------------------ memory
+
+    def _measure(self, call: Call) -> tuple[int, StepMemory]:
+        """Return the peak of a step as it is planned now, and the memory at its borders.
+
+        The first is of this process, the second the largest of all.
+        """
+        marker, times = Marker(), _MANY_STEPS if self.team.groups else 1
+        with self._in_place(self.forwards), contextlib.ExitStack() as stack:
+            if any(not forward.plans.families for forward in self.forwards.values()):
+                run_step(self.model, call, self.device)  # each records its program
+            for place, path in enumerate(self.order):
+                executor = next(iter(self.forwards[path].plans)).executor
+                stack.enter_context(marked(executor, place, marker))
+            peak, marks = trace_step(self.model, call, self.device, marker, times)
+        calls = []
+        spots = {mark.name: mark for mark in marks}
+        self._refuse_another_order([mark.name for mark in marks])
+        for place, path in enumerate(self.order):
+            kind = self.kind_of[path]
+            calls.append(_call_of(path, kind, self.numbers[path], spots, place))
+        turn = spots[TURN]
+        before = next(m for m in marks if m.name == "begin").next_peak_bytes
+        memory = StepMemory(tuple(calls), before, turn.next_peak_bytes, turn.bytes, self.in_flight)
+        return peak, largest(self.team.gather(memory))
+
+    def _refuse_another_order(self, names: Sequence[str]) -> None:
+        count = len(self.order)
+        forwards = [f"F{i} {what}" for i in range(count) for what in ("begins", "ends")]
+        backwards = [f"B{i} {what}" for i in reversed(range(count)) for what in ("begins", "ends")]
+        if list(names) != ["begin", *forwards, TURN, *backwards, END]:
+            raise UnsupportedModuleError(
+                f"the blocks of {type(self.model).__name__} do not run their backwards one by one "
+                "in the reverse order of their forwards, so that what they keep cannot be counted. "
+                "Name a chain of blocks."
+            )
+
+    def _choose(self, memory: StepMemory, budget: int) -> Choice:
+        choice = choose(memory, budget)
+        if choice is None:
+            least = smallest_budget(memory)
+            raise InfeasibleBudgetError(
+                f"the {len(self.order)} blocks of {type(self.model).__name__} cannot be run within "
+                f"{budget} bytes: planned module by module, the whole step needs {least}. Raise "
+                f"the budget to at least {least} bytes, or reduce the batch size",
+                asked_bytes=budget,
+                minimum_bytes=least,
+            )
+        return choice
+
+
+def _call_of(
+    path: str, kind: Kind, number: int, spots: Mapping[str, Mark], place: int
+) -> ModuleCall:
+    option = kind.options[number]
+    end, start = spots[f"F{place} ends"], spots[f"F{place} begins"]
+    back, done = spots[f"B{place} begins"], spots[f"B{place} ends"]
+    bottom = back.bytes - option.saved_bytes - kind.arrived_bytes
+    more_forward = start.next_peak_bytes - start.bytes - option.fwd_peak_bytes
+    more_backward = back.next_peak_bytes - bottom - option.bwd_peak_bytes
+    if more_backward > 0:  # gradients wait; with another option the peak may come after all of them
+        more_backward = max(more_backward, kind.gathered_bytes)
+    return ModuleCall(
+        name=path,
+        options=kind.options,
+        reference=number,
+        more_bytes=tuple(o.saved_bytes - option.saved_bytes for o in kind.options),
+        forward_start_bytes=start.bytes,
+        after_forward_bytes=end.next_peak_bytes,
+        backward_base_bytes=bottom,
+        after_backward_bytes=done.next_peak_bytes,
+        more_forward_bytes=max(0, more_forward),
+        more_backward_bytes=max(0, more_backward),
+    )
+
+
+def _trains(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if not torch.is_grad_enabled() or is_plain() or not any(m.training for m in model.modules()):
+        return False
+    leaves, _ = key_of(args, in_order(kwargs))
+    wanting = [t for t in (*leaves, *model.parameters()) if isinstance(t, Tensor)]
+    return any(tensor.requires_grad for tensor in wanting)

@@ -1,0 +1,160 @@
+"""Whole steps of a model run for planning: nothing stays of them, and memory is marked on the way.
+
+Unlike the twin of a single module, a model that is sharded or spread over processes cannot be
+copied. So the steps are run on the model itself, forward and backward, as a user would; gradients,
+buffers, attributes and random numbers are put back afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkgb.engine import (
+    Span,
+    StartOfCall,
+    flatten,
+    trace_memory,
+    without_hooks_after_gradients,
+)
+from rockmate.runtime.eager import seed_backward
+from rockmate.runtime.executable import Executable
+from rockmate.runtime.execute import Executor
+
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+TURN, END = "turn", "end"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The memory at one point of a step, and the highest from there to the next point."""
+
+    name: str
+    bytes: int
+    next_peak_bytes: int
+
+
+class Marker:
+    """Marks points of a step while its memory is traced; does nothing otherwise."""
+
+    def __init__(self) -> None:
+        self.span: Span | None = None
+
+    def __call__(self, name: str) -> None:
+        if self.span is not None:
+            with self.span(name):
+                pass
+
+
+def run_step(model: nn.Module, call: Call, device: torch.device) -> None:
+    """Run one step and put back what it changes; no hook of a gradient's owner is called."""
+    with kept_as_it_is(model, device):
+        _run(model, call, Marker())
+
+
+def trace_step(
+    model: nn.Module, call: Call, device: torch.device, marker: Marker, times: int = 1
+) -> tuple[int, tuple[Mark, ...]]:
+    """Return the peak of one step above what is in use before it, and its marked points.
+
+    Gradients of parameters are there before the step, as the budget is defined. Of several `times`
+    the one of the lowest peak counts: threads that send tensors let go of them a moment late.
+    """
+
+    def run(span: Span) -> None:
+        marker.span = span
+        try:
+            _run(model, call, marker)
+        finally:
+            marker.span = None
+
+    with kept_as_it_is(model, device):
+        _run(model, call, Marker())  # gradients are there from now on, and buffers of libraries
+        traces = [trace_memory(run, device) for _ in range(times)]
+    trace = min(traces, key=lambda trace: trace.peak_bytes)
+    marks = [Mark(s.name, s.start_bytes, s.next_peak_bytes) for s in trace.spans]
+    return trace.peak_bytes, tuple(marks)
+
+
+def _run(model: nn.Module, call: Call, marker: Marker) -> None:
+    args, kwargs = call
+    marker("begin")
+    results = flatten(model(*args, **kwargs))[0]
+    marker(TURN)
+    wanted = [t for t in results if isinstance(t, Tensor) and t.requires_grad]
+    del results
+    seed_backward(wanted)
+    del wanted
+    marker(END)
+
+
+@contextlib.contextmanager
+def kept_as_it_is(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put gradients, buffers, attributes and random numbers back in the end."""
+    start = StartOfCall(model, device)
+    parameters = list(model.parameters())
+    grads = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        with without_hooks_after_gradients(parameters):
+            yield
+    finally:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        start.restore()
+
+
+@contextlib.contextmanager
+def marked(executor: Executor, place: int, marker: Marker) -> Iterator[None]:
+    """Mark where the forward and the backward of an executor begin and end."""
+    expected = executor.expected
+    compiled = expected.compiled
+
+    def forward(values: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
+        marker(f"F{place} begins")
+        result = compiled.forward(values)
+        marker(f"F{place} ends")
+        return result
+
+    def backward(saved: list[Any], tangents: list[Tensor]) -> Iterator[list[Tensor]]:
+        marker(f"B{place} begins")
+        yield from compiled.backward(saved, tangents)
+
+    last = len(compiled.program.gives) - 1
+    traced = Executable(
+        expected.graph,
+        replace(
+            compiled, forward=forward, backward=_ending(backward, last, f"B{place} ends", marker)
+        ),
+        expected.leaves,
+    )
+    known = executor.variants[expected.kind]
+    executor.expected = executor.variants[expected.kind] = traced
+    try:
+        yield
+    finally:
+        executor.expected = executor.variants[expected.kind] = known
+
+
+def _ending(
+    backward: Callable[[list[Any], list[Tensor]], Iterator[list[Tensor]]],
+    last: int,
+    name: str,
+    marker: Marker,
+) -> Callable[[list[Any], list[Tensor]], Iterator[list[Tensor]]]:
+    """Return a backward that marks when it gives its last gradients."""
+
+    def wrapped(saved: list[Any], tangents: list[Tensor]) -> Iterator[list[Tensor]]:
+        for number, given in enumerate(backward(saved, tangents)):
+            if number == last:
+                marker(name)
+            yield given
+            del given
+
+    return wrapped

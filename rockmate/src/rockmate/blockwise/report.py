@@ -1,0 +1,109 @@
+"""What planning block by block has found; printed, it says what blocks keep, and the price."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from rockmate.schedules.report import format_bytes, format_ms
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRow:
+    """One block: what it keeps from its forward to its backward, its peak, and its extra time."""
+
+    path: str
+    kept_bytes: int  # outputs included
+    peak_bytes: int
+    overhead_ms: float
+    base_time_ms: float
+
+    @property
+    def overhead(self) -> float:
+        """Recomputation as a fraction of the block's own time."""
+        return self.overhead_ms / self.base_time_ms if self.base_time_ms else 0.0
+
+
+@dataclass(frozen=True)
+class BlocksPlan:
+    """The options of all blocks, chosen within one budget.
+
+    All bytes are of the whole step, above what is in use before it and the gradients.
+    """
+
+    rows: tuple[BlockRow, ...]
+    budget_bytes: int
+    peak_bytes: int  # predicted
+    measured_peak_bytes: int  # of a whole step, the largest of all processes
+    keeping_all_bytes: int  # predicted peak where every block keeps everything
+    in_flight: int = 1
+    free_overhead_ms: float | None = None  # of a plan of the whole model in the same budget
+    why_no_free_plan: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def overhead_ms(self) -> float:
+        """Time of all recomputation in one step."""
+        return sum(row.overhead_ms for row in self.rows)
+
+    @property
+    def base_time_ms(self) -> float:
+        """Time of all blocks in one step without recomputation."""
+        return sum(row.base_time_ms for row in self.rows)
+
+    @property
+    def overhead(self) -> float:
+        """Recomputation as a fraction of the time of all blocks."""
+        return self.overhead_ms / self.base_time_ms if self.base_time_ms else 0.0
+
+    @property
+    def restriction_ms(self) -> float | None:
+        """How much longer a step takes than with a plan of the whole model; None if not known."""
+        if self.free_overhead_ms is None:
+            return None
+        return self.overhead_ms - self.free_overhead_ms
+
+    def __str__(self) -> str:
+        measured = format_bytes(self.measured_peak_bytes)
+        extra = f"{format_ms(self.overhead_ms)}, {100 * self.overhead:.2f} % of the blocks' time"
+        lines = [
+            f"-- Plan of {len(self.rows)} blocks, each for itself",
+            f"  budget          {format_bytes(self.budget_bytes)}",
+            f"  peak            {format_bytes(self.peak_bytes)} predicted, {measured} measured",
+            f"  keeping all     {format_bytes(self.keeping_all_bytes)}",
+            f"  extra time      {extra}",
+            f"  free plan       {self._free_plan()}",
+        ]
+        if self.in_flight > 1:
+            lines.append(f"  in flight       {self.in_flight} forwards before their backwards")
+        lines.append(f"  {'blocks':<40}{'keeps':>12}{'peak':>12}{'extra time':>12}")
+        for rows in _runs(self.rows):
+            first = rows[0]
+            name = first.path if len(rows) == 1 else f"{first.path} .. {rows[-1].path}"
+            lines.append(
+                f"  {name:<40}{format_bytes(first.kept_bytes):>12}"
+                f"{format_bytes(first.peak_bytes):>12}{100 * first.overhead:>10.1f} %"
+            )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _free_plan(self) -> str:
+        more = self.restriction_ms
+        if more is None or self.free_overhead_ms is None:
+            return f"not known: {self.why_no_free_plan}"
+        share = f"{100 * more / self.base_time_ms:.2f} %" if self.base_time_ms else "nothing"
+        return (
+            f"{format_ms(self.free_overhead_ms)} extra for the whole model in the same budget, so "
+            f"planning block by block costs {share} of the blocks' time"
+        )
+
+
+def _runs(rows: Sequence[BlockRow]) -> list[list[BlockRow]]:
+    """Group neighbours that run alike."""
+
+    def worth(row: BlockRow) -> tuple[int, int, int]:
+        return row.kept_bytes, row.peak_bytes, round(1000 * row.overhead)
+
+    return [list(group) for _, group in groupby(rows, key=worth)]
