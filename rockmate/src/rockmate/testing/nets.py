@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 (the name everybody uses)
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from rkgb.engine import bind_inputs, trace_memory
-from rockmate.testing_operators import TinyFNO, TinyUNO
+from rkgb.engine import RngState, bind_inputs, flatten, trace_memory
+from rockmate.testing.operators import TinyFNO, TinyUNO
 
 
 class Attention(nn.Module):
@@ -250,6 +249,12 @@ def network(name: str) -> tuple[nn.Module, Any]:
     return model.train(), sample
 
 
+def network_on(device: torch.device, name: str) -> tuple[nn.Module, Any]:
+    """Return a network and its sample on a device."""
+    model, sample = network(name)
+    return model.to(device), tuple(tensor.to(device) for tensor in sample)
+
+
 def loss_of(result: Any) -> Tensor:
     """Return a scalar to run backward from: the result's own loss, or a sum over its tensors."""
     if isinstance(result, Tensor) and result.dim() == 0:
@@ -257,7 +262,7 @@ def loss_of(result: Any) -> Tensor:
     if getattr(result, "loss", None) is not None:
         loss: Tensor = result.loss
         return loss
-    tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+    tensors = [t for t in flatten(result)[0] if isinstance(t, Tensor) and t.requires_grad]
     return torch.stack([t.abs().square().mean() for t in tensors]).sum()
 
 
@@ -307,6 +312,7 @@ def assert_trains_like(
         AssertionError: an output, gradient, buffer, parameter or the random state differs.
     """
     args, keywords = bind_inputs(sample, kwargs)
+    place = next((p.device for p in twin.parameters()), torch.device("cpu"))
 
     def train(model: nn.Module) -> list[dict[str, Any]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -317,14 +323,15 @@ def assert_trains_like(
             loss_of(result).backward()
             record: dict[str, Any] = {
                 f"output {i}": leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-                for i, leaf in enumerate(pytree.tree_leaves(result))
+                for i, leaf in enumerate(flatten(result)[0])
             }
             record["type"] = type(result)
             for name, parameter in model.named_parameters():
                 grad = parameter.grad
                 record[f"gradient of {name}"] = None if grad is None else grad.clone()
             record.update({f"buffer {n}": b.clone() for n, b in model.named_buffers()})
-            record["random state"] = torch.get_rng_state()
+            stream = RngState.save(place)
+            record["random state"], record["device's"] = stream.cpu, stream.own
             optimizer.step()
             record.update(
                 {f"parameter {n}": p.detach().clone() for n, p in model.named_parameters()}
@@ -332,9 +339,9 @@ def assert_trains_like(
             seen.append(record)
         return seen
 
-    state = torch.get_rng_state()
+    start = RngState.save(place)
     expected = train(twin)
-    torch.set_rng_state(state)
+    start.restore()
     found = train(wrapped)
     for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert list(ours) == list(theirs), "the two modules have other names"

@@ -1,6 +1,6 @@
 """Neural operators as small networks: complex weights, Fourier transforms, writes into slices.
 
-Each returns its loss, like the networks of `testing_nets`.
+Each returns its loss, like the networks of nets.py.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from __future__ import annotations
 import heapq
 from typing import TypeAlias
 
-from rockmate.problem import Problem
-from rockmate.steps import Step, Steps, backward, forward
+from rockmate.problems.problem import Problem
+from rockmate.schedules.steps import Step, Steps, backward, forward
 
 # forwards and backwards done; storages held; rerun states held; last node run again since the last
 # backward; runs per node (where they are limited)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rockmate.problem import Node, Problem, Storage
+from rockmate.problems.problem import Node, Problem, Storage
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
