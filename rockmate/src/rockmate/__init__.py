@@ -1,5 +1,7 @@
 """Rockmate: train a PyTorch module inside a memory budget, bit for bit as without it."""
 
+from rockmate.blockwise.apply import apply_to_blocks
+from rockmate.blockwise.report import BlocksPlan
 from rockmate.errors import (
     BackwardTwiceError,
     BudgetFormatError,
@@ -8,6 +10,9 @@ from rockmate.errors import (
     InfeasibleBudgetError,
     InputMismatchError,
     InvalidPlanError,
+    PlanFileError,
+    PlanMismatchError,
+    PlanSharingError,
     RockmateError,
     SelfTestError,
     SolverError,
@@ -15,23 +20,31 @@ from rockmate.errors import (
     UnknownChoiceError,
     UnsupportedModuleError,
 )
-from rockmate.module import Rockmate
-from rockmate.plan import Plan
+from rockmate.estimate import Estimate, LargestBatch, estimate, largest_batch
+from rockmate.module import Rockmate, apply, remove
+from rockmate.runtime.plain import plain
+from rockmate.schedules.plan import Plan
 
-__version__ = "0.1.0"
+__version__ = "3.0.0"
 
 CheckpointedModule = Rockmate  # its other published name
 
 __all__ = [
     "BackwardTwiceError",
+    "BlocksPlan",
     "BudgetFormatError",
     "ChangedTensorError",
     "CheckpointedModule",
     "DoubleBackwardError",
+    "Estimate",
     "InfeasibleBudgetError",
     "InputMismatchError",
     "InvalidPlanError",
+    "LargestBatch",
     "Plan",
+    "PlanFileError",
+    "PlanMismatchError",
+    "PlanSharingError",
     "Rockmate",
     "RockmateError",
     "SelfTestError",
@@ -39,4 +52,10 @@ __all__ = [
     "SolverUnavailableError",
     "UnknownChoiceError",
     "UnsupportedModuleError",
+    "apply",
+    "apply_to_blocks",
+    "estimate",
+    "largest_batch",
+    "plain",
+    "remove",
 ]

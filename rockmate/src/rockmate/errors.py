@@ -36,23 +36,52 @@ class UnknownChoiceError(RockmateError, ValueError):
 
 
 class InfeasibleBudgetError(RockmateError, ValueError):
-    """No plan fits into the budget; `minimum_bytes` is the smallest budget that is accepted."""
+    """No plan was found for the budget.
 
-    def __init__(self, message: str, *, asked_bytes: int, minimum_bytes: int) -> None:
+    `minimum_bytes` is the smallest budget that is accepted, because there is a plan for it; with
+    `effort="best"` it may be smaller. No budget below `bound_bytes` can ever be accepted.
+    """
+
+    def __init__(
+        self, message: str, *, asked_bytes: int, minimum_bytes: int, bound_bytes: int = 0
+    ) -> None:
         super().__init__(message)
         self.asked_bytes = asked_bytes
         self.minimum_bytes = minimum_bytes
+        self.bound_bytes = bound_bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without it a copy, or an unpickled error of a worker, would be made from `args` alone.
         make = functools.partial(
-            type(self), asked_bytes=self.asked_bytes, minimum_bytes=self.minimum_bytes
+            type(self),
+            asked_bytes=self.asked_bytes,
+            minimum_bytes=self.minimum_bytes,
+            bound_bytes=self.bound_bytes,
         )
         return make, self.args, vars(self)
 
 
 class InvalidPlanError(RockmateError, ValueError):
     """A sequence of steps does not compute what it must, or does not belong to the problem."""
+
+
+class PlanFileError(InvalidPlanError):
+    """A text that is no file of plans, or one whose plans do not hold."""
+
+
+class PlanMismatchError(InvalidPlanError):
+    """A plan in a file is for something else; `differences` says for what, in words."""
+
+    def __init__(self, message: str, differences: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.differences = tuple(differences)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (*self.args, self.differences), vars(self)
+
+
+class PlanSharingError(RockmateError, RuntimeError):
+    """The processes of a group cannot all follow one plan; each of them gets the same text."""
 
 
 class SolverError(RockmateError, RuntimeError):

@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 import copy
-import functools
+import inspect
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from os import PathLike, fspath
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from rockmate.budget import Budget
-from rockmate.choices import check_choices
-from rockmate.errors import InputMismatchError, RockmateError
-from rockmate.pipeline import Planned, Settings, plan_module
-from rockmate.plan_report import PlanReport
-from rockmate.runtime.module_state import ExternalValues, ModuleGuard
+from rkgb.engine import bind_inputs
+from rockmate.errors import RockmateError, UnsupportedModuleError
+from rockmate.files.plan_file import PlanFile
+from rockmate.forward_of_planned import ForwardOfPlanned
+from rockmate.pipeline import compiled_part
+from rockmate.plan_cache import PlanRows
+from rockmate.planned_forward import PlannedForward
+from rockmate.reports.plan_report import PlanReport
+from rockmate.runtime.sharded import own_class
+from rockmate.settings import Budget, SelfTest, Settings, check_choices, parse_budget
 
 _log = logging.getLogger("rockmate")
+# What a Rockmate module offers beside the model; a model's own attribute of that name goes first.
+_OFFERED = (
+    *("plan", "plans", "budget_bytes", "planning_seconds", "eager_peak_bytes"),
+    *("measured_peak_bytes", "backward", "original", "save_plan", "plan_file"),
+)
+
+
+_FIRST_STEP = object()  # what comes with the first training step is the sample
 
 
 class Rockmate(nn.Module):
     """Wrap `model` so that forward + backward hold at most `budget` above what is resident.
 
-    Outputs, gradients, buffers and the random stream are bit-equal to the original's. The wrapper
-    shares the original's parameters, buffers and submodules: optimizers, `state_dict` and `.to`
-    work on either. In `eval()` mode and under `no_grad()` the original runs as it is.
+    Outputs, gradients, buffers and the random stream are as equal to the original's as plain
+    PyTorch's are to its own at a second run: to the bit, but for kernels that differ then. The
+    wrapper is an instance of the model's class too and shares everything with the model:
+    parameters, attributes, flags, hooks and submodules, whichever of the two they are set on. Where
+    nothing trains (eval mode, `no_grad()`), the original runs as it is.
+
+    Whatever changes between steps (shapes, flags, frozen layers, precision, arguments, layers
+    themselves), a call unlike all planned ones is planned on the spot, within the same bytes.
 
     Args:
         model: the module, in train mode, on one device with the sample.
@@ -40,19 +57,48 @@ class Rockmate(nn.Module):
         effort: how long to search: "fast", "balanced", "best", or seconds.
         cost: what to minimise: "measured" time, or deterministic "flops".
         self_test: run one step against eager PyTorch after planning and compare bits and bytes.
+            Where eager differs from itself, gradients are held to its noise; "deterministic" also
+            compares bits once under torch's deterministic algorithms.
         reserve: bytes of the budget to leave to a loss computed outside the module.
-        max_plans: how many kinds of input to plan for. A call unlike all planned ones (another
-            batch size, another autocast region) is planned on the spot, within the same budget in
-            bytes, until so many plans exist; then it is refused. 1 refuses all but the sample's.
+        max_plans: how many plans to keep; the one used least recently is dropped for a new one.
+        samples: more samples to plan for at once. A fraction as budget is one of the largest.
         planner: "auto", or the name of one strategy, for comparisons.
         backend: solver of the block problems: "cp-sat", "cbc", "highs" or "gurobi".
-        progress: show a progress bar while planning.
+        progress: show a progress bar while planning. Usual: in a terminal and a notebook.
+        opaque: paths of submodules to run whole, as `torch.utils.checkpoint` would, instead of
+            recording what is in them.
+        strict: refuse a module of which a part cannot be recorded. Without it, the smallest
+            submodule around that part runs whole; `plan.opaque` names them.
+        compile: let inductor compile runs of neighbouring operations. Results then have the same
+            bits under every budget, and are eager's up to rounding: `plan.compiled` says what is
+            compiled, and how far off the self-test found a step. Needs a C++ compiler (CPU) or
+            Triton (GPU), and some seconds for each kind of piece.
+        plan: path of a file that `save_plan` wrote: its plan serves, nothing is searched or
+            measured, and what differs from when it was made is refused in words.
+        cache: a folder of plans between two starts; False for none. Usual: `ROCKMATE_CACHE`, a
+            path or "off", or else the user's cache directory.
+        share: where torch.distributed runs, let rank 0 plan for all ranks, which must make the
+            same wrapper; False lets each rank plan for itself.
+
+    Examples:
+        >>> rk = Rockmate(model, x, "2GiB")
+        >>> rk(x).sum().backward()
 
     Raises:
         InfeasibleBudgetError: no plan fits; `.minimum_bytes` is the smallest budget that does.
         RockmateError, rkgb.RkgbError: the module cannot be run exactly; the text says why. The
             module is left as it was.
     """
+
+    _rockmate: PlannedForward
+
+    def __new__(cls, model: nn.Module | None = None, *_: Any, **__: Any) -> Rockmate:
+        if model is None:  # a replica of one, that shares what was planned
+            return object.__new__(cls)
+        model = _plain(model)
+        wrapper: Rockmate = object.__new__(_class_of(cls, type(model), wraps=True))
+        object.__setattr__(wrapper, "__dict__", vars(model))
+        return wrapper
 
     def __init__(
         self,
@@ -63,166 +109,319 @@ class Rockmate(nn.Module):
         kwargs: Mapping[str, Any] | None = None,
         effort: str | float = "fast",
         cost: Literal["measured", "flops"] = "measured",
-        self_test: bool = True,
+        self_test: SelfTest = True,
         reserve: int = 0,
-        max_plans: int = 4,
+        max_plans: int = 16,
+        samples: Sequence[Any] = (),
         planner: str = "auto",
         backend: str = "cp-sat",
-        progress: bool = False,
+        progress: bool | None = None,
+        opaque: Sequence[str] = (),
+        strict: bool = False,
+        compile: bool = False,
+        plan: str | PathLike[str] | None = None,
+        cache: bool | str | PathLike[str] | None = None,
+        share: bool = True,
     ) -> None:
-        check_choices(cost=cost, effort=effort, planner=planner, backend=backend)
-        settings = Settings(
-            budget, effort, cost, self_test, reserve, planner, backend, progress, max_plans
-        )
-        planned = plan_module(model, sample, kwargs, settings)
-        super().__init__()
-        # Later plans get the same bytes, whatever a fraction of *their* eager peak would be.
-        self._adopt(model, replace(settings, budget=planned.budget_bytes), [planned])
-
-    def _adopt(self, model: nn.Module, settings: Settings, plans: list[Planned]) -> None:
-        # Not submodules: the wrapper *has* the original's tables, so that names stay the same.
-        vars(self)["original"] = model
-        vars(self)["_settings"] = settings
-        vars(self)["_plans"] = plans
-        vars(self)["_guard"] = ModuleGuard(model)
-        vars(self)["_values"] = [self._values_of(planned) for planned in plans]
-        self._parameters = model._parameters
-        self._buffers = model._buffers
-        self._modules = model._modules
-        self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        self.training = model.training
-
-        # Trainers look at the signature of forward; torch.compile must not trace the executor.
-        @functools.wraps(model.forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._forward(*args, **kwargs)
-
-        vars(self)["forward"] = torch.compiler.disable(forward)
-
-    # ------------------------------------------------------------------ running
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; bounded when it trains, the original when it does not."""
-        original: nn.Module = self.original
-        if not self.training or not torch.is_grad_enabled():
-            return original(*args, **kwargs)
-        vars(self)["_guard"].check()
-        place, leaves = self._planned_for(args, kwargs)
-        planned: Planned = vars(self)["_plans"][place]
-        return planned(original, vars(self)["_values"][place], leaves)
-
-    def _values_of(self, planned: Planned) -> ExternalValues:
-        return ExternalValues(planned.network.graph.dataflow.basic, self.original)
-
-    def _planned_for(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[int, list[Any]]:
-        plans: list[Planned] = vars(self)["_plans"]
-        settings: Settings = vars(self)["_settings"]
-        refusal: InputMismatchError | None = None
-        for place, planned in enumerate(plans):
-            try:
-                return place, planned.signature.check(args, kwargs)
-            except InputMismatchError as error:
-                refusal = refusal or error
-        if refusal is not None and len(plans) >= settings.max_plans:
-            raise refusal
-        _log.info("planning for another kind of input: %s", refusal)
-        plans.append(plan_module(self.original, args, kwargs, settings))
-        vars(self)["_values"].append(self._values_of(plans[-1]))
-        return len(plans) - 1, plans[-1].signature.check(args, kwargs)
+        options = {
+            **{"kwargs": kwargs, "effort": effort, "cost": cost, "self_test": self_test},
+            **{"reserve": reserve, "max_plans": max_plans, "samples": samples},
+            **{"planner": planner, "backend": backend, "progress": progress},
+            **{"opaque": opaque, "strict": strict, "compile": compile, "plan": plan},
+            **{"cache": cache, "share": share},
+        }
+        plain = _plain(model)
+        if plain is not model and not isinstance(model, Rockmate):
+            _log.info("torch.compile around %s is taken off: %s", type(plain).__name__, _INSTEAD)
+        planned = PlannedForward(plain, _settings(budget, options))
+        planned.prepare(_calls(sample, options))
+        object.__setattr__(self, "_rockmate", planned)
 
     def backward(self) -> None:
         """Do nothing: `loss.backward()` has done it all. Kept for the published examples."""
 
+    def save_plan(self, path: str | PathLike[str]) -> None:
+        """Write what was planned to a JSON file, for `Rockmate(..., plan=path)`.
+
+        Example:
+            >>> rk.save_plan("gpt2.plan.json")
+        """
+        self.plan_file().save(path)
+
+    def plan_file(self) -> PlanFile:
+        """Return what was planned as `save_plan` writes it."""
+        return self._rockmate.plan_file()
+
     # ------------------------------------------------------------------ the plan
 
     @property
-    def _first(self) -> Planned:
-        plans: list[Planned] = vars(self)["_plans"]
-        if not plans:
-            raise RockmateError(
-                "this Rockmate module was loaded from a file and has not been planned here yet; "
-                "run one training step first."
-            )
-        return plans[0]
+    def original(self) -> nn.Module:
+        """The plain module: the same parameters and attributes, without plans."""
+        return self._rockmate.model
 
     @property
     def plan(self) -> PlanReport:
         """The plan for the sample; printing it shows what is recomputed and at what price."""
-        first = self._first
-        return PlanReport(first.problem, first.plan, first.executor.planned.compiled.source)
+        first = self._rockmate.planned
+        return PlanReport(
+            first.problem,
+            first.plan,
+            first.executor.planned.compiled.source,
+            first.network.pieces,
+            type(self._rockmate.model).__name__,
+            first.seconds,
+            first.measured_peak_bytes,
+            compiled_part(first),
+        )
+
+    @property
+    def plans(self) -> PlanRows:
+        """What was planned, why, and how long it took; printing it shows a line for each plan."""
+        return self._rockmate.plans.rows()
 
     @property
     def budget_bytes(self) -> int:
         """The budget in bytes, fraction resolved."""
-        return self._first.budget_bytes
+        return self._rockmate.planned.budget_bytes
 
     @property
     def planning_seconds(self) -> Mapping[str, float]:
         """Seconds that each phase of planning took."""
-        return self._first.seconds
+        return self._rockmate.planned.seconds
 
     @property
     def eager_peak_bytes(self) -> int | None:
         """Measured activation peak of the eager module; None if no eager step was run."""
-        return self._first.eager_peak_bytes
+        return self._rockmate.planned.eager_peak_bytes
 
     @property
     def measured_peak_bytes(self) -> int | None:
         """Peak that the allocator counted in the self-test; None if it was left out."""
-        return self._first.measured_peak_bytes
-
-    # ------------------------------------------------------------------ manners of the original
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "original" not in vars(self):
-                raise
-            return getattr(vars(self)["original"], name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Rockmate:
-        """Copy the module; plans hold no tensors and are shared."""
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        nn.Module.__init__(new)
-        plans: list[Planned] = vars(self)["_plans"]
-        new._adopt(copy.deepcopy(self.original, memo), vars(self)["_settings"], list(plans))
-        return new
-
-    def __reduce__(self) -> Any:
-        """Save the module and the settings; the first training step after loading plans anew."""
-        return _load, (self.original, vars(self)["_settings"])
-
-    def train(self, mode: bool = True) -> Rockmate:
-        """Switch the wrapper, the original and all submodules."""
-        self.original.train(mode)
-        self.training = mode
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the original's state dict."""
-        return self.original.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the original."""
-        return self.original.load_state_dict(*args, **kwargs)
+        return self._rockmate.planned.measured_peak_bytes
 
     def extra_repr(self) -> str:
-        """Name what is wrapped and how."""
-        if not vars(self)["_plans"]:
-            return f"{type(self.original).__name__}, not planned yet"
-        plan = self._first.plan
-        return (
-            f"{type(self.original).__name__}, budget {self.budget_bytes} bytes, predicted peak "
-            f"{plan.peak_bytes} bytes, overhead {100 * plan.overhead:.1f} %"
+        """Say what the model says of itself, and how it is planned."""
+        first = self._rockmate.first
+        text = "not planned yet"
+        if first is not None:
+            text = (
+                f"budget {first.budget_bytes} bytes, predicted peak {first.plan.peak_bytes} "
+                f"bytes, overhead {100 * first.plan.overhead:.1f} %"
+            )
+        return ", ".join(filter(None, (super().extra_repr(), text)))
+
+    # ------------------------------------------------------------------ copies and files
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the module; plans hold no tensors and are shared."""
+        planned = self._rockmate
+        if not is_applied(self):
+            model = copy.deepcopy(planned.model, memo)
+            return _wrapped(model, planned.copy_for(model))
+        parts = list(planned.model.__reduce_ex__(4))
+        parts[2:3] = [_without_plans(part) for part in parts[2:3]]
+        # As copy itself does, but known as the copy of this object, not of the plain view of it.
+        model = copy._reconstruct(self, memo, *parts)  # type: ignore[attr-defined]
+        return dressed(model, planned.copy_for(plain_view(model)))
+
+    def __copy__(self) -> Any:
+        """Copy the wrapper, or an applied model without its plans: both share all tensors."""
+        if not is_applied(self):
+            return _load(self._rockmate.model, self._rockmate.settings)
+        model = copy.copy(self._rockmate.model)
+        vars(model).pop("_rockmate", None)
+        return model
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Save the module and the settings; the first training step after loading plans anew."""
+        planned = self._rockmate
+        if not is_applied(self):
+            return _load, (planned.model, planned.settings)
+        reduced = planned.model.__reduce_ex__(protocol)
+        assert isinstance(reduced, tuple)
+        function, args, state, *rest = (*reduced, None, None, None)[:5]
+        # Pickle refuses to make an object by a class that is not its own.
+        function = _BY_CLASS.get(getattr(function, "__name__", ""), function)
+        return function, args, (_without_plans(state), planned.settings), *rest, _restore
+
+
+def apply(
+    model: nn.Module, sample: Any = _FIRST_STEP, budget: Budget | None = None, **options: Any
+) -> nn.Module:
+    """Plan `model` in place: from now on its own forward runs within the budget.
+
+    It stays the same object, of its class (and of `Rockmate`), with the same name, configuration,
+    hooks and state dict; so trainers and `save_pretrained` see what they know. Arguments, exactness
+    and errors are those of `Rockmate`. Without a sample, planning waits for the first training
+    step, whose batch is the sample, and whose precision is planned for. `remove` undoes it.
+
+    Examples:
+        >>> rockmate.apply(model, x, "2GiB") is model
+        True
+        >>> model(x).sum().backward()  # within 2 GiB
+        >>> rockmate.remove(model)
+        >>> rockmate.apply(model, budget="2GiB")  # planned when the first batch is there
+    """
+    if budget is None:
+        raise TypeError("rockmate.apply needs a budget: rockmate.apply(model, budget='8GB')")
+    parse_budget(budget)
+    _SIGNATURE.bind(None, model, sample, budget, **options)  # refuses other options
+    if sample is _FIRST_STEP and not {"kwargs", "samples"}.isdisjoint(options):
+        raise TypeError("rockmate.apply takes kwargs and samples beside a sample only")
+    if not is_applied(model):
+        _plain(model)  # refuses what is no module
+    planned = PlannedForward(plain_view(model), _settings(budget, options))
+    if sample is not _FIRST_STEP:
+        planned.prepare(_calls(sample, options))
+    return dressed(remove(model), planned)
+
+
+_SIGNATURE = inspect.signature(Rockmate.__init__)
+
+
+def remove(model: nn.Module) -> nn.Module:
+    """Return `model` plain again: undo `apply`, or take a `Rockmate` wrapper off.
+
+    A model that is planned block by block (`apply_to_blocks`) has its blocks as they were.
+
+    Raises:
+        RockmateError: something else has changed its class since `apply`; undo that first.
+    """
+    if not isinstance(model, Rockmate):
+        for block in list(model.modules()):
+            planned = vars(block).get("_rockmate")
+            if planned is not None and planned.settings.most_kept_bytes is not None:
+                remove(block)
+        return model
+    if not is_applied(model):
+        return model.original
+    base = type(model).__bases__[-1]
+    if _classes.get((Rockmate, base, False)) is not type(model):
+        raise RockmateError(
+            f"the class of {type(model).__name__} was changed since rockmate.apply (as FSDP does), "
+            "so that apply cannot be undone. Undo that change first."
         )
+    del vars(model)["_rockmate"]
+    object.__setattr__(model, "__class__", base)
+    return model
+
+
+# ---------------------------------------------------------------------- classes and views
+
+
+_INSTEAD = "its operations are planned one by one; compile=True compiles what is planned"
+_classes: dict[tuple[Any, Any, bool], Any] = {}
+
+
+def _class_of(cls: Any, base: Any, *, wraps: bool) -> Any:
+    """Return the class of planned modules of class `base`: wrappers, or applied ones."""
+    known = _classes.get((cls, base, wraps))
+    if known is not None:
+        return known
+    space: dict[str, Any] = {
+        "forward": ForwardOfPlanned(base),
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    for name in _OFFERED:
+        own = inspect.getattr_static(base, name, None)
+        if own is not None:
+            space[name] = own
+    if wraps:  # its attributes are the model's, so what is its own lies elsewhere
+        space["__slots__"] = ("_rockmate",)
+    kind = type(base)
+    made = _classes[cls, base, wraps] = kind(base.__name__, (cls, base), space)
+    return made
+
+
+def is_applied(model: nn.Module) -> bool:
+    """Whether a module was planned in place."""
+    return isinstance(model, Rockmate) and not hasattr(type(model), "_rockmate")
+
+
+def plain_view(model: nn.Module) -> nn.Module:
+    """Return the plain module that an applied one was, and is to be: another object, one state."""
+    if isinstance(model, Rockmate):
+        return model.original
+    kind = own_class(type(model))
+    view: nn.Module = object.__new__(kind)
+    object.__setattr__(view, "__dict__", vars(model))
+    return view
+
+
+def _plain(model: Any) -> nn.Module:
+    if type(model).__name__ == "OptimizedModule":  # by torch.compile
+        model = model._orig_mod
+    if isinstance(model, Rockmate):
+        return model._rockmate.model
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedModuleError(
+            f"a {type(model).__name__} was given where a torch.nn.Module written in Python is "
+            "needed. Put it into the forward of one."
+        )
+    return model
+
+
+def _wrapped(model: nn.Module, planned: PlannedForward) -> Rockmate:
+    wrapper = Rockmate.__new__(Rockmate, model)
+    object.__setattr__(wrapper, "_rockmate", planned)
+    return wrapper
+
+
+def dressed(model: nn.Module, planned: PlannedForward) -> nn.Module:
+    """Return the same module, whose own forward is a planned one from now on."""
+    vars(model)["_rockmate"] = planned
+    object.__setattr__(model, "__class__", _class_of(Rockmate, type(model), wraps=False))
+    return model
+
+
+def _without_plans(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {name: value for name, value in state.items() if name != "_rockmate"}
 
 
 def _load(model: nn.Module, settings: Settings) -> Rockmate:
-    module = Rockmate.__new__(Rockmate)
-    nn.Module.__init__(module)
-    module._adopt(model, settings, [])
-    return module
+    return _wrapped(model, PlannedForward(model, settings))
+
+
+def _new(kind: Any, *args: Any) -> Any:
+    return kind.__new__(kind, *args)
+
+
+def _new_ex(kind: Any, args: Any, kwargs: Any) -> Any:
+    return kind.__new__(kind, *args, **kwargs)
+
+
+_BY_CLASS = {"__newobj__": _new, "__newobj_ex__": _new_ex}  # as copyreg calls them
+
+
+def _restore(model: nn.Module, saved: tuple[Any, Settings]) -> None:
+    state, settings = saved
+    if state is not None:
+        set_state = getattr(model, "__setstate__", None) or vars(model).update
+        set_state(state)
+    dressed(model, PlannedForward(plain_view(model), settings))
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def _settings(budget: Budget, options: Mapping[str, Any]) -> Settings:
+    known = {name: value for name, value in options.items() if name not in ("kwargs", "samples")}
+    names = {"cost", "effort", "planner", "backend", "self_test", "compile"}
+    check_choices(**{name: value for name, value in known.items() if name in names})
+    if known.get("compile") and known.get("plan") is not None:
+        raise ValueError("plan= and compile=True exclude each other: a file knows no compiled code")
+    known["opaque"] = tuple(known.get("opaque", ()))
+    known["reserve_bytes"] = known.pop("reserve", 0)
+    for name in ("plan", "cache"):
+        if isinstance(known.get(name), PathLike):
+            known[name] = fspath(known[name])
+    return Settings(budget, **known)
+
+
+def _calls(sample: Any, options: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    first = bind_inputs(sample, options.get("kwargs"))
+    return [first, *(bind_inputs(other) for other in options.get("samples", ()))]

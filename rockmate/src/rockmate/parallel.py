@@ -1,4 +1,4 @@
-"""Independent pieces of solving side by side.
+"""Independent problems solved side by side.
 
 The solvers leave Python's lock while they run, so threads are enough. What is computed does not
 depend on how many there are.

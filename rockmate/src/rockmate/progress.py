@@ -1,34 +1,58 @@
-"""Phases of planning: their seconds, and a progress bar where the user wants one."""
+"""Seconds of planning: its phases, on a progress bar where the user wants one, and their parts.
+
+The parts of planning (options, chain, simulation) are entered from many places. Handing a timer
+through all of them would put it into every signature, so `timed` adds to whoever collects.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 _log = logging.getLogger("rockmate")
+_current: ContextVar[dict[str, float] | None] = ContextVar("rockmate_stopwatch", default=None)
+
+
+def shows_by_default() -> bool:
+    """Say whether a person is looking: in a terminal or a notebook, and at the first process."""
+    if os.environ.get("RANK", "0") != "0":
+        return False
+    return sys.stderr is not None and (sys.stderr.isatty() or _in_notebook())
+
+
+def _in_notebook() -> bool:
+    return "ipykernel" in sys.modules and sys.modules["IPython"].get_ipython() is not None
 
 
 class Phases:
-    """Times named phases and shows them on one progress bar.
+    """Times named phases and shows them on one progress bar, with the time that is left.
 
-    An error inside a phase closes the bar. As a context manager it closes after any other error
-    too, so that the traceback begins on a line of its own.
+    `shares` says of each phase what part of the whole it usually takes. An error inside a phase
+    closes the bar. As a context manager it closes after any other error too, so that the traceback
+    begins on a line of its own.
     """
 
-    def __init__(self, names: tuple[str, ...], *, show: bool) -> None:
+    def __init__(self, shares: Mapping[str, float], *, show: bool | None) -> None:
         self.seconds: dict[str, float] = {}
+        self._shares = shares
+        self._done: dict[str, float] = {}  # of each phase, a fraction
+        self._now = ""
         self._bar: Any = None
-        if show:
+        if shows_by_default() if show is None else show:
             from tqdm import tqdm
 
             self._bar = tqdm(
-                total=len(names),
+                total=100,
                 desc="planning",
-                bar_format="{desc:<26} {bar:30} {n_fmt}/{total_fmt} [{elapsed}]",
+                bar_format="{desc:<26} {bar:30} {percentage:3.0f}% [{elapsed}<{remaining}]",
                 leave=True,
+                smoothing=0,  # the mean: phases differ too much for anything else
             )
 
     def __enter__(self) -> Phases:
@@ -41,29 +65,39 @@ class Phases:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time what is inside under `name`."""
-        if self._bar is not None:
-            self._bar.set_description_str(f"planning: {name}")
+        self._now = name
+        self._show(f"planning: {name.replace('_', ' ')}")
         began = time.perf_counter()
         try:
             yield
-        except BaseException:  # also when a person interrupts it
-            self._end(f"failed: {name}")
+        except BaseException as error:  # also when a person interrupts it
+            word = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            self._end(f"{word}: {name}")
             raise
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
         _log.debug("%s took %.2f s", name, self.seconds[name])
-        if self._bar is not None:
-            self._bar.update(1)
+        self._done[name] = 1.0
+        self._show()
 
-    def note(self, text: str) -> None:
-        """Show what the current phase is doing."""
-        if self._bar is not None:
-            self._bar.set_description_str(f"planning: {text}"[:26])
+    def note(self, text: str, fraction: float = 0.0) -> None:
+        """Show what the current phase is doing, and how much of it is done."""
+        self._done[self._now] = max(fraction, self._done.get(self._now, 0.0))
+        self._show(f"planning: {text}"[:26])
 
     def close(self, text: str) -> None:
         """Fill the bar and leave it with `text`."""
-        if self._bar is not None:
-            self._bar.n = self._bar.total
-            self._end(text)
+        self._done = dict.fromkeys(self._shares, 1.0)
+        self._show()
+        self._end(text)
+
+    def _show(self, text: str | None = None) -> None:
+        if self._bar is None:
+            return
+        if text is not None:
+            self._bar.set_description_str(text, refresh=False)
+        parts = ((share, self._done.get(name, 0.0)) for name, share in self._shares.items())
+        self._bar.n = round(100 * sum(a * b for a, b in parts) / sum(self._shares.values()))
+        self._bar.refresh()
 
     def _end(self, text: str) -> None:
         """Leave the bar as it is, with `text`; from now on nothing is shown."""
@@ -71,3 +105,28 @@ class Phases:
             self._bar.set_description_str(text)
             self._bar.close()
             self._bar = None
+
+
+@contextlib.contextmanager
+def stopwatch() -> Iterator[dict[str, float]]:
+    """Collect the seconds of every `timed` part that runs inside."""
+    seconds: dict[str, float] = {}
+    token = _current.set(seconds)
+    try:
+        yield seconds
+    finally:
+        _current.reset(token)
+
+
+@contextlib.contextmanager
+def timed(part: str) -> Iterator[None]:
+    """Add the time that is spent inside to `part`, if anybody collects."""
+    seconds = _current.get()
+    if seconds is None:
+        yield
+        return
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - began

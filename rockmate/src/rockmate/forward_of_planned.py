@@ -1,0 +1,56 @@
+"""`forward` as an attribute of planned classes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+# What torch.compile(..., fullgraph=True) says of a planned module.
+_WHY_OPAQUE = (
+    "A Rockmate module runs a planned program of kernels below autograd, which torch.compile "
+    "cannot look into. Leave fullgraph=True out, and compile what is planned: "
+    "Rockmate(..., compile=True)."
+)
+
+
+class ForwardOfPlanned:
+    """`forward` of a planned class: before whatever a model has as its own in its attributes."""
+
+    def __init__(self, base: type[nn.Module]) -> None:
+        @functools.wraps(base.forward)  # trainers look at its signature
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            planned = getattr(self, "_rockmate", None)
+            if planned is None or planned.table is not vars(self):  # a replica
+                return base.forward(self, *args, **kwargs)
+            return planned(args, kwargs)
+
+        self.plain, self.untraced = forward, None
+
+    @property
+    def function(self) -> Any:
+        """The forward, which torch.compile must not trace; its import takes a second, or none."""
+        if self.untraced is None and "torch._dynamo" in sys.modules:
+            self.untraced = torch.compiler.disable(self.plain, reason=_WHY_OPAQUE)
+        return self.untraced or self.plain
+
+    def __get__(self, module: Any, _: type | None = None) -> Any:
+        if module is None:
+            return self.function
+        planned = getattr(module, "_rockmate", None)
+        if planned is not None and planned.forward is not None:
+            return planned.forward
+        if torch.compiler.is_dynamo_compiling():  # it knows this way to bind, and no other
+            return functools.partial(self.function, module)
+        return self.function.__get__(module)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        module._rockmate.forward = value
+
+    def __delete__(self, module: Any) -> None:
+        if module._rockmate.forward is None:
+            raise AttributeError("forward")
+        module._rockmate.forward = None

@@ -1,0 +1,61 @@
+"""The switch for Hugging Face's `Trainer` and its subclasses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from rockmate.module import Rockmate, apply
+from rockmate.settings import Budget
+
+
+class RockmateCallback(TrainerCallback):
+    """Train the trainer's model within `budget`; everything else stays as it is.
+
+    The plan is made at the first training step, from its batch, and the model stays the same
+    object of the same class: evaluation, metrics, `generate`, `save_pretrained`, checkpoints and
+    resuming see what they know. `gradient_checkpointing=True` may be set as well and changes
+    nothing: the plan decides what is recomputed. Gradient accumulation and mixed precision are
+    planned as they come. `rockmate.remove(trainer.model)` undoes it.
+
+    Args:
+        budget: bytes, text such as `"8GB"`, or a fraction of the peak of a plain step.
+        report: path of a page that shows the plan, written after the first step (see
+            `rk.plan.html`); only the first process writes it.
+        options: as `rockmate.apply` takes them.
+
+    Examples:
+        >>> trainer = Trainer(model, arguments, callbacks=[RockmateCallback(budget="8GB")], ...)
+        >>> trainer.train()
+        >>> print(trainer.model.plan)
+
+    Raises:
+        InfeasibleBudgetError, RockmateError, rkgb.RkgbError: at the first step, as from
+            `rockmate.apply`.
+    """
+
+    def __init__(self, budget: Budget, *, report: str | None = None, **options: Any) -> None:
+        self.budget, self.report, self.options = budget, report, options
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Plan the trainer's model, before anything is put around it."""
+        self._apply(given.get("model"))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Plan a model that came later: of `model_init`, or of a callback added to a trainer."""
+        self._apply(given.get("model"))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Write the report, once there is a plan."""
+        model = given.get("model")
+        if self.report is None or not state.is_world_process_zero:
+            return
+        if isinstance(model, Rockmate):
+            model.plan.html(self.report)
+            self.report = None
+
+    def _apply(self, model: nn.Module | None) -> None:
+        if model is not None and not isinstance(model, Rockmate):
+            apply(model, budget=self.budget, **self.options)

@@ -1,0 +1,78 @@
+"""The switch for Lightning's `Trainer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from rockmate.errors import RockmateError
+from rockmate.module import Rockmate, apply
+from rockmate.settings import Budget
+
+
+class LightningCallback(Callback):
+    """Train a network inside a `LightningModule` within `budget`.
+
+    `training_step` itself is no forward, so the budget goes to the network that it calls:
+    `module` is that attribute's path, and may be left out where only one child has parameters.
+    The plan is made at the first training step, from its batch; the network stays the same object.
+
+    Args:
+        budget: bytes, text such as `"8GB"`, or a fraction of the peak of a plain step.
+        module: path of the network in the `LightningModule`.
+        report: path of a page that shows the plan, written after the first step (see
+            `rk.plan.html`); only the first process writes it.
+        options: as `rockmate.apply` takes them.
+
+    Examples:
+        >>> trainer = Trainer(callbacks=[LightningCallback(budget="8GB", module="model")])
+        >>> trainer.fit(task, loader)
+        >>> print(task.model.plan)
+
+    Raises:
+        RockmateError: no such module, or no single child that has parameters.
+        InfeasibleBudgetError, rkgb.RkgbError: at the first step, as from `rockmate.apply`.
+    """
+
+    def __init__(
+        self, budget: Budget, module: str = "", *, report: str | None = None, **options: Any
+    ) -> None:
+        self.budget, self.module, self.report, self.options = budget, module, report, options
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Plan the network, once `configure_model` has made it."""
+        network = self._network(pl_module)
+        if not isinstance(network, Rockmate):
+            apply(network, budget=self.budget, **self.options)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
+    ) -> None:
+        """Write the report, once there is a plan."""
+        if self.report is not None and trainer.is_global_zero:
+            network = self._network(pl_module)
+            assert isinstance(network, Rockmate)
+            network.plan.html(self.report)
+            self.report = None
+
+    def _network(self, task: nn.Module) -> nn.Module:
+        if self.module:
+            try:
+                return task.get_submodule(self.module)
+            except AttributeError as error:
+                raise RockmateError(
+                    f"{type(task).__name__} has no submodule '{self.module}': {error}. Give "
+                    "LightningCallback the path of the network that training_step calls."
+                ) from None
+        children = [
+            n for n, child in task.named_children() if any(True for _ in child.parameters())
+        ]
+        if len(children) != 1:
+            raise RockmateError(
+                f"{type(task).__name__} has {len(children)} children with parameters "
+                f"({', '.join(children) or 'none'}), so that the network to plan is not known. "
+                "Name it: LightningCallback(budget, module='...')."
+            )
+        return task.get_submodule(children[0])

@@ -1,0 +1,158 @@
+"""The plans of one module by key; the one used least recently goes first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, overload
+
+from torch import Tensor
+
+from rockmate.runtime.input_signature import told, unlike
+from rockmate.runtime.module_state import ModuleState
+
+if TYPE_CHECKING:
+    from rockmate.pipeline import Planned
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a plan takes for granted."""
+
+    state: ModuleState
+    inputs: Hashable
+    autocast: Hashable
+    flags: Hashable
+
+    def __hash__(self) -> int:  # flags hardly ever change
+        return hash((id(self.state), self.inputs))
+
+    def unlike(self, other: Key) -> str:
+        """Say in words what is otherwise here than in `other`."""
+        found = [] if self.inputs == other.inputs else unlike(self.inputs, other.inputs)
+        found += [] if self.state is other.state else self.state.unlike(other.state)
+        if self.autocast != other.autocast:
+            found.append("another autocast region")
+        if self.flags != other.flags:
+            found.append("other flags of torch that choose kernels")
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        return ", ".join(found[:3]) + more if found else "its plan was dropped"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One plan in the report: for what calls, why it was made, how long that took."""
+
+    what: str  # the inputs
+    why: str
+    how: str  # "planned"; "recorded": another plan's steps served; "resized" from other plans
+    seconds: float
+    peak_bytes: int  # predicted
+    budget_bytes: int
+    overhead: float  # what is computed again, as a share of the plain step's time
+
+    def __str__(self) -> str:
+        return (
+            f"{self.how} in {self.seconds:.1f} s, peak {self.peak_bytes} of {self.budget_bytes} "
+            f"bytes, {100 * self.overhead:.1f} % computed again: {self.what} ({self.why})"
+        )
+
+
+class PlanRows(Sequence[PlanRow]):
+    """The plans that are kept, the one used last at the end; printing it shows a line for each."""
+
+    def __init__(self, rows: Sequence[PlanRow]) -> None:
+        self._rows = tuple(rows)
+
+    @overload
+    def __getitem__(self, index: int) -> PlanRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[PlanRow]: ...
+    def __getitem__(self, index: int | slice) -> PlanRow | Sequence[PlanRow]:
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self._rows))
+
+    __repr__ = __str__
+
+
+@dataclass
+class Family:
+    """The plans for calls of one key.
+
+    Most keys have one. Where a forward looks at values of its inputs, there is one for each way
+    that these have led it; the one used last comes first.
+    """
+
+    variants: list[Planned]
+    row: PlanRow
+
+    def fitting(self, look_up: Callable[[Planned], Mapping[str, Tensor]]) -> Planned | None:
+        """Return the plan whose recording has seen what this call would see.
+
+        `look_up` gives the values that exist before a step of a plan.
+        """
+        for place, planned in enumerate(self.variants):
+            if planned.outcomes.hold(look_up(planned)):
+                if place:
+                    self.variants.insert(0, self.variants.pop(place))
+                return planned
+        return None
+
+
+class PlanCache:
+    """At most `most` families."""
+
+    def __init__(self, most: int) -> None:
+        self.most = max(1, most)
+        self.families: OrderedDict[Key, Family] = OrderedDict()
+
+    def get(self, key: Key) -> Family | None:
+        """Return the family of a key, which has been used last from now on."""
+        family = self.families.get(key)
+        if family is not None:
+            self.families.move_to_end(key)
+        return family
+
+    def put(self, key: Key, family: Family) -> bool:
+        """Keep a family; return whether others were dropped for it."""
+        self.families[key] = family
+        dropped = len(self.families) > self.most
+        while len(self.families) > self.most:
+            del self.families[self._least_missed()]
+        return dropped
+
+    def _least_missed(self) -> Key:
+        """Return the key used least recently.
+
+        Where more than half only differ in numbers from others, it is one of those: a number on a
+        schedule must not drive plans out, and is recorded again in the time of a few steps.
+        """
+        recorded = [key for key, family in self.families.items() if family.row.how == "recorded"]
+        return recorded[0] if len(recorded) > self.most // 2 else next(iter(self.families))
+
+    def states(self) -> list[ModuleState]:
+        """Return the states of the module that plans are for."""
+        return [key.state for key in self.families]
+
+    def last_key(self) -> Key | None:
+        """Return the key used last."""
+        return next(reversed(self.families), None)
+
+    def rows(self) -> PlanRows:
+        """Return the report."""
+        return PlanRows([family.row for family in self.families.values()])
+
+    def __iter__(self) -> Iterator[Planned]:
+        for family in self.families.values():
+            yield from family.variants
+
+
+def what(key: Key) -> str:
+    """Return in words what calls a key is for."""
+    return told(key.inputs)

@@ -1,0 +1,309 @@
+"""The forward of a planned module: look up the plan for the call, or make one, and run it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkgb import OpaquePieceError, OtherWayError, TraceError
+from rkgb.engine import Sample, StartOfCall, is_transforming, refuse_lazy_modules
+from rockmate.errors import InfeasibleBudgetError, RockmateError, UnsupportedModuleError
+from rockmate.files.plan_file import PlanFile
+from rockmate.pipeline import (
+    Planned,
+    Shelf,
+    eager_peak_bytes,
+    is_follower,
+    plan_file_of,
+    plan_module,
+    sharing,
+    shelf_of,
+)
+from rockmate.plan_cache import Family, Key, PlanCache, PlanRow, what
+from rockmate.planners import KnownBlocks
+from rockmate.runtime.input_signature import ambient, in_order, key_of
+from rockmate.runtime.module_state import ExternalValues, ModuleWatch, Snapshot, without_hooks
+from rockmate.runtime.plain import is_plain, plain
+from rockmate.settings import Settings, parse_budget
+
+_log = logging.getLogger("rockmate")
+_MOST_WAYS = 6  # through one forward, chosen by values of its inputs, that have plans
+_MANY = 8  # recordings one after the other for numbers that change
+_planning = threading.RLock()  # one at a time: a recording watches over all of torch
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+class PlannedForward:
+    """Runs the forward of `model` within a budget; `model` itself is the plain module."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self.model, self.settings = model, settings
+        self.table = vars(model)
+        self.plans = PlanCache(settings.max_plans)
+        self.blocks = KnownBlocks()
+        self.watch = ModuleWatch(model)
+        self.known: tuple[Planned, ...] = ()  # of modules like this one, whose steps serve here
+        self.forward: Any = None  # what a user has put over the planned forward
+        self.first: Planned | None = None
+        self._shelf: Shelf | None = None  # of plans that were made before
+        self._has_told = False  # that checkpoints inside are taken off
+        self._in_a_row = 0  # recordings for nothing but other numbers
+
+    def __reduce__(self) -> Any:
+        """Leave plans out of copies and files of the plain module, whose attribute this is."""
+        return type(None), ()
+
+    def copy_for(self, model: nn.Module) -> PlannedForward:
+        """Return the same for a copy of the module: what was planned for it as it is now holds."""
+        new = PlannedForward(model, self.settings)
+        new._shelf = self._shelf
+        new.known = self.known
+        autocast, _ = ambient()
+        ours, theirs = self.watch.now(autocast).state, new.watch.now(autocast).state
+        if tuple(ours.facts.items()) == tuple(theirs.facts.items()):
+            for key, family in self.plans.families.items():
+                if key.state is ours:
+                    new.plans.put(replace(key, state=theirs), family)
+            new.first = self.first
+        return new
+
+    # ------------------------------------------------------------------ a call
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the module: planned where it trains, as it is where it does not."""
+        if not torch.is_grad_enabled() or is_plain() or is_transforming():
+            return self.model.forward(*args, **kwargs)
+        autocast, flags = ambient()
+        snapshot = self.watch.now(autocast)
+        state = snapshot.state
+        if not state.trains:
+            return self.model.forward(*args, **kwargs)
+        ordered = in_order(kwargs)
+        leaves, inputs = key_of(args, ordered)
+        if not state.wants and not _any_wants(leaves):
+            return self.model.forward(*args, **kwargs)
+        key = Key(state, inputs, autocast, flags)
+        family = self.plans.get(key)
+        if family is None:
+            family = self._plan(key, (args, ordered))
+            snapshot = self.watch.now(autocast)
+        planned = family.variants[0]
+        external = self._values(snapshot, planned).now(tuple(leaves))
+        if planned.outcomes.basic.reads:
+            planned = self._variant(family, snapshot, leaves, (args, ordered))
+            external = self._values(snapshot, planned).now(tuple(leaves))
+        if planned.may_go_another_way:
+            return self._with_pieces(planned, external, leaves, args, kwargs)
+        return planned.run(self.model, external, leaves)
+
+    def _with_pieces(
+        self,
+        planned: Planned,
+        external: Mapping[str, Tensor],
+        leaves: Sequence[Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run a plan with submodules that run whole; the plain module where one comes otherwise."""
+        start = StartOfCall(self.model, planned.signature.device)
+        try:
+            return planned.run(self.model, external, leaves)
+        except (OpaquePieceError, OtherWayError) as error:
+            start.restore()
+            result = self.model.forward(*args, **kwargs)  # or the user's own error
+            warnings.warn(
+                f"{error} This step runs plain, and may take more memory than the budget.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return result
+
+    def _values(self, snapshot: Snapshot, planned: Planned) -> ExternalValues:
+        values = snapshot.values.get(planned.executor)
+        if values is None:
+            basic = planned.network.graph.dataflow.basic
+            values = snapshot.values[planned.executor] = ExternalValues(basic, self.model)
+        return values
+
+    # ------------------------------------------------------------------ planning
+
+    def prepare(self, calls: Sequence[Call]) -> None:
+        """Plan for calls to come; a fraction as budget becomes bytes, by the largest of them.
+
+        Raises:
+            InfeasibleBudgetError, UnsupportedModuleError, rkgb.RkgbError: see `plan_module`.
+        """
+        share = self.settings.share and not self.settings.compile  # each compiles for itself
+        if is_follower(share):  # the file may lie on the machine of rank 0 only
+            self.settings = replace(self.settings, plan=None)
+        own = shelf_of(self.settings)
+        # What is copied or pickled later goes elsewhere, where the file may not be.
+        self.settings = replace(self.settings, plan=None)
+        with sharing(own, share) as self._shelf:
+            self._prepare(calls)
+        self._shelf = own  # later calls come when they come, not on all ranks at once
+
+    def _prepare(self, calls: Sequence[Call]) -> None:
+        with _planning, torch.inference_mode(False), torch.enable_grad():
+            calls = [_usable(self.model, call) for call in calls]
+            _, fraction = parse_budget(self.settings.budget)
+            if fraction is not None and len(calls) > 1:
+                bare = without_hooks(self.model, type(self.model))
+                with plain():
+                    peaks = [eager_peak_bytes(bare, *call) for call in calls]
+                self.settings = replace(self.settings, budget=int(fraction * max(peaks)))
+            for args, kwargs in calls:
+                ordered = in_order(kwargs)
+                autocast, flags = ambient()
+                _, inputs = key_of(args, ordered)
+                key = Key(self.watch.now(autocast).state, inputs, autocast, flags)
+                if self.plans.get(key) is None:
+                    self._plan(key, (args, ordered))
+
+    def _plan(self, key: Key, call: Call) -> Family:
+        """Plan for a key that no plan is for, within the same bytes."""
+        with _planning:
+            family = self.plans.get(key)
+            if family is not None:  # another thread has planned it
+                return family
+            last = self.plans.last_key()
+            why = "the sample" if last is None else key.unlike(last)
+            _log.debug("planning: %s", why)
+            began = time.perf_counter()
+            planned = self._planned(call, why)
+            seconds = time.perf_counter() - began
+            peak = planned.plan.peak_bytes
+            budget, again = planned.budget_bytes, planned.plan.overhead
+            row = PlanRow(what(key), why, planned.how, seconds, peak, budget, again)
+            _log.info("%s", row)
+            self._in_a_row = self._in_a_row + 1 if planned.how == "recorded" else 0
+            if self._in_a_row == _MANY:
+                _log.warning(
+                    "%d new values were met one after the other (the last: %s); each is recorded "
+                    "in the time of a few steps. Pass a number that changes at every step as a "
+                    "tensor",
+                    _MANY,
+                    why,
+                )
+            family = Family([planned], row)
+            if self.watch.ignore(planned.network.opaque, planned.assigned):
+                autocast, _ = ambient()
+                key = replace(key, state=self.watch.now(autocast).state)
+            if self.plans.put(key, family):
+                self.watch.forget(self.plans.states())
+            return family
+
+    def _variant(
+        self, family: Family, snapshot: Snapshot, leaves: Sequence[Any], call: Call
+    ) -> Planned:
+        """Return the plan for calls whose inputs lead the forward where these do."""
+
+        def look_up(planned: Planned) -> Mapping[str, Tensor]:
+            return self._values(snapshot, planned).now(tuple(leaves))
+
+        planned = family.fitting(look_up)
+        if planned is None:
+            with _planning:
+                why = "values of the inputs that the forward looks at"
+                # After some ways, what looks at values is run whole rather than followed again.
+                guards = len(family.variants) < _MOST_WAYS
+                planned = self._planned(call, why, guards=guards)
+                _log.info("planned for other %s: %s", why, "; ".join(planned.outcomes.texts[:3]))
+                family.variants.insert(0, planned)
+                del family.variants[_MOST_WAYS:]
+        return planned
+
+    def _planned(self, call: Call, why: str, *, guards: bool = True) -> Planned:
+        bare = without_hooks(self.model, type(self.model))
+        self._tell_of_checkpoints()
+        try:
+            if self._shelf is None:
+                self._shelf = shelf_of(self.settings)
+            with plain():  # planned modules inside belong to this plan
+                known = (*self.plans, *self.known)
+                planned = plan_module(
+                    *(bare, *call, self.settings, known, self.blocks),
+                    guards=guards,
+                    shelf=self._shelf,
+                )
+        except TraceError as error:
+            # An assert on values, an index out of range: the user's own error, as without us.
+            if self.first is None or error.__cause__ is None:
+                raise
+            raise error.__cause__ from None
+        except InfeasibleBudgetError as error:
+            if self.first is None:
+                raise
+            raise InfeasibleBudgetError(
+                f"for a call of another kind than before ({why}): {error}",
+                asked_bytes=error.asked_bytes,
+                minimum_bytes=error.minimum_bytes,
+            ) from None
+        if self.first is None:
+            self.first = planned
+            # Later plans get the same bytes, whatever a fraction of *their* eager peak would be.
+            self.settings = replace(self.settings, budget=planned.budget_bytes)
+        return planned
+
+    def _tell_of_checkpoints(self) -> None:
+        wanted = (getattr(m, "gradient_checkpointing", False) for m in self.model.modules())
+        if not self._has_told and any(value is True for value in wanted):
+            self._has_told = True
+            _log.info(
+                "gradient checkpointing inside %s is taken off: the plan decides what is "
+                "recomputed",
+                type(self.model).__name__,
+            )
+
+    def plan_file(self) -> PlanFile:
+        """Return what was planned as a file holds it, the plan for the sample first."""
+        first = self.planned
+        others = [planned for planned in self.plans if planned is not first]
+        return plan_file_of([first, *others], self.model)
+
+    @property
+    def planned(self) -> Planned:
+        """The first plan.
+
+        Raises:
+            RockmateError: there is none yet.
+        """
+        if self.first is None:
+            raise RockmateError(
+                "this Rockmate module has not been planned here yet: it was loaded from a file, or "
+                "applied without a sample. Run one training step first."
+            )
+        return self.first
+
+
+def _any_wants(leaves: Sequence[Any]) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+
+
+def _usable(model: nn.Module, call: Call) -> Call:
+    """Return a call whose tensors autograd may save, whatever mode they were made in."""
+    refuse_lazy_modules(model)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_inference():
+            raise UnsupportedModuleError(
+                f"'{name}' of {type(model).__name__} was made under torch.inference_mode(), and "
+                "cannot be trained. Make the module outside of it."
+            )
+    args, kwargs = call
+    sample = Sample.of(model, tuple(args), kwargs)
+    if not any(tensor.is_inference() for tensor in sample.tensors):
+        return call
+
+    def copied(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
+
+    usable = sample.with_leaves(tuple(map(copied, sample.leaves)))
+    return usable.args, usable.kwargs
