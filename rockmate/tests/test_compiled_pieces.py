@@ -1,0 +1,372 @@
+"""`compile=True`: the same bits under every budget, eager's values up to rounding, honest bytes.
+
+Eager PyTorch is the oracle of values, the allocator that of bytes. Compiling is slow, so that the
+networks here are few, small, and made of the same pieces.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rkgb.compiled.rewrite as rewriting
+from rkgb.compiled.classes import NotCompiledError
+from rkgb.engine import Sample
+from rockmate import Rockmate
+from rockmate.errors import SelfTestError, UnknownChoiceError
+from rockmate.runtime.eager import StepResult, run_step
+from rockmate.runtime.rounding import compare_rounded
+
+Result = list[Tensor]
+
+
+class Block(nn.Module):
+    """A residual perceptron, with dropout where asked for."""
+
+    def __init__(self, width: int = 16, drop: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.into = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(2 * width, width)
+        self.drop = drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.out(functional.gelu(self.into(self.norm(x))))
+        return x + functional.dropout(h, self.drop, self.training) if self.drop else x + h
+
+
+class Language(nn.Module):
+    """Embedding, blocks with dropout, the embedding again as the head, a loss inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(24, 16)
+        self.blocks = nn.ModuleList(Block(drop=0.1) for _ in range(4))
+
+    def forward(self, tokens: Tensor, wanted: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(
+            functional.linear(x, self.embed.weight).flatten(0, 1), wanted.flatten()
+        )
+
+
+class Pictures(nn.Module):
+    """Convolutions, BatchNorm with its buffers, ReLU in place, residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(5))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = x + functional.relu(norm(conv(x)), inplace=True)
+        return x.mean((2, 3))
+
+
+class Two(nn.Module):
+    """Two outputs, one of them read on the way to the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.blocks[:2]:
+            x = block(x)
+        y = x
+        for block in self.blocks[2:]:
+            y = block(y)
+        return x, y
+
+
+class InHalf(nn.Module):
+    """Blocks in bfloat16, by an autocast region of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.blocks(x)
+
+
+def language() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    tokens = torch.arange(16).view(2, 8)
+    return Language(), (tokens, (tokens * 5 + 1) % 24)
+
+
+def pictures() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Pictures(), (torch.randn(2, 3, 8, 8),)
+
+
+def in_half() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return InHalf(), (torch.randn(4, 8, 16),)
+
+
+def train(run: nn.Module, model: nn.Module, data: Sequence[Any], steps: int = 3) -> Result:
+    """Return losses, gradients, parameters, buffers and the random state of some steps."""
+    torch.manual_seed(5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found: Result = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        result = run(*data)
+        loss = result if result.dim() == 0 else result.float().square().mean()
+        loss.backward()
+        found.append(result.detach().clone())
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    return [*found, *(t.clone() for t in model.state_dict().values()), torch.get_rng_state()]
+
+
+def same_bits(a: Result, b: Result) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def assert_near(ours: Result, eager: Result, bound: float) -> None:
+    assert len(ours) == len(eager)
+    assert torch.equal(ours[-1], eager[-1])  # the random state
+    for a, b in zip(ours, eager, strict=True):
+        assert (a.double() - b.double()).norm() <= bound * (b.double().norm() + 1e-3)
+
+
+# ---------------------------------------------------------------------- budgets
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "bound"),
+    [(language, 1e-5), (pictures, 1e-4), (in_half, 0.03)],
+    ids=["dropout-tied", "batchnorm-in-place", "autocast"],
+)
+def test_bits_do_not_depend_on_the_budget(
+    make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]], bound: float
+) -> None:
+    torch.manual_seed(0)
+    model, data = make()
+    plain = copy.deepcopy(model)
+    eager = train(plain, plain, data)
+    ours: list[Result] = []
+    peaks: list[int] = []
+    for share in (1.0, 0.85, 0.7):
+        budget = int(share * peaks[0]) if peaks else 1.0
+        own = copy.deepcopy(model)
+        rk = Rockmate(own, data, budget, compile=True)
+        assert rk.measured_peak_bytes == rk.plan.peak_bytes <= rk.budget_bytes
+        assert rk.plan.compiled.compiled >= 6
+        assert rk.plan.compiled.compiled_now == 0 or not peaks  # none for another budget
+        ours.append(train(rk, own, data))
+        peaks.append(rk.plan.peak_bytes)
+    assert peaks[0] > peaks[1] > peaks[2]
+    assert same_bits(ours[0], ours[1])
+    assert same_bits(ours[0], ours[2])
+    assert_near(ours[0], eager, bound)
+
+
+@pytest.mark.slow
+def test_equal_layers_are_compiled_once_and_the_report_names_what_is_not() -> None:
+    torch.manual_seed(0)
+    model, data = language()
+    rk = Rockmate(model, data, 0.8, compile=True)
+    report = rk.plan.compiled
+    assert report.classes < report.compiled < report.nodes
+    assert {name for _, name, _ in report.eager} >= {"embedding", "empty_strided+bernoulli_+div_"}
+    text = str(rk.plan)
+    assert f"compiled: {report.compiled} of {report.nodes} nodes" in text
+    assert "eager: embedding in embed" in text
+    assert "is rounding" in text  # what the self-test found
+    assert "boxed = [" in rk.plan.source()
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+@pytest.mark.slow
+def test_gradients_that_arrive_otherwise_and_accumulate() -> None:
+    losses: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda x, y: (x * y).sum(),
+        lambda x, y: y.sum(),  # strides of zero, and none at the first output
+        lambda x, y: x.square().mean(),
+        lambda x, y: (x * y).sum(),
+    ]
+    torch.manual_seed(0)
+    model, x = Two(), torch.randn(4, 8, 16)
+
+    def gradients(run: nn.Module, own: nn.Module) -> Result:
+        found: Result = []
+        for loss in losses:
+            own.zero_grad()
+            value = loss(*run(x))
+            value.backward(retain_graph=True)
+            value.backward()  # the second runs the forward again
+            loss(*run(x)).backward()  # accumulated
+            found += [torch.zeros(()) if p.grad is None else p.grad for p in own.parameters()]
+        return found
+
+    eager = gradients(own := copy.deepcopy(model), own)
+    ours = []
+    for budget in (1.0, 0.7):
+        own = copy.deepcopy(model)
+        rk = Rockmate(own, x, budget, compile=True)
+        ours.append(gradients(rk, own))
+    assert same_bits(*ours)
+    for a, b in zip(ours[0], eager, strict=True):
+        assert (a - b).norm() <= 1e-5 * (b.norm() + 1e-3)
+
+
+@pytest.mark.slow
+def test_under_ddp_and_at_another_length(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    long, short = torch.randn(4, 8, 16), torch.randn(4, 4, 16)
+    eager = copy.deepcopy(model)
+    for x in (long, short):
+        eager(x).square().mean().backward()
+    found: list[Result] = []
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        for budget, wrapped in ((1.0, False), (0.7, False), (0.7, True)):
+            own = copy.deepcopy(model)
+            rk = Rockmate(own, long, budget, compile=True)
+            run = nn.parallel.DistributedDataParallel(rk) if wrapped else rk
+            for x in (long, short):
+                run(x).square().mean().backward()
+            found.append([p.grad for p in own.parameters()])
+            assert len(rk.plans) == 2
+    finally:
+        torch.distributed.destroy_process_group()
+    assert same_bits(found[0], found[1])
+    assert same_bits(found[0], found[2])
+    for ours, theirs in zip(found[0], eager.parameters(), strict=True):
+        assert (ours - theirs.grad).norm() <= 1e-5 * (theirs.grad.norm() + 1e-3)
+
+
+# ---------------------------------------------------------------------- what stays eager
+
+
+def test_a_piece_that_does_not_compile_is_eager_and_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise NotCompiledError("a kernel too many")
+
+    monkeypatch.setattr(rewriting, "compile_joint", fails)
+    monkeypatch.setattr(rewriting, "_known", {})
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), Block())
+    x = torch.randn(4, 8, 16)
+    plain = copy.deepcopy(model)
+    eager = train(plain, plain, (x,))
+    with caplog.at_level(logging.WARNING):
+        rk = Rockmate(model, x, 0.7, compile=True)
+    assert rk.plan.compiled.compiled == 0
+    assert all(why == "a kernel too many" for _, _, why in rk.plan.compiled.eager)
+    assert "stays eager: a kernel too many" in caplog.text
+    assert same_bits(train(rk, model, (x,)), eager)
+
+
+@pytest.mark.slow
+def test_without_a_compiler_it_is_refused_at_once() -> None:
+    code = (
+        "import torch, rkgb\n"
+        "from rockmate import Rockmate\n"
+        "try:\n"
+        "    Rockmate(torch.nn.Linear(4, 4), torch.randn(2, 4), 1.0, compile=True)\n"
+        "except rkgb.CompilerMissingError as error:\n"
+        "    print(error)\n"
+    )
+    environment = {**os.environ, "CXX": "/nowhere/c++"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "install g++" in run.stdout
+
+
+def test_compile_takes_yes_or_no() -> None:
+    with pytest.raises(UnknownChoiceError, match="compile 'max' is unknown"):
+        Rockmate(nn.Linear(4, 4), torch.randn(2, 4), 1.0, compile="max")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- the self-test
+
+
+def a_step() -> StepResult:
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(4, 8, 16)
+    return run_step(model, model, Sample.of(model, x))
+
+
+def test_rounding_passes_and_wrong_values_do_not() -> None:
+    eager = a_step()
+    key = "parameter 'into.weight'"
+
+    def with_gradient(change: Callable[[Tensor], Tensor]) -> StepResult:
+        return replace(eager, gradients={**eager.gradients, key: change(eager.gradients[key])})
+
+    near = compare_rounded(eager, with_gradient(lambda g: g * (1 + 1e-6)), "Net", torch.float32)
+    assert f"the gradient of {key}" in near
+    for wrong in (
+        lambda g: g * 1.001,
+        lambda g: g.flip(0),
+        lambda g: torch.full_like(g, torch.nan),
+        lambda g: g.double(),
+    ):
+        with pytest.raises(SelfTestError, match=r"into\.weight"):
+            compare_rounded(eager, with_gradient(wrong), "Net", torch.float32)
+
+
+def test_a_gradient_that_is_nothing_but_rounding_may_differ() -> None:
+    eager = a_step()
+    key = "parameter 'out.bias'"
+    noise = torch.linspace(-1e-9, 1e-9, 16)
+    theirs = replace(eager, gradients={**eager.gradients, key: noise})
+    ours = replace(eager, gradients={**eager.gradients, key: -noise})
+    assert "out.bias" in compare_rounded(theirs, ours, "Net", torch.float32)
+
+
+# ---------------------------------------------------------------------- torch.compile
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_torch_compile_around_is_one_opaque_call_and_inside_is_taken_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    x = torch.randn(4, 16)
+    plain = copy.deepcopy(model)
+    eager = train(plain, plain, (x,))
+    with caplog.at_level(logging.INFO):
+        rk = Rockmate(torch.compile(model), x, 1.0)
+    assert "torch.compile around Sequential is taken off" in caplog.text
+    assert type(rk).__name__ == "Sequential"
+    assert same_bits(train(torch.compile(rk), model, (x,)), eager)
+    assert len(rk.plans) == 1  # torch.compile changes nothing that a plan depends on
+
+    @torch.compile(fullgraph=True)
+    def around(value: Tensor) -> Tensor:
+        return rk(value)
+
+    with pytest.raises(Exception, match="Leave fullgraph=True out"):
+        around(x)

@@ -1,0 +1,153 @@
+"""Under torch.distributed one rank plans for all, and the errors of one are the errors of all."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rockmate
+from rockmate import InfeasibleBudgetError, PlanSharingError, planners
+from rockmate.pipeline import network, share
+from rockmate.pipeline.share import Exchange
+from rockmate.testing.nets import assert_same_gradients, eager_copy
+from rockmate.testing.wrapping import wrap
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.2)) for _ in range(6)]
+    return nn.Sequential(*layers)
+
+
+class Fails(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.layer = rank, nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rank:
+            raise RuntimeError("no data on this rank")
+        return self.layer(x)
+
+
+def _same_on_all(value: Any) -> bool:
+    found: list[Any] = [None, None]
+    torch.distributed.all_gather_object(found, value)
+    return bool(found[0] == found[1])
+
+
+def _raised(kind: type[Exception], *args: Any, **options: Any) -> Exception:
+    with pytest.raises(kind) as caught:
+        wrap(*args, **options)
+    assert _same_on_all(str(caught.value))
+    return caught.value
+
+
+def _two_ranks(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ["ROCKMATE_CACHE"] = "off"
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+    )
+    sample = torch.randn(64, 32)  # other values on each rank
+    torch.manual_seed(rank)
+    plan, measure = planners.plan, network.measure
+    if rank == 1:  # which has nothing to plan with
+        planners.plan = network.measure = None  # type: ignore[assignment]
+    net = _net()
+    twin = eager_copy(net)
+    ours = wrap(net, sample, 0.6, samples=[sample[:48]])
+    steps = [str(planned.plan.steps) for planned in ours._rockmate.plans]
+    assert len(steps) == 2
+    assert _same_on_all(steps)
+    for module in (ours, twin):
+        torch.manual_seed(3)
+        module(sample).sum().backward()
+    assert_same_gradients(net, twin)
+
+    sizes = [sample, sample[:7]]
+    error = _raised(PlanSharingError, _net(), sizes[rank], 0.6)
+    assert "float32[64, 32] on rank 0, float32[7, 32] on rank 1" in str(error)
+    other = _net() if rank == 0 else nn.Sequential(_net(), nn.Tanh())
+    _raised(PlanSharingError, other, sample, 0.6)
+    error = _raised(InfeasibleBudgetError, _net(), sample, 10)
+    assert isinstance(error, InfeasibleBudgetError)
+    assert _same_on_all(error.minimum_bytes)
+    error = _raised(PlanSharingError, Fails(rank), sample, 0.6)
+    assert "no data on this rank" in str(error)
+
+    planners.plan, network.measure = plan, measure
+    wrap(_net(), sizes[rank], "1MiB", share=False)  # each for itself
+    if rank == 0:  # and the other rank does not come
+        share.PATIENCE_S = 0.3
+        with pytest.raises(PlanSharingError, match="has waited 0 s for rank 1"):
+            wrap(_net(), sample, 0.6)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # threads of gloo may make C++ abort in the interpreter's tear-down
+
+
+@pytest.mark.slow
+def test_rank_0_plans_for_both() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = "import runpy, sys; path, rank, port = sys.argv[1:]; "
+    code += "runpy.run_path(path)['_two_ranks'](int(rank), int(port))"
+    command = [sys.executable, "-W", "ignore", "-c", code, __file__]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+
+
+def test_the_first_failure_is_everybodys() -> None:
+    store = torch.distributed.HashStore()
+    ranks = [Exchange(rank, 3, store, "x/", patience_s=60.0) for rank in range(3)]
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(ranks[rank].ask, "never", 2) for rank in range(2)]
+        ours = ranks[2].fail(ValueError("broken"))
+        errors = [waited.exception() for waited in waiting]
+    later = ranks[0].fail(KeyError("later"))
+    assert {str(error) for error in (*errors, ours, later)} == {
+        "on rank 2 of 3: ValueError: broken"
+    }
+    assert all(isinstance(error, rockmate.PlanSharingError) for error in errors)
+
+
+def test_words_arrive() -> None:
+    store = torch.distributed.HashStore()
+    first, second = (Exchange(rank, 2, store, "y/", patience_s=60.0) for rank in range(2))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(second.ask, "plan", 0)
+        first.tell("plan", b"\x00text")
+        assert waiting.result() == b"\x00text"
+    assert second.ask("plan", 0) == b"\x00text"
+
+
+def test_without_a_process_group_nothing_is_shared() -> None:
+    shelf = object()
+    with share.sharing(shelf, True) as found:  # type: ignore[arg-type]
+        assert found is shelf
+    assert not share.is_follower(True)

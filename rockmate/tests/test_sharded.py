@@ -1,0 +1,172 @@
+"""Per-layer FSDP2 with and without plans: the same bits in three steps, the budget on each rank."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rockmate
+from rkgb.engine import trace_memory
+from rockmate.testing.nets import TinyGPT, eager_copy, tokens
+from rockmate.testing.processes import run_in_processes
+
+# What is on: the order of wrapping, reshard_after_forward, and what training does besides.
+CASES = {
+    "usual": {"accumulate": 2, "clip": True},
+    "kept gathered": {"reshard": False},
+    "resharded": {"reshard": True, "frozen": True, "clip": True},
+    "mixed precision": {"mixed": True, "checkpoint": True},
+    "blocks first": {"first": True, "clip": True, "accumulate": 2},
+    "blocks first, mixed precision": {"first": True, "mixed": True},
+}
+
+
+def shard(model: Any, *, reshard: bool | None = None, mixed: bool = False, **_: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if mixed:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def train(
+    model: Any, sample: Any, *, accumulate: int = 1, clip: bool = False, checkpoint: bool = False,
+    **_: Any,
+) -> list[Tensor]:  # fmt: skip
+    """Train three steps; return all that was seen on this rank."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen = []
+    for step in range(3):
+        for part in range(accumulate):
+            if accumulate > 1:
+                model.set_requires_gradient_sync(part + 1 == accumulate)
+            loss = model(*sample)
+            loss.backward()
+        seen.append(loss.detach())
+        if clip:
+            norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            seen.append(norm.full_tensor())
+        seen += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [p.detach().to_local().clone() for p in model.parameters()]
+        if checkpoint and step == 1:
+            save_and_load(model)
+    return seen
+
+
+def save_and_load(model: nn.Module) -> None:
+    """Write the parameters, spoil them, and read them back."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    names = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(names)
+    state = get_model_state_dict(model)
+    dcp.save(state, checkpoint_id=names[0])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    dcp.load(state, checkpoint_id=names[0])
+    set_model_state_dict(model, state)
+
+
+def peak_bytes(model: nn.Module, sample: Any) -> int:
+    """Return the least peak of some steps: gloo's threads let go of tensors a moment late."""
+
+    def step(_: Any = None) -> None:
+        model(*sample).backward()
+
+    step()
+    return min(trace_memory(step, torch.device("cpu")).peak_bytes for _ in range(3))
+
+
+def trains_like_fsdp(rank: int, *names: str) -> None:
+    torch.manual_seed(0)
+    original = TinyGPT(layers=3, width=32, vocab=60, length=24)  # head and embedding are tied
+    ids, targets = tokens(4, 24, 60)
+    sample = ((ids + rank) % 60, targets)
+    for name in names:
+        options = CASES[name]
+        model, twin = eager_copy(original), eager_copy(original)
+        if options.get("frozen"):
+            for net in (model, twin):
+                net.blocks[0].requires_grad_(False)  # type: ignore[index, union-attr]
+                net.ln.requires_grad_(False)  # type: ignore[union-attr]
+        shard(twin, **options)
+        plain = peak_bytes(twin, sample)
+        twin.zero_grad()
+        if not options.get("first"):
+            shard(model, **options)
+        keys = list(model.state_dict())
+        plan = rockmate.apply_to_blocks(model, sample, 0.65, cost="flops", compare=False)
+        if options.get("first"):
+            shard(model, **options)
+        assert list(model.state_dict()) == keys == list(twin.state_dict())
+        assert plan.overhead_ms > 0
+        state = torch.get_rng_state()
+        expected = train(twin, sample, **options)
+        torch.set_rng_state(state)
+        found = train(model, sample, **options)
+        assert len(found) == len(expected)
+        same = [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+        assert all(same), f"{name}: {same.count(False)} of {len(same)} tensors differ"
+        peak = peak_bytes(model, sample)
+        if not options.get("first"):
+            assert peak <= plan.budget_bytes, f"{name}: {peak} > {plan.budget_bytes}"
+            assert peak < 0.8 * plain
+        print(f"rank {rank}, {name}: plain {plain}, budget {plan.budget_bytes}, peak {peak}")
+
+
+def all_fail_together(rank: int) -> None:
+    torch.manual_seed(0)
+    model = TinyGPT(layers=2, width=32, vocab=60, length=24)
+    ids, targets = tokens(4, 24, 60)
+    shard(model)
+    budget = 10**9 if rank else 1000  # the strictest counts
+    with pytest.raises(rockmate.InfeasibleBudgetError, match="within 1000 bytes") as strict:
+        rockmate.apply_to_blocks(model, (ids, targets), budget, cost="flops", compare=False)
+    enough = 2 * strict.value.minimum_bytes
+    # What cannot be planned on one process is refused on all of them, after the step.
+    if rank:
+        model.blocks[1].mlp.append(Writing())  # type: ignore[union-attr, operator, index]
+    with pytest.raises(Exception, match="" if rank else "process 1 of those"):
+        rockmate.apply_to_blocks(model, (ids, targets), enough, cost="flops", compare=False)
+    if rank:
+        del model.blocks[1].mlp[-1]  # type: ignore[union-attr, index]
+    model(ids, targets).backward()  # still usable
+    plan = rockmate.apply_to_blocks(model, (ids, targets), enough, cost="flops", compare=False)
+    assert plan.measured_peak_bytes <= enough
+
+
+class Writing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(1) if torch.is_grad_enabled() and x.is_leaf else x + torch.rand(()).item()
+
+
+def test_per_layer_sharding() -> None:
+    run_in_processes(__file__, "trains_like_fsdp", "usual")
+
+
+@pytest.mark.slow
+def test_the_matrix_of_per_layer_sharding() -> None:
+    run_in_processes(__file__, "trains_like_fsdp", *(n for n in CASES if n != "usual"))
+
+
+@pytest.mark.nightly
+def test_four_processes() -> None:
+    run_in_processes(__file__, "trains_like_fsdp", "usual", world=4)
+
+
+@pytest.mark.nightly
+def test_one_error_for_all_processes() -> None:
+    run_in_processes(__file__, "all_fail_together")
