@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import pytest
 
-from rockmate.plan import make_plan
-from rockmate.plan_report import PlanReport
 from rockmate.planners import plan
-from rockmate.planners.simple import no_recomputation
-from rockmate.report import format_bytes, format_ms, format_plan, recomputed_rows
-from rockmate.simulate import recompute_counts, simulate
-from rockmate.steps import Step
-from rockmate.testing import gpt_problem
+from rockmate.reports.plan_report import PlanReport
+from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.plan import make_plan
+from rockmate.schedules.report import format_bytes, format_ms, format_plan, recomputed_rows
+from rockmate.schedules.simulate import recompute_counts, simulate
+from rockmate.schedules.steps import Step
+from rockmate.testing.problems import gpt_problem
 
 
 @pytest.mark.parametrize(

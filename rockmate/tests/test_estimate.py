@@ -1,0 +1,185 @@
+"""What is said before anything runs is what is measured afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rockmate
+from rkgb.engine import Sample, record, record_sizes
+from rkgb.errors import DataDependentError, TraceError
+from rockmate import InfeasibleBudgetError, UnknownChoiceError, UnsupportedModuleError
+from rockmate.pipeline import eager_peak_bytes
+from rockmate.testing.nets import hugging_face_gpt2, network
+from rockmate.testing.wrapping import wrap
+
+NETS = ["gpt", "resnet", "unet", "lstm", "tied", "transformer", "mixer", "uno"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETS)
+def test_a_plain_step_takes_what_was_estimated(name: str) -> None:
+    model, sample = network(name)
+    said = rockmate.estimate(model, sample, device="cpu").activations_bytes
+    assert abs(said - eager_peak_bytes(model, sample, None)) <= 0.02 * said
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 16, **options: Any) -> None:
+        super().__init__()
+        layers = [nn.Linear(width, width, **options) for _ in range(6)]
+        self.body = nn.Sequential(*[nn.Sequential(a, nn.Tanh(), nn.Dropout(0.1)) for a in layers])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).square().mean()
+
+
+def test_a_model_on_meta_needs_no_memory_and_gives_the_same() -> None:
+    real = rockmate.estimate(Net(), torch.randn(64, 16), device="cpu")
+    with torch.device("meta"):
+        bare = rockmate.estimate(Net(), torch.randn(64, 16), device="cpu")
+    assert bare.sizes == real.sizes
+    huge = 1 << 17  # 6 layers of 64 GiB
+    with torch.device("meta"):
+        found = rockmate.estimate(Net(huge), torch.randn(2, huge), device="cpu", points=1)
+    assert found.parameters_bytes == 6 * 4 * (huge * huge + huge)
+    assert found.sizes.uncalled == ("addmm", "mm")
+    assert "workspace of addmm, mm" in found.notes[1]
+
+
+def test_bytes_of_what_is_resident() -> None:
+    model = Net()
+    model.body[0].requires_grad_(False)
+    found = rockmate.estimate(model, torch.randn(8, 16), device="cpu", optimizer="adamw")
+    one = 4 * (16 * 16 + 16)
+    assert found.parameters_bytes == 6 * one
+    assert found.gradients_bytes == 5 * one
+    assert found.optimizer_bytes == 10 * one
+    assert found.sizes.inputs_bytes == 4 * 8 * 16
+    assert found.total_bytes == 21 * one + 4 * 8 * 16 + found.activations_bytes
+    assert rockmate.estimate(model, torch.randn(8, 16), optimizer="sgd").optimizer_bytes == 0
+
+
+@pytest.mark.nightly
+def test_the_curve_goes_from_nothing_to_the_smallest_budget() -> None:
+    model, sample = Net(), torch.randn(64, 16)
+    found = rockmate.estimate(model, sample, device="cpu", points=2)
+    budgets = [point.budget_bytes for point in found.curve]
+    assert budgets == sorted(budgets, reverse=True)
+    assert len(budgets) == 3
+    assert budgets[-1] == found.smallest_budget_bytes
+    overheads = [point.overhead for point in found.curve]
+    assert overheads[0] == 0 < overheads[-1]
+    planned = wrap(model, sample, budgets[-1])
+    assert planned.plan.overhead == pytest.approx(overheads[-1])
+    with pytest.raises(InfeasibleBudgetError):
+        found.at(budgets[-1] - 1)
+    json.dumps(found.to_dict())
+
+
+def test_the_recording_without_content_is_the_real_one() -> None:
+    model, sample = network("gpt")
+    step = record_sizes(model, sample)
+    real = record(model, Sample.of(model, sample))
+    ours, theirs = ((*basic.ops, *basic.backward) for basic in (step.basic, real))
+    assert list(map(str, ours)) == list(map(str, theirs))
+    for name, info in real.infos.items():
+        found = step.basic.infos[name]
+        assert (found.shape, found.dtype) == (info.shape, info.dtype)
+        assert found.storage_bytes == info.storage_bytes
+    drawn = [[op.is_random for op in basic.ops] for basic in (step.basic, real)]
+    assert drawn[0] == drawn[1]
+    assert any(drawn[0])
+
+
+@pytest.mark.slow
+def test_a_transformer_of_hugging_face_on_meta() -> None:
+    tokens = torch.randint(0, 90, (2, 24))
+    real = hugging_face_gpt2()
+    call = {"input_ids": tokens, "labels": tokens}
+    found = rockmate.estimate(real.to("meta"), call, device="cpu", points=1)
+    peak = eager_peak_bytes(hugging_face_gpt2(), call, None)
+    assert abs(found.activations_bytes - peak) <= 0.02 * peak
+
+
+class Looks(nn.Module):
+    def __init__(self, look: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.look = nn.Linear(4, 4), look
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y if self.look(x) is None else -y
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: bool(x.sum() > 0),
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x[x > 0],
+        lambda x: torch.nonzero(x),
+        lambda x: int(x[0, 0]),
+    ],
+)
+def test_what_looks_at_values_is_refused_with_its_line(look: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(DataDependentError, match=r"test_estimate\.py:\d+"):
+        rockmate.estimate(Looks(look), torch.randn(3, 4), device="cpu")
+
+
+def test_numbers_from_numbers_may_be_looked_at() -> None:
+    model = Looks(lambda x: torch.tensor(3.0).item() + x.shape[0])
+    assert rockmate.estimate(model, torch.randn(3, 4), device="cpu").activations_bytes > 0
+
+
+def test_what_cannot_be_estimated_is_refused() -> None:
+    with pytest.raises(UnknownChoiceError, match="optimizer 'adamx' is unknown"):
+        rockmate.estimate(Net(), torch.randn(8, 16), optimizer="adamx")
+    with pytest.raises(UnsupportedModuleError, match="no parameter of Net requires a gradient"):
+        rockmate.estimate(Net().requires_grad_(False), torch.randn(8, 16))
+    with pytest.raises(TraceError, match=r"reduction dim|mat1"):
+        rockmate.estimate(Net(), torch.randn(8, 15), device="cpu")
+
+
+# ---------------------------------------------------------------------- batches
+
+
+@pytest.mark.nightly
+def test_the_largest_batch_fits_and_one_more_does_not() -> None:
+    model, memory = Net(), 300_000
+
+    def sample(count: int) -> Tensor:
+        return torch.randn(count, 16)
+
+    found = rockmate.largest_batch(model, sample, memory, device="cpu")
+    assert 0 < found.plain < found.batch
+
+    def plain_bytes(count: int) -> int:
+        return rockmate.estimate(model, sample(count), device="cpu").total_bytes
+
+    assert plain_bytes(found.plain) <= memory < plain_bytes(found.plain + 1)
+    above = rockmate.estimate(model, sample(found.batch + 1), device="cpu")
+    assert above.sizes.resident_bytes + above.smallest_budget_bytes > memory
+    assert found.estimate.sizes.resident_bytes + found.budget_bytes == memory
+    planned = wrap(Net(), sample(found.batch), found.budget_bytes)
+    assert planned.plan.overhead == pytest.approx(found.overhead)
+    assert f"{found.batch} with a budget" in str(found)
+    json.dumps(found.to_dict())
+    few = rockmate.largest_batch(model, sample, memory, device="cpu", at_most=7)
+    assert (few.plain, few.batch, few.overhead) == (7, 7, 0.0)
+
+
+def test_where_not_even_one_sample_fits() -> None:
+    def sample(count: int) -> Tensor:
+        return torch.randn(count, 16)
+
+    with pytest.raises(InfeasibleBudgetError, match="not even one sample fits") as caught:
+        rockmate.largest_batch(Net(), sample, 1000, device="cpu")
+    found = rockmate.largest_batch(Net(), sample, caught.value.minimum_bytes, device="cpu")
+    assert found.batch == 1

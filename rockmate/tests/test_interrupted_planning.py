@@ -1,0 +1,142 @@
+"""Ctrl-C at any moment of planning leaves the module, and torch, as they were."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rockmate
+from rockmate import Rockmate
+from rockmate.planning import no_recomputation, plan, simulate
+from rockmate.testing.nets import assert_trains_like, eager_copy
+from rockmate.testing.problems import gpt_problem
+
+POINTS = 24
+
+
+class Net(nn.Module):
+    """Dropout moves the random stream, BatchNorm its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.BatchNorm1d(8),
+            nn.Dropout(0.3),
+            *[nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Tanh()) for _ in range(4)],
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def planned(model: nn.Module, sample: Tensor) -> nn.Module:
+    return rockmate.apply(model, sample, 0.95, cost="flops", progress=False)
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """All that planning might have touched: of the module, of torch, of Python."""
+    values = {name: t.clone() for name, t in model.state_dict().items()}
+    return {
+        "class": type(model),
+        "attributes": sorted(vars(model)),
+        "hooks": [len(m._forward_hooks) + len(m._backward_hooks) for m in model.modules()],
+        "training": [m.training for m in model.modules()],
+        "grads": [p.grad is None for p in model.parameters()],
+        "wants": [p.requires_grad for p in model.parameters()],
+        "grad mode": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "collects": gc.isenabled(),
+        "screen": sys.stdout,
+        "checkpoint": torch.utils.checkpoint.checkpoint,
+        "linear": nn.functional.linear,
+        "call": nn.Module.__call__,
+        "random": random.getstate(),
+        "torch random": torch.get_rng_state().tolist(),
+        "values": {name: t.tolist() for name, t in values.items()},
+    }
+
+
+def calls_of(work: Callable[[], object], stop_at: int | None = None) -> int:
+    """Run `work`, and return how many Python functions it calls; stop it at one of them."""
+    count = 0
+
+    def watch(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal count
+        if event == "call":
+            count += 1
+            if count == stop_at:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(watch)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.slow
+def test_interrupted_anywhere_the_module_is_as_it_was() -> None:
+    torch.manual_seed(0)
+    model, sample = Net(), torch.randn(16, 8)
+    twin = eager_copy(model)
+    planned(eager_copy(model), sample)  # what is imported and registered once
+    total = calls_of(lambda: planned(eager_copy(model), sample))
+    before = state(model)
+    for place in range(POINTS):
+        stop_at = 1 + place * (total - 2) // POINTS
+        with pytest.raises(KeyboardInterrupt):
+            calls_of(lambda: planned(model, sample), stop_at)
+        after = state(model)
+        for name, value in before.items():
+            assert after[name] == value, f"{name}, stopped at call {stop_at} of {total}"
+    assert_trains_like(planned(model, sample), twin, sample)
+
+
+def test_interrupted_at_the_first_step_it_is_planned_at_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model, sample = Net(), torch.randn(16, 8)
+    twin = eager_copy(model)
+    rockmate.apply(model, budget="1MiB", cost="flops")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rockmate.planned_forward.plan_module", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(sample)
+    assert isinstance(model, Rockmate)
+    assert_trains_like(model, twin, sample)
+
+
+def test_the_solver_leaves_ctrl_c_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With CP-SAT's own handler a Ctrl-C would end one search of many, and planning go on."""
+    from ortools.sat.python import cp_model
+
+    catches: list[bool] = []
+    solve = cp_model.CpSolver.solve
+
+    def watched(solver: Any, *args: Any) -> Any:
+        catches.append(solver.parameters.catch_sigint_signal)
+        return solve(solver, *args)
+
+    monkeypatch.setattr(cp_model.CpSolver, "solve", watched)
+    problem = gpt_problem(1)
+    everything = simulate(problem, no_recomputation(problem)).peak_bytes
+    plan(problem, int(0.9 * everything), effort="fast")
+    assert catches
+    assert not any(catches)
