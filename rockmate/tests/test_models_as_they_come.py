@@ -1,0 +1,352 @@
+"""Habits of models that nobody wrote for Rockmate: each trains bit for bit, within its budget."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import rnn
+from torch.utils.checkpoint import checkpoint
+
+from rkgb import TraceError
+from rockmate import InfeasibleBudgetError, Rockmate
+from rockmate.testing.nets import assert_same_gradients
+from rockmate.testing.wrapping import wrap
+
+Batch = Callable[[int], tuple[Any, ...]]
+
+
+def drawn(step: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(step))
+
+
+def rows(step: int) -> tuple[Any, ...]:
+    return (drawn(step, 64, 16),)
+
+
+def wrapped(model: nn.Module, sample: Any, budget: float) -> Rockmate:
+    """Plan for a share of the plain peak, or for the smallest budget above it."""
+    try:
+        return wrap(model, sample, budget)
+    except InfeasibleBudgetError as error:
+        return wrap(model, sample, error.minimum_bytes)
+
+
+def outcome(model: Callable[..., Any], parameters: list[nn.Parameter], batch: Batch) -> list[Any]:
+    torch.manual_seed(5)
+    optimizer, seen = torch.optim.SGD(parameters, lr=0.05), []
+    for step in range(3):
+        args = batch(step)
+        result = model(*args)
+        results = result if isinstance(result, tuple) else (result,)
+        results = tuple(t.data if isinstance(t, rnn.PackedSequence) else t for t in results)
+        sum(t.square().mean() for t in results if t.requires_grad).backward()  # type: ignore[union-attr]
+        seen += [t.detach().clone() for t in (*results, *args) if isinstance(t, Tensor)]
+        seen += [p.grad.clone() for p in parameters if p.grad is not None]
+        optimizer.step(), optimizer.zero_grad()
+    return [*seen, torch.get_rng_state()]
+
+
+def assert_trains_alike(model: nn.Module, batch: Batch, budget: float) -> Rockmate:
+    twin = copy.deepcopy(model)
+    rk = wrapped(model, batch(0), budget)
+    assert rk.measured_peak_bytes is not None
+    assert rk.measured_peak_bytes <= rk.budget_bytes
+    ours = outcome(rk, list(model.parameters()), batch)
+    plain = outcome(twin, list(twin.parameters()), batch)
+    assert len(ours) == len(plain)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    for name, buffer in twin.named_buffers():
+        assert torch.equal(buffer, model.get_buffer(name)), name
+    return rk
+
+
+class Layers(nn.Module):
+    """Some layers, and what a case does with them."""
+
+    def __init__(self, body: Callable[..., Any], *, count: int = 4, width: int = 16) -> None:
+        super().__init__()
+        self.body = [body]
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, *args: Any) -> Any:
+        return self.body[0](self, *args)
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+class Cubed(torch.autograd.Function):
+    """Computes in numpy, both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return torch.from_numpy(np.power(x.detach().numpy(), 3) * np.float32(scale))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return torch.from_numpy(3 * ctx.scale * x.numpy() ** 2 * grads[0].numpy()), None
+
+
+class Apart(torch.autograd.Function):
+    """Sets its context up apart from its forward, and returns two tensors."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.from_numpy(x.detach().numpy() * 2), torch.from_numpy(y.detach().numpy() > 0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 2, None
+
+
+def in_numpy(net: Layers, x: Tensor) -> Tensor:
+    for layer in net.layers[:2]:
+        x = Cubed.apply(layer(x).tanh(), 0.5)
+        x, positive = Apart.apply(x, x.detach())
+        x = torch.where(positive, x, x * 0.5)
+    return x
+
+
+class Recomputing(torch.autograd.Function):
+    """Calls autograd in its backward, as a checkpoint does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh() * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            result = x.tanh() * x
+        return torch.autograd.grad(result, x, grads[0])
+
+
+def recomputing(net: Layers, x: Tensor) -> Tensor:
+    for layer in net.layers[:2]:
+        x = Recomputing.apply(layer(x))
+    return x
+
+
+def doubled(net: Layers, x: Tensor) -> Tensor:
+    x.mul_(2)
+    return net.run(x)
+
+
+def masked(net: Layers, x: Tensor, mask: Tensor) -> Tensor:
+    mask[:, 0] = False
+    return net.run(x.masked_fill(mask, 0.0))
+
+
+def sampled(net: Layers, x: Tensor) -> Tensor:
+    mean, log_scale = net.layers[0](x).chunk(2, -1)
+    normal = torch.distributions.Normal(mean, log_scale.exp())
+    return net.layers[1](torch.cat([normal.rsample(), mean], -1)).tanh()
+
+
+def force(net: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.detach().requires_grad_()
+    energy = net.run(x).square().sum()
+    (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+    return energy, -slope
+
+
+def in_rows(net: Layers, x: Tensor) -> Tensor:
+    nested = torch.nested.as_nested_tensor([x[:3], x[3:8]], layout=torch.jagged)
+    return net.run(nested).values()
+
+
+def over_a_graph(net: Layers, x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    graph = torch.sparse_coo_tensor(places, weights, (64, 64))
+    for layer in net.layers:
+        x = torch.sparse.mm(graph, layer(x)).tanh()
+    return x
+
+
+def edges(step: int) -> tuple[Any, ...]:
+    return drawn(step, 64, 16), torch.arange(64).repeat(2, 1), drawn(step, 64)
+
+
+def branches(net: Layers, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda z: net.layers[0](z).relu(), net.layers[1], (x,))
+
+
+def with_mask(step: int) -> tuple[Any, ...]:
+    return drawn(step, 64, 16), drawn(step, 64, 16) > 0
+
+
+CASES: dict[str, tuple[Callable[..., Any], Batch, float, list[str]]] = {
+    "a Function in numpy": (in_numpy, rows, 0.7, []),
+    "a Function that calls autograd": (recomputing, rows, 1.0, []),
+    "an argument changed in place": (doubled, rows, 0.8, []),
+    "a mask changed in place": (masked, with_mask, 0.8, []),
+    "distributions that check": (sampled, rows, 0.9, []),
+    "autograd.grad inside": (force, rows, 1.0, [""]),
+    "nested tensors inside": (in_rows, rows, 1.0, [""]),
+    "sparse tensors inside": (over_a_graph, edges, 1.0, [""]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_habits(name: str) -> None:
+    torch.manual_seed(0)
+    body, batch, budget, opaque = CASES[name]
+    rk = assert_trains_alike(Layers(body), batch, budget)
+    assert list(rk.plan.opaque) == opaque
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler
+def test_cond() -> None:
+    torch.manual_seed(0)
+    assert_trains_alike(Layers(branches, count=2), rows, 1.0)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.inner = kind(8, 8, num_layers=2, bidirectional=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor | rnn.PackedSequence) -> Any:
+        found = self.inner(x)[0]
+        if isinstance(found, rnn.PackedSequence):
+            return self.head(found.data)
+        return self.head(found)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.slow)])
+def test_a_recurrent_net_is_planned_by_layer_and_direction(kind: type[nn.RNNBase]) -> None:
+    """The budget is below what one whole of it saves."""
+    torch.manual_seed(0)
+    model = Recurrent(kind)
+    rk = assert_trains_alike(model, lambda step: (drawn(step, 6, 8, 8),), 0.5)
+    assert rk.eager_peak_bytes is not None
+    assert rk.budget_bytes <= 0.5 * rk.eager_peak_bytes
+    assert not rk.plan.opaque
+
+
+def test_packed_sequences() -> None:
+    torch.manual_seed(0)
+
+    def batch(step: int) -> tuple[Any, ...]:
+        return (rnn.pack_sequence([drawn(step, 6, 8), drawn(step + 9, 4, 8)]),)
+
+    assert_trains_alike(Recurrent(nn.GRU), batch, 1.0)
+
+
+class Checking(Layers):
+    def forward(self, *args: Any) -> Any:
+        found = self.run(args[0])
+        if not found.isfinite().all():
+            raise ArithmeticError("not finite")
+        assert found.abs().max() <= 1.0, "too large"
+        return found * args[1]
+
+
+def test_checks_on_computed_values_still_fire() -> None:
+    torch.manual_seed(0)
+    model = Checking(lambda: None)
+    one = torch.ones(())
+    rk = assert_trains_alike(model, lambda step: (drawn(step, 64, 16), one), 0.8)
+    assert not rk.plan.opaque
+    stream = torch.get_rng_state()
+    bad = drawn(9, 64, 16)
+    bad[0, 0] = torch.nan
+    with pytest.raises(ArithmeticError, match="not finite"):
+        rk(bad, one)
+    assert torch.equal(torch.get_rng_state(), stream)
+    rk(drawn(10, 64, 16), one).sum().backward()
+
+
+def test_an_argument_that_shares_memory_is_a_plain_step() -> None:
+    """What a forward writes to one argument it would see in the other."""
+    torch.manual_seed(0)
+    model = Layers(lambda net, x, y: net.run(x.mul_(2)) + y)
+    twin = copy.deepcopy(model)
+    x = drawn(0, 8, 16)
+    rk = wrapped(model, (x.clone(), x.clone()), 1.0)
+    both, other = x.clone(), x.clone()
+    with pytest.warns(RuntimeWarning, match="runs plain"):
+        result = rk(both, both)
+    assert torch.equal(result, twin(other, other))
+    assert torch.equal(both, other)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_batch_norm_in_a_checkpoint_counts_a_step_once(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(16)
+
+    def body(net: Layers, x: Tensor) -> Tensor:
+        return net.run(checkpoint(norm_of(net), net.layers[0](x), use_reentrant=reentrant))
+
+    def norm_of(net: Layers) -> nn.Module:
+        return net.get_submodule("norm")
+
+    model = Layers(body)
+    model.add_module("norm", norm)
+    twin = copy.deepcopy(model)
+    twin.body = [lambda net, x: net.run(net.norm(net.layers[0](x)))]
+    rk = Rockmate(model, rows(0), 1.0)
+    rk(*rows(1)).sum().backward()
+    twin(*rows(1)).sum().backward()
+    assert_same_gradients(model, twin)
+    assert torch.equal(model.get_buffer("norm.running_var"), twin.get_buffer("norm.running_var"))
+    assert int(model.get_buffer("norm.num_batches_tracked")) == 1
+
+
+def test_hooks_that_leave_a_weight_need_no_other_backward() -> None:
+    """The weight of the old spectral_norm is an attribute: no gradient starts there."""
+    torch.manual_seed(0)
+    layers = [nn.utils.spectral_norm(nn.Linear(16, 16)) for _ in range(3)]
+    rk = Rockmate(nn.Sequential(*layers), rows(0), 0.9)
+    assert rk.measured_peak_bytes is not None
+    assert rk.measured_peak_bytes <= rk.budget_bytes
+
+
+def test_nested_and_sparse_samples_are_refused_in_our_words() -> None:
+    parts = [torch.randn(3, 16), torch.randn(5, 16)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    with pytest.raises(TraceError, match="nested tensor"):
+        Rockmate(nn.Linear(16, 16), nested, 1.0)
+    with pytest.raises(TraceError, match="argument 0 is sparse"):
+        Rockmate(nn.Linear(16, 16), parts[0].to_sparse(), 1.0)
+
+
+def test_a_sparse_embedding_gets_sparse_gradients() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(40, 16, sparse=True), nn.Linear(16, 16), nn.Tanh())
+    twin = copy.deepcopy(model)
+    words = [torch.randint(40, (8, 4)) for _ in range(2)]
+    rk = wrapped(model, words[0], 1.0)
+    for ours, module in ((model, rk), (twin, twin)):
+        optimizer = torch.optim.SparseAdam([ours.get_parameter("0.weight")])
+        for given in words:
+            optimizer.zero_grad()
+            module(given).square().mean().backward()
+            optimizer.step()
+    ours, plain = model.get_parameter("0.weight"), twin.get_parameter("0.weight")
+    assert ours.grad is not None
+    assert plain.grad is not None
+    assert ours.grad.is_sparse
+    assert torch.equal(ours.grad.to_dense(), plain.grad.to_dense())
+    assert torch.equal(ours, plain)

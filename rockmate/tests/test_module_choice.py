@@ -1,0 +1,208 @@
+"""Options for every module of a step: the choice is the best there is, and its peak is exact."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from rockmate.errors import InfeasibleBudgetError
+from rockmate.planners.module_choice import (
+    ModuleCall,
+    StepMemory,
+    choose,
+    largest,
+    measured_as,
+    peak_of,
+    smallest_budget,
+)
+from rockmate.planners.module_options import module_options, plan_keeping
+from rockmate.planners.options import BlockOption
+from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.simulate import simulate
+from rockmate.testing.problems import random_problem
+
+small = st.integers(0, 12)
+
+
+@st.composite
+def options(draw: Any) -> BlockOption:
+    saved = draw(small)
+    return BlockOption(
+        saved, saved + draw(small), saved + draw(small), float(draw(st.integers(0, 5))), ()
+    )
+
+
+@st.composite
+def steps(draw: Any, in_flight: int | None = None) -> StepMemory:
+    """A step as it would be measured: a run of the modules' references, with bytes in between."""
+    rests = [draw(small) for _ in range(draw(st.integers(1, 3)))]
+    calls, base = [], draw(small)
+    before = base
+    chosen = []
+    for rest in rests:
+        ways = tuple(draw(st.lists(options(), min_size=1, max_size=3)))
+        reference = draw(st.integers(0, len(ways) - 1))
+        start = base
+        base += ways[reference].saved_bytes
+        chosen.append((ways, reference, start, base + rest, base))
+    held = base
+    calls = [
+        ModuleCall(
+            name=str(place),
+            options=ways,
+            reference=reference,
+            more_bytes=tuple(way.saved_bytes - ways[reference].saved_bytes for way in ways),
+            forward_start_bytes=start,
+            after_forward_bytes=after,
+            backward_base_bytes=end - ways[reference].saved_bytes + draw(small),
+            after_backward_bytes=start + draw(small),
+            more_backward_bytes=draw(small),
+        )
+        for place, (ways, reference, start, after, end) in enumerate(chosen)
+    ]
+    flying = draw(st.integers(1, 3)) if in_flight is None else in_flight
+    return StepMemory(tuple(calls), before, held + draw(small), held, flying)
+
+
+def walked_peak(step: StepMemory, numbers: tuple[int, ...]) -> int:
+    """Walk through the step moment by moment, with what is alive at each."""
+    alive: dict[str, int] = {}
+    moments = [step.before_bytes]
+
+    def more() -> int:
+        return sum(alive.values())
+
+    for call, number in zip(step.calls, numbers, strict=True):
+        option = call.options[number]
+        moments.append(call.forward_start_bytes + more() + option.fwd_peak_bytes)
+        alive[call.name] = option.saved_bytes - call.options[call.reference].saved_bytes
+        moments.append(call.after_forward_bytes + more())
+    moments.append(step.turn_bytes + more())
+    others = (step.in_flight - 1) * (step.held_bytes + more())
+    for call, number in reversed(list(zip(step.calls, numbers, strict=True))):
+        option = call.options[number]
+        del alive[call.name]
+        own = option.bwd_peak_bytes + call.more_backward_bytes
+        moments.append(call.backward_base_bytes + more() + own)
+        moments.append(call.after_backward_bytes + more())
+    return max(moments) + others
+
+
+@given(steps(in_flight=1), st.integers(0, 90))
+def test_the_choice_is_the_fastest_of_all_that_fit(step: StepMemory, budget: int) -> None:
+    ways = [range(len(call.options)) for call in step.calls]
+    fitting = [n for n in itertools.product(*ways) if walked_peak(step, n) <= budget]
+    choice = choose(step, budget)
+    assert (choice is None) == (not fitting)
+    if choice is None:
+        return
+    times = [
+        sum(c.options[n].overhead_ms for c, n in zip(step.calls, numbers, strict=True))
+        for numbers in fitting
+    ]
+    assert choice.overhead_ms == min(times)
+    assert choice.peak_bytes == walked_peak(step, choice.options) <= budget
+
+
+@given(steps(), st.integers(0, 200))
+def test_with_others_in_flight_a_choice_fits(step: StepMemory, budget: int) -> None:
+    ways = [range(len(call.options)) for call in step.calls]
+    for numbers in itertools.product(*ways):
+        assert peak_of(step, numbers) == walked_peak(step, numbers)
+    choice = choose(step, budget)
+    if choice is not None:
+        assert walked_peak(step, choice.options) <= budget
+
+
+@given(steps(), st.data())
+def test_a_step_measured_with_other_options_says_the_same(step: StepMemory, data: Any) -> None:
+    ways = [st.sampled_from(range(len(call.options))) for call in step.calls]
+    numbers = data.draw(st.tuples(*ways))
+    calls, kept = [], 0
+    for call, number in zip(step.calls, numbers, strict=True):
+        more = call.more_bytes[number]
+        base, after = call.backward_base_bytes + kept, call.after_forward_bytes + kept + more
+        calls.append(
+            replace(
+                call,
+                reference=number,
+                more_bytes=tuple(m - more for m in call.more_bytes),
+                forward_start_bytes=call.forward_start_bytes + kept,
+                after_forward_bytes=after,
+                backward_base_bytes=base,
+                after_backward_bytes=call.after_backward_bytes + kept,
+            )
+        )
+        kept += more
+    turn, held = step.turn_bytes + kept, step.held_bytes + kept
+    other = replace(step, calls=tuple(calls), turn_bytes=turn, held_bytes=held)
+    assert measured_as(other, step) == step
+
+
+@given(steps())
+def test_the_smallest_budget_is_just_enough(step: StepMemory) -> None:
+    least = smallest_budget(step)
+    assert choose(step, least) is not None
+    assert least == 0 or choose(step, least - 1) is None
+
+
+@given(steps(), st.randoms(use_true_random=False), st.integers(0, 200))
+def test_what_fits_the_largest_fits_every_process(
+    step: StepMemory, source: random.Random, budget: int
+) -> None:
+    def other(part: Any) -> Any:
+        names = [f.name for f in fields(part) if f.name.endswith("_bytes")]
+        more = {n: getattr(part, n) + source.randint(0, 9) for n in names if n != "more_bytes"}
+        return replace(part, **more)
+
+    calls = []
+    for call in step.calls:
+        ways = tuple(map(other, call.options))
+        more = tuple(way.saved_bytes - ways[call.reference].saved_bytes for way in ways)
+        calls.append(replace(other(call), options=ways, more_bytes=more))
+    twin = replace(other(step), calls=tuple(calls))
+    choice = choose(largest([step, twin]), budget)
+    if choice is not None:
+        peaks = [walked_peak(each, choice.options) for each in (step, twin)]
+        assert max(peaks) <= choice.peak_bytes <= budget
+
+
+@given(st.integers(0, 200))
+@example(3)
+def test_options_keep_and_reach_what_they_say(seed: int) -> None:
+    problem = random_problem(seed, 5)
+    count = len(problem.nodes)
+    found = module_options(problem)
+    assert found
+    for option in found:
+        line = simulate(problem, option.steps)
+        assert option.saved_bytes == line.bytes_after[count - 1] - _gradients(problem)
+        assert max(option.fwd_peak_bytes, option.bwd_peak_bytes) == line.peak_bytes
+        assert option.overhead_ms == pytest.approx(line.overhead_ms)
+    everything = simulate(problem, no_recomputation(problem))
+    assert found[0].overhead_ms == everything.overhead_ms == 0
+
+
+def _gradients(problem: Any) -> int:
+    order = problem.backward_order
+    return problem.nodes[order[0]].grads_before_bytes if order else 0
+
+
+@given(st.integers(0, 200))
+def test_a_plan_that_keeps_little(seed: int) -> None:
+    problem = random_problem(seed, 5)
+    option = min(module_options(problem), key=lambda o: o.saved_bytes)
+    peak = max(option.fwd_peak_bytes, option.bwd_peak_bytes)
+    plan = plan_keeping(problem, peak, option.saved_bytes)
+    line = simulate(problem, plan.steps)
+    assert line.peak_bytes <= peak
+    assert line.bytes_after[len(problem.nodes) - 1] - _gradients(problem) <= option.saved_bytes
+    if peak > 0:
+        with pytest.raises(InfeasibleBudgetError, match="from its forward to its backward"):
+            plan_keeping(problem, peak // 1000, 0)
