@@ -11,12 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rockmate import Rockmate
-from rockmate.testing_nets import assert_same_gradients, eager_copy, network
-
-
-def wrap(model: nn.Module, sample: Any, budget: Any = 0.8) -> Rockmate:
-    return Rockmate(model, sample, budget, cost="flops")
+from rockmate.testing.nets import assert_same_gradients, eager_copy, network
+from rockmate.testing.wrapping import wrap
 
 
 class Two(nn.Module):
@@ -120,8 +116,8 @@ def test_gradients_are_accumulated_in_eagers_order() -> None:
     twin(*sample).backward()
     assert sorted(seen[0]) == sorted(seen[1])
     # Gradients are handed over in groups: the groups come in eager's order, each whole.
-    basic = vars(wrapped)["_plans"][0].network.graph.dataflow.basic
-    groups = vars(wrapped)["_plans"][0].executor.expected.leaf_names
+    basic = wrapped._rockmate.planned.network.graph.dataflow.basic
+    groups = wrapped._rockmate.planned.executor.expected.leaf_names
     assert len(groups) > 3
     last = {basic.parameters[leaf]: i for i, group in enumerate(groups) for leaf in group}
     for order in seen:

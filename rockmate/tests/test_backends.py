@@ -11,12 +11,12 @@ import pytest
 
 from rockmate.errors import SolverUnavailableError
 from rockmate.planners import plan
-from rockmate.planners.simple import no_recomputation
-from rockmate.simulate import simulate
+from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.simulate import simulate
 from rockmate.solvers import BACKENDS, solve_whole
 from rockmate.solvers.ilp import solve_ilp
-from rockmate.solvers.intervals import solve_intervals
-from rockmate.testing import gpt_problem, random_problem
+from rockmate.solvers.intervals.solve import solve_intervals
+from rockmate.testing.problems import gpt_problem, random_problem
 
 MODULES = {"cp-sat": "ortools", "cbc": "pulp", "highs": "highspy", "gurobi": "gurobipy"}
 
@@ -84,12 +84,12 @@ print(json.dumps(sorted(m for m in heavy if m in sys.modules)))
 """
 
 PLANNING = (
-    "rockmate.problem",
-    "rockmate.simulate",
-    "rockmate.liveness",
-    "rockmate.report",
+    "rockmate.problems.problem",
+    "rockmate.schedules.simulate",
+    "rockmate.schedules.liveness",
+    "rockmate.schedules.report",
     "rockmate.solvers.ilp",
-    "rockmate.solvers.intervals",
+    "rockmate.solvers.intervals.solve",
     "rockmate.solvers.bound",
     "rockmate.planners",
 )

@@ -7,11 +7,11 @@ import math
 import pytest
 
 from rockmate.planners import plan
-from rockmate.planners.simple import no_recomputation
-from rockmate.simulate import simulate
+from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.simulate import simulate
 from rockmate.solvers.bound import lower_bound
-from rockmate.testing import gpt_problem, random_problem
-from rockmate.testing_oracle import exhaustive_search
+from rockmate.testing.oracle import exhaustive_search
+from rockmate.testing.problems import gpt_problem, random_problem
 
 
 @pytest.mark.parametrize("seed", range(500, 560))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from rockmate.blocks import find_cuts
-from rockmate.chain import chain_model
-from rockmate.planners.simple import best_segments, no_recomputation
-from rockmate.simulate import simulate
+from rockmate.planners.chain import chain_model
+from rockmate.problems.blocks import find_cuts
+from rockmate.schedules.baselines import best_segments, no_recomputation
+from rockmate.schedules.simulate import simulate
 from rockmate.solvers import block_solver
-from rockmate.testing import gpt_problem, random_problem, resnet_problem
+from rockmate.testing.problems import gpt_problem, random_problem, resnet_problem
 
 
 @pytest.mark.parametrize("merged", [False, True])

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from rockmate import RockmateError, SolverUnavailableError, UnknownChoiceError
-from rockmate.choices import COSTS, check_choices
 from rockmate.planners import EFFORTS, PLANNERS, plan
+from rockmate.settings import COSTS, check_choices
 from rockmate.solvers import BACKENDS
-from rockmate.testing import gpt_problem
+from rockmate.testing.problems import gpt_problem
 
 KNOWN = {
     "cost": COSTS,

@@ -17,7 +17,7 @@ import rkgb
 import rockmate
 import rotor
 from rockmate.planners import plan
-from rockmate.testing import gpt_problem
+from rockmate.testing.problems import gpt_problem
 
 
 def error_classes() -> Iterator[type[Exception]]:
@@ -85,7 +85,7 @@ def test_an_error_keeps_its_data(kind: type[Exception], way: str) -> None:
 def test_a_refused_budget_crosses_a_process_border() -> None:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         future = pool.submit(plan, gpt_problem(1), 1, effort="fast")
-        with pytest.raises(rockmate.InfeasibleBudgetError, match="Raise the budget") as caught:
+        with pytest.raises(rockmate.InfeasibleBudgetError, match="raise the budget") as caught:
             future.result(timeout=300)
     assert caught.value.asked_bytes == 1
     assert caught.value.minimum_bytes > 1

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from rockmate.planners.edit import prune
 from rockmate.planners.search import improve, in_node_order
-from rockmate.planners.simple import best_segments, no_recomputation
-from rockmate.simulate import simulate
-from rockmate.solvers.intervals import Window, solve_intervals
-from rockmate.testing import gpt_problem, random_problem, unet_problem
-from rockmate.testing_oracle import exhaustive_search
+from rockmate.schedules.baselines import best_segments, no_recomputation
+from rockmate.schedules.prune import prune
+from rockmate.schedules.simulate import simulate
+from rockmate.solvers.intervals.solve import Window, solve_intervals
+from rockmate.testing.oracle import exhaustive_search
+from rockmate.testing.problems import gpt_problem, random_problem, unet_problem
 
 
 def budgets(problem, *fractions):

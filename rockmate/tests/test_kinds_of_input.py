@@ -5,18 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rockmate import InputMismatchError, Rockmate, RockmateError
-from rockmate.testing_nets import assert_same_gradients, assert_trains_like, eager_copy, network
-
-
-def wrap(model: nn.Module, sample: Any, budget: Any = 0.8, **options: Any) -> Rockmate:
-    return Rockmate(model, sample, budget, cost="flops", **options)
+from rockmate import RockmateError
+from rockmate.testing.nets import assert_same_gradients, assert_trains_like, eager_copy, network
+from rockmate.testing.wrapping import wrap
 
 
 def test_the_last_smaller_batch_of_an_epoch_just_works() -> None:
@@ -29,16 +25,18 @@ def test_the_last_smaller_batch_of_an_epoch_just_works() -> None:
         torch.set_rng_state(state)
         twin(ids[:rows], targets[:rows]).backward()
         assert_same_gradients(model, twin)
-    assert len(vars(wrapped)["_plans"]) == 2
+    assert len(wrapped.plans) == 2
 
 
-def test_the_number_of_plans_is_limited() -> None:
+def test_the_plan_used_least_recently_is_dropped() -> None:
     model = nn.Linear(4, 4)
     wrapped = wrap(model, torch.randn(3, 4), "1MiB", max_plans=2)
-    wrapped(torch.randn(5, 4))
-    with pytest.raises(InputMismatchError, match=r"planned float32\[3, 4\].*max_plans"):
-        wrapped(torch.randn(6, 4))
+    for rows in (5, 3, 6):
+        wrapped(torch.randn(rows, 4)).sum().backward()
+    assert [row.what for row in wrapped.plans] == ["float32[3, 4] on cpu", "float32[6, 4] on cpu"]
+    assert "input 0 was float32[3, 4] on cpu and is float32[6, 4]" in str(wrapped.plans)
     wrapped(torch.randn(5, 4)).sum().backward()
+    assert len(wrapped.plans) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -64,7 +62,7 @@ def test_autocast_around_the_call(name: str) -> None:
                 loss = module(*sample)
             loss.backward()
     assert_same_gradients(model, twin)
-    kinds = [planned.signature.autocast for planned in vars(wrapped)["_plans"]]
+    kinds = [planned.signature.autocast for planned in wrapped._rockmate.plans]
     assert kinds == [None, ("cpu", torch.bfloat16)]
 
 
@@ -107,9 +105,12 @@ def test_frozen_parameters_and_adapters() -> None:
         torch.set_rng_state(state)
         module(*sample).backward()
     assert_same_gradients(model, twin)
-    model.head.weight.requires_grad_(True)
-    with pytest.raises(InputMismatchError, match="without gradient"):
-        wrapped(*sample)
+    for module in (twin, wrapped):
+        module.head.weight.requires_grad_(True)
+        torch.set_rng_state(state)
+        module(*sample).backward()
+    assert_same_gradients(model, twin)
+    assert "'wte.weight' was" in wrapped.plans[-1].why  # the two are tied
 
 
 def test_a_deep_copy_is_independent() -> None:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import rkgb
 from rockmate import InfeasibleBudgetError, Rockmate, RockmateError
-from rockmate.testing_nets import assert_trains_like, eager_copy, loss_of, measured_peak_bytes
+from rockmate.testing.nets import assert_trains_like, eager_copy, loss_of, measured_peak_bytes
 
 # ---------------------------------------------------------------------- torch's own modules
 
@@ -24,7 +24,7 @@ REFUSED = {
     "BatchNorm": "control flow",  # momentum=None reads the value of a buffer
     "CTCLoss": "",  # its size depends on the data
     "GaussianNLLLoss": "control flow",  # checks the variance's sign
-    "Lazy": "forward_pre_hooks",  # not initialised before its first call
+    "Lazy": "without a shape",  # not initialised before its first call
 }
 
 # The database draws their random samples in float64, which eager refuses beside a float32 input.
@@ -35,7 +35,10 @@ def _cases() -> list[Any]:
     common = pytest.importorskip(
         "torch.testing._internal.common_modules", reason="expecttest is a test extra"
     )
-    return [pytest.param(info, id=info.name) for info in common.module_db]
+    return [
+        pytest.param(info, id=info.name, marks=[pytest.mark.nightly] if place % 6 else [])
+        for place, info in enumerate(common.module_db)
+    ]
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -194,7 +197,8 @@ class RandomNet(nn.Module):
                 return a.contiguous().view_as(a)
 
 
-@settings(max_examples=25, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**32), length=st.integers(3, 24), share=st.sampled_from([0.7, 1.0]))
 @example(seed=0, length=24, share=0.7)
 @example(seed=1, length=16, share=0.7)
@@ -208,5 +212,5 @@ def test_random_networks(seed: int, length: int, share: float) -> None:
     except InfeasibleBudgetError as error:
         wrapped = Rockmate(model, x, error.minimum_bytes, cost="flops")
     assert_trains_like(wrapped, twin, x, steps=2)
-    assert vars(wrapped)["_plans"][0].measured_peak_bytes <= wrapped.budget_bytes
+    assert wrapped._rockmate.planned.measured_peak_bytes <= wrapped.budget_bytes
     assert measured_peak_bytes(wrapped, x, grads_exist=True) > 0

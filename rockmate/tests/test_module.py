@@ -15,13 +15,9 @@ from rockmate import (
     CheckpointedModule,
     Rockmate,
 )
-from rockmate.budget import parse_budget
-from rockmate.testing_nets import hugging_face_gpt2, network
-
-
-def wrap(model: nn.Module, sample: Any, budget: Any = "1MiB", **options: Any) -> Rockmate:
-    return Rockmate(model, sample, budget, cost="flops", **options)
-
+from rockmate.settings import parse_budget
+from rockmate.testing.nets import hugging_face_gpt2, network
+from rockmate.testing.wrapping import wrap
 
 # ---------------------------------------------------------------------- interface
 
@@ -32,7 +28,7 @@ def test_the_other_published_name_is_the_same_class() -> None:
 
 def test_parameters_buffers_and_keys_are_the_originals() -> None:
     model, sample = network("resnet")
-    wrapped = wrap(model, sample)
+    wrapped = wrap(model, sample, "1MiB")
     assert [n for n, _ in wrapped.named_parameters()] == [n for n, _ in model.named_parameters()]
     assert all(a is b for a, b in zip(wrapped.parameters(), model.parameters(), strict=True))
     assert all(a is b for a, b in zip(wrapped.buffers(), model.buffers(), strict=True))
@@ -43,7 +39,7 @@ def test_parameters_buffers_and_keys_are_the_originals() -> None:
 
 def test_published_backward_call_is_harmless() -> None:
     model, sample = network("tied")
-    wrapped = wrap(model, sample)
+    wrapped = wrap(model, sample, "1MiB")
     loss = wrapped(*sample)
     loss.backward()
     grads = [p.grad.clone() for p in model.parameters()]
@@ -69,7 +65,7 @@ def test_every_form_of_sample(form: str) -> None:
         "kwargs": (x, {"scale": 3.0}),
     }
     sample, kwargs = samples[form]
-    wrapped = wrap(model, sample, kwargs=kwargs)
+    wrapped = wrap(model, sample, "1MiB", kwargs=kwargs)
     call = (x,) if form == "tensor" else (x, 3.0) if form == "tuple" else ()
     named = {"x": x, "scale": 3.0} if form == "dict" else {}
     if form == "kwargs":
@@ -80,7 +76,7 @@ def test_every_form_of_sample(form: str) -> None:
 def test_eval_and_no_grad_run_the_original() -> None:
     model, sample = network("resnet")
     calls = []
-    wrapped = wrap(model, sample)
+    wrapped = wrap(model, sample, "1MiB")
     original = model.forward
     model.forward = lambda *a: calls.append(1) or original(*a)  # type: ignore[method-assign]
     with torch.no_grad():
@@ -101,7 +97,7 @@ def test_outputs_keep_their_types() -> None:
     pytest.importorskip("transformers", reason="transformers is a test extra")
     model = hugging_face_gpt2(layers=1, width=16, vocab=40, length=16)
     ids = torch.randint(0, 40, (2, 8))
-    wrapped = wrap(model, {"input_ids": ids, "labels": ids})
+    wrapped = wrap(model, {"input_ids": ids, "labels": ids}, "1MiB")
     result = wrapped(input_ids=ids, labels=ids)
     assert type(result) is type(model(input_ids=ids, labels=ids))
     result.loss.backward()

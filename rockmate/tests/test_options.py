@@ -6,21 +6,21 @@ import itertools
 
 import pytest
 
-from rockmate.blocks import (
+from rockmate.errors import InvalidPlanError
+from rockmate.planners.options import Grid, block_options, boxed, measure_option
+from rockmate.problems.blocks import (
     find_cuts,
     make_blocks,
     merge_repeated,
     pinned_candidates,
     reserved_bytes,
 )
-from rockmate.errors import InvalidPlanError
-from rockmate.options import Grid, block_options, boxed, measure_option
-from rockmate.planners.simple import no_recomputation
-from rockmate.problem import Node, Problem, Storage
-from rockmate.simulate import simulate
+from rockmate.problems.problem import Node, Problem, Storage
+from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.simulate import simulate
 from rockmate.solvers import block_solver
-from rockmate.testing import gpt_problem, random_problem, unet_problem
-from rockmate.testing_oracle import exhaustive_search
+from rockmate.testing.oracle import exhaustive_search
+from rockmate.testing.problems import gpt_problem, random_problem, unet_problem
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -9,11 +9,11 @@ import pytest
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.planners import PLANNERS, minimum_peak, plan
 from rockmate.planners.planning import Planning
-from rockmate.planners.simple import checkpoint_segments, no_recomputation
-from rockmate.problem import Problem
-from rockmate.simulate import simulate
-from rockmate.testing import gpt_problem, random_problem, resnet_problem, unet_problem
-from rockmate.testing_oracle import exhaustive_search
+from rockmate.problems.problem import Problem
+from rockmate.schedules.baselines import checkpoint_segments, no_recomputation
+from rockmate.schedules.simulate import simulate
+from rockmate.testing.oracle import exhaustive_search
+from rockmate.testing.problems import gpt_problem, random_problem, resnet_problem, unet_problem
 
 
 def keeping_all(problem: Problem) -> int:

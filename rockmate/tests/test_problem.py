@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from hypothesis import given
 
-from rockmate.problem import Node, Problem, Storage
-from rockmate.testing import gpt_problem, random_problem, small_problems
+from rockmate.problems.problem import Node, Problem, Storage
+from rockmate.testing.problems import gpt_problem, random_problem, small_problems
 
 
 @given(small_problems())

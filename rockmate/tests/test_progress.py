@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 
 import pytest
@@ -43,7 +44,7 @@ class Branching(nn.Module):
 
 
 def test_a_bar_counts_its_phases(capsys: pytest.CaptureFixture[str]) -> None:
-    phases = Phases(("first", "second"), show=True)
+    phases = Phases({"first": 1.0, "second": 3.0}, show=True)
     with phases.phase("first"):
         pass
     with phases.phase("second"):
@@ -52,18 +53,18 @@ def test_a_bar_counts_its_phases(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(phases.seconds) == {"first", "second"}
     shown = last_line(capsys.readouterr().err)
     assert "planned" in shown
-    assert "2/2" in shown
+    assert "100%" in shown
 
 
 def test_an_error_closes_the_bar_and_names_its_phase(capsys: pytest.CaptureFixture[str]) -> None:
-    phases = Phases(("first", "second", "third"), show=True)
+    phases = Phases({"first": 1.0, "second": 1.0, "third": 2.0}, show=True)
     with phases.phase("first"):
         pass
     with pytest.raises(KeyError, match="missing"), phases.phase("second"):
         raise KeyError("missing")
     shown = last_line(capsys.readouterr().err)
     assert "failed: second" in shown
-    assert "1/3" in shown
+    assert " 25%" in shown
     phases.note("nothing is shown any more")
     phases.close("nor is this")
     assert capsys.readouterr().err == ""
@@ -71,7 +72,7 @@ def test_an_error_closes_the_bar_and_names_its_phase(capsys: pytest.CaptureFixtu
 
 
 def test_an_error_between_two_phases_closes_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    phases = Phases(("first", "second"), show=True)
+    phases = Phases({"first": 1.0, "second": 3.0}, show=True)
     with phases.phase("first"):
         pass
     with pytest.raises(KeyError, match="missing"), phases:
@@ -79,15 +80,58 @@ def test_an_error_between_two_phases_closes_the_bar(capsys: pytest.CaptureFixtur
     assert "failed" in last_line(capsys.readouterr().err)
 
 
+def test_a_bar_shows_what_is_done_inside_a_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    phases = Phases({"first": 1.0, "second": 3.0}, show=True)
+    with phases.phase("first"):
+        phases.note("half way", 0.5)
+        assert " 12%" in capsys.readouterr().err
+    with phases.phase("second"):
+        phases.note("a third", 1 / 3)
+        shown = capsys.readouterr().err
+        assert "planning: a third" in shown
+        assert " 50%" in shown
+        assert "<" in shown, "the time that is left"
+    phases.close("planned")
+
+
+@pytest.mark.parametrize(
+    ("terminal", "rank", "shown"),
+    [(True, None, True), (True, "0", True), (True, "1", False), (False, None, False)],
+)
+def test_a_bar_is_shown_where_a_person_is_looking(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, rank: str | None, shown: bool
+) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    screen = Screen()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    Rockmate(nn.Linear(4, 4), torch.randn(3, 4), "1MiB", cost="flops")
+    assert ("planned" in screen.getvalue()) is shown
+
+
 def test_no_bar_is_shown_unless_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    phases = Phases(("first",), show=False)
+    phases = Phases({"first": 1.0}, show=False)
     with pytest.raises(KeyError), phases.phase("first"):
         raise KeyError("missing")
     phases.close("planned")
     assert capsys.readouterr().err == ""
 
 
+class Printing(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        print("here")
+        return super().forward(x)
+
+
 def test_a_refused_module_leaves_no_open_bar(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(rkgb.TraceError):
-        Rockmate(Branching(), torch.randn(3, 4), "50%", progress=True)
+        Rockmate(Printing(), torch.randn(3, 4), "50%", progress=True, strict=True)
     assert "failed: capture" in last_line(capsys.readouterr().err)

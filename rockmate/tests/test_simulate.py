@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rockmate.errors import InvalidPlanError
-from rockmate.liveness import live_after, recording_steps
-from rockmate.plan import Plan, make_plan
-from rockmate.planners.edit import EditablePlan, prune
-from rockmate.planners.simple import checkpoint_segments, no_recomputation, rerun_for_each
-from rockmate.problem import Node, Problem, Storage
-from rockmate.simulate import simulate
-from rockmate.steps import Step, backward, forward, steps_from_text, steps_to_text
-from rockmate.testing import gpt_problem, random_problem, small_problems
-from rockmate.testing_oracle import exhaustive_search
+from rockmate.problems.problem import Node, Problem, Storage
+from rockmate.schedules.baselines import checkpoint_segments, no_recomputation, rerun_for_each
+from rockmate.schedules.liveness import live_after, recording_steps
+from rockmate.schedules.plan import Plan, make_plan
+from rockmate.schedules.prune import EditablePlan, prune
+from rockmate.schedules.simulate import simulate
+from rockmate.schedules.steps import Step, backward, forward, steps_from_text, steps_to_text
+from rockmate.testing.oracle import exhaustive_search
+from rockmate.testing.problems import gpt_problem, random_problem, small_problems
 
 
 def two_nodes() -> Problem:

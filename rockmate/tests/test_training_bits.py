@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rockmate import InfeasibleBudgetError, Rockmate
-from rockmate.testing_nets import (
+from rockmate.testing.nets import (
     assert_same_gradients,
     assert_trains_like,
     eager_copy,
@@ -16,12 +16,18 @@ from rockmate.testing_nets import (
     network,
     tokens,
 )
+from rockmate.testing.wrapping import wrap
 
 NETS = [
     "gpt", "resnet", "unet", "transformer", "mixer", "lstm", "tied", "fno", "uno", "hf_gpt2",
     "hf_llama",
 ]  # fmt: skip
-FRACTIONS = [0.4, 0.6, 0.8, 1.0]
+FRACTIONS = [
+    pytest.param(0.4, marks=pytest.mark.nightly),
+    0.6,
+    pytest.param(0.8, marks=pytest.mark.nightly),
+    1.0,
+]
 
 
 def build(name: str) -> tuple[nn.Module, object]:
@@ -39,10 +45,6 @@ def build(name: str) -> tuple[nn.Module, object]:
         )  # fmt: skip
         model = transformers.LlamaForCausalLM(config)
     return model.train(), {"input_ids": ids, "labels": ids}
-
-
-def wrap(model: nn.Module, sample: object, budget: float | int) -> Rockmate:
-    return Rockmate(model, sample, budget, cost="flops")
 
 
 def wrap_or_smallest(model: nn.Module, sample: object, fraction: float) -> Rockmate:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,17 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 import rkgb
 from rockmate import Rockmate
-from rockmate.testing_nets import (
+from rockmate.testing.nets import (
     assert_same_gradients,
     eager_copy,
     hugging_face_gpt2,
     network,
     tokens,
 )
-
-
-def wrap(model: nn.Module, sample: Any, budget: Any = 0.8, **options: Any) -> Rockmate:
-    return Rockmate(model, sample, budget, cost="flops", **options)
+from rockmate.testing.processes import run_in_processes
+from rockmate.testing.wrapping import wrap
 
 
 def same_parameters(first: nn.Module, second: nn.Module) -> None:
@@ -95,36 +88,10 @@ def test_compiled_modules_inside_are_refused() -> None:
 # ---------------------------------------------------------------------- two processes
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _join(rank: int, port: int) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
-    )
-
-
-def _leave() -> None:
-    """End this process, which has asserted all it had to.
-
-    Threads of gloo that are still alive when the interpreter tears down make C++ abort ("terminate
-    called without an active exception"), now and then, with or without us.
-    """
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def _distributed(rank: int, port: int) -> None:
+def _distributed(rank: int) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel
 
-    _join(rank, port)
     model, (ids, targets) = network("gpt")
     twin = eager_copy(model)
     sample = ((ids + rank) % 120, targets)
@@ -156,14 +123,12 @@ def _distributed(rank: int, port: int) -> None:
                     parameter -= 0.05 * parameter.grad
             module.zero_grad()
     assert reduced[0] < len(order), "the first bucket must be sent while backward still runs"
-    _leave()
 
 
-def _sharded(rank: int, port: int) -> None:
+def _sharded(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    _join(rank, port)
     mesh = init_device_mesh("cpu", (2,))
     model, sample = network("gpt")
     twin = eager_copy(model)
@@ -182,31 +147,12 @@ def _sharded(rank: int, port: int) -> None:
             assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
         model.zero_grad()
         twin.zero_grad()
-    _leave()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("work", ["_distributed", "_sharded"])
 def test_two_processes_agree_with_eager(work: str) -> None:
-    port = _free_port()
-    code = "import runpy, sys; path, work, rank, port = sys.argv[1:]; "
-    code += "runpy.run_path(path)[work](int(rank), int(port))"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", code, __file__, work, str(rank), str(port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
+    run_in_processes(__file__, work)
 
 
 # ---------------------------------------------------------------------- trainers
@@ -251,15 +197,18 @@ def test_hugging_face_trainer() -> None:
             transformers.Trainer(model=model, args=arguments, train_dataset=Texts()).train()
 
     wrapped = assert_ends_as_eager(train)
-    assert len(vars(wrapped)["_plans"]) > 1, "the smaller last batch must have been planned"
+    assert len(wrapped.plans) > 1, "the smaller last batch must have been planned"
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_accelerate() -> None:
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate(precision: str) -> None:
+    """In bfloat16 Accelerate keeps the bound forward of what it wraps among its attributes."""
     accelerate = pytest.importorskip("accelerate", reason="accelerate is a test extra")
 
     def train(model: nn.Module) -> None:
-        accelerator = accelerate.Accelerator(cpu=True)
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
         loader = torch.utils.data.DataLoader(Texts(), batch_size=4)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -276,6 +225,8 @@ def test_accelerate() -> None:
 def test_lightning(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="lightning is a test extra")
 
+    losses: list[float] = []
+
     class Task(lightning.LightningModule):  # type: ignore[name-defined,misc]
         def __init__(self, model: nn.Module) -> None:
             super().__init__()
@@ -283,6 +234,9 @@ def test_lightning(tmp_path: Path) -> None:
 
         def training_step(self, batch: dict[str, Tensor], _index: int) -> Tensor:
             return self.model(**batch).loss
+
+        def validation_step(self, batch: dict[str, Tensor], _index: int) -> None:
+            losses.append(self.model(**batch).loss.item())
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -292,7 +246,12 @@ def test_lightning(tmp_path: Path) -> None:
         trainer = lightning.Trainer(
             max_steps=10, accelerator="cpu", logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+            val_check_interval=4, limit_val_batches=2,
         )  # fmt: skip
-        trainer.fit(Task(model), torch.utils.data.DataLoader(Texts(), batch_size=4))
+        loader = torch.utils.data.DataLoader(Texts(), batch_size=4)
+        trainer.fit(Task(model), loader, loader)
 
     assert_ends_as_eager(train)
+    half = len(losses) // 2
+    assert losses[:half] == losses[half:]
+    assert half > 0
