@@ -19,87 +19,29 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
-Row = dict[str, str]
+from harness.points import KEY_COLUMNS, Experiment, Options, Point, Row
+
+BENCHMARKS = Path(__file__).resolve().parent.parent
+RESULTS = BENCHMARKS / "results"
 
 
-@dataclass(frozen=True, order=True)
-class Point:
-    """One measurement to make. Its fields and the device are the key of its row."""
-
-    experiment: str
-    network: str
-    size: str  # "smoke", "cpu" or "paper": see `networks`
-    batch: int
-    strategy: str
-    budget: str  # a budget, or the setting of a strategy that takes none
-    seed: int
-
-    def __str__(self) -> str:
-        return f"{self.network} x{self.batch}, {self.strategy} {self.budget}".strip()
-
-
-POINT_COLUMNS = tuple(field.name for field in fields(Point))
-RESULT_COLUMNS = (
-    *("status", "message", "peak_bytes", "plain_peak_bytes", "budget_bytes"),
-    *("predicted_peak_bytes", "minimum_bytes", "step_ms", "plain_step_ms"),
-    *("time_ratio", "time_ratio_low", "time_ratio_high", "flops", "flops_ratio"),
-    *("planned_overhead_percent", "bound_percent", "gap_percent", "plan_seconds", "solve_seconds"),
-    *("prepare_seconds", "options_seconds", "options", "classes", "nodes"),
-    *(
-        "throughput_ratio",
-        "samples_per_second",
-        "difference",
-        "recorded",
-        "solver",
-        "seconds",
-        "cpu_seconds",
-    ),
-)
-CURVE_COLUMNS = ("curve_ms", "curve_kib")
-STAMP_COLUMNS = (
-    *("commit", "device", "threads", "load", "driver", "torch", "python", "packages", "solvers"),
-    *("warmup", "repeats"),
-)
 # What measuring imports anyway, here or deep inside torch: once, and not in every point.
 PRELOAD = (
-    *("solver_measures", "torch._inductor", "torch._dynamo", "torch.export", "torch.profiler"),
-    *("torch.utils.flop_counter", "ortools.sat.python.cp_model"),
-    *("ortools.linear_solver.pywraplp", "networkx"),
+    "harness.planning_measures",
+    "torch._inductor",
+    "torch._dynamo",
+    "torch.export",
+    "torch.profiler",
+    "torch.utils.flop_counter",
+    "ortools.sat.python.cp_model",
+    "ortools.linear_solver.pywraplp",
+    "networkx",
 )
 WHOLE_GRAPH = ("checkmate", "cbc", "highs", "cp-sat")  # solvers that may run out of time
-KEY_COLUMNS = (*POINT_COLUMNS, "device")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a run was asked for."""
-
-    size: str
-    device: str
-    out: Path
-    seed: int
-    warmup: int
-    repeats: int
-    limit_s: float  # of one point
-    minutes: float | None  # after which no further point is started
-    retry: bool
-    only: str
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """Points, and the function (`module:name`) that measures one."""
-
-    name: str  # of the file of rows
-    function: str
-    points: Callable[[Options], list[Point]]
-    columns: tuple[str, ...] = (*POINT_COLUMNS, *RESULT_COLUMNS, *STAMP_COLUMNS)
 
 
 def tolerated(row: Mapping[str, str]) -> bool:
@@ -185,13 +127,25 @@ def text_of(value: Any) -> str:
     return " ".join(str(value).split())
 
 
+def measured_where(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return the sentence that says where the rows come from."""
+
+    def values(column: str) -> str:
+        return ", ".join(dict.fromkeys(row[column] for row in rows))
+
+    return (
+        f"Device {values('device')}, threads {values('threads')}, torch {values('torch')}, "
+        f"commit {values('commit')}.\n"
+    )
+
+
 # ------------------------------------------------------------------ running
 
 
 class Worker:
     """The other end of `worker.py`; started at the first request."""
 
-    def __init__(self, preload: Sequence[str], path: Sequence[Path] = (HERE,)) -> None:
+    def __init__(self, preload: Sequence[str], path: Sequence[Path] = (BENCHMARKS,)) -> None:
         self.preload = preload
         self.path = path
         self.process: subprocess.Popen[str] | None = None
@@ -222,7 +176,7 @@ class Worker:
     def _start(self) -> subprocess.Popen[str]:
         path = os.pathsep.join([*map(str, self.path), os.environ.get("PYTHONPATH", "")])
         return subprocess.Popen(
-            [sys.executable, str(HERE / "worker.py"), *self.preload],
+            [sys.executable, "-m", "harness.worker", *self.preload],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -335,7 +289,7 @@ def stamp_of(device: str) -> dict[str, str]:
     }
 
 
-def commit(root: Path = HERE.parent) -> str:
+def commit(root: Path = BENCHMARKS.parent) -> str:
     """Return the commit, marked when code differs from it; results being written do not count."""
 
     def git(*words: str) -> str:
@@ -370,7 +324,7 @@ def main(experiments: Sequence[Experiment], description: str, argv: Sequence[str
         stamp = stamp_of(options.device)
         print(", ".join(f"{key} {value}" for key, value in stamp.items() if value))
         if options.size == "paper":
-            from paper import forecast
+            from harness.forecast import forecast  # loads torch
 
             for experiment in experiments:
                 print(forecast(experiment.name, experiment.points(options), options), flush=True)

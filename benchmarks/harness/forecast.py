@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from experiment import Options, Point
-from networks import NETWORKS
+from harness.networks import NETWORKS
+from harness.points import Options, Point
 
 FLOPS_PER_SECOND = 5e12  # float32 on the GPU of the papers, a third of its peak
 SECONDS_PER_POINT = {"rockmate": 90, "compile": 120, "checkmate": 60}

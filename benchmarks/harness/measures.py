@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import harness
-from compiled import flops_of
-from harness import RandomState
-from networks import NETWORKS, Case
-from rockmate.budget import parse_budget
-from strategies import EXACT, Applied, apply
-from worker import Outcome
+from harness import meter
+from harness.compiled import flops_of
+from harness.meter import RandomState
+from harness.networks import NETWORKS, Case
+from harness.strategies import BUDGETED, EXACT, Applied, apply
+from harness.worker import Outcome
+from rockmate.planning import parse_budget
 
 TRACE_POINTS = 600  # of a memory curve; a picture shows no more
 Row = dict[str, Any]
@@ -77,7 +77,7 @@ class Twins:
         state.restore()
         with our_flops or contextlib.nullcontext():
             step()
-        return harness.first_difference(self.plain, self.ours) or ""
+        return meter.first_difference(self.plain, self.ours) or ""
 
 
 def prepared(point: Point, place: torch.device) -> tuple[Twins, Applied, Row]:
@@ -86,9 +86,9 @@ def prepared(point: Point, place: torch.device) -> tuple[Twins, Applied, Row]:
         NETWORKS[point["network"]].case(point["size"], point["batch"], point["seed"]), place
     )
     twins.plain_step()
-    plain_peak = harness.trace_memory(twins.plain_step, place).peak_bytes
+    plain_peak = meter.trace_memory(twins.plain_step, place).peak_bytes
     row: Row = {"plain_peak_bytes": plain_peak}
-    budget = budget_of(point["budget"], plain_peak) if point["strategy"] in EXACT else 0
+    budget = budget_of(point["budget"], plain_peak) if point["strategy"] in BUDGETED else 0
     return twins, applied_or_end(point, twins, budget, row), row
 
 
@@ -128,7 +128,7 @@ def compare(
     row["difference"] = twins.difference(our_step, plain_flops, our_flops)
     if strategy in EXACT and row["difference"] and place.type == "cpu":
         raise Outcome("failed", f"{row['difference']} is not that of plain PyTorch", **row)
-    row["peak_bytes"] = harness.trace_memory(our_step, place).peak_bytes
+    row["peak_bytes"] = meter.trace_memory(our_step, place).peak_bytes
     budget = row.get("budget_bytes")
     if budget is not None and row["peak_bytes"] > budget:
         text = f"peak of {row['peak_bytes']} bytes with a budget of {budget}"
@@ -149,7 +149,7 @@ def paired_times(
     pairs = []
     for number in range(warmup + repeats):
         order = (plain_step, our_step) if number % 2 else (our_step, plain_step)
-        took = {run: harness.timed_ms(run, device) for run in order}
+        took = {run: meter.timed_ms(run, device) for run in order}
         pairs.append((took[our_step], took[plain_step]))
     timed = pairs[warmup:]
     ratios = [ours / plain for ours, plain in timed]
@@ -184,7 +184,7 @@ def timeline(point: Point, device: str, warmup: int, repeats: int) -> Row:
 
     for _ in range(warmup):
         our_step()
-    traces = [harness.trace_memory(our_step, place) for _ in range(repeats)]
+    traces = [meter.trace_memory(our_step, place) for _ in range(repeats)]
     best = min(traces, key=lambda trace: trace.times_ms[-1] if trace.times_ms else 0.0)
     times, held = thinned(best.times_ms, best.held_bytes, TRACE_POINTS)
     return row | {
@@ -228,7 +228,7 @@ def throughput(point: Point, device: str, warmup: int, repeats: int) -> Row:
         reference.model(*reference.sample).backward()
 
     reference_step()
-    memory = harness.trace_memory(reference_step, place).peak_bytes
+    memory = meter.trace_memory(reference_step, place).peak_bytes
     case = on_device(network.case(point["size"], point["batch"], point["seed"]), place)
     for parameter in case.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -244,7 +244,7 @@ def throughput(point: Point, device: str, warmup: int, repeats: int) -> Row:
         **applied.facts,
         "budget_bytes": memory,
         "plain_peak_bytes": memory,
-        "peak_bytes": harness.trace_memory(our_step, place).peak_bytes,
+        "peak_bytes": meter.trace_memory(our_step, place).peak_bytes,
     }
     if row["peak_bytes"] > memory:
         text = f"needs {row['peak_bytes']} bytes at batch {point['batch']}, there are {memory}"

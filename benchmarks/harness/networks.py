@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
 
-from front import GPT
 from models.fno import FNO1d
 from models.GPT import GPT2WithLoss
 from models.loss import WithLoss
 from models.mlp_mixer import MLPMixer
+from models.peers_gpt import GPT
 from models.regnet import RegNet, regnet_x_3_2gf, regnet_x_200mf, regnet_y_1_6gf
 from models.resnet import ResNet, resnet18, resnet50, resnet101, resnet152
 from models.unet import UNet

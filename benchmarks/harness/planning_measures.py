@@ -6,24 +6,26 @@ import time
 
 import torch
 
-import harness
 import rockmate
 import rotor
-from measures import Point, Row, budget_of, on_device
-from networks import NETWORKS, Case, gpt2_of_depth
-from rockmate.chain import chain_model
-from rockmate.options import Grid
-from rockmate.plan import make_plan as plan_of_steps
-from rockmate.planners import plan as make_plan
-from rockmate.planners.simple import no_recomputation
-from rockmate.problem import Problem
-from rockmate.simulate import simulate
-from rockmate.solvers import block_solver
-from rockmate.solvers.bound import lower_bound
-from rockmate.solvers.ilp import solve_ilp
-from rockmate.stopwatch import stopwatch
-from strategies import least_ms, sequential
-from worker import Outcome
+from harness import meter
+from harness.measures import Point, Row, budget_of, on_device
+from harness.networks import NETWORKS, Case, gpt2_of_depth
+from harness.strategies import least_ms, sequential
+from harness.worker import Outcome
+from rockmate.planning import (
+    Grid,
+    Problem,
+    block_solver,
+    chain_model,
+    lower_bound,
+    make_plan,
+    no_recomputation,
+    plan,
+    simulate,
+    solve_ilp,
+    stopwatch,
+)
 
 CHECKMATE_LIMIT_S = {"smoke": 5.0, "cpu": 20.0, "paper": 600.0}
 
@@ -32,7 +34,9 @@ def problem_of(case: Case, device: str, cost: str) -> tuple[Problem, Row]:
     """Return what the planners are given for a network, and how long it took to find out."""
     place = torch.device(device)
     ready = on_device(case, place)
-    module = rockmate.Rockmate(ready.model, ready.sample, 1 << 60, cost=cost, self_test=False)
+    module = rockmate.Rockmate(
+        ready.model, ready.sample, 1 << 60, cost=cost, self_test=False, cache=False
+    )
     seconds = module.planning_seconds
     problem = module.plan.problem
     return problem, {
@@ -67,7 +71,7 @@ def options(point: Point, device: str, warmup: int, repeats: int) -> Row:
         row["classes"] = len(model.options)
     if steps is None:
         raise Outcome("infeasible", "no schedule of the chain fits", **row)
-    found = plan_of_steps(problem, steps, budget, point["strategy"])
+    found = make_plan(problem, steps, budget, point["strategy"])
     bound = lower_bound(problem, budget, cuts=2)
     least = problem.base_time_ms + (bound or 0.0)
     return row | {
@@ -90,7 +94,7 @@ def planning(point: Point, device: str, warmup: int, repeats: int) -> Row:
     row["budget_bytes"] = budget = budget_of(point["budget"], row["plain_peak_bytes"])
     if point["strategy"] == "rockmate":
         begin = time.perf_counter()
-        found = make_plan(problem, budget, effort="fast")
+        found = plan(problem, budget, effort="fast")
         row["solve_seconds"] = time.perf_counter() - begin
         overhead, bound, row["solver"] = found.overhead_ms, found.gap, found.planner
         row["gap_percent"] = None if bound is None else 100 * bound
@@ -112,7 +116,7 @@ def planning(point: Point, device: str, warmup: int, repeats: int) -> Row:
 def _planning_rotor(case: Case, point: Point, device: str) -> Row:
     place = torch.device(device)
     ready = on_device(case, place)
-    plain_peak = harness.trace_memory(lambda: ready.model(*ready.sample).backward(), place)
+    plain_peak = meter.trace_memory(lambda: ready.model(*ready.sample).backward(), place)
     module = rotor.Checkpointable(sequential(ready, ready.model))
     begin = time.perf_counter()
     module.measure(ready.sample[0])

@@ -27,15 +27,16 @@ from torch.utils.checkpoint import (
 import rkgb
 import rockmate
 import rotor
-from compiled import compile_within, flops_of_graphs
-from front import Block
-from networks import Case
-from worker import Outcome
+from harness.compiled import compile_within, flops_of_graphs
+from harness.networks import Case
+from harness.worker import Outcome
+from models.peers_gpt import Block
 
 aten = torch.ops.aten
 run_again = functools.partial(checkpoint, use_reentrant=False)
 OURS = ("rockmate", "rotor")
 EXACT = ("plain", *OURS)  # gradients and buffers must be the plain ones, bit for bit
+BUDGETED = (*EXACT, "rockmate-compiled")  # take a budget in bytes
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def with_rockmate(setting: str, case: Case, model: nn.Module, budget_bytes: int)
         "cost": next((w for w in words if w in ("flops", "measured")), "measured"),
         "effort": next((w for w in words if w in ("fast", "balanced", "best")), "fast"),
     }
-    module = rockmate.Rockmate(model, case.sample, budget_bytes, **chosen)
+    chosen["compile"] = "compiled" in words
+    module = rockmate.Rockmate(model, case.sample, budget_bytes, cache=False, **chosen)
     plan, seconds = module.plan, module.planning_seconds
     solving = ("options", "chain", "simulation", "search")
     facts = {
@@ -89,6 +91,13 @@ def with_rockmate(setting: str, case: Case, model: nn.Module, budget_bytes: int)
         "solver": f"{plan.planner} ({chosen['cost']} costs, {chosen['effort']})",
     }
     return Applied(lambda: module(*case.sample), sum(seconds.values()), facts)
+
+
+def with_compiled_rockmate(
+    setting: str, case: Case, model: nn.Module, budget_bytes: int
+) -> Applied:
+    """Rockmate with `compile=True`: compiled pieces within the bytes."""
+    return with_rockmate(f"{setting} compiled", case, model, budget_bytes)
 
 
 def with_rotor(setting: str, case: Case, model: nn.Module, budget_bytes: int) -> Applied:
@@ -118,9 +127,7 @@ def sequential(case: Case, model: nn.Module) -> nn.Sequential:
 
 def least_ms(chain: rotor.Chain) -> float:
     """Return the time of a step in which every stage runs once."""
-    from rotor.strategies import no_checkpointing
-
-    return no_checkpointing(chain).makespan_ms
+    return rotor.strategies.no_checkpointing(chain).makespan_ms
 
 
 # ------------------------------------------------------------------ torch.utils.checkpoint
@@ -250,6 +257,7 @@ def with_compile(
 STRATEGIES: dict[str, Callable[[str, Case, nn.Module, int], Applied]] = {
     "plain": plain,
     "rockmate": with_rockmate,
+    "rockmate-compiled": with_compiled_rockmate,
     "rotor": with_rotor,
     "checkpoint": with_checkpoint,
     "selective": with_selection,

@@ -6,7 +6,7 @@ peaks of a fresh process, and takes nobody down when it crashes, hangs or is kil
 
 Requests and replies are lines of JSON on standard input and output:
 
-    {"function": "measures:step", "arguments": {...}, "timeout_s": 60.0}
+    {"function": "harness.measures:step", "arguments": {...}, "timeout_s": 60.0}
     {"status": "ok", "message": "", "seconds": 3.1, "cpu_seconds": 5.9, "result": {...}}
 
 `status` is "ok", "timeout" or "failed", or the `status` that an exception carries (see `Outcome`).
@@ -132,6 +132,6 @@ def _measured(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    import worker  # not as __main__: measurements raise `worker.Outcome`
+    from harness import worker  # not as __main__: measurements raise `worker.Outcome`
 
     worker.serve(sys.argv[1:])

@@ -6,7 +6,7 @@ self-test. The peers' figures are facts that were measured once, with torch 2.13
 very network: the fewest FLOPs of any peer (activation checkpointing in all forms, selective
 checkpointing, torch.compile with a memory budget) whose real peak is within the budget.
 
-    $ .venv/bin/python benchmarks/front.py [--effort best] [--budgets 57 100]
+    $ python -m planning.front [--effort best] [--budgets 57 100]
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
 
-import harness
-from harness import MIB
+from harness import meter
+from harness.meter import MIB
+from models.peers_gpt import GPT
 from rkgb.engine import EXTRA_FLOP_FORMULAS
 from rockmate import InfeasibleBudgetError, Rockmate
 
@@ -31,37 +31,6 @@ PEERS = {
     40: None, 45: None, 51: 1.6966, 57: 1.6966, 61: 1.6966, 71: 1.2022, 85: 1.1798, 100: 1.1404,
     114: 1.1404, 128: 1.1011, 142: 1.0899, 156: 1.0618, 171: 1.0449, 184: 1.0000, 199: 1.0000,
 }  # fmt: skip
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.fc, self.out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        parts = self.qkv(self.ln1(x)).split(width, dim=2)
-        q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in parts)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).contiguous().view(batch, length, width))
-        return x + self.out(F.gelu(self.fc(self.ln2(x)), approximate="tanh"))
-
-
-class GPT(nn.Module):
-    """The network of the peers' table, its loss inside."""
-
-    def __init__(self, layers: int = 8, width: int = 256, length: int = 256) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(1024, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1024, bias=False)
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        x = self.blocks(self.tokens(ids) + self.positions.weight[: ids.shape[1]])
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
 def step_flops(model: nn.Module, sample: tuple[Tensor, Tensor]) -> int:
@@ -78,7 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--effort", default="fast")
     parser.add_argument("--budgets", type=int, nargs="*", default=list(PEERS))
-    parser.add_argument("--out", type=Path, default=harness.RESULTS / "latest/front.csv")
+    parser.add_argument("--out", type=Path, default=meter.RESULTS / "latest/front.csv")
     options = parser.parse_args()
     torch.manual_seed(0)
     model = GPT().train()
@@ -87,12 +56,14 @@ def main() -> int:
     eager = step_flops(model, sample)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
-    environment = harness.environment(torch.device("cpu"))
+    environment = meter.environment(torch.device("cpu"))
     shown = 9  # columns
     print("budget MiB | measured | predicted | FLOPs | best peer | gap % | seconds | rerun | by")
     for budget in options.budgets:
         try:
-            rk = Rockmate(model, sample, budget * MIB, cost="flops", effort=options.effort)
+            rk = Rockmate(
+                model, sample, budget * MIB, cost="flops", effort=options.effort, cache=False
+            )
         except InfeasibleBudgetError as error:
             print(f"{budget:10} | infeasible; smallest {error.minimum_bytes / MIB:.2f} MiB")
             continue

@@ -1,7 +1,7 @@
 """Record networks as problems in files, so that solvers can be compared without them.
 
-    $ python benchmarks/instances.py                       # CPU sizes -> instances/*.json
-    $ python benchmarks/instances.py --device cuda --size paper
+    $ python -m planning.instances                       # CPU sizes -> instances/*.json
+    $ python -m planning.instances --device cuda --size paper
 
 A file holds what the planners are given (nodes, storages, bytes from the executor's calibration,
 times), the chain that rotor measured where the network is one, and where all this was measured.
@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 import rotor
-from experiment import HERE, refuse_without_cuda, stamp_of
-from measures import on_device
-from networks import NETWORKS, Case, gpt2_of_depth
-from rockmate.problem import Problem
-from solver_measures import problem_of
-from strategies import sequential
+from harness.experiment import BENCHMARKS, refuse_without_cuda, stamp_of
+from harness.measures import on_device
+from harness.networks import NETWORKS, Case, gpt2_of_depth
+from harness.planning_measures import problem_of
+from harness.strategies import sequential
+from rockmate.planning import Problem
 
-INSTANCES = HERE / "instances"
+INSTANCES = BENCHMARKS / "instances"
 FORMAT = "rockmate instance 1"
 RECORDED = {
     "smoke": ("gpt2-small",),

@@ -6,7 +6,7 @@ the same noise. The layers of a GPT-2 are equal: phases that work per class of b
 grow with depth.
 
     $ make planning
-    $ .venv/bin/python benchmarks/planning.py --smoke      # tiny sizes, to see that it runs
+    $ python -m planning.phases --smoke      # tiny sizes, to see that it runs
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import harness
+from harness import meter
 from models.GPT import GPT2WithLoss
 from models.loss import WithLoss
 from models.resnet import resnet50, resnet101
@@ -33,7 +33,7 @@ Sample = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Case:
+class PhaseCase:
     """A network and a sample for it."""
 
     name: str
@@ -42,7 +42,7 @@ class Case:
     compare: bool = True  # also compare its step at 100 % with a plain one
 
 
-def gpt2(layers: int, d_model: int, batch: int, length: int) -> Case:
+def gpt2(layers: int, d_model: int, batch: int, length: int) -> PhaseCase:
     """Return a GPT-2 over bytes, with its loss inside."""
 
     def make_model() -> nn.Module:
@@ -55,22 +55,22 @@ def gpt2(layers: int, d_model: int, batch: int, length: int) -> Case:
         tokens = torch.randint(256, (batch, length + 1))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    return Case(f"GPT-2, {layers} layers, d = {d_model}", make_model, make_sample)
+    return PhaseCase(f"GPT-2, {layers} layers, d = {d_model}", make_model, make_sample)
 
 
-def resnet(make: Callable[..., nn.Module], width: int, batch: int, size: int) -> Case:
+def resnet(make: Callable[..., nn.Module], width: int, batch: int, size: int) -> PhaseCase:
     """Return a ResNet with its loss inside."""
     name = f"ResNet-{make.__name__.removeprefix('resnet')}, width {width}"
-    return Case(
+    return PhaseCase(
         name,
         lambda: WithLoss(make(width=width, num_classes=10)),
         lambda: (torch.randn(batch, 3, size, size), torch.randint(10, (batch,))),
     )
 
 
-def unet(width: int, depth: int, batch: int, size: int) -> Case:
+def unet(width: int, depth: int, batch: int, size: int) -> PhaseCase:
     """Return a U-Net with its loss inside."""
-    return Case(
+    return PhaseCase(
         f"U-Net, width {width}, depth {depth}",
         lambda: WithLoss(UNet(width=width, depth=depth)),
         lambda: (torch.randn(batch, 3, size, size), torch.randint(2, (batch, size, size))),
@@ -88,20 +88,20 @@ def compare_steps(
         pair = [("plain", plain), ("ours", ours)]
         for name, module in pair if number % 2 else reversed(pair):
             module.zero_grad(set_to_none=False)
-            took[name] = harness.timed_ms(lambda m=module: m(*sample).backward(), device)
+            took[name] = meter.timed_ms(lambda m=module: m(*sample).backward(), device)
         times.append((took["ours"], took["plain"]))
     timed = times[2:]  # the first ones allocate gradients and fill caches
     ratio = statistics.median(ours / plain for ours, plain in timed)
     return ratio, statistics.median(plain for _, plain in timed)
 
 
-def measure(case: Case, device: torch.device, steps: int) -> dict[str, object]:
+def measure(case: PhaseCase, device: torch.device, steps: int) -> dict[str, object]:
     """Plan the network twice, compare steps, and return one row of figures."""
     torch.manual_seed(0)
     model = case.make_model().to(device)
     x, y = case.make_sample()
     sample = (x.to(device), y.to(device))
-    half = Rockmate(copy.deepcopy(model), sample, budget=0.5)
+    half = Rockmate(copy.deepcopy(model), sample, budget=0.5, cache=False)
     row: dict[str, object] = {
         "network": case.name,
         "nodes": len(half.plan.problem.nodes),
@@ -114,7 +114,7 @@ def measure(case: Case, device: torch.device, steps: int) -> dict[str, object]:
     }
     del half
     if case.compare:
-        whole = Rockmate(copy.deepcopy(model), sample, budget=1.0)
+        whole = Rockmate(copy.deepcopy(model), sample, budget=1.0, cache=False)
         ratio, plain_ms = compare_steps(model, whole, sample, steps)
         row["plain_step_ms"] = f"{plain_ms:.1f}"
         row["step_over_plain_at_100_percent"] = f"{ratio:.3f}"
@@ -127,7 +127,7 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes")
     parser.add_argument("--device", default="cpu", type=torch.device)
     parser.add_argument("--steps", default=22, type=int)
-    parser.add_argument("--out", default=harness.RESULTS / "latest", type=Path)
+    parser.add_argument("--out", default=meter.RESULTS / "latest", type=Path)
     options = parser.parse_args()
     if options.smoke:
         cases = [
@@ -146,7 +146,7 @@ def main() -> int:
             replace(unet(16, 4, 8, 128), compare=False),
         ]
 
-    environment = harness.environment(options.device)
+    environment = meter.environment(options.device)
     print(", ".join(f"{key} {value}" for key, value in environment.items()))
     rows: list[dict[str, object]] = []
     for case in cases:
@@ -155,7 +155,7 @@ def main() -> int:
         print(f"\n{case.name}")
         for key, value in list(row.items())[1:]:
             print(f"  {key.replace('_', ' '):34} {value:>8}", flush=True)
-        harness.write_csv(options.out / "phases.csv", [{**r, **environment} for r in rows])
+        meter.write_csv(options.out / "phases.csv", [{**r, **environment} for r in rows])
     print(f"\nwritten: {options.out / 'planning.csv'}")
     return 0
 

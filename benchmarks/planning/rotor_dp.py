@@ -1,6 +1,6 @@
 """Speed and memory of rotor's dynamic program, beside a textbook implementation in the same run.
 
-    python benchmarks/rotor_dp.py [--smoke] [--seed N] [--out FILE]
+    python -m planning.rotor_dp [--smoke] [--seed N] [--out FILE]
 
 One core, process CPU time, the best of several runs. An update is one candidate compared with one
 table entry. For the textbook, and for the column `nominal`, their number is slots * n^3 / 6; rotor
@@ -28,9 +28,9 @@ from pathlib import Path
 
 import torch
 
-from harness import RESULTS, environment, write_csv
-from rotor import Chain, Option, Stage, _core
-from rotor.solver.compiled import chain_tuples
+from harness.meter import RESULTS, environment, write_csv
+from rotor import Chain, Option, Stage
+from rotor.solver import ChainTable, chain_tuples
 
 SLOTS = 500
 BUDGET_SHARE = 0.3  # of what keeping everything takes
@@ -231,18 +231,18 @@ class Run:
 
     cpu_seconds: float
     makespan_ms: float
-    table: _core.ChainTable
+    table: ChainTable
 
 
 def run_rotor(chains: Sequence[Chain], slots: int, repeats: int) -> list[Run]:
     """Return a run for each chain. They take turns, so that they see the same machine."""
     best: dict[int, float] = {}
-    tables: dict[int, _core.ChainTable] = {}
+    tables: dict[int, ChainTable] = {}
     tuples = [chain_tuples(chain) for chain in chains]
     for _ in range(repeats):
         for index, stages in enumerate(tuples):
             start = time.process_time()
-            table = _core.ChainTable(stages, 1, slots)
+            table = ChainTable(stages, 1, slots)
             table.fill()
             seconds = time.process_time() - start
             best[index] = min(best.get(index, seconds), seconds)

@@ -1,8 +1,8 @@
 """Objective, bound, gap and seconds of every solver on the recorded instances.
 
-    $ python benchmarks/solvers.py                    # instances/*.json -> results/solvers.csv
-    $ python benchmarks/solvers.py --smoke
-    $ python benchmarks/solvers.py --only unet
+    $ python -m planning.solvers                    # instances/*.json -> results/solvers.csv
+    $ python -m planning.solvers --smoke
+    $ python -m planning.solvers --only unet
 
 No network is run, so commits can be compared on any machine. Backends:
 
@@ -26,19 +26,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import rotor
-from experiment import Experiment, Options, Point, main
-from instances import INSTANCES, Instance
-from measures import Row
+from harness.experiment import main
+from harness.measures import Row
+from harness.points import Experiment, Options, Point
+from harness.strategies import least_ms
+from harness.worker import Outcome
+from planning.instances import INSTANCES, Instance
 from rockmate import InfeasibleBudgetError, SolverUnavailableError
-from rockmate.chain import chain_model
-from rockmate.planners import plan
-from rockmate.planners.simple import best_segments
-from rockmate.simulate import simulate
-from rockmate.solvers import block_solver, solve_whole
-from rockmate.solvers.bound import lower_bound
-from rockmate.steps import Steps
-from strategies import least_ms
-from worker import Outcome
+from rockmate.planning import (
+    Steps,
+    best_segments,
+    block_solver,
+    chain_model,
+    lower_bound,
+    plan,
+    simulate,
+    solve_whole,
+)
 
 BUDGETS = ("70%", "50%", "35%")
 ILP_LIMIT_S = {"smoke": 5.0, "cpu": 20.0, "paper": 300.0}
@@ -148,7 +152,7 @@ def _rotor(instance: Instance, budget: int, row: Row) -> Row:
     }
 
 
-EXPERIMENTS = (Experiment("solvers", "solvers:solve", points),)
+EXPERIMENTS = (Experiment("solvers", "planning.solvers:solve", points),)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENTS, __doc__ or ""))
