@@ -1,8 +1,8 @@
 """Try rkgb on many modules and write the table of what works into its README.
 
-$ python benchmarks/rkgb_breadth.py                     # everything: minutes; rewrites the table
-$ python benchmarks/rkgb_breadth.py --only vision       # one group, printed only
-$ python benchmarks/rkgb_breadth.py --only text --match Bert
+$ python -m graphs.breadth                     # everything: minutes; rewrites the table
+$ python -m graphs.breadth --only vision       # one group, printed only
+$ python -m graphs.breadth --only text --match Bert
 
 Every case is run in train mode on the CPU: the simplified graph must return the module's bits and
 leave its random state and buffers, and its nodes, run backward one by one after a recomputation,
@@ -23,53 +23,53 @@ import torch
 from torch.utils import _pytree as pytree
 
 import rkgb
-from breadth_cases import GROUPS, Case
+from graphs.breadth_cases import GROUPS, BreadthCase
+from reports.readme import write_part
 from rkgb.testing import (
     assert_same_as_module,
     assert_same_gradients,
     gradients_of_module,
     same_bits,
 )
-from rkgb_readme import write_part
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Finding:
     """What became of one case."""
 
-    case: Case
+    case: BreadthCase
     status: Literal["works", "refused", "wrong", "not tried"]
     message: str = ""
 
 
-def check(case: Case) -> Outcome:
+def check(case: BreadthCase) -> Finding:
     """Build the graphs of one case and hold them against the module."""
     torch.manual_seed(0)
     try:
         model, args, kwargs = case.build()
     except Exception as error:
-        return Outcome(case, "not tried", f"building it raises {_named(error)}")
+        return Finding(case, "not tried", f"building it raises {_named(error)}")
     try:
         bg = rkgb.Btools.make_B(model, args, kwargs=kwargs)
         sg = rkgb.Stools.D_to_S(rkgb.Dtools.B_to_D(bg, model, args, kwargs=kwargs))
     except rkgb.RkgbError as error:
-        return Outcome(case, "refused", str(error))
+        return Finding(case, "refused", str(error))
     except Exception as error:
-        return Outcome(case, "wrong", _named(error))
+        return Finding(case, "wrong", _named(error))
     try:
         reason = _eager_problem(model, args, kwargs)
     except Exception as error:  # eager itself fails: nothing to compare with
         reason = f"eager raises {_named(error)}"
     if reason:
-        return Outcome(case, "not tried", reason)
+        return Finding(case, "not tried", reason)
     try:
         assert_same_as_module(sg, model, args, kwargs=kwargs)
         assert_same_gradients(sg, model, args, kwargs=kwargs)
     except rkgb.RkgbError as error:
-        return Outcome(case, "refused", str(error))
+        return Finding(case, "refused", str(error))
     except Exception as error:
-        return Outcome(case, "wrong", _named(error))
-    return Outcome(case, "works")
+        return Finding(case, "wrong", _named(error))
+    return Finding(case, "works")
 
 
 def _eager_problem(model: Any, args: Any, kwargs: Any) -> str:
@@ -98,7 +98,7 @@ def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
-def run(cases: Iterable[Case]) -> Iterator[Outcome]:
+def run(cases: Iterable[BreadthCase]) -> Iterator[Finding]:
     """Check the cases one after the other and report each as it ends."""
     for case in cases:
         with warnings.catch_warnings():
@@ -108,13 +108,13 @@ def run(cases: Iterable[Case]) -> Iterator[Outcome]:
         yield outcome
 
 
-def line(outcome: Outcome) -> str:
+def line(outcome: Finding) -> str:
     """Return the row of the table that a case which does not work gets."""
     text = outcome.message.replace("|", "\\|").replace("\n", " ")
     return f"| {outcome.case.title} | {outcome.status} | {text} |"
 
 
-def table(outcomes: list[Outcome]) -> str:
+def table(outcomes: list[Finding]) -> str:
     """Return the Markdown that goes into the README."""
     stamp = f"Tried with torch {torch.__version__.split('+')[0]}"
     transformers = sys.modules.get("transformers")

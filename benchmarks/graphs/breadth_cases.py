@@ -1,10 +1,8 @@
-"""The modules that `rkgb_breadth.py` tries: Hugging Face, torchvision, torch's own, and traps."""
+"""The modules that breadth.py tries: Hugging Face, torchvision, torch's own, and traps."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.util
 import sys
 import types
 import unittest
@@ -16,13 +14,14 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from breadth_modules import FEATURES
+from graphs.breadth_modules import FEATURES
+from harness.missing_operators import declare_missing_operators
 
 Built = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class BreadthCase:
     """One module on one sample; cases with one `title` are shown together."""
 
     group: str
@@ -31,23 +30,10 @@ class Case:
     build: Callable[[], Built]
 
 
-def _declare_missing_operators() -> None:
-    """Make torchvision importable, as transformers needs it, beside a CPU build of torch.
-
-    Its wheel registers two operators only together with its compiled library.
-    """
-    if importlib.util.find_spec("torchvision") is None or torch.version.cuda is not None:
-        return
-    for name in ("nms", "qnms"):
-        schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        with contextlib.suppress(RuntimeError):  # declared already
-            torch.library.define(f"torchvision::{name}", schema)
-
-
-_declare_missing_operators()
+declare_missing_operators()
 
 # Every text model gets the sizes that its configuration knows by these names.
-_TEXT: dict[str, Any] = {
+TEXT: dict[str, Any] = {
     **dict.fromkeys(("vocab_size",), 64),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "emb_dim"), 32),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
@@ -68,7 +54,7 @@ _BATCHED = {"num_local_experts": 4, "experts_implementation": "batched_mm"}
 _LAYER_DROP = {"layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
 
 
-def _config(name: str, sizes: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
+def configured(name: str, sizes: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
     """Return a small configuration: the sizes that its class knows, and what the case adds."""
     import transformers
 
@@ -86,8 +72,8 @@ def _hugging(
         import transformers
 
         # A cache is for generation, not for training.
-        sizes = {**_TEXT, **_LAYER_DROP, "use_cache": False}
-        made = getattr(transformers, model)(_config(config, sizes, extra))
+        sizes = {**TEXT, **_LAYER_DROP, "use_cache": False}
+        made = getattr(transformers, model)(configured(config, sizes, extra))
         return made.train(), (), inputs()
 
     return build
@@ -129,7 +115,7 @@ def _sound() -> dict[str, Any]:
     return {"input_values": torch.randn(2, 2000)}
 
 
-_SPEECH: dict[str, Any] = {
+SPEECH: dict[str, Any] = {
     "conv_dim": (16, 16),
     "conv_stride": (5, 4),
     "conv_kernel": (10, 8),
@@ -139,11 +125,11 @@ _SPEECH: dict[str, Any] = {
     "apply_spec_augment": False,  # its masks are drawn with numpy
 }
 
-_VISION: dict[str, Any] = {"image_size": 32, "patch_size": 8}
-_STAGES: dict[str, Any] = {"hidden_sizes": [8, 16], "depths": [1, 1]}
+VISION: dict[str, Any] = {"image_size": 32, "patch_size": 8}
+STAGES: dict[str, Any] = {"hidden_sizes": [8, 16], "depths": [1, 1]}
 
 
-def text_cases() -> list[Case]:
+def text_cases() -> list[BreadthCase]:
     """Encoders and decoders of text."""
     rows: list[tuple[str, str, Callable[[], dict[str, Any]], dict[str, Any]]] = [
         ("GPT2", "GPT2LMHeadModel", _causal, {}),
@@ -183,17 +169,17 @@ def text_cases() -> list[Case]:
         ("batched experts", "Mixtral", "MixtralForCausalLM", _causal, _BATCHED),
     ]
     return [
-        Case("text", model, model, _hugging(config, model, inputs, **extra))
+        BreadthCase("text", model, model, _hugging(config, model, inputs, **extra))
         for config, model, inputs, extra in rows
     ] + [
-        Case(
+        BreadthCase(
             "text", f"{model}, {what}", f"{model}, {what}", _hugging(config, model, inputs, **more)
         )
         for what, config, model, inputs, more in variants
     ]
 
 
-def vision_cases() -> list[Case]:
+def vision_cases() -> list[BreadthCase]:
     """Networks on images."""
     swin = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1]}
     swin.update({"num_heads": [2, 2], "window_size": 4})
@@ -201,25 +187,25 @@ def vision_cases() -> list[Case]:
     seg.update({"num_encoder_blocks": 2, "sr_ratios": [2, 1], "patch_sizes": [7, 3]})
     seg.update({"strides": [4, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 16})
     rows: list[tuple[str, str, Callable[[], dict[str, Any]], dict[str, Any]]] = [
-        ("ViT", "ViTForImageClassification", _image, _VISION),
-        ("DeiT", "DeiTForImageClassification", _image, _VISION),
-        ("Beit", "BeitForImageClassification", _image, _VISION),
-        ("Dinov2", "Dinov2Model", _image, _VISION),
+        ("ViT", "ViTForImageClassification", _image, VISION),
+        ("DeiT", "DeiTForImageClassification", _image, VISION),
+        ("Beit", "BeitForImageClassification", _image, VISION),
+        ("Dinov2", "Dinov2Model", _image, VISION),
         ("Swin", "SwinForImageClassification", _image, swin),
-        ("ConvNext", "ConvNextForImageClassification", _image, {**_STAGES, "num_stages": 2}),
-        ("ResNet", "ResNetForImageClassification", _image, {**_STAGES, "embedding_size": 8}),
-        ("RegNet", "RegNetForImageClassification", _image, {**_STAGES, "groups_width": 8}),
+        ("ConvNext", "ConvNextForImageClassification", _image, {**STAGES, "num_stages": 2}),
+        ("ResNet", "ResNetForImageClassification", _image, {**STAGES, "embedding_size": 8}),
+        ("RegNet", "RegNetForImageClassification", _image, {**STAGES, "groups_width": 8}),
         ("MobileNetV2", "MobileNetV2ForImageClassification", _image, {"depth_multiplier": 0.25}),
         ("Segformer", "SegformerForSemanticSegmentation", _image, seg),
         ("PoolFormer", "PoolFormerForImageClassification", lambda: _image(64), {}),
     ]
     return [
-        Case("vision", model, model, _hugging(config, model, inputs, **extra))
+        BreadthCase("vision", model, model, _hugging(config, model, inputs, **extra))
         for config, model, inputs, extra in rows
     ]
 
 
-def speech_cases() -> list[Case]:
+def speech_cases() -> list[BreadthCase]:
     """Networks on sound."""
 
     def whisper() -> dict[str, Any]:
@@ -233,20 +219,22 @@ def speech_cases() -> list[Case]:
     patches = {"num_mel_bins": 16, "max_length": 32, "patch_size": 8}
     patches.update({"frequency_stride": 8, "time_stride": 8})
     rows: list[tuple[str, str, Callable[[], dict[str, Any]], dict[str, Any]]] = [
-        ("Wav2Vec2", "Wav2Vec2Model", _sound, _SPEECH),
-        ("Hubert", "HubertModel", _sound, _SPEECH),
-        ("WavLM", "WavLMModel", _sound, _SPEECH),
+        ("Wav2Vec2", "Wav2Vec2Model", _sound, SPEECH),
+        ("Hubert", "HubertModel", _sound, SPEECH),
+        ("WavLM", "WavLMModel", _sound, SPEECH),
         ("Whisper", "WhisperForConditionalGeneration", whisper, sizes),
         ("ASTransformer", "ASTForAudioClassification", spectrogram, patches),
     ]
     names = {"ASTransformer": "AST"}
     return [
-        Case("speech", model, model, _hugging(names.get(config, config), model, inputs, **extra))
+        BreadthCase(
+            "speech", model, model, _hugging(names.get(config, config), model, inputs, **extra)
+        )
         for config, model, inputs, extra in rows
     ]
 
 
-def encoder_decoder_cases() -> list[Case]:
+def encoder_decoder_cases() -> list[BreadthCase]:
     """Networks with an encoder and a decoder, or two towers."""
 
     def clip() -> dict[str, Any]:
@@ -255,8 +243,8 @@ def encoder_decoder_cases() -> list[Case]:
     def clip_model() -> Built:
         import transformers
 
-        text = _config("CLIPText", _TEXT, {"projection_dim": 16, "eos_token_id": 63})
-        vision = _config("CLIPVision", _TEXT, {**_VISION, "projection_dim": 16})
+        text = configured("CLIPText", TEXT, {"projection_dim": 16, "eos_token_id": 63})
+        vision = configured("CLIPVision", TEXT, {**VISION, "projection_dim": 16})
         config = transformers.CLIPConfig(
             text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=16
         )
@@ -274,13 +262,13 @@ def encoder_decoder_cases() -> list[Case]:
         ("LED", "LEDForConditionalGeneration", _pair, {**start, "attention_window": 8}),
     ]
     cases = [
-        Case("encoder-decoder", model, model, _hugging(config, model, inputs, **extra))
+        BreadthCase("encoder-decoder", model, model, _hugging(config, model, inputs, **extra))
         for config, model, inputs, extra in rows
     ]
-    return [*cases, Case("encoder-decoder", "CLIPModel", "CLIPModel", clip_model)]
+    return [*cases, BreadthCase("encoder-decoder", "CLIPModel", "CLIPModel", clip_model)]
 
 
-def torchvision_cases() -> list[Case]:
+def torchvision_cases() -> list[BreadthCase]:
     """Image classifiers of torchvision."""
 
     def build(name: str, size: int) -> Built:
@@ -292,10 +280,12 @@ def torchvision_cases() -> list[Case]:
 
     names = ("resnet18", "resnet101", "regnet_x_400mf", "mobilenet_v3_small", "efficientnet_b0")
     names += ("densenet121", "googlenet", "squeezenet1_1", "shufflenet_v2_x0_5", "convnext_tiny")
-    return [Case("torchvision", name, name, functools.partial(build, name, 64)) for name in names]
+    return [
+        BreadthCase("torchvision", name, name, functools.partial(build, name, 64)) for name in names
+    ]
 
 
-def module_cases(most: int = 4) -> list[Case]:
+def module_cases(most: int = 4) -> list[BreadthCase]:
     """Every module of torch's own test database, on at most `most` of its samples each."""
     for module, kind in (("expecttest", unittest.TestCase),):
         if module not in sys.modules:  # torch's tests inherit from it; the database needs nothing
@@ -312,7 +302,7 @@ def module_cases(most: int = 4) -> list[Case]:
         step = max(1, len(samples) // most)
         for number in range(0, min(len(samples), most * step), step):
             build = functools.partial(_sample, info, dtype, number)
-            cases.append(Case("torch.nn", f"{info.name} {number}", info.name, build))
+            cases.append(BreadthCase("torch.nn", f"{info.name} {number}", info.name, build))
     return cases
 
 
@@ -327,7 +317,7 @@ def _sample(info: Any, dtype: torch.dtype, number: int) -> Built:
     return model, tuple(call.args), dict(call.kwargs)
 
 
-def feature_cases() -> list[Case]:
+def feature_cases() -> list[BreadthCase]:
     """Small modules, each with one thing that is easy to get wrong."""
 
     def build(make: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]) -> Built:
@@ -335,12 +325,12 @@ def feature_cases() -> list[Case]:
         return model.train(), args, kwargs
 
     return [
-        Case("features", title, title, functools.partial(build, make))
+        BreadthCase("features", title, title, functools.partial(build, make))
         for title, make in FEATURES.items()
     ]
 
 
-GROUPS: dict[str, Callable[[], list[Case]]] = {
+GROUPS: dict[str, Callable[[], list[BreadthCase]]] = {
     "features": feature_cases,
     "text": text_cases,
     "vision": vision_cases,

@@ -1,6 +1,6 @@
 """Draw the pictures of rkgb's README: of a GPT-2, a ResNet-50 and a U-Net.
 
-$ python benchmarks/rkgb_pictures.py    # needs the program dot (Graphviz)
+$ python -m graphs.pictures    # needs the program dot (Graphviz)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import rkgb
 from models.GPT import GPT2
 from models.resnet import resnet50
 from models.unet import UNet
-from rkgb_readme import README
+from reports.readme import README
 
 FOLDER = README.parent / "pictures"
 

@@ -1,7 +1,7 @@
 """How long graphs take to build, against torch.export in the same run.
 
-$ python benchmarks/rkgb_speed.py            # GPT-2 of 12, 24, 48 and 96 layers, some minutes
-$ python benchmarks/rkgb_speed.py --smoke    # 2 and 4 layers, printed only
+$ python -m graphs.speed            # GPT-2 of 12, 24, 48 and 96 layers, some minutes
+$ python -m graphs.speed --smoke    # 2 and 4 layers, printed only
 
 The full run writes benchmarks/results/rkgb_speed.csv and the table of rkgb's README.
 
@@ -32,9 +32,9 @@ from torch import Tensor
 
 import rkgb
 from models.GPT import GPT2
-from rkgb_readme import write_part
+from reports.readme import write_part
 
-RESULTS = Path(__file__).resolve().parent / "results" / "rkgb_speed.csv"
+RESULTS = Path(__file__).resolve().parent.parent / "results" / "rkgb_speed.csv"
 
 
 def network(layers: int) -> tuple[GPT2, Tensor]:
