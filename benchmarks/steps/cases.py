@@ -33,7 +33,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Case:
+class StepCase:
     """A network in train mode, one batch, and its layers where checkpoints are put around them."""
 
     model: nn.Module
@@ -85,60 +85,60 @@ class Unrolled(nn.Module):
         return torch.stack(states)
 
 
-def lines(depth: int) -> Case:
+def lines(depth: int) -> StepCase:
     """Linear, GELU, LayerNorm, again and again."""
-    return Case(Lines(depth, 64), (torch.randn(32, 64),))
+    return StepCase(Lines(depth, 64), (torch.randn(32, 64),))
 
 
-def encoder(depth: int) -> Case:
+def encoder(depth: int) -> StepCase:
     """PyTorch's own encoder layers."""
     layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)
     model = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
-    return Case(model, (torch.randn(4, 32, 64),), lambda m: list(m.layers))
+    return StepCase(model, (torch.randn(4, 32, 64),), lambda m: list(m.layers))
 
 
-def residual(depth: int) -> Case:
+def residual(depth: int) -> StepCase:
     """Residual blocks of 16 channels."""
     model = nn.Sequential(*(Residual(16) for _ in range(depth)))
-    return Case(model, (torch.randn(4, 16, 16, 16),))
+    return StepCase(model, (torch.randn(4, 16, 16, 16),))
 
 
-def unrolled(length: int) -> Case:
+def unrolled(length: int) -> StepCase:
     """A GRU cell over a sequence of vectors."""
-    return Case(Unrolled(64), (torch.randn(length, 8, 64),))
+    return StepCase(Unrolled(64), (torch.randn(length, 8, 64),))
 
 
-def gpt2(layers: int, width: int = 256, batch: int = 2, length: int = 64) -> Case:
+def gpt2(layers: int, width: int = 256, batch: int = 2, length: int = 64) -> StepCase:
     """A GPT-2 over bytes, its loss inside."""
     model = GPT2WithLoss(
         layers, 0.1, d_model=width, n_heads=max(1, width // 64), vocab=256, max_length=length
     )
     text = torch.randint(256, (batch, length + 1))
-    return Case(model, (text[:, :-1].contiguous(), text[:, 1:].contiguous()))
+    return StepCase(model, (text[:, :-1].contiguous(), text[:, 1:].contiguous()))
 
 
-def resnet(make: Callable[..., nn.Module], width: int, pixels: int) -> Case:
+def resnet(make: Callable[..., nn.Module], width: int, pixels: int) -> StepCase:
     """A ResNet on small images, its loss inside."""
     model = WithLoss(make(width=width, num_classes=10))
-    return Case(model, (torch.randn(4, 3, pixels, pixels), torch.randint(10, (4,))))
+    return StepCase(model, (torch.randn(4, 3, pixels, pixels), torch.randint(10, (4,))))
 
 
-def densenet(blocks: Sequence[int]) -> Case:
+def densenet(blocks: Sequence[int]) -> StepCase:
     """DenseNet-121, or one of fewer layers."""
     from rotor.models.densenet import DenseNet  # of the checkout that is measured
 
-    return Case(DenseNet(block_config=blocks, num_classes=10), (torch.randn(2, 3, 64, 64),))
+    return StepCase(DenseNet(block_config=blocks, num_classes=10), (torch.randn(2, 3, 64, 64),))
 
 
-def recorded(network: str, size: str) -> Case:
+def recorded(network: str, size: str) -> StepCase:
     """A network of the experiments, as `Performance_exp.py` measures it."""
-    from networks import NETWORKS
+    from harness.networks import NETWORKS
 
     found = NETWORKS[network].case(size)
-    return Case(found.model, found.sample)
+    return StepCase(found.model, found.sample)
 
 
-Maker = Callable[[], Case]
+Maker = Callable[[], StepCase]
 of = functools.partial
 # network -> how to make it in full, and tiny
 NETS: dict[str, tuple[Maker, Maker]] = {
@@ -203,7 +203,7 @@ def chosen(only: Sequence[str], smoke: bool) -> list[Subject]:
     return [s for s in every if any(named(s.name, text) for text in only)]
 
 
-def build(subject: Subject, smoke: bool) -> Case:
+def build(subject: Subject, smoke: bool) -> StepCase:
     """Return the network of a subject; the same one at every call."""
     torch.manual_seed(0)
     if subject.kind == "planned":

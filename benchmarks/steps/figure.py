@@ -8,8 +8,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiment import Row
-from tables import step_value
+from harness.points import Row
+from steps.table import step_value
 
 # Okabe and Ito: this checkout, and the one that it is measured against
 COLORS = {"this": "#0072B2", "against": "#E69F00"}

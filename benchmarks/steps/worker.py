@@ -33,7 +33,7 @@ PRELOAD = (
     *("torch._dynamo", "torch.export", "torch.profiler", "torch.utils.flop_counter"),
     *("torch.utils.checkpoint", "ortools.sat.python.cp_model"),
 )
-Step = Callable[[], None]
+TakeStep = Callable[[], None]
 Reply = dict[str, Any]
 WARMUP = 3  # turns of which the first allocates gradients and fills caches
 FEWEST, MOST = 3, 300  # pairs of steps in one round
@@ -44,11 +44,11 @@ PROFILED = 25  # functions shown
 class Prepared:
     """The steps that are compared in one process, "plain" among them, and what is known of each."""
 
-    steps: dict[str, Step] = field(default_factory=dict)
+    steps: dict[str, TakeStep] = field(default_factory=dict)
     facts: dict[str, Reply] = field(default_factory=dict)  # status, message, columns of the row
     number: int = 0  # turns taken so far
 
-    def add(self, name: str, make: Callable[[Reply], Step]) -> Reply:
+    def add(self, name: str, make: Callable[[Reply], TakeStep]) -> Reply:
         """Prepare one contender; whatever happens, there is an answer for its row."""
         facts: Reply = {"status": "ok", "message": ""}
         self.facts[name] = facts
@@ -103,17 +103,17 @@ def train(model: Any, sample: tuple[Any, ...]) -> None:
     (out.square().mean() if out.dim() else out).backward()
 
 
-def plain(case: Any, facts: Reply) -> Step:
+def plain(case: Any, facts: Reply) -> TakeStep:
     """PyTorch as it is."""
     return functools.partial(train, case.model, case.sample)
 
 
-def checkpointed(case: Any, facts: Reply) -> Step:
+def checkpointed(case: Any, facts: Reply) -> TakeStep:
     """`torch.utils.checkpoint` around every layer."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    import harness
+    from harness import meter
 
     model = copy.deepcopy(case.model)
     for layer in case.layers(model):
@@ -125,14 +125,14 @@ def checkpointed(case: Any, facts: Reply) -> Step:
         out = model(*case.sample)
         out.square().mean().backward()
 
-    facts["peak_bytes"] = harness.trace_memory(resident, torch.device("cpu")).peak_bytes
+    facts["peak_bytes"] = meter.trace_memory(resident, torch.device("cpu")).peak_bytes
     facts["flops_ratio"] = flops(step) / flops(plain(case, {}))
     return step
 
 
 def planned(
     case: Any, budget: float, facts: Reply, *, planner: str = "auto", exactly: bool = False
-) -> Step:
+) -> TakeStep:
     """Rockmate within a fraction of the plain peak, or within bytes.
 
     A self-test that fails is noted, and the module measured without it. Where nothing fits, the
@@ -143,7 +143,7 @@ def planned(
     def make(budget: float, self_test: bool = True) -> Any:
         model = copy.deepcopy(case.model)
         return Rockmate(
-            model, case.sample, budget, cost="measured", planner=planner, self_test=self_test
+            model, case.sample, budget, planner=planner, self_test=self_test, cache=False
         )
 
     def tested(budget: float) -> Any:
@@ -175,7 +175,7 @@ def planned(
     return step
 
 
-def flops(step: Step) -> int:
+def flops(step: TakeStep) -> int:
     """Count the FLOPs of one step as they are executed."""
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -189,7 +189,7 @@ def flops(step: Step) -> int:
 
 def prepare(subject: Any, smoke: bool) -> Prepared:
     """Build a subject and plan it."""
-    from step_cases import build
+    from steps.cases import build
 
     case = build(subject, smoke)
     found = Prepared()
@@ -214,13 +214,13 @@ def capture(subject: Any, smoke: bool) -> dict[str, list[float]]:
     import torch
 
     from rockmate import Rockmate
-    from step_cases import build
+    from steps.cases import build
 
     small = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
-    Rockmate(small, torch.randn(2, 4), 1.0, self_test=False)
+    Rockmate(small, torch.randn(2, 4), 1.0, self_test=False, cache=False)
     case = build(subject, smoke)
     with mock.patch.object(time, "perf_counter", time.process_time):
-        module = Rockmate(case.model, case.sample, 1.0, cost="flops", self_test=False)
+        module = Rockmate(case.model, case.sample, 1.0, cost="flops", self_test=False, cache=False)
     seconds = module.planning_seconds
     return {"capture_seconds": [seconds["capture"]], "plan_seconds": [sum(seconds.values())]}
 
@@ -303,7 +303,7 @@ def child(request: Reply, replies: TextIO) -> None:
     """Prepare a subject, reply, and take requests for it until told to close."""
     code = 1
     try:
-        from step_cases import Subject
+        from steps.cases import Subject
 
         subject, smoke = Subject(**request["subject"]), request["smoke"]
         if subject.kind == "capture":
