@@ -1,10 +1,10 @@
-"""The parts of rkgb's README that scripts write: what is between two markers of one name."""
+"""The parts of READMEs that scripts write: what is between two markers of one name."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-README = Path(__file__).resolve().parent.parent / "rkgb" / "README.md"
+README = Path(__file__).resolve().parents[2] / "rkgb" / "README.md"
 
 
 def markers(name: str) -> tuple[str, str]:
@@ -33,9 +33,9 @@ def with_part(readme: str, name: str, text: str) -> str:
     part(readme, name)
     begin, end = markers(name)
     before, rest = readme.split(begin)
-    return f"{before}{begin}\n{text}\n\n{end}{rest.split(end)[1]}"
+    return f"{before}{begin}\n{text.strip()}\n\n{end}{rest.split(end)[1]}"
 
 
 def write_part(name: str, text: str) -> None:
-    """Replace the part in the README itself."""
+    """Replace a part of rkgb's README."""
     README.write_text(with_part(README.read_text(encoding="utf-8"), name, text), encoding="utf-8")

@@ -1,7 +1,7 @@
 """Put the committed results into the READMEs, between markers, so that no figure is typed.
 
-$ .venv/bin/python benchmarks/report.py            # rewrite them
-$ .venv/bin/python benchmarks/report.py --check    # fail when one would change
+$ python -m reports.report            # rewrite them
+$ python -m reports.report --check    # fail when one would change
 """
 
 from __future__ import annotations
@@ -10,19 +10,11 @@ import argparse
 import sys
 from pathlib import Path
 
-import tables
+from reports import tables
+from reports.readme import with_part
+from steps.table import step_table
 
-ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- results: begin -->\n", "<!-- results: end -->\n"
-
-
-def with_results(readme: str, results: str) -> str:
-    """Return the README with the text between its markers replaced."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"the README must hold {BEGIN.strip()} and {END.strip()} once each")
-    before, rest = readme.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n{results.strip()}\n\n{END}{after}"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def readme_results(results: Path) -> str:
@@ -50,7 +42,7 @@ def benchmark_results(results: Path) -> str:
         "Performance": tables.performance_table(results),
         "Planning": tables.planning_table(results),
         "Phases of planning": tables.phases_table(results),
-        "What the executor costs": tables.step_table(results),
+        "What the executor costs": step_table(results),
         "FLOPs of an 8-layer GPT at fifteen budgets": tables.front_table(results),
         "Throughput": tables.throughput_table(results),
         "Peers": tables.peers_table(results),
@@ -71,7 +63,7 @@ def main() -> int:
         (ROOT / "benchmarks/README.md", benchmark_results(results)),
     ):
         old = readme.read_text(encoding="utf-8")
-        new = with_results(old, text)
+        new = with_part(old, "results", text)
         if check and new != old:
             where = readme.relative_to(ROOT)
             print(f"{where}: its tables differ from benchmarks/results", file=sys.stderr)
