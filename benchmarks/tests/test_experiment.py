@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-import experiment
-from experiment import Experiment, Options, Point, Table, Worker
+from harness import experiment
+from harness.experiment import Table, Worker
+from harness.points import POINT_COLUMNS, Experiment, Options, Point
 
 FAKE = """
 import ctypes, os, subprocess, sys, time
-from worker import Outcome
+from harness.worker import Outcome
 
 def measure(point, device, warmup, repeats):
     way = point["strategy"]
@@ -42,7 +43,7 @@ STAMP = {"commit": "abc", "device": "cpu (test)", "threads": "1", "torch": "0"}
 @pytest.fixture
 def ask(tmp_path: Path) -> Iterator[Worker]:
     (tmp_path / "fake_measures.py").write_text(FAKE, encoding="utf-8")
-    worker = Worker(["fake_measures"], [experiment.HERE, tmp_path])
+    worker = Worker(["fake_measures"], [experiment.BENCHMARKS, tmp_path])
     yield worker
     worker.close()
 
@@ -141,7 +142,7 @@ def test_points_run_in_processes_of_their_own(tmp_path: Path, ask: Worker) -> No
 
 
 def vars_of(point: Point) -> dict[str, object]:
-    return {name: getattr(point, name) for name in experiment.POINT_COLUMNS}
+    return {name: getattr(point, name) for name in POINT_COLUMNS}
 
 
 def test_a_line_that_was_cut_off_is_dropped_and_columns_may_grow(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from models.lstm import LSTMLanguageModel
 from models.mlp_mixer import MLPMixer
 from models.resnet import resnet18, resnet101
 from models.unet import UNet
-from rkgb.testing import assert_same_as_module
-from rkgb.testing_walk import assert_k_gives_gradients
+from rkgb.testing import assert_k_gives_gradients, assert_same_as_module
 
 
 def tokens() -> Tensor:

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import data
-import harness
-import report
+from harness import data, meter
 from models.GPT import GPT2, GPT2WithLoss
 from models.loss import WithLoss
 from models.lstm import LSTMLanguageModel
@@ -19,6 +17,7 @@ from models.mlp_mixer import MLPMixer
 from models.regnet import regnet_x_3_2gf, regnet_x_200mf
 from models.resnet import resnet18, resnet50, resnet101
 from models.unet import UNet
+from reports import readme
 
 CPU = torch.device("cpu")
 
@@ -102,19 +101,19 @@ def test_memory_trace_sees_allocations_and_releases() -> None:
         third = torch.empty(2**18)
         del second, third
 
-    trace = harness.trace_memory(step, CPU)
-    mib = harness.MIB
+    trace = meter.trace_memory(step, CPU)
+    mib = meter.MIB
     assert trace.peak_bytes == 3 * mib
     assert trace.held_bytes == (3 * mib, 0, mib, 2 * mib, mib, 0)
     assert sorted(trace.times_ms) == list(trace.times_ms)
 
 
 def test_random_state_continues_where_it_was() -> None:
-    state = harness.RandomState.now()
+    state = meter.RandomState.now()
     first = torch.rand(3)
-    assert not state.equals(harness.RandomState.now())
+    assert not state.equals(meter.RandomState.now())
     state.restore()
-    assert state.equals(harness.RandomState.now())
+    assert state.equals(meter.RandomState.now())
     assert torch.equal(torch.rand(3), first)
 
 
@@ -123,13 +122,13 @@ def test_first_difference_finds_one_changed_bit() -> None:
     twin = copy.deepcopy(model)
     sample = torch.randn(4, 2)
     model(sample).sum().backward()
-    assert harness.first_difference(model, twin) == "0.weight.grad"
+    assert meter.first_difference(model, twin) == "0.weight.grad"
     twin(sample).sum().backward()
-    assert harness.first_difference(model, twin) is None
+    assert meter.first_difference(model, twin) is None
     twin[1].running_mean[1] = torch.nextafter(twin[1].running_mean[1], torch.tensor(9.0))
-    assert harness.first_difference(model, twin) == "1.running_mean"
+    assert meter.first_difference(model, twin) == "1.running_mean"
     twin[0].bias.grad = None
-    assert harness.first_difference(model, twin) == "0.bias.grad"
+    assert meter.first_difference(model, twin) == "0.bias.grad"
 
 
 def test_data_is_the_same_every_time() -> None:
@@ -142,9 +141,10 @@ def test_data_is_the_same_every_time() -> None:
 
 
 def test_results_replace_only_what_is_between_the_markers() -> None:
-    text = f"top\n{report.BEGIN}old\n{report.END}bottom\n"
-    new = report.with_results(text, "| new |")
-    assert new == f"top\n{report.BEGIN}\n| new |\n\n{report.END}bottom\n"
-    assert report.with_results(new, "| new |") == new
+    begin, end = readme.markers("results")
+    text = f"top\n{begin}old\n{end}bottom\n"
+    new = readme.with_part(text, "results", "| new |")
+    assert new == f"top\n{begin}\n| new |\n\n{end}bottom\n"
+    assert readme.with_part(new, "results", "| new |") == new
     with pytest.raises(ValueError, match="once each"):
-        report.with_results("no markers", "")
+        readme.with_part("no markers", "results", "")

@@ -1,4 +1,4 @@
-"""Every end of a measurement is a row of `step.csv`, and both checkouts take turns."""
+"""Every end of a measurement is a row of `turns.csv`, and both checkouts take turns."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ import torch
 from torch import nn
 
 import rockmate
-import step
-import step_cases
-import step_worker
-import tables
-from step import Checkout, Reply, measure, rows_of
-from step_cases import Subject
-from step_worker import Prepared
+import visualize
+from steps import cases, table, turns, worker
+from steps.cases import Subject
+from steps.turns import Checkout, Reply, measure, rows_of
+from steps.worker import Prepared
 
 ENC = Subject("enc", "step", "enc8", "an encoder", 0.9)
 RECOMPUTED = Subject("again", "recomputed", "enc8", "an encoder", 1.2)
@@ -62,7 +60,7 @@ def test_ratios_are_taken_pair_by_pair_and_round_by_round() -> None:
         {"plain": [1.0], "rockmate": [4.0]},
         {"plain": [1.0], "rockmate": [1.2]},
     ]
-    found = step.step_figures(rounds, "rockmate")
+    found = turns.step_figures(rounds, "rockmate")
     assert found["time_ratio"] == 1.5
     assert (found["time_ratio_low"], found["time_ratio_high"]) == (1.2, 4.0)
     assert found["measured_overhead_percent"] == 50.0
@@ -168,40 +166,40 @@ class Fake(nn.Linear):
 
 def test_failed_self_tests_and_least_budgets_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rockmate, "Rockmate", Fake)
-    case = step_cases.Case(nn.Linear(2, 2), (torch.ones(1, 2),))
+    case = cases.StepCase(nn.Linear(2, 2), (torch.ones(1, 2),))
     facts: Reply = {}
-    step_worker.planned(case, 0.5, facts)()
+    worker.planned(case, 0.5, facts)()
     assert facts["self_test"] == "failed: a gradient differs"
     assert (facts["least_budget"], facts["message"]) == ("yes", "4 bytes are too few: 9 taken")
     assert (facts["capture_seconds"], facts["plan_seconds"]) == (1.0, 3.0)
     row = {"status": "ok", "kind": "step", "time_ratio": "1.5", "flops_ratio": "", **facts}
-    assert tables.step_figure(row) == "×1.50, in the least budget that fits, self-test failed"
+    assert table.step_figure(row) == "×1.50, in the least budget that fits, self-test failed"
     prepared = Prepared()
-    prepared.add("exactly", lambda own: step_worker.planned(case, 0.5, own, exactly=True))
+    prepared.add("exactly", lambda own: worker.planned(case, 0.5, own, exactly=True))
     assert prepared.facts["exactly"]["status"] == "infeasible"
 
 
 def test_subjects_are_chosen_by_name_or_part() -> None:
     def names(*only: str) -> list[str]:
-        return [subject.name for subject in step_cases.chosen(only, smoke=False)]
+        return [subject.name for subject in cases.chosen(only, smoke=False)]
 
     assert names("enc8") == ["enc8"]  # not recomputed_enc8: it is a whole name
     assert names("enc") == ["enc8", "recomputed_enc8"]
-    assert len(names()) == len(set(names())) == len(step_cases.subjects())
-    assert {s.name for s in step_cases.chosen((), smoke=True)} == set(step_cases.SMOKE)
+    assert len(names()) == len(set(names())) == len(cases.subjects())
+    assert {s.name for s in cases.chosen((), smoke=True)} == set(cases.SMOKE)
 
 
 def test_networks_are_what_their_names_say() -> None:
-    lines = step_cases.lines(40).model
+    lines = cases.lines(40).model
     assert len(list(lines.parameters())) == 160
-    gru = step_cases.unrolled(20)
+    gru = cases.unrolled(20)
     assert gru.model(*gru.sample).shape == (20, 8, 64)
-    one, other = (step_cases.build(ENC, smoke=True) for _ in range(2))
+    one, other = (cases.build(ENC, smoke=True) for _ in range(2))
     torch.manual_seed(1)
     first = one.model(*one.sample)
     torch.manual_seed(1)
     assert torch.equal(first, other.model(*other.sample))
-    step_worker.train(one.model, one.sample)
+    worker.train(one.model, one.sample)
     assert all(parameter.grad is not None for parameter in one.model.parameters())
 
 
@@ -210,16 +208,18 @@ def test_smoke_measures_this_checkout_and_labels_one_that_is_none(tmp_path: Path
     other = tmp_path / "nothing"
     other.mkdir()
     out = tmp_path / "out"
-    assert step.main(["--smoke", "--against", str(other), "--out", str(out)]) == 0
+    assert (
+        turns.main(["--smoke", "--against", str(other), "--out", str(out)], visualize.draw_all) == 0
+    )
     with (out / "step.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     ours = [row for row in rows if row["which"] == "this"]
-    assert {row["name"] for row in ours} == set(step_cases.SMOKE)
+    assert {row["name"] for row in ours} == set(cases.SMOKE)
     assert [row["message"] for row in ours if row["status"] != "ok"] == []
     assert {row["strategy"] for row in ours} == {"rockmate", "checkpoint", "rockmate recompute_all"}
-    assert all(tables.step_value(row) == tables.step_value(row) for row in ours)  # no NaN
+    assert all(table.step_value(row) == table.step_value(row) for row in ours)  # no NaN
     theirs = [row for row in rows if row["which"] == "against"]
-    assert {row["name"] for row in theirs} == set(step_cases.SMOKE)
+    assert {row["name"] for row in theirs} == set(cases.SMOKE)
     assert {row["status"] for row in theirs} == {"failed"}
     assert all("not in the checkout" in row["message"] for row in theirs)
     assert (out / "figures/step-smoke.png").stat().st_size > 5000

@@ -6,11 +6,14 @@ import itertools
 from pathlib import Path
 
 import pytest
+from matplotlib import pyplot as plt
 
-import experiment
 import visualize
-from experiment import CURVE_COLUMNS, POINT_COLUMNS, RESULT_COLUMNS, STAMP_COLUMNS, Row, Table
-from step_cases import subjects
+from figures import style
+from harness import experiment
+from harness.experiment import Table
+from harness.points import CURVE_COLUMNS, POINT_COLUMNS, RESULT_COLUMNS, STAMP_COLUMNS, Row
+from steps.cases import subjects
 
 COLUMNS = (*POINT_COLUMNS, *RESULT_COLUMNS, *CURVE_COLUMNS, *STAMP_COLUMNS)
 STRATEGIES = ("plain", "rockmate", "rotor", "checkpoint", "selective", "compile", "compile-aot")
@@ -39,7 +42,7 @@ def rows_of(table: str) -> list[Row]:
     """Return rows like those of a run, with every status that the figure shows."""
     made = []
     if table == "performance":
-        for network, (i, strategy) in itertools.product(visualize.TITLES, enumerate(STRATEGIES)):
+        for network, (i, strategy) in itertools.product(style.TITLES, enumerate(STRATEGIES)):
             for share in (0.35, 0.5, 0.7):
                 ratio = 1.9 - share + 0.07 * i
                 times = {"time_ratio": ratio, "time_ratio_low": ratio - 0.05}
@@ -81,6 +84,11 @@ def rows_of(table: str) -> list[Row]:
             made.append(row(table, network, grid, budget, **values))
     elif table == "step":
         made = step_rows()
+    elif table == "lengths":
+        for network, step in itertools.product(("bert", "llama", "unet"), range(40)):
+            values = {"step": step, "planned_s": 1.1 + (step % 7 == 0), "plain_s": 1.0}
+            peak = {"peak_bytes": "9" if step % 7 == 0 else ""}
+            made.append(row(table, network, "", **values) | peak)
     else:
         for i, strategy in enumerate(STRATEGIES):
             for share in (0.3, 0.6):
@@ -119,20 +127,20 @@ def step_rows() -> list[Row]:
 def test_no_text_covers_another(name: str, table: str) -> None:
     rows = rows_of(table)
     figure = visualize.FIGURES[name][1](rows)
-    visualize.stamp(figure, rows)
+    style.stamp(figure, rows)
     try:
-        assert visualize.overlapping(figure) == []
+        assert style.overlapping(figure) == []
     finally:
-        visualize.plt.close(figure)
+        plt.close(figure)
 
 
 def test_overlapping_texts_are_found() -> None:
-    figure = visualize.plt.figure()
+    figure = plt.figure()
     figure.text(0.5, 0.5, "one")
     figure.text(0.5, 0.51, "other")
     figure.text(0.1, 0.1, "far away")
-    assert visualize.overlapping(figure) == [("one", "other")]
-    visualize.plt.close(figure)
+    assert style.overlapping(figure) == [("one", "other")]
+    plt.close(figure)
 
 
 def test_one_picture_per_device_and_size(tmp_path: Path) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-import rkgb_readme
-import rkgb_speed
-from breadth_cases import GROUPS, Case
-from rkgb_breadth import check, line
+from graphs import speed
+from graphs.breadth import check, line
+from graphs.breadth_cases import GROUPS, BreadthCase
+from reports import readme
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = rkgb_readme.README.read_text(encoding="utf-8")
-BREADTH = rkgb_readme.part(TEXT, "breadth")
+TEXT = readme.README.read_text(encoding="utf-8")
+BREADTH = readme.part(TEXT, "breadth")
 # A few of each group, quick ones, and every third of the small modules that each have one trap.
 SAMPLE = {
     "features": tuple(case.name for case in GROUPS["features"]()[::3]),
@@ -42,7 +42,7 @@ def without_lines(text: str) -> str:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.group}: {case.name}")
-def test_the_table_of_breadth_is_what_the_script_finds(case: Case) -> None:
+def test_the_table_of_breadth_is_what_the_script_finds(case: BreadthCase) -> None:
     if case.group not in ("features", "torch.nn"):
         pytest.importorskip("transformers")
     outcome = check(case)
@@ -75,31 +75,31 @@ def test_every_refusal_says_where_it_is() -> None:
 
 
 def test_the_table_of_speed_is_what_was_measured() -> None:
-    rows, stamp = rkgb_speed.load(rkgb_speed.RESULTS)
-    assert rkgb_readme.part(TEXT, "speed") == rkgb_speed.text_of(rows, stamp)
+    rows, stamp = speed.load(speed.RESULTS)
+    assert readme.part(TEXT, "speed") == speed.text_of(rows, stamp)
     assert [row.layers for row in rows] == [12, 24, 48, 96]
     assert rows[0].ratio <= 2
     assert rows[-1].ms_per_layer < 1.5 * rows[0].ms_per_layer
 
 
 def test_results_of_speed_come_back_from_a_file(tmp_path: Path) -> None:
-    rows = [rkgb_speed.Row(12, 1.0, 1.5), rkgb_speed.Row(24, 2.0, 3.25)]
-    rkgb_speed.save(rows, 3, tmp_path / "speed.csv")
-    found, stamp = rkgb_speed.load(tmp_path / "speed.csv")
+    rows = [speed.Row(12, 1.0, 1.5), speed.Row(24, 2.0, 3.25)]
+    speed.save(rows, 3, tmp_path / "speed.csv")
+    found, stamp = speed.load(tmp_path / "speed.csv")
     assert found == rows
     assert stamp["repeats"] == "3"
-    assert "take 1.50 times as long" in rkgb_speed.text_of(found, stamp)
-    assert "| 24 | 2.00 s | 3.25 s | 1.62 | 135 ms |" in rkgb_speed.text_of(found, stamp)
+    assert "take 1.50 times as long" in speed.text_of(found, stamp)
+    assert "| 24 | 2.00 s | 3.25 s | 1.62 | 135 ms |" in speed.text_of(found, stamp)
 
 
 def test_parts_are_replaced_between_their_markers() -> None:
-    begin, end = rkgb_readme.markers("x")
+    begin, end = readme.markers("x")
     text = f"top\n{begin}old\n{end}bottom\n"
-    new = rkgb_readme.with_part(text, "x", "| new |")
+    new = readme.with_part(text, "x", "| new |")
     assert new == f"top\n{begin}\n| new |\n\n{end}bottom\n"
-    assert rkgb_readme.part(new, "x") == "| new |"
+    assert readme.part(new, "x") == "| new |"
     with pytest.raises(ValueError, match="once each"):
-        rkgb_readme.part("no markers", "x")
+        readme.part("no markers", "x")
 
 
 def test_every_published_name_is_in_the_readme() -> None:
@@ -113,7 +113,7 @@ def test_the_readmes_pictures_are_there_and_small() -> None:
     paths = re.findall(r"!\[.*?\]\((.+?)\)", TEXT)
     assert paths
     for path in paths:
-        picture = rkgb_readme.README.parent / path
+        picture = readme.README.parent / path
         assert 1000 < picture.stat().st_size < 200_000
         assert "/work" not in picture.read_text(encoding="utf-8")
 
@@ -122,7 +122,7 @@ def test_the_readmes_pictures_are_there_and_small() -> None:
 def test_the_readmes_examples_run() -> None:
     script = ROOT / "ci" / "run_readme.py"
     done = subprocess.run(
-        [sys.executable, str(script), str(rkgb_readme.README)], capture_output=True, text=True
+        [sys.executable, str(script), str(readme.README)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert "5 blocks run" in done.stdout
