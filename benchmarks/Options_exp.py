@@ -14,8 +14,9 @@ from __future__ import annotations
 import itertools
 import sys
 
-from experiment import Experiment, Options, Point, main
-from networks import NETWORKS
+from harness.experiment import main
+from harness.networks import NETWORKS
+from harness.points import Experiment, Options, Point
 from Performance_exp import gibibytes
 
 GRIDS = {
@@ -44,7 +45,7 @@ def points(options: Options) -> list[Point]:
     return found
 
 
-EXPERIMENTS = (Experiment("options", "solver_measures:options", points),)
+EXPERIMENTS = (Experiment("options", "harness.planning_measures:options", points),)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENTS, __doc__))

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import sys
 
-from experiment import Experiment, Options, Point, main, read_rows
+from harness.experiment import main, read_rows
+from harness.points import Experiment, Options, Point
 
 CHECKPOINTS = (
     *("every block", "every 2nd block", "every 4th block"),
@@ -69,8 +70,8 @@ def _point(options: Options, strategy: str, setting: str) -> Point:
 
 
 EXPERIMENTS = (
-    Experiment("peers", "measures:step", peers),
-    Experiment("peers", "measures:step", ours),  # reads the rows of the first
+    Experiment("peers", "harness.measures:step", peers),
+    Experiment("peers", "harness.measures:step", ours),  # reads the rows of the first
 )
 
 if __name__ == "__main__":

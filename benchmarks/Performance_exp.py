@@ -14,7 +14,9 @@ from __future__ import annotations
 import itertools
 import sys
 
-from experiment import (
+from harness.experiment import main
+from harness.networks import NETWORKS
+from harness.points import (
     CURVE_COLUMNS,
     POINT_COLUMNS,
     RESULT_COLUMNS,
@@ -22,9 +24,7 @@ from experiment import (
     Experiment,
     Options,
     Point,
-    main,
 )
-from networks import NETWORKS
 
 Span = tuple[float, float, float]  # first and last budget and their distance, in GiB
 PAPER_BUDGETS: dict[str, tuple[Span, ...]] = {
@@ -144,14 +144,14 @@ def throughput_points(options: Options) -> list[Point]:
 
 
 EXPERIMENTS = (
-    Experiment("performance", "measures:step", performance_points),
+    Experiment("performance", "harness.measures:step", performance_points),
     Experiment(
         "timeline",
-        "measures:timeline",
+        "harness.measures:timeline",
         timeline_points,
         (*POINT_COLUMNS, *RESULT_COLUMNS, *CURVE_COLUMNS, *STAMP_COLUMNS),
     ),
-    Experiment("throughput", "measures:throughput", throughput_points),
+    Experiment("throughput", "harness.measures:throughput", throughput_points),
 )
 
 if __name__ == "__main__":

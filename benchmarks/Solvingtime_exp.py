@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import sys
 
-from experiment import Experiment, Options, Point, main
-from networks import NETWORKS
+from harness.experiment import main
+from harness.networks import NETWORKS
+from harness.points import Experiment, Options, Point
 
 DEPTHS = {
     "smoke": (1, 2),
@@ -47,7 +48,7 @@ def points(options: Options) -> list[Point]:
     return found
 
 
-EXPERIMENTS = (Experiment("planning", "solver_measures:planning", points),)
+EXPERIMENTS = (Experiment("planning", "harness.planning_measures:planning", points),)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENTS, __doc__))

@@ -24,9 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import data
-import harness
-from harness import MemoryTrace, RandomState, in_mib
+from harness import data, meter
+from harness.meter import MemoryTrace, RandomState, in_mib
 from models.GPT import GPT2WithLoss
 from models.loss import WithLoss
 from models.resnet import resnet50
@@ -48,7 +47,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Comparison:
     """What one network's two trainings gave."""
 
     task: Task
@@ -106,12 +105,12 @@ class Training:
             losses.append(loss.detach())
 
         if trace:
-            memory = harness.trace_memory(forward_backward, device)
+            memory = meter.trace_memory(forward_backward, device)
             # The bytes are the same each time; the fastest step draws the clearest picture.
             if not self.memory.times_ms or memory.times_ms[-1] < self.memory.times_ms[-1]:
                 self.memory = memory
         else:
-            self.step_ms.append(harness.timed_ms(forward_backward, device))
+            self.step_ms.append(meter.timed_ms(forward_backward, device))
         self.optimizer.step()
         self.losses.append(losses[0].item())
         self.random = RandomState.now()
@@ -141,15 +140,15 @@ def tasks(device: torch.device, steps: int) -> list[Task]:
     ]
 
 
-def run(task: Task, device: torch.device, budget: float) -> Outcome:
+def run(task: Task, device: torch.device, budget: float) -> Comparison:
     """Plan, train both ways step by step, and print what happens."""
     print(f"\n{task.title}", flush=True)
     torch.manual_seed(0)
     plain_model = task.make_model().to(device)
     our_model = copy.deepcopy(plain_model)
     start = RandomState.now()
-    rockmate = Rockmate(our_model, task.batches[0], budget=budget, progress=True)
-    print(f"\n{rockmate.plan}\n")
+    rockmate = Rockmate(our_model, task.batches[0], budget=budget, progress=True, cache=False)
+    print(f"\n{rockmate.schedules.plan}\n")
     phases = rockmate.planning_seconds
     print("planning: " + ", ".join(f"{name} {took:.1f} s" for name, took in phases.items()))
 
@@ -162,20 +161,20 @@ def run(task: Task, device: torch.device, budget: float) -> Outcome:
         word = "same bits" if one.hex() == other.hex() else f"DIFFERENT: {one.hex()} {other.hex()}"
         print(f"  {number:4}  {one:<14.9f}  {other:<14.9f}  {word}", flush=True)
 
-    difference = harness.first_difference(plain_model, our_model)
+    difference = meter.first_difference(plain_model, our_model)
     if difference is None and not plain.random.equals(ours.random):
         difference = "the random state"
     identical = difference is None and [x.hex() for x in plain.losses] == [
         x.hex() for x in ours.losses
     ]
-    outcome = Outcome(
+    outcome = Comparison(
         task,
         identical,
-        rockmate.plan.budget_bytes,
-        rockmate.plan.peak_bytes,
+        rockmate.schedules.plan.budget_bytes,
+        rockmate.schedules.plan.peak_bytes,
         plain.memory,
         ours.memory,
-        rockmate.plan.overhead_percent,
+        rockmate.schedules.plan.overhead_percent,
         100 * (median_ratio(ours.step_ms, plain.step_ms) - 1),
         sum(phases.values()),
     )
@@ -202,7 +201,7 @@ def median_ratio(ours_ms: list[float], plain_ms: list[float]) -> float:
     return statistics.median(ours / plain for ours, plain in pairs)
 
 
-def draw(outcomes: list[Outcome], path: Path) -> None:
+def draw(outcomes: list[Comparison], path: Path) -> None:
     """Draw the memory over one step of each network, plain and Rockmate, with the budget."""
     import matplotlib as mpl  # only the picture needs it
 
@@ -217,14 +216,14 @@ def draw(outcomes: list[Outcome], path: Path) -> None:
             (outcome.plain, "plain", "0.55"),
             (outcome.ours, "Rockmate", "tab:blue"),
         ):
-            held = [held / harness.MIB for held in trace.held_bytes]
+            held = [held / meter.MIB for held in trace.held_bytes]
             panel.step(trace.times_ms, held, where="post", color=color, lw=1.1, label=label)
             panel.fill_between(trace.times_ms, held, step="post", color=color, alpha=0.12, lw=0)
-        budget = outcome.budget_bytes / harness.MIB
+        budget = outcome.budget_bytes / meter.MIB
         panel.axhline(budget, color="tab:red", ls="--", lw=1.2, label=f"budget, {budget:.1f} MiB")
         panel.set_title(outcome.task.title, fontsize=10)
         panel.set_xlabel("time in the step (ms)")
-        panel.set_ylim(0, 1.08 * outcome.plain.peak_bytes / harness.MIB)
+        panel.set_ylim(0, 1.08 * outcome.plain.peak_bytes / meter.MIB)
         panel.set_xlim(left=0)
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(  # under the axes: curves reach every corner
@@ -236,7 +235,7 @@ def draw(outcomes: list[Outcome], path: Path) -> None:
     plt.close(figure)
 
 
-def table(outcomes: list[Outcome], environment: dict[str, str]) -> str:
+def table(outcomes: list[Comparison], environment: dict[str, str]) -> str:
     """Return the results as a Markdown table, with a line on where they were measured."""
     header = [
         "network",
@@ -267,7 +266,7 @@ def table(outcomes: list[Outcome], environment: dict[str, str]) -> str:
     note = f"{steps} steps each; " + ", ".join(
         f"{key} {value}" for key, value in environment.items()
     )
-    return f"{harness.markdown_table(header, rows)}\n{note}.\n"
+    return f"{meter.markdown_table(header, rows)}\n{note}.\n"
 
 
 def main() -> int:
@@ -277,7 +276,7 @@ def main() -> int:
     parser.add_argument("--steps", default=16, type=int, help="training steps of each network")
     parser.add_argument("--budget", default=0.5, type=float, help="fraction of the plain peak")
     parser.add_argument("--only", choices=["gpt2", "resnet18"])
-    parser.add_argument("--out", default=harness.RESULTS / "latest", type=Path)
+    parser.add_argument("--out", default=meter.RESULTS / "latest", type=Path)
     options = parser.parse_args()
     if options.steps <= max(TRACED):
         parser.error(f"--steps {options.steps}: at least {max(TRACED) + 1} are needed to time any")
@@ -286,9 +285,9 @@ def main() -> int:
         task for task in tasks(options.device, options.steps) if options.only in (None, task.name)
     ]
     outcomes = [run(task, options.device, options.budget) for task in chosen]
-    environment = harness.environment(options.device)
+    environment = meter.environment(options.device)
     text = table(outcomes, environment)
-    harness.write_csv(options.out / "demo.csv", [{**o.row(), **environment} for o in outcomes])
+    meter.write_csv(options.out / "demo.csv", [{**o.row(), **environment} for o in outcomes])
     (options.out / "demo.md").write_text(text, encoding="utf-8")
     draw(outcomes, options.out / "demo.png")
     print(f"\n{text}\nTable and picture: {options.out}/demo.md, demo.csv, demo.png")
