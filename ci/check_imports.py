@@ -1,13 +1,18 @@
-"""Check which package imports which, and what importing a package must not load.
+"""Check which file imports which, and what importing a package must not load.
 
-Four rules, each reported with file and line:
+Imports inside functions and those for types only count like all others. Each rule reports the file
+and the line:
 
-* direction: rkgb and rotor know neither each other nor rockmate;
-* rotor's data types and solvers are plain Python: they do not import torch;
-* what a package imports, its pyproject.toml declares, as a dependency or in an extra: that another
-  dependency happens to bring it along is no promise;
-* `import rockmate` (which loads all three) loads no optional or slow library: those are imported
-  where they are used.
+* layers: a folder, or a file on top of a package, imports only from layers below it (`LAYERS`), and
+  no files of a package import each other in a circle;
+* doors: a package imports of another one only the modules that `DOORS` lists, and of those only
+  what their `__all__` names;
+* no tensors: what plans (`TORCH_FREE`) imports neither torch nor a file that may import it;
+* private names: no `_name` is imported from another file of ours, and the private modules of torch
+  are imported by one file only;
+* declared: what a package imports, its pyproject.toml declares, as a dependency or in an extra:
+  that another dependency happens to bring it along is no promise;
+* light: `import rockmate` (which loads all three) loads no optional or slow library.
 
     $ python ci/check_imports.py
     imports: 41 files, 3 packages: fine
@@ -20,81 +25,328 @@ from __future__ import annotations
 
 import argparse
 import ast
+import graphlib
 import itertools
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tomllib
 
-FORBIDDEN = {
-    "rkgb": {"rotor", "rockmate"},
-    "rotor": {"rkgb", "rockmate"},
-    "rockmate": set[str](),
+# Folders and top files of each package, lowest first. A layer imports only layers above it in this
+# list; what stands in one line does not import each other.
+LAYERS = {
+    "rkgb": (
+        "errors",
+        "device",
+        "graphs",
+        "opaque",
+        "recording",
+        "capture run",
+        "compiled",
+        "costs",
+        "pictures",
+        "api testing engine",
+        "published",
+        "__init__",
+    ),
+    "rotor": (
+        "errors _core",
+        "schedules",
+        "runtime",
+        "solver limit",
+        "strategies",
+        "planning",
+        "checkpointable models",
+        "__init__ testing fake_cuda",
+    ),
+    "rockmate": (
+        "errors parallel progress",
+        "problems",
+        "schedules",
+        "files",
+        "solvers runtime",
+        "planners",
+        "reports settings",
+        "pipeline planning",
+        "estimate plan_cache",
+        "planned_forward forward_of_planned",
+        "module",
+        "blockwise",
+        "command",
+        "__main__",
+        "__init__",
+        "integrations testing",
+    ),
+    # Folders of scripts: files on top are doors, above all folders.
+    "benchmarks": ("models", "harness", "planning probe steps", "figures reports", "graphs"),
 }
-TORCH_FREE = ("chain.py", "ops.py", "schedule.py", "simulate.py", "errors.py", "solver/*.py")
+DOOR_LAYER = 1000  # of the files on top of benchmarks, and of its tests
+# What others may import of a package; a package that is missing here knows no other.
+DOORS = {
+    "rockmate": ("rkgb", "rkgb.engine", "rkgb.testing", "rotor"),
+    "benchmarks": (
+        "rkgb",
+        "rkgb.engine",
+        "rkgb.testing",
+        "rotor",
+        "rotor.models.densenet",
+        "rotor.solver",
+        "rockmate",
+        "rockmate.planning",
+    ),
+}
+TORCH_FREE = {
+    "rotor": ("schedules", "errors", "solver", "strategies", "_core"),
+    "rockmate": (
+        "errors",
+        "parallel",
+        "progress",
+        "problems",
+        "schedules",
+        "files",
+        "solvers",
+        "planners",
+        "reports",
+        "settings",
+        "planning",
+    ),
+}
+TORCH_PRIVATE = "rkgb/src/rkgb/device/torch_private.py"  # the one file that may import torch._x
 DISTRIBUTIONS = {"rotor": "rk-rotor"}  # where the import has another name
-LAZY = ("graphviz", "gurobipy", "highspy", "matplotlib", "ortools", "pulp", "transformers")
+LAZY = (
+    *("graphviz", "gurobipy", "highspy", "lightning", "matplotlib", "ortools", "pulp"),
+    *("transformers", "torch._inductor"),
+)
+PACKAGES = ("rkgb", "rotor", "rockmate")
 
 
-def imported_modules(source: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, top-level module) for every absolute import, those in functions included."""
-    for node in ast.walk(ast.parse(source)):
+@dataclass(frozen=True)
+class Import:
+    """One module or name that a line imports: `from module import name`, or `import module`."""
+
+    line: int
+    module: str
+    name: str = ""
+
+    @property
+    def package(self) -> str:
+        """The top-level package that it comes from."""
+        return self.module.split(".")[0]
+
+
+@dataclass(frozen=True)
+class File:
+    """A Python file: where it is, the name of its module, and what it imports."""
+
+    path: Path
+    module: str
+    imports: tuple[Import, ...]
+    public: frozenset[str] | None  # its `__all__`; None if it has none
+
+    @property
+    def unit(self) -> str:
+        """The folder of its package that it lies in, or its own name if it lies on top."""
+        return self.module.split(".")[1] if "." in self.module else "__init__"
+
+
+def imports_of(tree: ast.Module, package: list[str]) -> Iterator[Import]:
+    """Yield every import of a file whose folder is the package with this dotted name."""
+    for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
                 for alias in names:
-                    yield node.lineno, alias.name.split(".")[0]
-            case ast.ImportFrom(module=str(module), level=0):
-                yield node.lineno, module.split(".")[0]
+                    yield Import(node.lineno, alias.name)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                above = package[: len(package) - level + 1] if level else []
+                base = ".".join([*above, *([module] if module else [])])
+                for alias in names:
+                    yield Import(node.lineno, base, alias.name)
             case ast.Call(
                 func=ast.Name(id="__import__") | ast.Attribute(attr="import_module"),
                 args=[ast.Constant(value=str(module)), *_],
             ):
-                yield node.lineno, module.split(".")[0]
+                yield Import(node.lineno, module)
 
 
-def wrong_directions(root: Path) -> Iterator[str]:
-    """Yield one line per import that breaks a direction."""
-    for package, forbidden in FORBIDDEN.items():
-        folder = root / package / "src" / package
-        for path in sorted(folder.rglob("*.py")):
-            relative = path.relative_to(folder)
-            banned = set(forbidden)
-            if package == "rotor" and any(relative.match(pattern) for pattern in TORCH_FREE):
-                banned.add("torch")
-            for line, module in imported_modules(path.read_text(encoding="utf-8")):
-                if module in banned:
-                    name = f"rotor's {relative}" if module == "torch" else package
-                    yield f"{path.relative_to(root)}:{line}: {name} must not import {module}"
+def public_names(tree: ast.Module) -> frozenset[str] | None:
+    """Return what a file's `__all__` lists, or None."""
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                return frozenset(ast.literal_eval(value))
+    return None
+
+
+def read_file(path: Path, module: str) -> File:
+    """Read the imports of one file; `module` is its dotted name."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    package = module.split(".")
+    if path.stem != "__init__":
+        package = package[:-1]
+    return File(path, module, tuple(imports_of(tree, package)), public_names(tree))
+
+
+def files_of(root: Path, package: str) -> dict[str, File]:
+    """Return the files of a package by the name of their module.
+
+    The scripts of `benchmarks` import each other by the names of its folders; here they are named
+    as if it were a package.
+    """
+    folder = root / package if package == "benchmarks" else root / package / "src" / package
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        parts = [package, *path.relative_to(folder).with_suffix("").parts]
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[module] = read_file(path, module)
+    if package == "benchmarks":
+        inner = {module.split(".")[1] for module in found if "." in module}
+        found = {module: _inside(file, inner) for module, file in found.items()}
+    return found
+
+
+def _inside(file: File, inner: set[str]) -> File:
+    """Return a script whose imports of other scripts begin with 'benchmarks.'."""
+    imports = tuple(
+        replace(made, module=f"benchmarks.{made.module}") if made.package in inner else made
+        for made in file.imports
+    )
+    return replace(file, imports=imports)
+
+
+def target_of(made: Import, files: Mapping[str, File]) -> str:
+    """Return the module that an import reads: `a.b` for `from a import b` if that is a file."""
+    inner = f"{made.module}.{made.name}"
+    return inner if made.name and inner in files else made.module
+
+
+def wrong_layers(files: Mapping[str, File], package: str) -> Iterator[tuple[File, int, str]]:
+    """Yield what one package imports of itself against its layers, or in a circle."""
+    layer_of = {unit: i for i, line in enumerate(LAYERS[package]) for unit in line.split()}
+    if package == "benchmarks":
+        doors = {file.unit for file in files.values() if file.path.parent.name == "benchmarks"}
+        layer_of |= dict.fromkeys((*doors, "tests"), DOOR_LAYER)
+    graph: dict[str, set[str]] = {}
+    for file in files.values():
+        if file.unit not in layer_of:
+            yield file, 1, f"{package}/{file.unit} has no layer in ci/check_imports.py"
+            continue
+        graph[file.module] = set()
+        for made in file.imports:
+            if made.package != package:
+                continue
+            target = target_of(made, files)
+            unit = target.split(".")[1] if "." in target else "__init__"
+            if target in files and target != file.module:
+                graph[file.module].add(target)
+            among_doors = layer_of[file.unit] == DOOR_LAYER
+            upwards = layer_of.get(unit, 0) >= layer_of[file.unit] and not among_doors
+            if unit != file.unit and upwards:
+                yield file, made.line, f"{package}/{file.unit} must not import {package}/{unit}"
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        circle = error.args[1]
+        yield files[circle[0]], 1, f"a circle of imports: {' <- '.join(circle)}"
+
+
+def wrong_doors(
+    file: File, owner: str, known: Mapping[str, Mapping[str, File]]
+) -> Iterator[tuple[File, int, str]]:
+    """Yield what a file of `owner` imports of other packages beside their doors."""
+    doors = DOORS.get(owner, ())
+    for made in file.imports:
+        if made.package not in PACKAGES or made.package == owner:
+            continue
+        files = known[made.package]
+        target = target_of(made, files)
+        if not any(door.split(".")[0] == made.package for door in doors):
+            yield file, made.line, f"{owner} must not import {made.package}"
+        elif target in doors and target != made.module:
+            continue  # a door by itself, such as `from rockmate import planning`
+        elif made.module not in doors:
+            yield file, made.line, f"{owner} must not import {target}, which is no door"
+        elif made.name and not made.name.startswith("__"):
+            public = files[made.module].public if made.module in files else None
+            if public is not None and made.name not in public:
+                yield file, made.line, f"{made.module} does not offer {made.name}"
+
+
+def tensors_where_plans_are_made(
+    file: File, owner: str, files: Mapping[str, File]
+) -> Iterator[tuple[File, int, str]]:
+    """Yield what a file that must not see tensors imports of torch, or of files that may see it."""
+    free = TORCH_FREE.get(owner, ())
+    if file.unit not in free:
+        return
+    name = f"{owner}'s {file.module.removeprefix(owner + '.')}"
+    for made in file.imports:
+        unit = target_of(made, files).split(".")[1:2]
+        if made.package in ("torch", "rkgb"):
+            yield file, made.line, f"{name} must not import {made.package}"
+        elif made.package == owner and unit and unit[0] not in free:
+            yield file, made.line, f"{name} must not import {unit[0]}, which may import torch"
+
+
+def private_names(file: File, root: Path) -> Iterator[tuple[File, int, str]]:
+    """Yield the private names that a file imports of other files of ours, or of torch."""
+    in_a_package = file.path.relative_to(root).parts[0] in PACKAGES
+    for made in file.imports:
+        name = made.name or made.module.split(".")[-1]
+        private = name.startswith("_") and not name.startswith("__")
+        ours = made.package in (*PACKAGES, "benchmarks")
+        if private and ours and made.name:
+            yield file, made.line, f"{made.module}.{made.name} is private to its file"
+        parts = [*made.module.split("."), name]
+        torchs = made.package == "torch" and any(
+            part.startswith("_") and not part.startswith("__") for part in parts
+        )
+        if torchs and in_a_package and file.path != root / TORCH_PRIVATE:
+            yield file, made.line, f"torch's {made.module}.{name} belongs in {TORCH_PRIVATE}"
+
+
+def wrong_imports(root: Path) -> Iterator[str]:
+    """Yield one line per import that breaks a rule on who imports whom."""
+    known = {package: files_of(root, package) for package in LAYERS}
+    found: list[tuple[File, int, str]] = []
+    for package, files in known.items():
+        found += wrong_layers(files, package)
+        for file in files.values():
+            found += wrong_doors(file, package, known)
+            found += tensors_where_plans_are_made(file, package, files)
+            found += private_names(file, root)
+    for file, line, text in dict.fromkeys(found):
+        yield f"{file.path.relative_to(root)}:{line}: {text}"
 
 
 def undeclared_imports(root: Path) -> Iterator[str]:
     """Yield one line per import of a library that the package does not declare."""
-    for package in FORBIDDEN:
+    for package in PACKAGES:
         project = tomllib.loads((root / package / "pyproject.toml").read_text())["project"]
         extras = project.get("optional-dependencies", {}).values()
         declared = {
             re.split(r"[^\w.-]", line)[0].lower()
             for line in itertools.chain(project.get("dependencies", ()), *extras)
         }
-        for path in sorted((root / package / "src" / package).rglob("*.py")):
-            for line, module in imported_modules(path.read_text(encoding="utf-8")):
-                name = DISTRIBUTIONS.get(module, module)
-                if module == package or module in sys.stdlib_module_names or name in declared:
+        for file in files_of(root, package).values():
+            for made in file.imports:
+                name = DISTRIBUTIONS.get(made.package, made.package)
+                if made.package == package or made.package in sys.stdlib_module_names:
                     continue
-                if module in FORBIDDEN.get(package, ()):
-                    continue  # a wrong direction, reported as such
-                yield f"{path.relative_to(root)}:{line}: {package} does not declare {name}"
+                if name not in declared and (made.package not in PACKAGES or package in DOORS):
+                    where = file.path.relative_to(root)
+                    yield f"{where}:{made.line}: {package} does not declare {name}"
 
 
 def heavy_imports(root: Path) -> Iterator[str]:
     """Yield one line per package whose import, in a fresh interpreter, fails or loads too much."""
-    sources = os.pathsep.join(str(root / package / "src") for package in FORBIDDEN)
+    sources = os.pathsep.join(str(root / package / "src") for package in PACKAGES)
     code = "import sys, importlib; importlib.import_module(sys.argv[1]); print(*sys.modules)"
-    for package in FORBIDDEN:
+    for package in PACKAGES:
         run = subprocess.run(
             [sys.executable, "-c", code, package],
             env={**os.environ, "PYTHONPATH": sources},
@@ -113,13 +365,13 @@ def main() -> int:
     """Print what is wrong and return 1, or print how much was looked at and return 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
-    root = parser.parse_args().root
-    problems = [*wrong_directions(root), *undeclared_imports(root), *heavy_imports(root)]
+    root = parser.parse_args().root.resolve()
+    problems = [*wrong_imports(root), *undeclared_imports(root), *heavy_imports(root)]
     for problem in problems:
         print(problem, file=sys.stderr)
     if not problems:
-        count = sum(1 for package in FORBIDDEN for _ in (root / package / "src").rglob("*.py"))
-        print(f"imports: {count} files, {len(FORBIDDEN)} packages: fine")
+        count = sum(len(files_of(root, package)) for package in PACKAGES)
+        print(f"imports: {count} files, {len(PACKAGES)} packages: fine")
     return 1 if problems else 0
 
 

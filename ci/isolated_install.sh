@@ -23,6 +23,6 @@ wheel=$(find "$work/wheels" -name "${package/rotor/rk_rotor}-*.whl")
 # A copy of the tests alone: the checkout's sources must not be importable.
 mkdir "$work/$package"
 cp -r "$package/tests" "$work/$package/tests"
-cp pyproject.toml "$work/"
+cp pyproject.toml conftest.py "$work/"
 cd "$work"
 "$work/venv/bin/python" -P -m pytest "$package/tests"

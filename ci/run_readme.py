@@ -1,4 +1,4 @@
-"""Run the Python code blocks of README files, so that what they show keeps working.
+"""Run the Python code blocks of READMEs and of the documentation: what they show keeps working.
 
 The blocks of one file run in order, in one fresh interpreter: later blocks may use the names of
 earlier ones. A block right under the line `<!-- no-run: reason -->` is left out.
@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LEFT_OUT = re.compile(r"<!-- no-run: .+ -->\n\n?\Z")
 
@@ -34,6 +35,8 @@ def run_blocks(path: Path) -> int:
         f"exec(compile({chr(10) * (line - 1) + code!r}, {str(path)!r}, 'exec'))\n"
         for line, code in blocks
     )
+    if CONFTEST.exists():  # what a test environment needs before some libraries can be imported
+        program = f"import runpy; runpy.run_path({str(CONFTEST)!r})\n{program}"
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "readme_blocks.py"  # a file: worker processes can import it
         script.write_text(program, encoding="utf-8")
