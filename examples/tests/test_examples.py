@@ -1,0 +1,76 @@
+"""Each example runs at a tiny size, is short, and says what was measured."""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1]
+FILES = sorted(EXAMPLES.glob("*.py"))
+SPREAD = ("ddp", "fsdp2")  # over processes
+NEEDS = {
+    "hugging_face_trainer": ("transformers", "accelerate"),
+    "lightning_trainer": ("lightning",),
+    "timm_images": ("timm",),
+    "lora": ("transformers", "peft"),
+}
+
+
+def test_they_are_all_here() -> None:
+    assert [path.stem for path in FILES] == [
+        *("ddp", "diffusion_unet", "fsdp2", "gpt_from_scratch", "hugging_face_trainer"),
+        *("lightning_trainer", "lora", "rotor_checkpointable", "timm_images"),
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_example_is_short_and_says_what_it_gives(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 80
+    said = ast.get_docstring(ast.parse(text)) or ""
+    assert f"examples/{path.name}" in said, "how it is started"
+    assert re.search(r"Measured: .*\d", said), "what it gave"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the libraries that they show
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if p.stem not in SPREAD], ids=lambda path: path.stem
+)
+def test_an_example_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for library in NEEDS.get(path.stem, ()):
+        pytest.importorskip(library, reason=f"{library} is a test extra")
+    model, losses = runpy.run_path(str(path))["main"](["--tiny"])
+    assert len(losses) > 1
+    assert all(map(math.isfinite, losses))
+    assert len(set(losses)) > 1, "it trains"
+    assert "loss" in capsys.readouterr().out
+    if path.stem != "rotor_checkpointable":
+        assert model.plan.overhead > 0, "something is recomputed"
+        assert model.measured_peak_bytes <= model.budget_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPREAD)
+def test_an_example_of_two_processes_runs(name: str) -> None:
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", str(EXAMPLES / f"{name}.py"), "--tiny"),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert {"ddp": "2 ranks agree", "fsdp2": "rank 1: plain"}[name] in run.stdout
