@@ -7,17 +7,18 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 PYTEST := .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
 PY := .venv/bin/python
+BENCH := PYTHONPATH=benchmarks .venv/bin/python
 INSTALLED := .venv/.installed
 TOOLS := ruff mypy clang-format pytest-xdist
 PACKAGES := ./rkgb ./rotor ./rockmate
-CHECKED := rkgb rotor rockmate ci benchmarks
+CHECKED := rkgb rotor rockmate ci benchmarks examples
 CORE := $(wildcard rotor/csrc/*.hpp rotor/csrc/*.cpp)
 SOURCES := $(wildcard */pyproject.toml) $(CORE) rotor/setup.py constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help install build format lint typecheck test test-rkgb test-rotor test-rockmate imports \
-	versions check isolated readme demo planning step bench bench-smoke bench-paper \
-	bench-solvers figures dist clean
+.PHONY: help install build format lint typecheck test test-all test-nightly test-changed test-rkgb test-rotor test-rockmate imports \
+	versions check isolated readme docs demo planning step bench bench-smoke bench-paper \
+	bench-solvers gpu gpu-paper oldest test-oldest figures dist clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -44,8 +45,34 @@ lint: $(INSTALLED) ## style and common mistakes (ruff, clang-format)
 	.venv/bin/clang-format --dry-run -Werror $(CORE)
 typecheck: $(INSTALLED) ## types of the three packages (mypy --strict)
 	$(PY) -m mypy
-test: $(INSTALLED) ## every test
+test: $(INSTALLED) ## every test but the slow ones
+	$(PYTEST) -m "not slow and not nightly" $(PYTEST_ARGS)
+test-all: $(INSTALLED) ## what CI runs: slow tests too, but one cell of each large matrix
+	$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
+test-nightly: $(INSTALLED) ## every test
 	$(PYTEST) $(PYTEST_ARGS)
+# What differs from a commit: make test-changed SINCE=HEAD~3
+SINCE ?= main
+test-changed: $(INSTALLED) ## the tests of what differs from main, slow ones left out
+	@tests=$$($(PY) ci/changed_tests.py --since $(SINCE)) && \
+	if [ -z "$$tests" ]; then echo "no test of what changed"; \
+	else $(PYTEST) -m "not slow and not nightly" $$tests $(PYTEST_ARGS); fi
+# The oldest torch that is supported, in front of everything else that .venv has. Its only build on
+# PyPI is for CUDA: some gigabytes, which run on any CPU.
+OLDEST_TORCH := 2.11.0
+OLDEST := .venv-oldest/.installed
+OLDEST_TESTS := rkgb/tests/test_recorded_bits.py rkgb/tests/test_device.py rkgb/tests/test_memory.py \
+	rkgb/tests/test_compare.py rockmate/tests/test_kernels_as_in_the_forward.py \
+	rockmate/tests/test_fingerprint.py rockmate/tests/test_any_valid_plan.py rotor/tests/test_device.py
+$(OLDEST): Makefile | $(INSTALLED)
+	rm -rf .venv-oldest
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install -q --no-compile torch==$(OLDEST_TORCH)
+	.venv-oldest/bin/python ci/site_behind.py .venv
+	@touch $(OLDEST)
+oldest: $(OLDEST) ## a second environment with the oldest torch that is supported
+test-oldest: $(OLDEST) ## bits, bytes and capture with the oldest torch that is supported
+	.venv-oldest/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not nightly" $(OLDEST_TESTS) $(PYTEST_ARGS)
 test-rkgb: $(INSTALLED) ## tests of rkgb
 	$(PYTEST) rkgb/tests $(PYTEST_ARGS)
 test-rotor: $(INSTALLED) ## tests of rotor
@@ -56,15 +83,19 @@ imports: $(INSTALLED) ## which package may import which, and what an import must
 	$(PY) ci/check_imports.py
 versions: $(INSTALLED) ## one version everywhere, exact pins between the packages
 	$(PY) ci/check_versions.py
-check: lint typecheck imports versions test ## all of the above: what CI runs
+check: lint typecheck imports versions test-all ## all of the above: what CI runs
 isolated: $(INSTALLED) ## each package alone, from its wheel, with only what it declares
 	for package in $(PACKAGES); do ci/isolated_install.sh "$$package" || exit 1; done
-readme: $(INSTALLED) ## run the Python code of the READMEs
-	$(PY) ci/run_readme.py README.md rkgb/README.md rotor/README.md rockmate/README.md
+PAGES := $(wildcard docs/*.md docs/how-to/*.md)
+readme: $(INSTALLED) ## run the Python code of the READMEs and of the documentation
+	$(PY) ci/run_readme.py README.md rkgb/README.md rotor/README.md rockmate/README.md $(PAGES)
+docs: $(INSTALLED) ## build the documentation into site/
+	$(PY) -m pip install -q mkdocs-material 'mkdocstrings[python]'
+	$(PY) -m mkdocs build -q
 demo: $(INSTALLED) ## train a GPT-2 and a ResNet plain and at half their memory, and compare
 	$(PY) benchmarks/demo.py
 planning: $(INSTALLED) ## time the phases of planning
-	$(PY) benchmarks/planning.py
+	$(BENCH) -m planning.phases
 # A second checkout to measure in turn: make step AGAINST=../older
 AGAINST ?=
 step: $(INSTALLED) ## time steps, captures and planned extra time beside plain PyTorch
@@ -73,20 +104,26 @@ EXPERIMENTS := Performance Peers Solvingtime Options
 bench-smoke: $(INSTALLED) ## every experiment, tiny, about a minute; fails on an unexpected failure
 	rm -rf benchmarks/results/latest/smoke
 	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py --smoke || failed=1; done; \
-	$(PY) benchmarks/solvers.py --smoke || failed=1; \
+	$(BENCH) -m planning.solvers --smoke || failed=1; \
 	$(PY) benchmarks/visualize.py --results benchmarks/results/latest/smoke || failed=1; exit $$failed
 bench: $(INSTALLED) ## every experiment at CPU sizes, under 40 minutes; continues where it was
 	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py || failed=1; done; exit $$failed
 bench-paper: $(INSTALLED) ## every experiment at the papers' sizes, on CUDA, for hours; continues
 	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py --paper || failed=1; done; exit $$failed
+gpu: $(INSTALLED) ## what holds on the GPU here: bits, budgets, times, tests; under nine minutes
+	$(PY) benchmarks/gpu_probe.py $(GPU_ARGS)
+gpu-paper: $(INSTALLED) ## nine minutes of bench-paper on the GPU here; continues where it was
+	$(PY) benchmarks/paper_piece.py $(GPU_ARGS)
 bench-solvers: $(INSTALLED) ## every solver on the recorded instances, some minutes
-	$(PY) benchmarks/solvers.py
+	$(BENCH) -m planning.solvers
 figures: $(INSTALLED) ## draw what was measured, and put the tables into the READMEs
 	$(PY) benchmarks/visualize.py
-	$(PY) benchmarks/report.py
-dist: $(INSTALLED) ## wheels of the three packages in dist/
+	$(BENCH) -m reports.report
+dist: $(INSTALLED) ## wheels and sdists of the three packages in dist/, checked by twine
+	$(PY) -m pip install -q -c constraints.txt build twine
 	rm -rf dist */build
-	$(PY) -m pip wheel -q --no-deps -w dist $(PACKAGES)
+	for package in $(PACKAGES); do $(PY) -m build -o dist "$$package" >/dev/null || exit 1; done
+	$(PY) -m twine check --strict dist/*
 clean: ## remove .venv and everything built
-	rm -rf .venv dist */build */src/*.egg-info */src/*/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest dist site */build */src/*.egg-info */src/*/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

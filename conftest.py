@@ -1,4 +1,4 @@
-"""Shared by all tests: threads of parallel runs, and torchvision beside a CPU build of torch."""
+"""Shared by all tests: profiles of hypothesis, threads of parallel runs, torchvision on CPUs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import importlib.util
 import os
 
 import torch
+from hypothesis import settings
+
+os.environ["ROCKMATE_CACHE"] = "off"  # no plan of another run, and none left to the user
+
+# Examples are drawn anew at each run; CI draws the same ones every time; nightly draws many more.
+# No test reads a clock: a busy machine is no failure.
+settings.register_profile("dev", max_examples=50, deadline=None)
+settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
+settings.register_profile("nightly", max_examples=5000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
 def _declare_missing_operators() -> None:
