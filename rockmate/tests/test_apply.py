@@ -17,6 +17,7 @@ import rockmate
 from rkgb.engine import trace_memory
 from rockmate import Rockmate, RockmateError
 from rockmate.testing.nets import TiedMLP, assert_trains_like, eager_copy, network
+from rockmate.testing.wrapping import wrap
 
 
 def applied(name: str = "gpt", budget: Any = 0.7, **options: Any) -> tuple[Any, nn.Module, Any]:
@@ -96,6 +97,19 @@ def test_copies_and_files(form: str) -> None:
     assert other.original is not model.original
     assert type(copy.copy(model)) is TiedMLP
     assert type(copy.copy(other.original)) is TiedMLP
+
+
+def test_a_wrapper_that_its_own_attributes_lead_back_to_is_copied_once() -> None:
+    """As Accelerate leaves it, which keeps the bound forward of what it wraps."""
+    model, sample = network("tied")
+    twins = eager_copy(model), eager_copy(model)
+    wrapped = wrap(model, sample, "1MiB")
+    wrapped.kept = wrapped.forward
+    other = copy.deepcopy(wrapped)
+    assert other.kept.__self__ is other
+    assert other.original is not wrapped.original
+    assert_trains_like(other, twins[0], sample)
+    assert_trains_like(wrapped, twins[1], sample)  # a recording copies it from within
 
 
 class Own(nn.Module):

@@ -216,13 +216,21 @@ class Rockmate(nn.Module):
         """Copy the module; plans hold no tensors and are shared."""
         planned = self._rockmate
         if not is_applied(self):
+            is_on_the_way = id(planned.model) in memo  # its attributes, where one leads back here
             model = copy.deepcopy(planned.model, memo)
-            return _wrapped(model, planned.copy_for(model))
+            wrapper = memo.get(id(self))
+            if wrapper is None:
+                wrapper = _load(model, planned.settings)
+            if not is_on_the_way:
+                wrapper._rockmate.take_plans_of(planned)
+            return wrapper
         parts = list(planned.model.__reduce_ex__(4))
         parts[2:3] = [_without_plans(part) for part in parts[2:3]]
         # As copy itself does, but known as the copy of this object, not of the plain view of it.
         model = copy._reconstruct(self, memo, *parts)  # type: ignore[attr-defined]
-        return dressed(model, planned.copy_for(plain_view(model)))
+        dressed(model, PlannedForward(plain_view(model), planned.settings))
+        model._rockmate.take_plans_of(planned)
+        return model
 
     def __copy__(self) -> Any:
         """Copy the wrapper, or an applied model without its plans: both share all tensors."""
@@ -363,12 +371,6 @@ def _plain(model: Any) -> nn.Module:
     return model
 
 
-def _wrapped(model: nn.Module, planned: PlannedForward) -> Rockmate:
-    wrapper = Rockmate.__new__(Rockmate, model)
-    object.__setattr__(wrapper, "_rockmate", planned)
-    return wrapper
-
-
 def dressed(model: nn.Module, planned: PlannedForward) -> nn.Module:
     """Return the same module, whose own forward is a planned one from now on."""
     vars(model)["_rockmate"] = planned
@@ -383,7 +385,9 @@ def _without_plans(state: Any) -> Any:
 
 
 def _load(model: nn.Module, settings: Settings) -> Rockmate:
-    return _wrapped(model, PlannedForward(model, settings))
+    wrapper = Rockmate.__new__(Rockmate, model)
+    object.__setattr__(wrapper, "_rockmate", PlannedForward(model, settings))
+    return wrapper
 
 
 def _new(kind: Any, *args: Any) -> Any:

@@ -61,19 +61,16 @@ class PlannedForward:
         """Leave plans out of copies and files of the plain module, whose attribute this is."""
         return type(None), ()
 
-    def copy_for(self, model: nn.Module) -> PlannedForward:
-        """Return the same for a copy of the module: what was planned for it as it is now holds."""
-        new = PlannedForward(model, self.settings)
-        new._shelf = self._shelf
-        new.known = self.known
+    def take_plans_of(self, other: PlannedForward) -> None:
+        """Serve a copy of the other's module: what was planned for it as it is now holds here."""
+        self._shelf, self.known = other._shelf, other.known
         autocast, _ = ambient()
-        ours, theirs = self.watch.now(autocast).state, new.watch.now(autocast).state
+        ours, theirs = self.watch.now(autocast).state, other.watch.now(autocast).state
         if tuple(ours.facts.items()) == tuple(theirs.facts.items()):
-            for key, family in self.plans.families.items():
-                if key.state is ours:
-                    new.plans.put(replace(key, state=theirs), family)
-            new.first = self.first
-        return new
+            for key, family in other.plans.families.items():
+                if key.state is theirs:
+                    self.plans.put(replace(key, state=ours), family)
+            self.first = other.first
 
     # ------------------------------------------------------------------ a call
 

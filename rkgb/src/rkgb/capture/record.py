@@ -117,7 +117,7 @@ def record(
                     functions.append(function)
                     stream.restore()
                     continue
-                wider = None if strict else _wider(paths, error, places[-1])
+                wider = None if strict or not places else _wider(paths, error, places[-1])
                 if wider is None:
                     raise first from first.__cause__
                 _log.info("running '%s' whole: %s", wider or "(root)", error)
