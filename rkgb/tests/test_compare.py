@@ -10,7 +10,6 @@ import torch.nn.functional as F  # noqa: N812 (the name everybody uses)
 from torch import Tensor, nn
 
 from rkgb.device.rng import KeptGenerators
-from rkgb.device.torch_private import keeps_graph, kernel_flags, same_kinds
 from rkgb.engine import (
     external_values,
     make_B,
@@ -20,6 +19,7 @@ from rkgb.engine import (
     same_but_for_numbers,
     same_but_for_sizes,
 )
+from rkgb.torch_api.torch_private import keeps_graph, kernel_flags, same_kinds
 
 
 class Net(nn.Module):

@@ -13,8 +13,8 @@ import torch
 from rkgb import UnsupportedDeviceError
 from rkgb.device.chosen import device_of
 from rkgb.device.cuda import Cuda, trace_by_counters
-from rkgb.device.kernel_choice import KernelChoice, RecomputingAs, switch_forward, with_flags
 from rkgb.testing.caching_allocator import AllocatorRules, CachingAllocator
+from rkgb.torch_api.kernel_choice import KernelChoice, RecomputingAs, switch_forward, with_flags
 
 FIRST = torch.device("cuda", 0)
 

@@ -19,9 +19,9 @@ from rkgb.costs import measure as measuring
 from rkgb.costs.measure import Measured, Timing, measure
 from rkgb.costs.op_costs import FlopCost, op_key
 from rkgb.device import cpu
+from rkgb.elements.op import Op
+from rkgb.elements.sample import bind_inputs
 from rkgb.graphs.basic import BasicGraph, external_values
-from rkgb.graphs.op import Op
-from rkgb.graphs.sample import bind_inputs
 from rkgb.testing.examples import EXAMPLES, example
 
 

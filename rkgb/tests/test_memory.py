@@ -17,8 +17,8 @@ from rkgb.capture.record import make_B
 from rkgb.capture.step import RecordedStep
 from rkgb.device.memory import trace_memory
 from rkgb.device.rng import RngState
-from rkgb.graphs.sample import Sample
-from rkgb.graphs.tensor_info import storage_bytes, storage_id
+from rkgb.elements.sample import Sample
+from rkgb.elements.tensor_info import storage_bytes, storage_id
 from rkgb.testing.examples import EXAMPLES, example
 
 CPU = torch.device("cpu")

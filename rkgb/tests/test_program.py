@@ -21,14 +21,13 @@ from rkgb.costs.measure import measure
 from rkgb.costs.op_costs import op_key
 from rkgb.device.memory import trace_memory
 from rkgb.device.rng import RngState
-from rkgb.device.torch_private import straight_to_kernels
+from rkgb.elements.op import Op
+from rkgb.elements.sample import bind_inputs
+from rkgb.elements.tensor_info import storage_bytes, storage_id
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.basic import external_values
 from rkgb.graphs.dataflow import B_to_D
-from rkgb.graphs.op import Op
-from rkgb.graphs.sample import bind_inputs
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
-from rkgb.graphs.tensor_info import storage_bytes, storage_id
 from rkgb.run.program import Step, lower_step
 from rkgb.run.source import compile_step, plain_callee
 from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
@@ -37,6 +36,7 @@ from rkgb.testing.assertions import gradients_of_graph, gradients_of_module, run
 from rkgb.testing.assertions import same_bits as same
 from rkgb.testing.check_program import check_program
 from rkgb.testing.examples import EXAMPLES, example
+from rkgb.torch_api.torch_private import straight_to_kernels
 
 CPU = torch.device("cpu")
 KINDS = ("recorded", "runnable")

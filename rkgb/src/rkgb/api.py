@@ -16,12 +16,12 @@ from rkgb.costs.inspection import CostChoice, Inspection, inspect_model
 from rkgb.costs.node_facts import node_facts
 from rkgb.costs.op_costs import OpCost
 from rkgb.costs.recorded_costs import RecordedCosts
+from rkgb.elements.sample import Sample
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs import serialize
 from rkgb.graphs.anonymize import AnonymousGraph, anonymize, equivalence_classes
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.dataflow import B_to_D, DataFlowGraph
-from rkgb.graphs.sample import Sample
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, cut
 
 

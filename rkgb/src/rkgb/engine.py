@@ -12,7 +12,6 @@ from __future__ import annotations
 from rkgb.capture.collector import no_collection
 from rkgb.capture.hooks import may_run_again
 from rkgb.capture.record import make_B, record
-from rkgb.capture.refusals import refuse_lazy_modules
 from rkgb.capture.sizes import SizedStep, record_sizes
 from rkgb.capture.twin import Twin, twin_of
 from rkgb.compiled.freeing import freeing
@@ -25,11 +24,41 @@ from rkgb.costs.plain_step import plain_peak_bytes
 from rkgb.costs.scaled import measure_resized
 from rkgb.device.base import Device
 from rkgb.device.chosen import device_of
-from rkgb.device.flop_formulas import EXTRA_FLOP_FORMULAS
-from rkgb.device.kernel_choice import KernelChoice, RecomputingAs, with_flags
 from rkgb.device.memory import MemoryTrace, Span, trace_memory
 from rkgb.device.rng import KeptGenerators, RngState
-from rkgb.device.torch_private import (
+from rkgb.elements.compiled_call import CompiledCall
+from rkgb.elements.effects import Assign, Check, Effect, Look, Write
+from rkgb.elements.op import Op, Ref
+from rkgb.elements.sample import Sample, bind_inputs
+from rkgb.elements.tensor_info import TensorInfo, storage_bytes, storage_id
+from rkgb.elements.trees import Structure, UnknownTreeError, flatten
+from rkgb.graphs.basic import (
+    BackwardKind,
+    BasicGraph,
+    HandOver,
+    Tangent,
+    ambient_autocast,
+    autocast_as,
+    external_values,
+)
+from rkgb.graphs.compare import same_but_for_numbers, same_but_for_sizes
+from rkgb.graphs.dataflow import B_to_D
+from rkgb.graphs.passes import PLANNED_PASSES
+from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, SimplifiedNode
+from rkgb.opaque.module_state import PythonRandom, StartOfCall
+from rkgb.opaque.piece import RunPiece, is_inside, running_on
+from rkgb.recording.watch import transparent_checkpoints
+from rkgb.run.node_storages import NodeStorage
+from rkgb.run.program import lower_step, rerun_state, without_idle_steps
+from rkgb.run.reads import Outcomes
+from rkgb.run.source import CompiledStep, compile_step
+from rkgb.run.source import plain_callee as choose_plainly
+from rkgb.run.statements import StepProgram
+from rkgb.run.views import RunnableGraph, runnable
+from rkgb.safeguards.refusals import refuse_lazy_modules
+from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
+from rkgb.torch_api.kernel_choice import KernelChoice, RecomputingAs, with_flags
+from rkgb.torch_api.torch_private import (
     current_dispatch_modes,
     group_store,
     is_cast_anew,
@@ -43,35 +72,6 @@ from rkgb.device.torch_private import (
     straight_to_kernels,
     without_hooks_after_gradients,
 )
-from rkgb.graphs.basic import (
-    BackwardKind,
-    BasicGraph,
-    HandOver,
-    Tangent,
-    ambient_autocast,
-    autocast_as,
-    external_values,
-)
-from rkgb.graphs.compare import same_but_for_numbers, same_but_for_sizes
-from rkgb.graphs.compiled_call import CompiledCall
-from rkgb.graphs.dataflow import B_to_D
-from rkgb.graphs.effects import Assign, Check, Effect, Look, Write
-from rkgb.graphs.op import Op, Ref
-from rkgb.graphs.passes import PLANNED_PASSES
-from rkgb.graphs.sample import Sample, bind_inputs
-from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, SimplifiedNode
-from rkgb.graphs.tensor_info import TensorInfo, storage_bytes, storage_id
-from rkgb.graphs.trees import Structure, UnknownTreeError, flatten
-from rkgb.opaque.module_state import PythonRandom, StartOfCall
-from rkgb.opaque.piece import RunPiece, is_inside, running_on
-from rkgb.recording.watch import transparent_checkpoints
-from rkgb.run.node_storages import NodeStorage
-from rkgb.run.program import lower_step, rerun_state, without_idle_steps
-from rkgb.run.reads import Outcomes
-from rkgb.run.source import CompiledStep, compile_step
-from rkgb.run.source import plain_callee as choose_plainly
-from rkgb.run.statements import StepProgram
-from rkgb.run.views import RunnableGraph, runnable
 
 __all__ = [
     "EXTRA_FLOP_FORMULAS",

@@ -2,6 +2,5 @@
 
 Gets a module and a `Sample`; gives a `BasicGraph`. Read record.py (which submodules run whole),
 then step.py (one step from start to end) with twin.py (the copy that runs), saved.py, backward.py,
-pieces.py and hooks.py, and what would be lost in silence: side_effects.py and assignments.py (seen
-by comparing), refusals.py and explain.py (what is said).
+pieces.py, functions.py and hooks.py; sizes.py records without memory.
 """

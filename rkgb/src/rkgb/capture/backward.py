@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.capture.explain import explained
 from rkgb.errors import RkgbError, TraceError
 from rkgb.graphs.basic import BackwardKind, HandOver, autocast_as
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.watch import no_backward_inside, tensors_of
+from rkgb.safeguards.explain import explained
 
 
 class RecordedBackward:

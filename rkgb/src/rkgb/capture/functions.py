@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from rkgb.capture.pieces import Link, PieceRecorder
-from rkgb.device.torch_private import latest_sequence_nr
-from rkgb.graphs.trees import flatten
+from rkgb.elements.trees import flatten
 from rkgb.opaque.piece import Place
+from rkgb.torch_api.torch_private import latest_sequence_nr
 
 Function = torch.autograd.Function
 

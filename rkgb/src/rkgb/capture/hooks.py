@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from rkgb.elements.effects import Effect, Look
 from rkgb.errors import SideEffectError
-from rkgb.graphs.effects import Effect, Look
 from rkgb.recording.recorder import Recorder
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks")

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.device.torch_private import current_autograd_node, latest_sequence_nr
+from rkgb.elements.op import Op, Ref
+from rkgb.elements.trees import flatten
 from rkgb.errors import RkgbError
 from rkgb.graphs.basic import BasicGraph, ambient_autocast
-from rkgb.graphs.op import Op, Ref
-from rkgb.graphs.trees import flatten
 from rkgb.opaque.module_state import ModuleState
 from rkgb.opaque.piece import Call, Kind, Piece, RunPiece, RunPieceBackward, running_on
 from rkgb.opaque.trial import BrokenPieceError, Trials
 from rkgb.recording.recorder import Recorder
+from rkgb.torch_api.torch_private import current_autograd_node, latest_sequence_nr
 
 
 class PieceRecorder:

@@ -14,27 +14,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from rkgb.capture.assignments import AssignsError
 from rkgb.capture.functions import Function, function_of
 from rkgb.capture.hooks import refuse_hooks_inside
-from rkgb.capture.refusals import (
-    refuse_backward_hooks,
-    refuse_compiled_modules,
-    refuse_hidden_leaves,
-    refuse_lazy_modules,
-)
 from rkgb.capture.step import RecordedStep
 from rkgb.device.rng import RngState
+from rkgb.elements.sample import Sample
+from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import RkgbError, SideEffectError
 from rkgb.graphs.basic import BackwardKind, BasicGraph
-from rkgb.graphs.sample import Sample
-from rkgb.graphs.tensor_info import storage_id
 from rkgb.opaque.piece import RunPiece, is_inside
 from rkgb.opaque.trial import BrokenPieceError
 from rkgb.recording.places import Places
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.sizes import SizeRecorder
 from rkgb.recording.stops import NeedsContentError, ReadsDataError, WritesInputError
+from rkgb.safeguards.assignments import AssignsError
+from rkgb.safeguards.refusals import (
+    refuse_backward_hooks,
+    refuse_compiled_modules,
+    refuse_hidden_leaves,
+    refuse_lazy_modules,
+)
 
 _DIGITS = re.compile(r"\d+")
 _log = logging.getLogger("rkgb")

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from rkgb.capture.record import record
 from rkgb.device.chosen import device_of
-from rkgb.device.torch_private import without_content
+from rkgb.elements.sample import Sample, bind_inputs
+from rkgb.elements.trees import flatten
 from rkgb.errors import TraceError
 from rkgb.graphs.basic import BasicGraph
-from rkgb.graphs.sample import Sample, bind_inputs
-from rkgb.graphs.trees import flatten
+from rkgb.torch_api.torch_private import without_content
 
 
 @contextlib.contextmanager

@@ -16,21 +16,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rkgb.capture.assignments import AssignsError, Hidden, assigned
 from rkgb.capture.backward import RecordedBackward
-from rkgb.capture.explain import explained
 from rkgb.capture.functions import Function, run_functions_whole
 from rkgb.capture.hooks import HookWatch
 from rkgb.capture.pieces import PieceRecorder
 from rkgb.capture.saved import saving
-from rkgb.capture.side_effects import KeptState, Printed
 from rkgb.capture.twin import twin_of
+from rkgb.elements.effects import Check, Effect, Write
+from rkgb.elements.op import Ref
+from rkgb.elements.sample import Sample
+from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 from rkgb.errors import RkgbError, SideEffectError, TraceError
 from rkgb.graphs.basic import BackwardKind, BasicGraph
-from rkgb.graphs.effects import Check, Effect, Write
-from rkgb.graphs.op import Ref
-from rkgb.graphs.sample import Sample
-from rkgb.graphs.trees import Structure, UnknownTreeError, flatten
 from rkgb.opaque.adding import add_in_parts
 from rkgb.recording.places import Places
 from rkgb.recording.recorder import Recorder
@@ -42,6 +39,9 @@ from rkgb.recording.watch import (
     refused_calls,
     transparent_checkpoints,
 )
+from rkgb.safeguards.assignments import AssignsError, Hidden, assigned
+from rkgb.safeguards.explain import explained
+from rkgb.safeguards.side_effects import KeptState, Printed
 
 
 class RecordedStep:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rkgb.device.torch_private import mode_of
 from rkgb.errors import TraceError
+from rkgb.torch_api.torch_private import mode_of
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,12 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from rkgb.compiled.joint import Joint
-from rkgb.device.flop_formulas import EXTRA_FLOP_FORMULAS
-from rkgb.device.torch_private import (
+from rkgb.elements.compiled_call import CompiledCall
+from rkgb.elements.tensor_info import TensorInfo, storage_bytes, storage_id
+from rkgb.graphs.basic import autocast_as
+from rkgb.run.stand_ins import StandIns
+from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
+from rkgb.torch_api.torch_private import (
     compiled_by_inductor,
     fake_tensors,
     partitioned,
@@ -26,10 +30,6 @@ from rkgb.device.torch_private import (
     traced_for_inductor,
     under_inductor,
 )
-from rkgb.graphs.basic import autocast_as
-from rkgb.graphs.compiled_call import CompiledCall
-from rkgb.graphs.tensor_info import TensorInfo, storage_bytes, storage_id
-from rkgb.run.stand_ins import StandIns
 
 # How inductor compiles, whatever the process has set: checks on, strides kept, nothing captured.
 _OPTIONS = {

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rkgb.graphs.compiled_call import CompiledCall
-from rkgb.graphs.op import Op, Ref
+from rkgb.elements.compiled_call import CompiledCall
+from rkgb.elements.op import Op, Ref
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.run.node_storages import dying_in_backward, storages_of
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from rkgb.graphs.op import BATCH_NORMS, VIEW_NAMES, Op
+from rkgb.elements.op import BATCH_NORMS, VIEW_NAMES, Op
 from rkgb.graphs.passes import Groups, Pass
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from rkgb.compiled.grouping import is_effect
-from rkgb.graphs.op import BATCH_NORMS, Op, Ref, map_refs
+from rkgb.elements.op import BATCH_NORMS, Op, Ref, map_refs
+from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.simplified import SimplifiedGraph
-from rkgb.graphs.tensor_info import TensorInfo
 
 _aten = torch.ops.aten
 

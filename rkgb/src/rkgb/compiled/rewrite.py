@@ -19,14 +19,14 @@ from rkgb.compiled.grouping import merging, refusal, runs_of
 from rkgb.compiled.joint import Joint, joint_of, reference
 from rkgb.compiled.statistics import MoveStatistics
 from rkgb.device.rng import RngState
-from rkgb.device.torch_private import kernel_flags, refuse_missing_compiler
+from rkgb.elements.op import Op
+from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.backward_slices import slice_backward
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.dataflow import DataFlowGraph
-from rkgb.graphs.op import Op
 from rkgb.graphs.passes import PLANNED_PASSES
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, SimplifiedNode
-from rkgb.graphs.tensor_info import TensorInfo
+from rkgb.torch_api.torch_private import kernel_flags, refuse_missing_compiler
 
 _log = logging.getLogger("rkgb")
 # Compiled classes of this process, by everything that their code depends on. A second budget, a

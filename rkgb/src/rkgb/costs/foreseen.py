@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from rkgb.costs.measure import measure
 from rkgb.costs.op_costs import FlopCost, OpCost, count_flops, kinds_of, made_bytes
+from rkgb.elements.op import Op
 from rkgb.graphs.basic import BasicGraph
-from rkgb.graphs.op import Op
 
 # Of one call, and of all calls together: about a second of a slow core.
 _MOST_FLOPS, _MOST_BYTES = 2 * 10**9, 256 << 20

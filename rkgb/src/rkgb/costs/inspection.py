@@ -13,10 +13,10 @@ from torch import nn
 from rkgb.costs.measure import measure
 from rkgb.costs.node_facts import NodeFacts, node_facts
 from rkgb.costs.op_costs import FlopCost, OpCost, kinds_of
+from rkgb.elements.op import Op
+from rkgb.elements.sample import Sample
 from rkgb.graphs.anonymize import equivalence_classes, node_key
 from rkgb.graphs.basic import external_values
-from rkgb.graphs.op import Op
-from rkgb.graphs.sample import Sample
 from rkgb.graphs.simplified import SimplifiedGraph
 
 

@@ -30,12 +30,12 @@ from rkgb.device.base import CallTime, Device
 from rkgb.device.chosen import device_of
 from rkgb.device.memory import trace_memory
 from rkgb.device.rng import RngState
-from rkgb.device.torch_private import set_grad_mode, straight_to_kernels
+from rkgb.elements.compiled_call import CompiledCall
+from rkgb.elements.op import Op, map_refs
 from rkgb.graphs.basic import BasicGraph
-from rkgb.graphs.compiled_call import CompiledCall
-from rkgb.graphs.op import Op, map_refs
 from rkgb.run.bindings import choose_callee
 from rkgb.run.stand_ins import StandIns
+from rkgb.torch_api.torch_private import set_grad_mode, straight_to_kernels
 
 _log = logging.getLogger("rkgb")
 _NOTHING = CallTime(0.0, 0.0)

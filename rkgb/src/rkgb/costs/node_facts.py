@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from rkgb.costs.op_costs import OpCost, op_key
 from rkgb.device.chosen import device_of
+from rkgb.elements.op import Op
 from rkgb.graphs.basic import HandOver
-from rkgb.graphs.op import Op
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.opaque.piece import RunPiece
 from rkgb.run.node_storages import NodeStorage, dying_in_backward, storages_of

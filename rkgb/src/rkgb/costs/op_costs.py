@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from rkgb.device.flop_formulas import EXTRA_FLOP_FORMULAS
+from rkgb.elements.compiled_call import CompiledCall
+from rkgb.elements.op import Op, Ref
+from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
-from rkgb.graphs.compiled_call import CompiledCall
-from rkgb.graphs.op import Op, Ref
-from rkgb.graphs.tensor_info import TensorInfo
 from rkgb.opaque.piece import RunPiece, RunPieceBackward
+from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rkgb.costs.measure import Measured, measure
 from rkgb.costs.op_costs import FlopCost, OpCost, op_key
+from rkgb.elements.op import Op
+from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
-from rkgb.graphs.op import Op
-from rkgb.graphs.tensor_info import TensorInfo
 
 
 def measure_resized(

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from rkgb.device.base import CallTime, Device
-from rkgb.device.torch_private import keep_cuda_busy
 from rkgb.device.trace import MemoryTrace, Span, SpanMemory
 from rkgb.device.warm_up import warm_up_threads
 from rkgb.errors import UnsupportedDeviceError
+from rkgb.torch_api.torch_private import keep_cuda_busy
 
 # The allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 BLOCK_BYTES = 512

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from rkgb.device.torch_private import profiler_is_on
 from rkgb.device.trace import Change, Mark, MemoryTrace, Span, replay
+from rkgb.torch_api.torch_private import profiler_is_on
 
 PREFIX = "rkgb::"
 _meters = 0  # that run now

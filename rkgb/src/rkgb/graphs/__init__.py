@@ -1,8 +1,8 @@
 """The graphs as data: B (as recorded), D (who reads what), S (what is planned), A (without names).
 
-Gets a recorded step, or a file; gives frozen graphs that can be printed, cut, compared and saved.
-Read op.py (one operation), basic.py, dataflow.py, simplified.py with passes.py and
-backward_slices.py, then anonymize.py; sample.py and trees.py take arguments and results apart,
-serialize.py writes files. The blocks of `cut` are for pictures: they follow the forward alone,
-while rockmate cuts its problem, where the backward and what stays alive anyway count too.
+Gets a recorded step made of `elements`, or a file; gives frozen graphs that can be printed, cut,
+compared and saved. Read basic.py, dataflow.py, simplified.py with passes.py and backward_slices.py,
+then anonymize.py; serialize.py writes files. The blocks of `cut` are for pictures: they follow the
+forward alone, while rockmate cuts its problem, where the backward and what stays alive anyway count
+too.
 """

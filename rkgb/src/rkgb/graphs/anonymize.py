@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.graphs.op import Op, Ref
+from rkgb.elements.op import Op, Ref
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from rkgb.elements.op import Op
+from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph, HandOver
-from rkgb.graphs.op import Op
-from rkgb.graphs.tensor_info import TensorInfo
 
 Slice = tuple[tuple[Op, ...], tuple[HandOver, ...]]
 

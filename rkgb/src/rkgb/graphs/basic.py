@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rkgb.graphs.effects import Effect
-from rkgb.graphs.op import Op, Ref
-from rkgb.graphs.tensor_info import TensorInfo
-from rkgb.graphs.trees import Structure
+from rkgb.elements.effects import Effect
+from rkgb.elements.op import Op, Ref
+from rkgb.elements.tensor_info import TensorInfo
+from rkgb.elements.trees import Structure
 
 # How the gradient of one output lies in memory: its strides, or None where none arrives.
 Tangent = tuple[int, ...] | None

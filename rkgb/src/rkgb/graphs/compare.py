@@ -12,9 +12,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rkgb.elements.op import Op, Ref
+from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
-from rkgb.graphs.op import Op, Ref
-from rkgb.graphs.tensor_info import TensorInfo
 
 _STRUCTURE = (
     *("hand_overs", "parameters", "buffers", "inputs", "output_names", "roots"),

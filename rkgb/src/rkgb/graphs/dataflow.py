@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from rkgb.elements.op import Op
+from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
-from rkgb.graphs.op import Op
-from rkgb.graphs.tensor_info import TensorInfo
 
 
 @dataclass(frozen=True, slots=True)

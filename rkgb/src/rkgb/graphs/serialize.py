@@ -17,12 +17,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rkgb.device.torch_private import pytree
+from rkgb.elements.op import Op, Ref
+from rkgb.elements.tensor_info import TensorInfo
+from rkgb.elements.trees import Structure
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.basic import BackwardKind, BasicGraph, HandOver
-from rkgb.graphs.op import Op, Ref
-from rkgb.graphs.tensor_info import TensorInfo
-from rkgb.graphs.trees import Structure
+from rkgb.torch_api.torch_private import pytree
 
 FORMAT = "rkgb graphs 3"
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from rkgb.elements.op import VIEW_NAMES, Op, Ref
 from rkgb.graphs.backward_slices import slice_backward
 from rkgb.graphs.basic import HandOver
 from rkgb.graphs.dataflow import DataFlowGraph
-from rkgb.graphs.op import VIEW_NAMES, Op, Ref
 from rkgb.graphs.passes import PASSES, Groups, Pass
 from rkgb.graphs.topology import strongly_connected, topological_order
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rkgb.graphs.op import Op, Ref
+from rkgb.elements.op import Op, Ref
 from rkgb.opaque.piece import RunPieceBackward
 
 _ADDS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)

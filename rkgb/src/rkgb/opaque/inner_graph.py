@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from rkgb.graphs.tensor_info import storage_id, storage_of
+from rkgb.elements.tensor_info import storage_id, storage_of
 
 
 class _Saved:

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.device.torch_private import back_to_autograd
+from rkgb.elements.tensor_info import storage_id
+from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import OpaquePieceError
 from rkgb.graphs.basic import Region, autocast_as
-from rkgb.graphs.tensor_info import storage_id
-from rkgb.graphs.trees import Structure, flatten
 from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.opaque.memory import apart, span
 from rkgb.opaque.module_state import BufferContents, ModuleState
+from rkgb.torch_api.torch_private import back_to_autograd
 
 _running = threading.local()
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from rkgb.device.memory import trace_memory
-from rkgb.device.patches import Patches
 from rkgb.device.rng import RngState
+from rkgb.elements.tensor_info import storage_id
+from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import SideEffectError, TraceError
-from rkgb.graphs.tensor_info import storage_id
-from rkgb.graphs.trees import Structure, flatten
 from rkgb.opaque.module_state import BufferContents, ModuleState
 from rkgb.opaque.piece import Call, Kind, Piece, Place, added, result_tensors, run_call
+from rkgb.torch_api.patches import Patches
 
 _UNSEEN_BYTES = 64  # of numbers that autograd wraps into tensors and saves by itself
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rkgb.costs.forward_backward import KComputeNode, KGraph
+from rkgb.elements.op import Ref
+from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.anonymize import anonymize, equivalence_classes, node_key
 from rkgb.graphs.dataflow import DataFlowGraph
-from rkgb.graphs.op import Ref
 from rkgb.graphs.simplified import SimplifiedGraph
-from rkgb.graphs.tensor_info import TensorInfo
 
 Kind = Literal["fwd", "bwd", "data", "grad", "phantom", "input", "output", "block"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.graphs.op import BATCH_NORMS, Ref
+from rkgb.elements.op import BATCH_NORMS, Ref
 from rkgb.recording.stops import NotRecordedError
 
 _aten = torch.ops.aten

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.graphs.tensor_info import TensorInfo, storage_id
+from rkgb.elements.tensor_info import TensorInfo, storage_id
 
 
 class LiveNames:

@@ -13,19 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rkgb.device.kernel_choice import Flags, FlagWatch, UnknownFlagError
-from rkgb.device.patches import Patches
 from rkgb.device.rng import RngState
-from rkgb.device.torch_private import (
-    TorchDispatchMode,
-    current_autograd_node,
-    latest_sequence_nr,
-    unwatched,
-)
+from rkgb.elements.op import BATCH_NORMS, Op, Ref, map_refs
+from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import InvalidGraphError, SideEffectError
 from rkgb.graphs.basic import Read
-from rkgb.graphs.op import BATCH_NORMS, Op, Ref, map_refs
-from rkgb.graphs.tensor_info import storage_id
 from rkgb.recording.kernels import (
     tensors_returned,
     traits_of,
@@ -42,6 +34,14 @@ from rkgb.recording.stops import (
     WritesInputError,
 )
 from rkgb.recording.values import Values
+from rkgb.torch_api.kernel_choice import Flags, FlagWatch, UnknownFlagError
+from rkgb.torch_api.patches import Patches
+from rkgb.torch_api.torch_private import (
+    TorchDispatchMode,
+    current_autograd_node,
+    latest_sequence_nr,
+    unwatched,
+)
 
 _aten = torch.ops.aten
 # They return what they get: the same memory, the same geometry.

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.device.torch_private import (
+from rkgb.elements.tensor_info import storage_id
+from rkgb.recording.kernels import tensors_returned
+from rkgb.recording.recorder import Recorder
+from rkgb.torch_api.torch_private import (
     ASKS_GEOMETRY,
     asks_content,
     pytree,
     weak_storage,
     with_content,
 )
-from rkgb.graphs.tensor_info import storage_id
-from rkgb.recording.kernels import tensors_returned
-from rkgb.recording.recorder import Recorder
 
 _MOST_BYTES = 64 << 20  # of the arguments of a kernel that is called for the sizes of its results
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rkgb.graphs.tensor_info import TensorInfo, storage_of
+from rkgb.elements.tensor_info import TensorInfo, storage_of
 from rkgb.recording.names import LiveNames
 
 

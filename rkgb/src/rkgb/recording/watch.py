@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
-from rkgb.device.patches import Patches
-from rkgb.device.torch_private import pytree
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.stops import NotRecordedError, ReadsDataError
+from rkgb.torch_api.patches import Patches
+from rkgb.torch_api.torch_private import pytree
 
 _BRANCHES = ("cond", "while_loop")  # functions that compile what they are given
 _SEEDING = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")

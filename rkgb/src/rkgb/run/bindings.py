@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.device.kernel_choice import calling_with
-from rkgb.device.torch_private import TorchDispatchMode, binding_places
-from rkgb.graphs.op import Op
+from rkgb.elements.op import Op
+from rkgb.torch_api.kernel_choice import calling_with
+from rkgb.torch_api.torch_private import TorchDispatchMode, binding_places
 
 _FILLED_IN = {"layout": torch.strided, "pin_memory": False}
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from rkgb.elements.op import Op, Ref
+from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
-from rkgb.graphs.op import Op, Ref
 from rkgb.graphs.simplified import SimplifiedNode
-from rkgb.graphs.tensor_info import TensorInfo
 from rkgb.run.part_sums import PART_SUMS
 
 _aten = torch.ops.aten

@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Literal
 
 from rkgb.device.chosen import device_of
+from rkgb.elements.compiled_call import CompiledCall
+from rkgb.elements.op import BATCH_NORMS, Op, Ref, map_refs
 from rkgb.errors import InvalidGraphError
-from rkgb.graphs.compiled_call import CompiledCall
-from rkgb.graphs.op import BATCH_NORMS, Op, Ref, map_refs
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.opaque.piece import RunPiece
 from rkgb.run.node_storages import dying_in_backward, storages_of

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.device.torch_private import straight_to_kernels
+from rkgb.elements.op import Op, map_refs
 from rkgb.graphs.basic import BasicGraph, Read
-from rkgb.graphs.op import Op, map_refs
+from rkgb.torch_api.torch_private import straight_to_kernels
 
 
 @dataclass(frozen=True)

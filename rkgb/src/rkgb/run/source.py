@@ -49,13 +49,13 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from rkgb.device.kernel_choice import calling_with, switch_forward
 from rkgb.device.profiled import is_profiled_by_user
 from rkgb.device.rng import RngState
-from rkgb.graphs.compiled_call import CompiledCall
-from rkgb.graphs.op import Op, Ref
+from rkgb.elements.compiled_call import CompiledCall
+from rkgb.elements.op import Op, Ref
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
+from rkgb.torch_api.kernel_choice import calling_with, switch_forward
 
 Callee = Callable[[Op], Callable[..., Any]]
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.device)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from rkgb.graphs.tensor_info import TensorInfo
+from rkgb.elements.tensor_info import TensorInfo
 
 
 class StandIns:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from rkgb.graphs.op import Op
+from rkgb.elements.op import Op
 
 
 @dataclass(frozen=True, slots=True)

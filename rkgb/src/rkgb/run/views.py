@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.graphs.backward_slices import Slice, slice_backward
 from rkgb.graphs.basic import BasicGraph, HandOver
-from rkgb.graphs.op import Op, Ref, map_refs
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.run.overwrite import overwrite_gradients
 

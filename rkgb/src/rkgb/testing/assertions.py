@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.device.rng import RngState
-from rkgb.device.torch_private import straight_to_kernels
+from rkgb.elements.effects import Assign
+from rkgb.elements.op import Op, Ref, map_refs
+from rkgb.elements.sample import Sample
+from rkgb.elements.trees import flatten
 from rkgb.graphs.basic import BasicGraph, external_values
 from rkgb.graphs.dataflow import DataFlowGraph
-from rkgb.graphs.effects import Assign
-from rkgb.graphs.op import Op, Ref, map_refs
-from rkgb.graphs.sample import Sample
 from rkgb.graphs.simplified import SimplifiedGraph
-from rkgb.graphs.trees import flatten
 from rkgb.opaque.module_state import StartOfCall
 from rkgb.run.program import Step, lower_step
 from rkgb.run.source import compile_step, plain_callee
 from rkgb.run.statements import StepProgram
 from rkgb.run.views import runnable
+from rkgb.torch_api.torch_private import straight_to_kernels
 
 Graph = BasicGraph | DataFlowGraph | SimplifiedGraph
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from rkgb.elements.op import Op, Ref
+from rkgb.elements.tensor_info import TensorInfo
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.basic import BasicGraph
-from rkgb.graphs.op import Op, Ref
 from rkgb.graphs.simplified import SimplifiedGraph
-from rkgb.graphs.tensor_info import TensorInfo
 from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
 
 _AS_STRIDED = torch.ops.aten.as_strided.default

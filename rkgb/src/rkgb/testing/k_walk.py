@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.costs.forward_backward import KGraph
-from rkgb.device.torch_private import set_grad_mode, straight_to_kernels
+from rkgb.elements.op import Ref
+from rkgb.elements.sample import Sample
 from rkgb.graphs.basic import external_values
-from rkgb.graphs.op import Ref
-from rkgb.graphs.sample import Sample
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.testing.assertions import assert_autograds_gradients, leaves_that_want, run_op
+from rkgb.torch_api.torch_private import set_grad_mode, straight_to_kernels
 
 
 def assert_k_gives_gradients(

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rkgb.capture.refusals import place_of
 from rkgb.errors import SideEffectError
 from rkgb.opaque.module_state import CONTAINERS, ModuleState, numpy_state
+from rkgb.safeguards.refusals import place_of
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.device.chosen import device_of
-from rkgb.device.torch_private import is_cast_anew
+from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 from rkgb.errors import TraceError
-from rkgb.graphs.trees import Structure, UnknownTreeError, flatten
+from rkgb.torch_api.torch_private import is_cast_anew
 
 
 @dataclass(frozen=True)

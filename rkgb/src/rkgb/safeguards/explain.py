@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from rkgb.capture.refusals import where_raised
 from rkgb.errors import DataDependentError, SideEffectError, TraceError
 from rkgb.recording.stops import NotRecordedError, ReadsDataError
+from rkgb.safeguards.refusals import where_raised
 
 # What depends on data in other people's code, and how their users can avoid it.
 _HINTS = {

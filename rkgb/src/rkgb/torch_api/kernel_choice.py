@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rkgb.device.torch_private import (
+from rkgb.torch_api.torch_private import (
     backend_flags,
     sdpa_priority_order,
     set_grad_mode,

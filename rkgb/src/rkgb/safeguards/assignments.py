@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rkgb.capture.refusals import place_of
+from rkgb.elements.effects import Assign
+from rkgb.elements.trees import holds_tensors
 from rkgb.errors import SideEffectError
-from rkgb.graphs.effects import Assign
-from rkgb.graphs.trees import holds_tensors
 from rkgb.opaque.module_state import CONTAINERS
+from rkgb.safeguards.refusals import place_of
 
 _PLAIN = (bool, int, float, str)
 _OWN = frozenset(("_parameters", "_buffers", "_modules"))

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import OtherWayError
-from rkgb.graphs.tensor_info import storage_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rkgb.device.kernel_choice import Flags
+from rkgb.torch_api.kernel_choice import Flags
 
 # While training they write to their statistics, arguments 3 and 4; their schemas do not say so.
 BATCH_NORMS = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
