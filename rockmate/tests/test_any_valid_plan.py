@@ -20,9 +20,9 @@ from rkgb.engine import (
     without_idle_steps,
 )
 from rockmate import InvalidPlanError, Rockmate
+from rockmate.comparison.eager import differences, run_step
 from rockmate.pipeline.planned import Planned, executable
 from rockmate.problems.problem import Problem
-from rockmate.runtime.eager import differences, run_step
 from rockmate.runtime.execute import Executor
 from rockmate.schedules.liveness import check_order
 from rockmate.schedules.simulate import simulate

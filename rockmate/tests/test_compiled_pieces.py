@@ -25,9 +25,9 @@ import rkgb.compiled.rewrite as rewriting
 from rkgb.compiled.classes import NotCompiledError
 from rkgb.engine import Sample
 from rockmate import Rockmate
+from rockmate.comparison.eager import StepResult, run_step
+from rockmate.comparison.rounding import compare_rounded
 from rockmate.errors import SelfTestError, UnknownChoiceError
-from rockmate.runtime.eager import StepResult, run_step
-from rockmate.runtime.rounding import compare_rounded
 
 Result = list[Tensor]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rkgb.engine import trace_memory
-from rockmate.runtime.fingerprint import Fingerprints
+from rockmate.comparison.fingerprint import Fingerprints
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.bool)
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from rkgb.engine import trace_memory
 from rockmate import Rockmate
-from rockmate.planners import KnownBlocks, plan, replan
+from rockmate.options.known_blocks import KnownBlocks
+from rockmate.planners import plan, replan
 from rockmate.schedules.baselines import no_recomputation, recompute_all
 from rockmate.schedules.simulate import simulate
 from rockmate.testing.nets import assert_same_gradients, hugging_face_gpt2

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rockmate.errors import InfeasibleBudgetError
-from rockmate.planners.module_choice import (
+from rockmate.options.module_choice import (
     ModuleCall,
     StepMemory,
     choose,
@@ -21,8 +21,8 @@ from rockmate.planners.module_choice import (
     peak_of,
     smallest_budget,
 )
+from rockmate.options.options import BlockOption
 from rockmate.planners.module_options import module_options, plan_keeping
-from rockmate.planners.options import BlockOption
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.simulate import simulate
 from rockmate.testing.problems import random_problem

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from rockmate.errors import InvalidPlanError
-from rockmate.planners.options import Grid, block_options, boxed, measure_option
+from rockmate.options.options import Grid, block_options, boxed, measure_option
 from rockmate.problems.blocks import (
     find_cuts,
     make_blocks,

@@ -16,11 +16,11 @@ from rkgb.engine import bind_inputs
 from rockmate.errors import RockmateError, UnsupportedModuleError
 from rockmate.files.plan_file import PlanFile
 from rockmate.forward_of_planned import ForwardOfPlanned
+from rockmate.keys.sharded import own_class
 from rockmate.pipeline import compiled_part
 from rockmate.plan_cache import PlanRows
 from rockmate.planned_forward import PlannedForward
 from rockmate.reports.plan_report import PlanReport
-from rockmate.runtime.sharded import own_class
 from rockmate.settings import Budget, SelfTest, Settings, check_choices, parse_budget
 
 _log = logging.getLogger("rockmate")

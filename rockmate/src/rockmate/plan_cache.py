@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, overload
 
 from torch import Tensor
 
-from rockmate.runtime.input_signature import told, unlike
-from rockmate.runtime.module_state import ModuleState
+from rockmate.keys.input_signature import told, unlike
+from rockmate.keys.module_state import ModuleState
 
 if TYPE_CHECKING:
     from rockmate.pipeline import Planned

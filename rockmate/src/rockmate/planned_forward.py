@@ -17,6 +17,9 @@ from rkgb import OpaquePieceError, OtherWayError, TraceError
 from rkgb.engine import Sample, StartOfCall, is_transforming, refuse_lazy_modules
 from rockmate.errors import InfeasibleBudgetError, RockmateError, UnsupportedModuleError
 from rockmate.files.plan_file import PlanFile
+from rockmate.keys.input_signature import ambient, in_order, key_of
+from rockmate.keys.module_state import ExternalValues, ModuleWatch, Snapshot, without_hooks
+from rockmate.options.known_blocks import KnownBlocks
 from rockmate.pipeline import (
     Planned,
     Shelf,
@@ -28,9 +31,6 @@ from rockmate.pipeline import (
     shelf_of,
 )
 from rockmate.plan_cache import Family, Key, PlanCache, PlanRow, what
-from rockmate.planners import KnownBlocks
-from rockmate.runtime.input_signature import ambient, in_order, key_of
-from rockmate.runtime.module_state import ExternalValues, ModuleWatch, Snapshot, without_hooks
 from rockmate.runtime.plain import is_plain, plain
 from rockmate.settings import Settings, parse_budget
 

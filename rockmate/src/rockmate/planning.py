@@ -5,8 +5,8 @@ found = plan(problem, budget_bytes, effort="fast")     # a Plan, or InfeasibleBu
 simulate(problem, found.steps).peak_bytes              # by the exact simulator
 """
 
+from rockmate.options.options import Grid
 from rockmate.planners.chain import chain_model
-from rockmate.planners.options import Grid
 from rockmate.planners.portfolio import plan
 from rockmate.problems.problem import Node, Problem, Storage
 from rockmate.progress import stopwatch

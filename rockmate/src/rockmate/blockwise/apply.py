@@ -18,11 +18,11 @@ from rockmate.blockwise.rehearsal import Call
 from rockmate.blockwise.report import BlockRow, BlocksPlan
 from rockmate.blockwise.team import Team
 from rockmate.errors import RockmateError, UnsupportedModuleError
+from rockmate.keys.module_state import without_hooks
+from rockmate.keys.sharded import own_class
 from rockmate.module import Rockmate, dressed, plain_view, remove
 from rockmate.pipeline import plan_module
-from rockmate.runtime.module_state import without_hooks
 from rockmate.runtime.plain import plain
-from rockmate.runtime.sharded import own_class
 from rockmate.settings import Budget, Settings, check_choices, parse_budget
 
 

@@ -10,14 +10,14 @@ from torch import nn
 
 from rockmate.blockwise.rehearsal import Call
 from rockmate.errors import UnsupportedModuleError
+from rockmate.keys.input_signature import key_of
+from rockmate.keys.sharded import own_class, spread_parts
+from rockmate.options.options import BlockOption
 from rockmate.pipeline import Planned, plan_module
 from rockmate.pipeline.planned import planned_executable
 from rockmate.planners.module_options import options_of
-from rockmate.planners.options import BlockOption
 from rockmate.runtime.execute import Executor
-from rockmate.runtime.input_signature import key_of
 from rockmate.runtime.plain import plain
-from rockmate.runtime.sharded import own_class, spread_parts
 from rockmate.schedules.plan import make_plan
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Steps

@@ -29,9 +29,10 @@ from rockmate.blockwise.kinds import Kind, recorded_block, refuse_shards_inside,
 from rockmate.blockwise.rehearsal import END, TURN, Call, Mark, Marker, marked, run_step, trace_step
 from rockmate.blockwise.team import Team
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
-from rockmate.pipeline.self_test import eager_step, self_test
-from rockmate.planned_forward import PlannedForward
-from rockmate.planners.module_choice import (
+from rockmate.keys.input_signature import ambient, in_order, key_of
+from rockmate.keys.module_state import without_hooks
+from rockmate.keys.sharded import is_sharded, own_class
+from rockmate.options.module_choice import (
     Choice,
     ModuleCall,
     StepMemory,
@@ -41,11 +42,10 @@ from rockmate.planners.module_choice import (
     peak_of,
     smallest_budget,
 )
+from rockmate.pipeline.self_test import eager_step, self_test
+from rockmate.planned_forward import PlannedForward
 from rockmate.planners.module_options import module_options
-from rockmate.runtime.input_signature import ambient, in_order, key_of
-from rockmate.runtime.module_state import without_hooks
 from rockmate.runtime.plain import is_plain, plain
-from rockmate.runtime.sharded import is_sharded, own_class
 from rockmate.settings import Settings
 
 _log = logging.getLogger("rockmate")

@@ -22,7 +22,7 @@ from rkgb.engine import (
     trace_memory,
     without_hooks_after_gradients,
 )
-from rockmate.runtime.eager import seed_backward
+from rockmate.comparison.eager import seed_backward
 from rockmate.runtime.executable import Executable
 from rockmate.runtime.execute import Executor
 

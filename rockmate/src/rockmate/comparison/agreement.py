@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rockmate.errors import SelfTestError
-from rockmate.runtime.deterministic import why_bits_may_differ
-from rockmate.runtime.eager import (
+from rockmate.comparison.deterministic import why_bits_may_differ
+from rockmate.comparison.eager import (
     GRADIENT,
     StepResult,
     differences,
     equal_values,
     named_results,
 )
+from rockmate.errors import SelfTestError
 
 EAGER_RUNS = 3
 # Two eager steps show one sample of the noise; another step may be farther off.

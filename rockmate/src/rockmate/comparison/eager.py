@@ -25,7 +25,7 @@ from rkgb.engine import (
     trace_memory,
     transparent_checkpoints,
 )
-from rockmate.runtime.fingerprint import Fingerprints
+from rockmate.comparison.fingerprint import Fingerprints
 
 Keep = Literal["values", "fingerprints", "nothing"]
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rkgb.engine import TensorInfo
-from rockmate.runtime.agreement import refuse
-from rockmate.runtime.eager import GRADIENT, StepResult, equal_values, named_results
+from rockmate.comparison.agreement import refuse
+from rockmate.comparison.eager import GRADIENT, StepResult, equal_values, named_results
 
 _ROUNDINGS = 16.0
 

@@ -24,8 +24,8 @@ from rkgb.engine import (
     runnable,
 )
 from rockmate.errors import UnknownChoiceError, UnsupportedModuleError
+from rockmate.pipeline.network_problem import problem_of
 from rockmate.problems.problem import Problem
-from rockmate.runtime.network_problem import problem_of
 from rockmate.runtime.plain import plain
 
 # Tensors of the size of each parameter that an optimizer keeps.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.engine import BasicGraph, is_inside, may_run_again, same_kinds
-from rockmate.runtime.attributes import Same, Watched
+from rockmate.keys.attributes import Same, Watched
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MORE_OF_HOOKS = (

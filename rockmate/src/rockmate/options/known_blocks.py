@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rockmate.planners.options import BlockOption, measure_option, pareto
+from rockmate.options.options import BlockOption, measure_option, pareto
 from rockmate.problems.blocks import Block
 from rockmate.problems.problem import Problem
 from rockmate.schedules.steps import Steps

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from rockmate.planners.options import BlockOption
+from rockmate.options.options import BlockOption
 
 _MOST_STATES = 4000
 _SHARES = 48  # bounds that are tried on what a micro-batch in flight holds

@@ -28,9 +28,9 @@ from rkgb.engine import (
     op_key,
     operations,
 )
+from rockmate.pipeline.network_problem import problem_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
-from rockmate.runtime.network_problem import problem_of
 from rockmate.schedules.opaque_piece import OpaquePiece
 from rockmate.settings import Settings
 

@@ -33,8 +33,12 @@ from rkgb.engine import (
     same_but_for_numbers,
 )
 from rockmate import planners
+from rockmate.comparison.deterministic import deterministic_algorithms
+from rockmate.comparison.eager import Keep, StepResult
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
 from rockmate.files.plan_file import SavedPlan
+from rockmate.keys.input_signature import InputSignature
+from rockmate.options.known_blocks import KnownBlocks
 from rockmate.pipeline.network import Network, network_of
 from rockmate.pipeline.planned import (
     Planned,
@@ -53,14 +57,10 @@ from rockmate.pipeline.self_test import (
     self_test,
 )
 from rockmate.pipeline.shelf import Asked, Shelf
-from rockmate.planners import KnownBlocks
 from rockmate.planners.module_options import plan_keeping
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases, stopwatch
-from rockmate.runtime.deterministic import deterministic_algorithms
-from rockmate.runtime.eager import Keep, StepResult
 from rockmate.runtime.execute import Executor
-from rockmate.runtime.input_signature import InputSignature
 from rockmate.schedules.plan import Plan
 from rockmate.settings import Settings, parse_budget
 

@@ -43,15 +43,15 @@ from rkgb.engine import (
     without_idle_steps,
 )
 from rockmate.errors import InfeasibleBudgetError
+from rockmate.keys.input_signature import InputSignature
+from rockmate.keys.module_state import without_hooks
 from rockmate.pipeline.network import Network
+from rockmate.pipeline.network_problem import problem_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.reports.plan_report import CompiledPart
 from rockmate.runtime.executable import Executable
 from rockmate.runtime.execute import Executor
-from rockmate.runtime.input_signature import InputSignature
-from rockmate.runtime.module_state import without_hooks
-from rockmate.runtime.network_problem import problem_of
 from rockmate.runtime.plain import plain
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.plan import Plan

@@ -14,13 +14,13 @@ from torch import nn
 
 from rkgb.engine import RunnableGraph, Sample, SimplifiedNode, device_of, same_but_for_sizes
 from rockmate import planners
+from rockmate.keys.input_signature import InputSignature
+from rockmate.options.known_blocks import KnownBlocks
 from rockmate.pipeline.network import network_of
 from rockmate.pipeline.planned import Planned, planned_executable, without_reruns
-from rockmate.planners import KnownBlocks
 from rockmate.planners.module_options import replan_keeping
 from rockmate.progress import Phases, stopwatch
 from rockmate.runtime.execute import Executor
-from rockmate.runtime.input_signature import InputSignature
 from rockmate.settings import Settings, parse_budget
 
 

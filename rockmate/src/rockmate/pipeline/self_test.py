@@ -20,15 +20,15 @@ from rkgb.engine import (
     flatten,
     twin_of,
 )
+from rockmate.comparison.agreement import agree, refuse
+from rockmate.comparison.deterministic import why_bits_may_differ
+from rockmate.comparison.eager import Keep, StepResult, differences, run_step
+from rockmate.comparison.rounding import coarsest_type, compare_rounded
 from rockmate.errors import SelfTestError
 from rockmate.pipeline.network import first_unsteady
 from rockmate.pipeline.planned import Planned, unplanned_executable
 from rockmate.problems.problem import Problem
-from rockmate.runtime.agreement import agree, refuse
-from rockmate.runtime.deterministic import why_bits_may_differ
-from rockmate.runtime.eager import Keep, StepResult, differences, run_step
 from rockmate.runtime.execute import Executor
-from rockmate.runtime.rounding import coarsest_type, compare_rounded
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.simulate import simulate
 

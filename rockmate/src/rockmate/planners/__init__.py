@@ -1,15 +1,14 @@
 """From a problem and a budget to a plan.
 
 Gets a `Problem`, a budget in bytes and an effort; gives a `Plan`, or the smallest budget that would
-do. Read portfolio.py (the registry, and who is asked when), planning.py (one run), options.py and
-chain.py (block by block), search.py (windows), smallest_budget.py, and effort.py (how much work);
-then resized.py and known_blocks.py: a plan at other sizes.
+do. Read portfolio.py (the registry, and who is asked when), planning.py (one run), chain.py (block
+by block), search.py (windows), smallest_budget.py and squeeze.py, effort.py (how much work); then
+module_options.py (one module of several) and resized.py (a plan at other sizes).
 """
 
 from rockmate.planners.effort import EFFORTS
-from rockmate.planners.known_blocks import KnownBlocks
 from rockmate.planners.portfolio import PLANNERS, plan
 from rockmate.planners.resized import replan
 from rockmate.planners.smallest_budget import minimum_peak
 
-__all__ = ["EFFORTS", "PLANNERS", "KnownBlocks", "minimum_peak", "plan", "replan"]
+__all__ = ["EFFORTS", "PLANNERS", "minimum_peak", "plan", "replan"]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from rockmate.options.options import BlockOption, Grid, block_options
 from rockmate.parallel import map_in_parallel
-from rockmate.planners.options import BlockOption, Grid, block_options
 from rockmate.problems.blocks import Block, find_cuts, make_blocks, merge_repeated, reserved_bytes
 from rockmate.problems.problem import Problem
 from rockmate.progress import timed

@@ -13,8 +13,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from rockmate.errors import InfeasibleBudgetError
-from rockmate.planners.known_blocks import KnownBlocks
-from rockmate.planners.options import BlockOption, Grid, block_options, boxed, measure_option
+from rockmate.options.known_blocks import KnownBlocks
+from rockmate.options.options import BlockOption, Grid, block_options, boxed, measure_option
 from rockmate.planners.planning import Progress
 from rockmate.planners.portfolio import plan as plan_within
 from rockmate.planners.resized import replan

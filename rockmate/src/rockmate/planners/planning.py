@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from rockmate.options.known_blocks import KnownBlocks
 from rockmate.planners.effort import Effort
-from rockmate.planners.known_blocks import KnownBlocks
 from rockmate.problems.problem import Problem
 from rockmate.schedules.plan import Plan, Trial, make_plan
 from rockmate.schedules.simulate import simulate

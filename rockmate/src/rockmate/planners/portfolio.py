@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from rockmate.errors import InfeasibleBudgetError, SolverError, UnknownChoiceError
+from rockmate.options.known_blocks import KnownBlocks
+from rockmate.options.options import BlockOption
 from rockmate.planners.chain import LARGE_BLOCK_NODES, SMALL_BLOCK_NODES, chain_model
 from rockmate.planners.effort import effort_of
-from rockmate.planners.known_blocks import KnownBlocks
-from rockmate.planners.options import BlockOption
 from rockmate.planners.planning import Planning, Progress
 from rockmate.planners.search import explore, improve
 from rockmate.planners.smallest_budget import floor_bytes, low_memory_plan, minimum_peak

@@ -12,9 +12,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from rockmate.options.known_blocks import KnownBlocks
 from rockmate.planners.chain import SMALL_BLOCK_NODES, chain_of
 from rockmate.planners.effort import EFFORTS
-from rockmate.planners.known_blocks import KnownBlocks
 from rockmate.planners.planning import Planning
 from rockmate.planners.search import improve
 from rockmate.planners.squeeze import squeeze

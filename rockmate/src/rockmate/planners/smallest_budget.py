@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from rockmate.options.options import Grid
 from rockmate.planners.chain import LARGE_BLOCK_NODES, chain_model
-from rockmate.planners.options import Grid
 from rockmate.planners.search import in_node_order
 from rockmate.planners.squeeze import squeeze
 from rockmate.problems.blocks import find_cuts, largest_block, pinned_candidates

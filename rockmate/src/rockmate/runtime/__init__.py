@@ -1,6 +1,6 @@
 """Run planned steps under autograd.
 
 Gets a compiled step program of rkgb and gives what `Rockmate.forward` returns. Read execute.py
-(one step), rails.py (how gradients reach autograd), module_state.py (the module as planned, and
-its tensors now), network_problem.py (facts of a graph as a problem), eager.py (plain PyTorch).
+(one step) with executable.py, rails.py (how gradients reach autograd), shared_uses.py (gradients of
+what a step uses several times), and plain.py (planned modules run as plain ones).
 """

@@ -1,0 +1,6 @@
+"""Is a planned step what plain PyTorch computes?
+
+Gets a module and a planned step; gives a verdict with the first difference. Read eager.py (the
+plain twin), fingerprint.py (what is kept of its tensors), agreement.py (where plain PyTorch differs
+from itself), deterministic.py (where bits can be demanded), rounding.py (for compiled steps).
+"""
