@@ -42,7 +42,7 @@ def points(options: Options) -> list[Point]:
     ]
 
 
-EXPERIMENTS = (Experiment("compiled", "harness.measures:step", points),)
+EXPERIMENTS = (Experiment("compiled", "measures.training:step", points),)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENTS, __doc__))

@@ -45,7 +45,7 @@ def points(options: Options) -> list[Point]:
     return found
 
 
-EXPERIMENTS = (Experiment("options", "harness.planning_measures:options", points),)
+EXPERIMENTS = (Experiment("options", "measures.planning:options", points),)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENTS, __doc__))

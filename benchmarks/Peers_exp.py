@@ -70,8 +70,8 @@ def _point(options: Options, strategy: str, setting: str) -> Point:
 
 
 EXPERIMENTS = (
-    Experiment("peers", "harness.measures:step", peers),
-    Experiment("peers", "harness.measures:step", ours),  # reads the rows of the first
+    Experiment("peers", "measures.training:step", peers),
+    Experiment("peers", "measures.training:step", ours),  # reads the rows of the first
 )
 
 if __name__ == "__main__":

@@ -144,14 +144,14 @@ def throughput_points(options: Options) -> list[Point]:
 
 
 EXPERIMENTS = (
-    Experiment("performance", "harness.measures:step", performance_points),
+    Experiment("performance", "measures.training:step", performance_points),
     Experiment(
         "timeline",
-        "harness.measures:timeline",
+        "measures.training:timeline",
         timeline_points,
         (*POINT_COLUMNS, *RESULT_COLUMNS, *CURVE_COLUMNS, *STAMP_COLUMNS),
     ),
-    Experiment("throughput", "harness.measures:throughput", throughput_points),
+    Experiment("throughput", "measures.training:throughput", throughput_points),
 )
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def points(options: Options) -> list[Point]:
     return found
 
 
-EXPERIMENTS = (Experiment("planning", "harness.planning_measures:planning", points),)
+EXPERIMENTS = (Experiment("planning", "measures.planning:planning", points),)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENTS, __doc__))

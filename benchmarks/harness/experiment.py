@@ -31,7 +31,7 @@ RESULTS = BENCHMARKS / "results"
 
 # What measuring imports anyway, here or deep inside torch: once, and not in every point.
 PRELOAD = (
-    "harness.planning_measures",
+    "measures.planning",
     "torch._inductor",
     "torch._dynamo",
     "torch.export",

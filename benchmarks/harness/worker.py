@@ -6,7 +6,7 @@ peaks of a fresh process, and takes nobody down when it crashes, hangs or is kil
 
 Requests and replies are lines of JSON on standard input and output:
 
-    {"function": "harness.measures:step", "arguments": {...}, "timeout_s": 60.0}
+    {"function": "measures.training:step", "arguments": {...}, "timeout_s": 60.0}
     {"status": "ok", "message": "", "seconds": 3.1, "cpu_seconds": 5.9, "result": {...}}
 
 `status` is "ok", "timeout" or "failed", or the `status` that an exception carries (see `Outcome`).

@@ -9,10 +9,10 @@ import torch
 import rockmate
 import rotor
 from harness import meter
-from harness.measures import Point, Row, budget_of, on_device
 from harness.networks import NETWORKS, Case, gpt2_of_depth
-from harness.strategies import least_ms, sequential
 from harness.worker import Outcome
+from measures.strategies import least_ms, sequential
+from measures.training import Point, Row, budget_of, on_device
 from rockmate.planning import (
     Grid,
     Problem,

@@ -27,9 +27,9 @@ from torch.utils.checkpoint import (
 import rkgb
 import rockmate
 import rotor
-from harness.compiled import compile_within, flops_of_graphs
 from harness.networks import Case
 from harness.worker import Outcome
+from measures.torch_compile import compile_within, flops_of_graphs
 from models.peers_gpt import Block
 
 aten = torch.ops.aten

@@ -12,11 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import meter
-from harness.compiled import flops_of
 from harness.meter import RandomState
 from harness.networks import NETWORKS, Case
-from harness.strategies import BUDGETED, EXACT, Applied, apply
 from harness.worker import Outcome
+from measures.strategies import BUDGETED, EXACT, Applied, apply
+from measures.torch_compile import flops_of
 from rockmate.planning import parse_budget
 
 TRACE_POINTS = 600  # of a memory curve; a picture shows no more

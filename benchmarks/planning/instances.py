@@ -21,10 +21,10 @@ import torch
 
 import rotor
 from harness.experiment import BENCHMARKS, refuse_without_cuda, stamp_of
-from harness.measures import on_device
 from harness.networks import NETWORKS, Case, gpt2_of_depth
-from harness.planning_measures import problem_of
-from harness.strategies import sequential
+from measures.planning import problem_of
+from measures.strategies import sequential
+from measures.training import on_device
 from rockmate.planning import Problem
 
 INSTANCES = BENCHMARKS / "instances"

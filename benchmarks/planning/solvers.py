@@ -27,10 +27,10 @@ from typing import Any
 
 import rotor
 from harness.experiment import main
-from harness.measures import Row
 from harness.points import Experiment, Options, Point
-from harness.strategies import least_ms
 from harness.worker import Outcome
+from measures.strategies import least_ms
+from measures.training import Row
 from planning.instances import INSTANCES, Instance
 from rockmate import InfeasibleBudgetError, SolverUnavailableError
 from rockmate.planning import (
