@@ -42,10 +42,13 @@ import tomllib
 LAYERS = {
     "rkgb": (
         "errors",
+        "torch_api",
         "device",
+        "elements",
         "graphs",
         "opaque",
         "recording",
+        "safeguards",
         "capture run",
         "compiled",
         "costs",
@@ -69,8 +72,9 @@ LAYERS = {
         "problems",
         "schedules",
         "files",
-        "solvers runtime",
-        "planners",
+        "solvers runtime keys",
+        "options",
+        "planners comparison",
         "reports settings",
         "pipeline planning",
         "estimate plan_cache",
@@ -83,7 +87,14 @@ LAYERS = {
         "integrations testing",
     ),
     # Folders of scripts: files on top are doors, above all folders.
-    "benchmarks": ("models", "harness", "planning probe steps", "figures reports", "graphs"),
+    "benchmarks": (
+        "models",
+        "harness",
+        "measures",
+        "planning probe steps",
+        "figures reports",
+        "graphs",
+    ),
 }
 DOOR_LAYER = 1000  # of the files on top of benchmarks, and of its tests
 # What others may import of a package; a package that is missing here knows no other.
@@ -110,13 +121,14 @@ TORCH_FREE = {
         "schedules",
         "files",
         "solvers",
+        "options",
         "planners",
         "reports",
         "settings",
         "planning",
     ),
 }
-TORCH_PRIVATE = "rkgb/src/rkgb/device/torch_private.py"  # the one file that may import torch._x
+TORCH_PRIVATE = "rkgb/src/rkgb/torch_api/torch_private.py"  # the one file that may import torch._x
 DISTRIBUTIONS = {"rotor": "rk-rotor"}  # where the import has another name
 LAZY = (
     *("graphviz", "gurobipy", "highspy", "lightning", "matplotlib", "ortools", "pulp"),

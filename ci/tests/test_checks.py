@@ -101,8 +101,8 @@ MISPLACED = {
     "door": [
         (
             "rockmate/runtime/a.py",
-            "from rkgb.graphs.op import Op",
-            "a.py:1: rockmate must not import rkgb.graphs.op, which is no door",
+            "from rkgb.elements.op import Op",
+            "a.py:1: rockmate must not import rkgb.elements.op, which is no door",
         )
     ],
     "not offered": [
