@@ -9,16 +9,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the name everybody uses)
 from torch import Tensor, nn
 
+from rkgb.capture import make_B
+from rkgb.costs import measure_resized, op_key
 from rkgb.device.rng import KeptGenerators
-from rkgb.engine import (
-    external_values,
-    make_B,
-    measure,
-    measure_resized,
-    op_key,
-    same_but_for_numbers,
-    same_but_for_sizes,
-)
+from rkgb.engine import external_values, measure
+from rkgb.graphs import same_but_for_numbers, same_but_for_sizes
 from rkgb.torch_api.torch_private import keeps_graph, kernel_flags, same_kinds
 
 

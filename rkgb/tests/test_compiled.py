@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rkgb.compiled.rewrite as rewriting
+from rkgb.capture import make_B
 from rkgb.compiled.classes import NotCompiledError, check_form, compile_joint
 from rkgb.compiled.grouping import merging, refusal, runs_of
 from rkgb.compiled.joint import Joint, joint_of
 from rkgb.costs.op_costs import count_flops
-from rkgb.engine import PLANNED_PASSES, B_to_D, D_to_S, SimplifiedGraph, make_B
+from rkgb.engine import B_to_D, D_to_S
+from rkgb.graphs import PLANNED_PASSES, SimplifiedGraph
 
 CPU = torch.device("cpu")
 

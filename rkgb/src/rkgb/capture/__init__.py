@@ -4,3 +4,19 @@ Gets a module and a `Sample`; gives a `BasicGraph`. Read record.py (which submod
 then step.py (one step from start to end) with twin.py (the copy that runs), saved.py, backward.py,
 pieces.py, functions.py and hooks.py; sizes.py records without memory.
 """
+
+from rkgb.capture.collector import no_collection
+from rkgb.capture.hooks import may_run_again
+from rkgb.capture.record import make_B
+from rkgb.capture.sizes import SizedStep, record_sizes
+from rkgb.capture.twin import Twin, twin_of
+
+__all__ = [
+    "SizedStep",
+    "Twin",
+    "make_B",
+    "may_run_again",
+    "no_collection",
+    "record_sizes",
+    "twin_of",
+]

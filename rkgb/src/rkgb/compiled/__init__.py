@@ -25,3 +25,9 @@ What a piece returns is checked against the recording before it is used: shape, 
 which values share memory. What does not compile, or does not fit, stays as it was recorded, and is
 named with the reason. Read `grouping`, `joint`, `classes`, `rewrite`.
 """
+
+from rkgb.compiled.classes import NotCompiledError
+from rkgb.compiled.freeing import freeing
+from rkgb.compiled.rewrite import CompiledGraph, compile_pieces, compile_variant
+
+__all__ = ["CompiledGraph", "NotCompiledError", "compile_pieces", "compile_variant", "freeing"]

@@ -5,3 +5,26 @@ op_costs.py (one kind of operation), measure.py (how it is measured), node_facts
 memory of every node), inspection.py (all of it for a module), forward_backward.py (K), then
 recorded_costs.py (costs in a file).
 """
+
+from rkgb.costs.foreseen import Foreseen, foresee
+from rkgb.costs.measure import Measured, Timing, choose_callees
+from rkgb.costs.node_facts import Cost, NodeFacts
+from rkgb.costs.op_costs import FlopCost, OpCost, cost_of_piece, op_key
+from rkgb.costs.plain_step import plain_peak_bytes
+from rkgb.costs.scaled import measure_resized
+
+__all__ = [
+    "Cost",
+    "FlopCost",
+    "Foreseen",
+    "Measured",
+    "NodeFacts",
+    "OpCost",
+    "Timing",
+    "choose_callees",
+    "cost_of_piece",
+    "foresee",
+    "measure_resized",
+    "op_key",
+    "plain_peak_bytes",
+]

@@ -4,3 +4,9 @@ Gets torch's private names from `torch_api`; gives one object per device (base.p
 memory meter for named spans, and the state of the random generators. Read cuda.py for how peaks are
 counted there, profiled.py for the CPU, and testing.fake_cuda for the rules of CUDA on a CPU.
 """
+
+from rkgb.device.base import Device
+from rkgb.device.memory import MemoryTrace, Span
+from rkgb.device.rng import KeptGenerators, RngState
+
+__all__ = ["Device", "KeptGenerators", "MemoryTrace", "RngState", "Span"]

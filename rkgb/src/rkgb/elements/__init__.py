@@ -4,3 +4,26 @@ Gets the arguments and results of calls; gives frozen facts. Read op.py (one ope
 tensor_info.py (one tensor), trees.py and sample.py (arguments and results taken apart), effects.py
 (what a forward leaves behind besides its result), compiled_call.py (a compiled target).
 """
+
+from rkgb.elements.compiled_call import CompiledCall
+from rkgb.elements.effects import Assign, Check, Effect, Look, Write
+from rkgb.elements.op import Op, Ref
+from rkgb.elements.tensor_info import TensorInfo, storage_bytes, storage_id
+from rkgb.elements.trees import Structure, UnknownTreeError, flatten
+
+__all__ = [
+    "Assign",
+    "Check",
+    "CompiledCall",
+    "Effect",
+    "Look",
+    "Op",
+    "Ref",
+    "Structure",
+    "TensorInfo",
+    "UnknownTreeError",
+    "Write",
+    "flatten",
+    "storage_bytes",
+    "storage_id",
+]

@@ -6,3 +6,29 @@ then anonymize.py; serialize.py writes files. The blocks of `cut` are for pictur
 forward alone, while rockmate cuts its problem, where the backward and what stays alive anyway count
 too.
 """
+
+from rkgb.graphs.basic import (
+    BackwardKind,
+    BasicGraph,
+    HandOver,
+    Tangent,
+    ambient_autocast,
+    autocast_as,
+)
+from rkgb.graphs.compare import same_but_for_numbers, same_but_for_sizes
+from rkgb.graphs.passes import PLANNED_PASSES
+from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
+
+__all__ = [
+    "PLANNED_PASSES",
+    "BackwardKind",
+    "BasicGraph",
+    "HandOver",
+    "SimplifiedGraph",
+    "SimplifiedNode",
+    "Tangent",
+    "ambient_autocast",
+    "autocast_as",
+    "same_but_for_numbers",
+    "same_but_for_sizes",
+]

@@ -203,3 +203,8 @@ def _condense(groups: Groups) -> SimplifiedGraph:
         )
     returned = tuple(name for name in basic.output_names if name in home)
     return SimplifiedGraph(groups.dataflow, tuple(nodes), returned, basic.outputs)
+
+
+def operations(sg: SimplifiedGraph) -> tuple[Op, ...]:
+    """Return every operation of a graph, forward and backward."""
+    return tuple(op for node in sg.nodes for op in (*node.ops, *node.backward))

@@ -5,3 +5,8 @@ for the recording, and runs them in a step. Read piece.py (what such an operatio
 inner_graph.py (what autograd keeps between the two), module_state.py (what Python changes),
 trial.py (what a call costs) and adding.py (its gradients).
 """
+
+from rkgb.opaque.module_state import PythonRandom, StartOfCall
+from rkgb.opaque.piece import RunPiece, is_inside, running_on
+
+__all__ = ["PythonRandom", "RunPiece", "StartOfCall", "is_inside", "running_on"]

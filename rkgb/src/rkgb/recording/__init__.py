@@ -5,3 +5,7 @@ recorder.py (how an operation is written down), values.py on names.py (what goes
 kernels.py (what a declaration says), repeated.py (what need not run again), places.py (where in the
 user's code), watch.py (what no operation shows), and stops.py.
 """
+
+from rkgb.recording.watch import transparent_checkpoints
+
+__all__ = ["transparent_checkpoints"]

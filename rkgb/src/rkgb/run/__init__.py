@@ -5,3 +5,20 @@ Read views.py (which graph is run), node_storages.py (what a node makes), statem
 program consists of), program.py (what is run, and when it is dropped), source.py (how it is written
 down), then bindings.py (what is called).
 """
+
+from rkgb.run.node_storages import NodeStorage
+from rkgb.run.program import rerun_state, without_idle_steps
+from rkgb.run.reads import Outcomes
+from rkgb.run.source import CompiledStep
+from rkgb.run.statements import StepProgram
+from rkgb.run.views import RunnableGraph
+
+__all__ = [
+    "CompiledStep",
+    "NodeStorage",
+    "Outcomes",
+    "RunnableGraph",
+    "StepProgram",
+    "rerun_state",
+    "without_idle_steps",
+]

@@ -5,3 +5,39 @@ flags by which kernels are chosen, functions of torch replaced for a while, and 
 torch has none for. When torch changes, read torch_private.py, which alone imports private modules
 (so it is one file, though a long one); then kernel_choice.py.
 """
+
+from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
+from rkgb.torch_api.kernel_choice import KernelChoice, RecomputingAs, with_flags
+from rkgb.torch_api.torch_private import (
+    current_dispatch_modes,
+    group_store,
+    is_cast_anew,
+    is_transforming,
+    keeps_graph,
+    kernel_flags,
+    latest_sequence_nr,
+    named_kernel_flags,
+    same_kinds,
+    set_sequence_nr,
+    straight_to_kernels,
+    without_hooks_after_gradients,
+)
+
+__all__ = [
+    "EXTRA_FLOP_FORMULAS",
+    "KernelChoice",
+    "RecomputingAs",
+    "current_dispatch_modes",
+    "group_store",
+    "is_cast_anew",
+    "is_transforming",
+    "keeps_graph",
+    "kernel_flags",
+    "latest_sequence_nr",
+    "named_kernel_flags",
+    "same_kinds",
+    "set_sequence_nr",
+    "straight_to_kernels",
+    "with_flags",
+    "without_hooks_after_gradients",
+]
