@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from rkgb.engine import EXTRA_FLOP_FORMULAS
+from rkgb.torch_api import EXTRA_FLOP_FORMULAS
 
 _flops: list[int] = []  # of every graph compiled in this process
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from harness import meter
 from harness.meter import MIB
 from models.peers_gpt import GPT
-from rkgb.engine import EXTRA_FLOP_FORMULAS
+from rkgb.torch_api import EXTRA_FLOP_FORMULAS
 from rockmate import InfeasibleBudgetError, Rockmate
 
 # budget in MiB -> FLOPs over eager's of the best peer within it

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from probe.machine import Machine, Ready, Row, apart, fresh, seconds_of
-from rkgb.engine import with_flags
+from rkgb.torch_api import with_flags
 from rockmate import InfeasibleBudgetError, Rockmate
 
 _DETERMINISTIC = (

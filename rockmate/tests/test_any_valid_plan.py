@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rkgb.engine import (
-    Sample,
-    external_values,
-    storage_id,
-    twin_of,
-    without_idle_steps,
-)
+from rkgb.capture import twin_of
+from rkgb.elements import storage_id
+from rkgb.engine import Sample, external_values
+from rkgb.run import without_idle_steps
 from rockmate import InvalidPlanError, Rockmate
 from rockmate.comparison.eager import differences, run_step
 from rockmate.pipeline.planned import Planned, executable

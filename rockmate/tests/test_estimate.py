@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import rockmate
-from rkgb.engine import Sample, record, record_sizes
+from rkgb.capture import record_sizes
+from rkgb.engine import Sample, record
 from rkgb.errors import DataDependentError, TraceError
 from rockmate import InfeasibleBudgetError, UnknownChoiceError, UnsupportedModuleError
 from rockmate.pipeline import eager_peak_bytes

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rkgb.engine import B_to_D, D_to_S, lower_step, make_B, runnable
+from rkgb.capture import make_B
+from rkgb.engine import B_to_D, D_to_S, lower_step, runnable
 from rockmate import Rockmate
 from rockmate.runtime.rails import Rail
 from rockmate.runtime.shared_uses import SharedUses

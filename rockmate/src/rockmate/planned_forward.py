@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from rkgb import OpaquePieceError, OtherWayError, TraceError
-from rkgb.engine import Sample, StartOfCall, is_transforming, refuse_lazy_modules
+from rkgb.engine import Sample
+from rkgb.opaque import StartOfCall
+from rkgb.safeguards import refuse_lazy_modules
+from rkgb.torch_api import is_transforming
 from rockmate.errors import InfeasibleBudgetError, RockmateError, UnsupportedModuleError
 from rockmate.files.plan_file import PlanFile
 from rockmate.keys.input_signature import ambient, in_order, key_of

@@ -15,13 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.engine import (
-    Span,
-    StartOfCall,
-    flatten,
-    trace_memory,
-    without_hooks_after_gradients,
-)
+from rkgb.device import Span
+from rkgb.elements import flatten
+from rkgb.engine import trace_memory
+from rkgb.opaque import StartOfCall
+from rkgb.torch_api import without_hooks_after_gradients
 from rockmate.comparison.eager import seed_backward
 from rockmate.runtime.executable import Executable
 from rockmate.runtime.execute import Executor

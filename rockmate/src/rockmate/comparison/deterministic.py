@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rkgb.engine import with_flags
+from rkgb.torch_api import with_flags
 
 _FLAGS = (
     ("deterministic", (True, True)),  # what has no such variant warns and runs

@@ -16,15 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rkgb.engine import (
-    PythonRandom,
-    RngState,
-    Sample,
-    autocast_as,
-    flatten,
-    trace_memory,
-    transparent_checkpoints,
-)
+from rkgb.device import RngState
+from rkgb.elements import flatten
+from rkgb.engine import Sample, trace_memory
+from rkgb.graphs import autocast_as
+from rkgb.opaque import PythonRandom
+from rkgb.recording import transparent_checkpoints
 from rockmate.comparison.fingerprint import Fingerprints
 
 Keep = Literal["values", "fingerprints", "nothing"]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.engine import TensorInfo
+from rkgb.elements import TensorInfo
 from rockmate.comparison.agreement import refuse
 from rockmate.comparison.eager import GRADIENT, StepResult, equal_values, named_results
 

@@ -10,19 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.engine import (
-    PLANNED_PASSES,
-    B_to_D,
-    D_to_S,
-    bind_inputs,
-    flatten,
-    foresee,
-    node_facts,
-    operations,
-    plain_peak_bytes,
-    record_sizes,
-    runnable,
-)
+from rkgb.capture import record_sizes
+from rkgb.costs import foresee, plain_peak_bytes
+from rkgb.elements import flatten
+from rkgb.engine import B_to_D, D_to_S, bind_inputs, node_facts, operations, runnable
+from rkgb.graphs import PLANNED_PASSES
 from rockmate.errors import UnknownChoiceError, UnsupportedModuleError
 from rockmate.pipeline.network_problem import problem_of
 from rockmate.problems.problem import Problem

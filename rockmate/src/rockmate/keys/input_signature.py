@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.engine import Sample, Structure, ambient_autocast, flatten, is_cast_anew, kernel_flags
+from rkgb.elements import Structure, flatten
+from rkgb.engine import Sample
+from rkgb.graphs import ambient_autocast
+from rkgb.torch_api import is_cast_anew, kernel_flags
 
 _PLAIN = frozenset((type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size))
 _DEVICES = ("cpu", "cuda")

@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.engine import BasicGraph, is_inside, may_run_again, same_kinds
+from rkgb.capture import may_run_again
+from rkgb.graphs import BasicGraph
+from rkgb.opaque import is_inside
+from rkgb.torch_api import same_kinds
 from rockmate.keys.attributes import Same, Watched
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

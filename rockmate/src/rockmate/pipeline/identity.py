@@ -19,15 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rkgb.engine import (
-    BasicGraph,
-    Op,
-    RunnableGraph,
-    device_of,
-    named_kernel_flags,
-    op_key,
-    operations,
-)
+from rkgb.costs import op_key
+from rkgb.elements import Op
+from rkgb.engine import device_of, operations
+from rkgb.graphs import BasicGraph
+from rkgb.run import RunnableGraph
+from rkgb.torch_api import named_kernel_flags
 from rockmate.settings import Settings
 
 _PLACE = re.compile(r"(?<=cuda):\d+|(?<=type='cuda'), index=\d+| at 0x[0-9a-f]+")

@@ -7,27 +7,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from rkgb.engine import (
-    CompiledGraph,
-    FlopCost,
-    Measured,
-    NodeFacts,
-    Op,
-    OpCost,
-    RunnableGraph,
-    RunPiece,
-    Sample,
-    SimplifiedGraph,
-    Write,
-    device_of,
-    external_values,
-    freeing,
-    measure,
-    measure_resized,
-    node_facts,
-    op_key,
-    operations,
-)
+from rkgb.compiled import CompiledGraph, freeing
+from rkgb.costs import FlopCost, Measured, NodeFacts, OpCost, measure_resized, op_key
+from rkgb.elements import Op, Write
+from rkgb.engine import Sample, device_of, external_values, measure, node_facts, operations
+from rkgb.graphs import SimplifiedGraph
+from rkgb.opaque import RunPiece
+from rkgb.run import RunnableGraph
 from rockmate.pipeline.network_problem import problem_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases

@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from rkgb.engine import NodeFacts, SimplifiedGraph, device_of
+from rkgb.costs import NodeFacts
+from rkgb.engine import device_of
+from rkgb.graphs import SimplifiedGraph
 from rockmate.problems.problem import Node, Problem, Storage
 
 

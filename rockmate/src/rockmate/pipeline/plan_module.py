@@ -19,19 +19,10 @@ from typing import Any
 
 from torch import nn
 
-from rkgb.engine import (
-    PLANNED_PASSES,
-    B_to_D,
-    CompiledGraph,
-    D_to_S,
-    Sample,
-    compile_pieces,
-    device_of,
-    no_collection,
-    record,
-    runnable,
-    same_but_for_numbers,
-)
+from rkgb.capture import no_collection
+from rkgb.compiled import CompiledGraph, compile_pieces
+from rkgb.engine import B_to_D, D_to_S, Sample, device_of, record, runnable
+from rkgb.graphs import PLANNED_PASSES, same_but_for_numbers
 from rockmate import planners
 from rockmate.comparison.deterministic import deterministic_algorithms
 from rockmate.comparison.eager import Keep, StepResult

@@ -10,38 +10,25 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from rkgb.capture import no_collection
+from rkgb.compiled import compile_variant, freeing
+from rkgb.costs import Measured, op_key
+from rkgb.elements import Assign, Check, Effect, Look, Op, Ref, Structure, Write
 from rkgb.engine import (
-    Assign,
-    BackwardKind,
-    Check,
-    Effect,
-    Look,
-    Measured,
-    Op,
-    Outcomes,
-    Ref,
-    RunnableGraph,
-    RunPiece,
     Sample,
-    SimplifiedGraph,
-    Structure,
-    Write,
-    autocast_as,
-    choose_plainly,
     compile_step,
-    compile_variant,
     external_values,
-    freeing,
     lower_step,
     measure,
-    no_collection,
     node_facts,
-    op_key,
     operations,
+    plain_callee,
     record,
     runnable,
-    without_idle_steps,
 )
+from rkgb.graphs import BackwardKind, SimplifiedGraph, autocast_as
+from rkgb.opaque import RunPiece
+from rkgb.run import Outcomes, RunnableGraph, without_idle_steps
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.keys.input_signature import InputSignature
 from rockmate.keys.module_state import without_hooks
@@ -214,7 +201,7 @@ def executable(
     callees = {op.name: chosen.get(op_key(op, infos)) for op in operations(graph)}
 
     def callee(op: Op) -> Callable[..., Any]:
-        return callees.get(op.name) or choose_plainly(op)
+        return callees.get(op.name) or plain_callee(op)
 
     compiled = compile_step(graph, lower_step(graph, steps, spare_bytes), callee)
     return Executable(graph, compiled, leaves or leaves_of(graph))

@@ -12,7 +12,9 @@ from functools import partial
 
 from torch import nn
 
-from rkgb.engine import RunnableGraph, Sample, SimplifiedNode, device_of, same_but_for_sizes
+from rkgb.engine import Sample, device_of
+from rkgb.graphs import SimplifiedNode, same_but_for_sizes
+from rkgb.run import RunnableGraph
 from rockmate import planners
 from rockmate.keys.input_signature import InputSignature
 from rockmate.options.known_blocks import KnownBlocks

@@ -11,17 +11,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from rkgb.engine import (
-    Measured,
-    OpCost,
-    RunnableGraph,
-    Sample,
-    choose_callees,
-    cost_of_piece,
-    external_values,
-    op_key,
-    operations,
-)
+from rkgb.costs import Measured, OpCost, choose_callees, cost_of_piece, op_key
+from rkgb.engine import Sample, external_values, operations
+from rkgb.run import RunnableGraph
 from rockmate.errors import PlanFileError, PlanMismatchError
 from rockmate.files.differences import of_inputs, of_mappings, of_problems
 from rockmate.files.plan_file import KindCost, PlanFile, SavedPlan

@@ -10,16 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.engine import (
-    Effect,
-    Look,
-    Sample,
-    Write,
-    device_of,
-    external_values,
-    flatten,
-    twin_of,
-)
+from rkgb.capture import twin_of
+from rkgb.elements import Effect, Look, Write, flatten
+from rkgb.engine import Sample, device_of, external_values
 from rockmate.comparison.agreement import agree, refuse
 from rockmate.comparison.deterministic import why_bits_may_differ
 from rockmate.comparison.eager import Keep, StepResult, differences, run_step

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from rkgb.engine import group_store, operations
+from rkgb.engine import operations
+from rkgb.torch_api import group_store
 from rockmate.errors import InfeasibleBudgetError, PlanSharingError
 from rockmate.files.differences import of_inputs
 from rockmate.files.plan_file import PlanFile, SavedPlan

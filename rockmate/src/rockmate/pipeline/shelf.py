@@ -12,7 +12,8 @@ from typing import Protocol
 
 from torch import nn
 
-from rkgb.engine import RunnableGraph, Sample
+from rkgb.engine import Sample
+from rkgb.run import RunnableGraph
 from rockmate.errors import PlanFileError
 from rockmate.files.cache_folder import CacheFolder
 from rockmate.files.plan_file import PlanFile, SavedPlan

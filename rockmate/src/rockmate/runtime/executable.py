@@ -9,17 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from rkgb.engine import (
-    BackwardKind,
-    CompiledCall,
-    CompiledStep,
-    RunPiece,
-    SimplifiedGraph,
-    StepProgram,
-    Tangent,
-    current_dispatch_modes,
-    rerun_state,
-)
+from rkgb.elements import CompiledCall
+from rkgb.graphs import BackwardKind, SimplifiedGraph, Tangent
+from rkgb.opaque import RunPiece
+from rkgb.run import CompiledStep, StepProgram, rerun_state
+from rkgb.torch_api import current_dispatch_modes
 from rockmate.runtime.rails import Rail, RailPlaces, reader
 from rockmate.runtime.shared_uses import Arrivals, RunningSums, SharedUses
 

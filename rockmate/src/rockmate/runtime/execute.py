@@ -17,17 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.engine import (
-    BackwardKind,
-    KeptGenerators,
-    KernelChoice,
-    RecomputingAs,
-    RngState,
-    ambient_autocast,
-    keeps_graph,
-    running_on,
-    straight_to_kernels,
-)
+from rkgb.device import KeptGenerators, RngState
+from rkgb.graphs import BackwardKind, ambient_autocast
+from rkgb.opaque import running_on
+from rkgb.torch_api import KernelChoice, RecomputingAs, keeps_graph, straight_to_kernels
 from rockmate.errors import (
     BackwardTwiceError,
     ChangedTensorError,

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rkgb.engine import latest_sequence_nr, set_sequence_nr
+from rkgb.torch_api import latest_sequence_nr, set_sequence_nr
 
 
 class Advancing(Protocol):

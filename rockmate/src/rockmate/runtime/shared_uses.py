@@ -18,7 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rkgb.engine import SimplifiedGraph, StepProgram, TensorInfo
+from rkgb.elements import TensorInfo
+from rkgb.graphs import SimplifiedGraph
+from rkgb.run import StepProgram
 from rockmate.runtime.rails import RailPlaces
 
 # Backwards in which nothing came from outside, before that is expected: in those that are wrong

@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the name everybody uses)
 from torch import Tensor, nn
 
-from rkgb.engine import RngState, bind_inputs, flatten, trace_memory
+from rkgb.device import RngState
+from rkgb.elements import flatten
+from rkgb.engine import bind_inputs, trace_memory
 from rockmate.testing.operators import TinyFNO, TinyUNO
 
 
