@@ -80,6 +80,7 @@ LAYERS = {
         "estimate plan_cache",
         "planned_forward forward_of_planned",
         "module",
+        "in_place",
         "blockwise",
         "command",
         "__main__",

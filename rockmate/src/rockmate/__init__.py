@@ -21,7 +21,8 @@ from rockmate.errors import (
     UnsupportedModuleError,
 )
 from rockmate.estimate import Estimate, LargestBatch, estimate, largest_batch
-from rockmate.module import Rockmate, apply, remove
+from rockmate.in_place import apply, remove
+from rockmate.module import Rockmate
 from rockmate.runtime.plain import plain
 from rockmate.schedules.plan import Plan
 

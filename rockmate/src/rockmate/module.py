@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rkgb.engine import bind_inputs
-from rockmate.errors import RockmateError, UnsupportedModuleError
+from rockmate.errors import UnsupportedModuleError
 from rockmate.files.plan_file import PlanFile
 from rockmate.forward_of_planned import ForwardOfPlanned
 from rockmate.keys.sharded import own_class
@@ -21,7 +21,7 @@ from rockmate.pipeline import compiled_part
 from rockmate.plan_cache import PlanRows
 from rockmate.planned_forward import PlannedForward
 from rockmate.reports.plan_report import PlanReport
-from rockmate.settings import Budget, SelfTest, Settings, check_choices, parse_budget
+from rockmate.settings import Budget, SelfTest, Settings, check_choices
 
 _log = logging.getLogger("rockmate")
 # What a Rockmate module offers beside the model; a model's own attribute of that name goes first.
@@ -29,9 +29,6 @@ _OFFERED = (
     *("plan", "plans", "budget_bytes", "planning_seconds", "eager_peak_bytes"),
     *("measured_peak_bytes", "backward", "original", "save_plan", "plan_file"),
 )
-
-
-_FIRST_STEP = object()  # what comes with the first training step is the sample
 
 
 class Rockmate(nn.Module):
@@ -95,7 +92,7 @@ class Rockmate(nn.Module):
     def __new__(cls, model: nn.Module | None = None, *_: Any, **__: Any) -> Rockmate:
         if model is None:  # a replica of one, that shares what was planned
             return object.__new__(cls)
-        model = _plain(model)
+        model = plain_of(model)
         wrapper: Rockmate = object.__new__(_class_of(cls, type(model), wraps=True))
         object.__setattr__(wrapper, "__dict__", vars(model))
         return wrapper
@@ -130,11 +127,11 @@ class Rockmate(nn.Module):
             **{"opaque": opaque, "strict": strict, "compile": compile, "plan": plan},
             **{"cache": cache, "share": share},
         }
-        plain = _plain(model)
+        plain = plain_of(model)
         if plain is not model and not isinstance(model, Rockmate):
             _log.info("torch.compile around %s is taken off: %s", type(plain).__name__, _INSTEAD)
-        planned = PlannedForward(plain, _settings(budget, options))
-        planned.prepare(_calls(sample, options))
+        planned = PlannedForward(plain, settings_of(budget, options))
+        planned.prepare(calls_of(sample, options))
         object.__setattr__(self, "_rockmate", planned)
 
     def backward(self) -> None:
@@ -253,77 +250,16 @@ class Rockmate(nn.Module):
         return function, args, (_without_plans(state), planned.settings), *rest, _restore
 
 
-def apply(
-    model: nn.Module, sample: Any = _FIRST_STEP, budget: Budget | None = None, **options: Any
-) -> nn.Module:
-    """Plan `model` in place: from now on its own forward runs within the budget.
-
-    It stays the same object, of its class (and of `Rockmate`), with the same name, configuration,
-    hooks and state dict; so trainers and `save_pretrained` see what they know. Arguments, exactness
-    and errors are those of `Rockmate`. Without a sample, planning waits for the first training
-    step, whose batch is the sample, and whose precision is planned for. `remove` undoes it.
-
-    Examples:
-        >>> rockmate.apply(model, x, "2GiB") is model
-        True
-        >>> model(x).sum().backward()  # within 2 GiB
-        >>> rockmate.remove(model)
-        >>> rockmate.apply(model, budget="2GiB")  # planned when the first batch is there
-    """
-    if budget is None:
-        raise TypeError("rockmate.apply needs a budget: rockmate.apply(model, budget='8GB')")
-    parse_budget(budget)
-    _SIGNATURE.bind(None, model, sample, budget, **options)  # refuses other options
-    if sample is _FIRST_STEP and not {"kwargs", "samples"}.isdisjoint(options):
-        raise TypeError("rockmate.apply takes kwargs and samples beside a sample only")
-    if not is_applied(model):
-        _plain(model)  # refuses what is no module
-    planned = PlannedForward(plain_view(model), _settings(budget, options))
-    if sample is not _FIRST_STEP:
-        planned.prepare(_calls(sample, options))
-    return dressed(remove(model), planned)
-
-
-_SIGNATURE = inspect.signature(Rockmate.__init__)
-
-
-def remove(model: nn.Module) -> nn.Module:
-    """Return `model` plain again: undo `apply`, or take a `Rockmate` wrapper off.
-
-    A model that is planned block by block (`apply_to_blocks`) has its blocks as they were.
-
-    Raises:
-        RockmateError: something else has changed its class since `apply`; undo that first.
-    """
-    if not isinstance(model, Rockmate):
-        for block in list(model.modules()):
-            planned = vars(block).get("_rockmate")
-            if planned is not None and planned.settings.most_kept_bytes is not None:
-                remove(block)
-        return model
-    if not is_applied(model):
-        return model.original
-    base = type(model).__bases__[-1]
-    if _classes.get((Rockmate, base, False)) is not type(model):
-        raise RockmateError(
-            f"the class of {type(model).__name__} was changed since rockmate.apply (as FSDP does), "
-            "so that apply cannot be undone. Undo that change first."
-        )
-    del vars(model)["_rockmate"]
-    object.__setattr__(model, "__class__", base)
-    return model
-
-
 # ---------------------------------------------------------------------- classes and views
 
 
 _INSTEAD = "its operations are planned one by one; compile=True compiles what is planned"
-_classes: dict[tuple[Any, Any, bool], Any] = {}
+classes: dict[tuple[Any, Any, bool], Any] = {}
 
 
 def _class_of(cls: Any, base: Any, *, wraps: bool) -> Any:
     """Return the class of planned modules of class `base`: wrappers, or applied ones."""
-    known = _classes.get((cls, base, wraps))
+    known = classes.get((cls, base, wraps))
     if known is not None:
         return known
     space: dict[str, Any] = {
@@ -339,7 +275,7 @@ def _class_of(cls: Any, base: Any, *, wraps: bool) -> Any:
     if wraps:  # its attributes are the model's, so what is its own lies elsewhere
         space["__slots__"] = ("_rockmate",)
     kind = type(base)
-    made = _classes[cls, base, wraps] = kind(base.__name__, (cls, base), space)
+    made = classes[cls, base, wraps] = kind(base.__name__, (cls, base), space)
     return made
 
 
@@ -358,7 +294,12 @@ def plain_view(model: nn.Module) -> nn.Module:
     return view
 
 
-def _plain(model: Any) -> nn.Module:
+def plain_of(model: Any) -> nn.Module:
+    """Return the module itself, without a wrapper of ours or torch.compile's.
+
+    Raises:
+        UnsupportedModuleError: it is no module written in Python.
+    """
     if type(model).__name__ == "OptimizedModule":  # by torch.compile
         model = model._orig_mod
     if isinstance(model, Rockmate):
@@ -412,7 +353,8 @@ def _restore(model: nn.Module, saved: tuple[Any, Settings]) -> None:
 # ---------------------------------------------------------------------- arguments
 
 
-def _settings(budget: Budget, options: Mapping[str, Any]) -> Settings:
+def settings_of(budget: Budget, options: Mapping[str, Any]) -> Settings:
+    """Return what the user chose, checked."""
     known = {name: value for name, value in options.items() if name not in ("kwargs", "samples")}
     names = {"cost", "effort", "planner", "backend", "self_test", "compile"}
     check_choices(**{name: value for name, value in known.items() if name in names})
@@ -426,6 +368,8 @@ def _settings(budget: Budget, options: Mapping[str, Any]) -> Settings:
     return Settings(budget, **known)
 
 
-def _calls(sample: Any, options: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def calls_of(
+    sample: Any, options: Mapping[str, Any]
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     first = bind_inputs(sample, options.get("kwargs"))
     return [first, *(bind_inputs(other) for other in options.get("samples", ()))]

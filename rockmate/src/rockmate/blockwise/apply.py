@@ -18,9 +18,10 @@ from rockmate.blockwise.rehearsal import Call
 from rockmate.blockwise.report import BlockRow, BlocksPlan
 from rockmate.blockwise.team import Team
 from rockmate.errors import RockmateError, UnsupportedModuleError
+from rockmate.in_place import remove
 from rockmate.keys.module_state import without_hooks
 from rockmate.keys.sharded import own_class
-from rockmate.module import Rockmate, dressed, plain_view, remove
+from rockmate.module import Rockmate, dressed, plain_view
 from rockmate.pipeline import plan_module
 from rockmate.runtime.plain import plain
 from rockmate.settings import Budget, Settings, check_choices, parse_budget

@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from rockmate.module import Rockmate, apply
+from rockmate.in_place import apply
+from rockmate.module import Rockmate
 from rockmate.settings import Budget
 
 

@@ -8,7 +8,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from rockmate.errors import RockmateError
-from rockmate.module import Rockmate, apply
+from rockmate.in_place import apply
+from rockmate.module import Rockmate
 from rockmate.settings import Budget
 
 

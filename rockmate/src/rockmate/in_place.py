@@ -1,0 +1,83 @@
+"""Plan a module in place, and undo it: the same object, of its own class and of `Rockmate`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from rockmate.errors import RockmateError
+from rockmate.module import (
+    Rockmate,
+    calls_of,
+    classes,
+    dressed,
+    is_applied,
+    plain_of,
+    plain_view,
+    settings_of,
+)
+from rockmate.planned_forward import PlannedForward
+from rockmate.settings import Budget, parse_budget
+
+_FIRST_STEP = object()  # what comes with the first training step is the sample
+_SIGNATURE = inspect.signature(Rockmate.__init__)
+
+
+def apply(
+    model: nn.Module, sample: Any = _FIRST_STEP, budget: Budget | None = None, **options: Any
+) -> nn.Module:
+    """Plan `model` in place: from now on its own forward runs within the budget.
+
+    It stays the same object, of its class (and of `Rockmate`), with the same name, configuration,
+    hooks and state dict; so trainers and `save_pretrained` see what they know. Arguments, exactness
+    and errors are those of `Rockmate`. Without a sample, planning waits for the first training
+    step, whose batch is the sample, and whose precision is planned for. `remove` undoes it.
+
+    Examples:
+        >>> rockmate.apply(model, x, "2GiB") is model
+        True
+        >>> model(x).sum().backward()  # within 2 GiB
+        >>> rockmate.remove(model)
+        >>> rockmate.apply(model, budget="2GiB")  # planned when the first batch is there
+    """
+    if budget is None:
+        raise TypeError("rockmate.apply needs a budget: rockmate.apply(model, budget='8GB')")
+    parse_budget(budget)
+    _SIGNATURE.bind(None, model, sample, budget, **options)  # refuses other options
+    if sample is _FIRST_STEP and not {"kwargs", "samples"}.isdisjoint(options):
+        raise TypeError("rockmate.apply takes kwargs and samples beside a sample only")
+    if not is_applied(model):
+        plain_of(model)  # refuses what is no module
+    planned = PlannedForward(plain_view(model), settings_of(budget, options))
+    if sample is not _FIRST_STEP:
+        planned.prepare(calls_of(sample, options))
+    return dressed(remove(model), planned)
+
+
+def remove(model: nn.Module) -> nn.Module:
+    """Return `model` plain again: undo `apply`, or take a `Rockmate` wrapper off.
+
+    A model that is planned block by block (`apply_to_blocks`) has its blocks as they were.
+
+    Raises:
+        RockmateError: something else has changed its class since `apply`; undo that first.
+    """
+    if not isinstance(model, Rockmate):
+        for block in list(model.modules()):
+            planned = vars(block).get("_rockmate")
+            if planned is not None and planned.settings.most_kept_bytes is not None:
+                remove(block)
+        return model
+    if not is_applied(model):
+        return model.original
+    base = type(model).__bases__[-1]
+    if classes.get((Rockmate, base, False)) is not type(model):
+        raise RockmateError(
+            f"the class of {type(model).__name__} was changed since rockmate.apply (as FSDP does), "
+            "so that apply cannot be undone. Undo that change first."
+        )
+    del vars(model)["_rockmate"]
+    object.__setattr__(model, "__class__", base)
+    return model
