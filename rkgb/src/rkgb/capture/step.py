@@ -20,7 +20,7 @@ from rkgb.capture.backward import RecordedBackward
 from rkgb.capture.functions import Function, run_functions_whole
 from rkgb.capture.hooks import HookWatch
 from rkgb.capture.pieces import PieceRecorder
-from rkgb.capture.saved import saving
+from rkgb.capture.saved_by_autograd import saving
 from rkgb.capture.twin import twin_of
 from rkgb.elements.effects import Check, Effect, Write
 from rkgb.elements.op import Ref
