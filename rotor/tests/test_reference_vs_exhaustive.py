@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rotor import simulate
-from rotor.solver.reference import ReferenceTable
+from rotor.solver.recurrence import ReferenceTable
 from rotor.testing import chains, exhaustive_search
 
 INFINITY = float("inf")

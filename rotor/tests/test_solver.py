@@ -15,7 +15,7 @@ import rotor
 from rotor import Chain, InfeasibleBudgetError, TableTooLargeError, simulate, solve, solve_table
 from rotor.solver import fastest_within
 from rotor.solver.compiled import CompiledTable
-from rotor.solver.reference import ReferenceTable
+from rotor.solver.recurrence import ReferenceTable
 from rotor.testing import chains, random_chain
 
 
@@ -241,7 +241,7 @@ def test_solver_modules_load_without_torch():
         f"package = types.ModuleType('rotor'); package.__path__ = [{str(rotor.__path__[0])!r}]\n"
         "sys.modules['rotor'] = package\n"
         "import rotor.schedules.schedule, rotor.schedules.simulate, rotor.solver\n"
-        "import rotor.errors, rotor.solver.compiled, rotor.solver.reference\n"
+        "import rotor.errors, rotor.solver.compiled, rotor.solver.recurrence\n"
         "try:\n    import torch\nexcept ImportError:\n    print('loaded')\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Adapter to the compiled recurrence: same methods as `reference.ReferenceTable`."""
+"""Adapter to the compiled recurrence: same methods as `recurrence.ReferenceTable`."""
 
 from __future__ import annotations
 

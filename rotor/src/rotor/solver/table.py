@@ -18,7 +18,7 @@ from rotor.schedules.chain import Chain
 from rotor.schedules.ops import Backward, ForwardEnableGrad, Op
 from rotor.schedules.schedule import Schedule
 from rotor.solver.compiled import CompiledTable
-from rotor.solver.reference import ReferenceTable
+from rotor.solver.recurrence import ReferenceTable
 
 Backend: TypeAlias = Literal["compiled", "reference"]
 DEFAULT_SLOTS = 500
