@@ -38,7 +38,7 @@ from rockmate.pipeline.planned import (
     without_reruns,
 )
 from rockmate.pipeline.resized import resized
-from rockmate.pipeline.saved import budget_for, network_from, plan_for
+from rockmate.pipeline.saved_plan import budget_for, network_from, plan_for
 from rockmate.pipeline.self_test import (
     eager_step,
     own_copy,

@@ -30,7 +30,7 @@ from rockmate.files.differences import of_inputs
 from rockmate.files.plan_file import PlanFile, SavedPlan
 from rockmate.pipeline.identity import input_texts, made_with
 from rockmate.pipeline.planned import Planned
-from rockmate.pipeline.saved import differences, mismatch, plan_file_of, refuse_elsewhere
+from rockmate.pipeline.saved_plan import differences, mismatch, plan_file_of, refuse_elsewhere
 from rockmate.pipeline.shelf import Asked, Shelf
 
 PATIENCE_S = 1800.0  # as long as torch's process groups wait; rank 0 may be planning

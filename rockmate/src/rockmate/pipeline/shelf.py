@@ -19,7 +19,7 @@ from rockmate.files.cache_folder import CacheFolder
 from rockmate.files.plan_file import PlanFile, SavedPlan
 from rockmate.pipeline.identity import cache_key, recording_digest
 from rockmate.pipeline.planned import Planned
-from rockmate.pipeline.saved import differences, mismatch, plan_file_of, refuse_elsewhere
+from rockmate.pipeline.saved_plan import differences, mismatch, plan_file_of, refuse_elsewhere
 from rockmate.settings import Settings
 
 _log = logging.getLogger("rockmate")
