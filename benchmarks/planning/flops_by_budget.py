@@ -6,7 +6,7 @@ self-test. The peers' figures are facts that were measured once, with torch 2.13
 very network: the fewest FLOPs of any peer (activation checkpointing in all forms, selective
 checkpointing, torch.compile with a memory budget) whose real peak is within the budget.
 
-    $ python -m planning.front [--effort best] [--budgets 57 100]
+    $ python -m planning.flops_by_budget [--effort best] [--budgets 57 100]
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--effort", default="fast")
     parser.add_argument("--budgets", type=int, nargs="*", default=list(PEERS))
-    parser.add_argument("--out", type=Path, default=meter.RESULTS / "latest/front.csv")
+    parser.add_argument("--out", type=Path, default=meter.RESULTS / "latest/flops_by_budget.csv")
     options = parser.parse_args()
     torch.manual_seed(0)
     model = GPT().train()
