@@ -97,18 +97,7 @@ class RecordedStep:
         ):
             stack.callback(before.restore)  # Python's random numbers, if it is refused
             with contextlib.nullcontext() if self.keep_content else saving(self.recorder):
-                try:
-                    result = self._forward()
-                except RkgbError as error:
-                    if error.module_path is None:
-                        error.module_path = self.places.raised_in[-1]
-                    raise
-                except (AssignsError, NeedsContentError, WritesInputError):
-                    raise
-                except Exception as error:
-                    refusal = explained(self.twin, type(self.model).__name__, error)
-                    refusal.module_path = self.places.raised_in[-1]
-                    raise refusal from error
+                result = self._forward_or_refusal()
             printed.refuse()
             before.refuse_changes(self._call, lambda: self.recorder.is_paused)
             effects = self._effects()
@@ -131,30 +120,51 @@ class RecordedStep:
             kind = kind or backward.usual_kind(roots, outputs[:returned])
             del outputs
             tangent_names = backward.run(roots, kind)
+        return self._graph(
+            outputs=names,
+            output_spec=output_spec,
+            effects=tuple(effect for effect, _ in effects),
+            roots=root_names,
+            kind=kind,
+            tangent_names=tangent_names,
+            hand_overs=tuple(backward.hand_overs),
+        )
+
+    def _graph(self, *, roots: tuple[str, ...], **found: Any) -> BasicGraph:
+        """Return the recording, of what the recorder has seen and what the step has `found`."""
         recorder = self.recorder
         wanting = {name: recorder.requires_grad(name) for name in recorder.infos}
-        wanting.update(dict.fromkeys(root_names, True))
+        wanting.update(dict.fromkeys(roots, True))
         return BasicGraph(
             ops=tuple(recorder.forward),
             backward=tuple(add_in_parts(recorder.backward)),
             opaque=self.pieces.paths,
-            effects=tuple(effect for effect, _ in effects),
             reads=tuple(recorder.reads),
-            hand_overs=tuple(backward.hand_overs),
             parameters=self.parameters,
             buffers=self.buffers,
             constants=recorder.constants,
             inputs=tuple(self.inputs),
             input_spec=self.sample.structure,
-            outputs=names,
-            output_spec=output_spec,
             infos={n: replace(i, requires_grad=wanting[n]) for n, i in recorder.infos.items()},
-            roots=root_names,
-            kind=kind,
-            tangent_names=tangent_names,
+            roots=roots,
             device=self.device,
             model_name=type(self.model).__name__,
+            **found,
         )
+
+    def _forward_or_refusal(self) -> Any:
+        try:
+            return self._forward()
+        except RkgbError as error:
+            if error.module_path is None:
+                error.module_path = self.places.raised_in[-1]
+            raise
+        except (AssignsError, NeedsContentError, WritesInputError):
+            raise
+        except Exception as error:
+            refusal = explained(self.twin, type(self.model).__name__, error)
+            refusal.module_path = self.places.raised_in[-1]
+            raise refusal from error
 
     # ------------------------------------------------------------------ names
 

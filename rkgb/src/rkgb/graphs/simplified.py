@@ -137,34 +137,37 @@ def _piece(sg: SimplifiedGraph, low: int, high: int) -> SimplifiedGraph:
     return SimplifiedGraph(sg.dataflow, nodes, names, tuple(Ref(name) for name in names))
 
 
-def _condense(groups: Groups) -> SimplifiedGraph:
+def _grouped(groups: Groups) -> dict[int, list[int]]:
+    """Return the operations of each group, by its head."""
+    members: dict[int, list[int]] = {}
+    for index in groups.alive():
+        members.setdefault(groups.find(index), []).append(index)
+    return members
+
+
+def _group_deps(groups: Groups, members: Mapping[int, list[int]]) -> dict[int, list[int]]:
+    """Return the groups that each group depends on."""
     producer = groups.dataflow.producer
+    deps: dict[int, list[int]] = {}
+    for head, indices in members.items():
+        found: dict[int, None] = {}
+        for index in indices:
+            node = groups.nodes[index]
+            sources = [producer[n] for n in node.op.inputs if n in producer]
+            for source in (*sources, *node.order_deps):
+                if source not in groups.dropped and groups.find(source) != head:
+                    found[groups.find(source)] = None
+        deps[head] = list(found)
+    return deps
 
-    def grouped() -> dict[int, list[int]]:
-        members: dict[int, list[int]] = {}
-        for index in groups.alive():
-            members.setdefault(groups.find(index), []).append(index)
-        return members
 
-    def group_deps(members: Mapping[int, list[int]]) -> dict[int, list[int]]:
-        deps: dict[int, list[int]] = {}
-        for head, indices in members.items():
-            found: dict[int, None] = {}
-            for index in indices:
-                node = groups.nodes[index]
-                sources = [producer[n] for n in node.op.inputs if n in producer]
-                for source in (*sources, *node.order_deps):
-                    if source not in groups.dropped and groups.find(source) != head:
-                        found[groups.find(source)] = None
-            deps[head] = list(found)
-        return deps
-
-    members = grouped()
-    for component in strongly_connected(group_deps(members)):
+def _condense(groups: Groups) -> SimplifiedGraph:
+    members = _grouped(groups)
+    for component in strongly_connected(_group_deps(groups, members)):
         for other in component[1:]:
             groups.merge(component[0], other)
-    members = grouped()
-    deps = group_deps(members)
+    members = _grouped(groups)
+    deps = _group_deps(groups, members)
     order = topological_order(deps, {head: indices[0] for head, indices in members.items()})
     place = {head: position for position, head in enumerate(order)}
 
