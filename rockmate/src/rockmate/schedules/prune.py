@@ -59,13 +59,33 @@ class EditablePlan:
 
     def drop(self, t: int, budget_bytes: int) -> bool:
         """Drop the recomputation at index t if the peak stays within the budget; say whether."""
-        problem = self.problem
         step = self._steps[t]
         assert step is not None
         assert step.kind == "F"
-        assert t >= len(problem.nodes)
-        k = step.node
-        changes: list[tuple[int, int, int]] = []  # from, to (inclusive), bytes
+        assert t >= len(self.problem.nodes)
+        changes = self._changes_without(t, step.node)
+        for begin, end, size in changes:
+            self.peaks[begin : end + 1] += size
+        kept = self.peaks[t]
+        self.peaks[t] = 0
+        for begin, end, size in changes:
+            if size > 0 and self.peaks[begin : end + 1].max() > budget_bytes:
+                self.peaks[t] = kept
+                for undo_begin, undo_end, undo_size in changes:
+                    self.peaks[undo_begin : undo_end + 1] -= undo_size
+                return False
+        runs = self._runs[step.node]
+        runs.pop(bisect_left(runs, t))
+        for index in self.problem.fwd_inputs[step.node]:
+            uses = self._uses[index]
+            uses.pop(bisect_left(uses, t))
+        self._steps[t] = None
+        return True
+
+    def _changes_without(self, t: int, k: int) -> list[tuple[int, int, int]]:
+        """Return how peaks change without the run of k at t: from, to (inclusive), bytes."""
+        problem = self.problem
+        changes: list[tuple[int, int, int]] = []
         runs = self._runs[k]
         position = bisect_left(runs, t)
         before = runs[position - 1]
@@ -105,23 +125,7 @@ class EditablePlan:
         if state and position + 1 == len(runs):
             low_t = k if before == k else before + 1
             changes.append((low_t, t, -state))
-
-        for begin, end, size in changes:
-            self.peaks[begin : end + 1] += size
-        kept = self.peaks[t]
-        self.peaks[t] = 0
-        for begin, end, size in changes:
-            if size > 0 and self.peaks[begin : end + 1].max() > budget_bytes:
-                self.peaks[t] = kept
-                for undo_begin, undo_end, undo_size in changes:
-                    self.peaks[undo_begin : undo_end + 1] -= undo_size
-                return False
-        runs.pop(position)
-        for index in problem.fwd_inputs[k]:
-            uses = self._uses[index]
-            uses.pop(bisect_left(uses, t))
-        self._steps[t] = None
-        return True
+        return changes
 
 
 def prune(problem: Problem, steps: Sequence[Step], budget_bytes: int) -> Steps:

@@ -6,6 +6,7 @@ It knows only what a step needs and makes; it shares nothing with liveness, simu
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from typing import TypeAlias
 
 from rockmate.problems.problem import Problem
@@ -25,19 +26,8 @@ def exhaustive_search(
     With `ascending`, only schedules whose recomputations between two backwards run in the order of
     the nodes, each at most once, and each node at most `max_runs` times: the solvers' class.
     """
-    nodes, storages = problem.nodes, problem.storages
-    count, order = len(nodes), problem.backward_order
-    made = [frozenset(i for i, s in enumerate(storages) if s.producer == k) for k in range(count)]
-    fwd = [frozenset(i for i, s in enumerate(storages) if k in s.fwd_users) for k in range(count)]
-    bwd = [frozenset(i for i, s in enumerate(storages) if k in s.bwd_users) for k in range(count)]
-    outputs = frozenset(i for i, s in enumerate(storages) if s.is_output)
-    phantoms = frozenset(i for i, s in enumerate(storages) if s.is_phantom)
-
-    def held_bytes(held: frozenset[int], states: frozenset[int]) -> int:
-        return sum(storages[i].size_bytes for i in held) + sum(
-            nodes[k].rerun_state_bytes for k in states
-        )
-
+    moves = _Moves(problem, budget_bytes, ascending=ascending, max_runs=max_runs)
+    count = len(problem.nodes)
     start: _State = (0, frozenset(), frozenset(), -1, (1,) * count if max_runs else ())
     best: dict[_State, float] = {start: 0.0}
     came: dict[_State, tuple[_State, Step | None]] = {}
@@ -47,68 +37,97 @@ def exhaustive_search(
         cost, _, state = heapq.heappop(heap)
         if best[state] < cost:
             continue
-        position, held, states, last, runs = state
-        if position == count + len(order):
+        if state[0] == count + len(problem.backward_order):
             steps: list[Step] = []
             while state in came:
                 state, step = came[state]
                 if step is not None:
                     steps.append(step)
             return cost, tuple(reversed(steps))
-        following: list[tuple[float, _State, Step | None]] = []
-        in_forward = position < count
-        grads = 0 if in_forward else nodes[order[position - count]].grads_before_bytes
-        # drop one thing, for nothing
-        for index in held - (outputs if not in_forward else frozenset()):
-            if index in outputs:
-                continue
-            following.append((cost, (position, held - {index}, states, last, runs), None))
-        for node in states:
-            following.append((cost, (position, held, states - {node}, last, runs), None))
-        # run a forward: in the forward phase the next one, later any whose state was kept
-        for k in [position] if in_forward else range(count):
-            if not fwd[k] <= held:
-                continue
-            if not in_forward:
-                if k not in states and nodes[k].rerun_state_bytes:
-                    continue
-                if ascending and k <= last:
-                    continue
-                if max_runs and runs[k] >= max_runs:
-                    continue
-            if not in_forward and any(i in held and i not in outputs for i in made[k]):
-                continue  # an old copy beside the new one is never of use: drop it first
-            for with_graph in (False, True):
-                own_phantoms = made[k] & phantoms
-                if with_graph and not own_phantoms:
-                    continue
-                recorded = with_graph if own_phantoms else in_forward
-                peak = nodes[k].fwd_peak_bytes if recorded else nodes[k].fwd_peak_nograd_bytes
-                new = held | (made[k] if with_graph else made[k] - phantoms)
-                for keep_state in (False, True) if in_forward else (False,):
-                    if keep_state and not nodes[k].rerun_state_bytes:
-                        continue
-                    now = states | {k} if keep_state else states
-                    if held_bytes(held, now) + grads + peak > budget_bytes:
-                        continue
-                    extra = 0.0 if in_forward else nodes[k].fwd_time_ms
-                    after: _State
-                    if in_forward:
-                        after = (position + 1, new, now, -1, runs)
-                    else:
-                        more = tuple(r + (i == k) for i, r in enumerate(runs))
-                        after = (position, new, now, k, more)
-                    following.append((cost + extra, after, forward(k)))
-        # run the next backward
-        if not in_forward:
-            k = order[position - count]
-            fits = held_bytes(held, states) + grads + nodes[k].bwd_peak_bytes <= budget_bytes
-            if fits and bwd[k] <= held:
-                following.append((cost, (position + 1, held, states, -1, runs), backward(k)))
-        for new_cost, new_state, step in following:
+        for extra, new_state, step in moves.after(state):
+            new_cost = cost + extra
             if new_cost < best.get(new_state, float("inf")):
                 best[new_state] = new_cost
                 came[new_state] = (state, step)
                 ticket += 1
                 heapq.heappush(heap, (new_cost, ticket, new_state))
     return None
+
+
+class _Moves:
+    """What may be done in a memory state: the time it takes, the state after it, the step."""
+
+    def __init__(
+        self, problem: Problem, budget_bytes: int, *, ascending: bool, max_runs: int | None
+    ) -> None:
+        self.budget_bytes, self.ascending, self.max_runs = budget_bytes, ascending, max_runs
+        self.nodes, self.storages = problem.nodes, problem.storages
+        self.order = problem.backward_order
+        nodes, storages = range(len(self.nodes)), tuple(enumerate(self.storages))
+        self.made = [frozenset(i for i, s in storages if s.producer == k) for k in nodes]
+        self.fwd = [frozenset(i for i, s in storages if k in s.fwd_users) for k in nodes]
+        self.bwd = [frozenset(i for i, s in storages if k in s.bwd_users) for k in nodes]
+        self.outputs = frozenset(i for i, s in storages if s.is_output)
+        self.phantoms = frozenset(i for i, s in storages if s.is_phantom)
+
+    def after(self, state: _State) -> Iterator[tuple[float, _State, Step | None]]:
+        """Yield every move from a state."""
+        position, held, states, last, runs = state
+        for index in held - self.outputs:  # dropping is for nothing
+            yield 0.0, (position, held - {index}, states, last, runs), None
+        for node in states:
+            yield 0.0, (position, held, states - {node}, last, runs), None
+        if position < len(self.nodes):  # the forward: its next node
+            yield from self._first_runs(state)
+            return
+        for k in range(len(self.nodes)):  # the backward: any node that may run again
+            yield from self._runs_again(state, k)
+        k = self.order[position - len(self.nodes)]
+        if self._fits(state, held, states, self.nodes[k].bwd_peak_bytes) and self.bwd[k] <= held:
+            yield 0.0, (position + 1, held, states, -1, runs), backward(k)
+
+    def _first_runs(self, state: _State) -> Iterator[tuple[float, _State, Step | None]]:
+        k, held, states, _, runs = state
+        if not self.fwd[k] <= held:
+            return
+        for recorded, new in self._ways(k, held, else_recorded=True):
+            node = self.nodes[k]
+            peak = node.fwd_peak_bytes if recorded else node.fwd_peak_nograd_bytes
+            for now in (states, states | {k}) if node.rerun_state_bytes else (states,):
+                if self._fits(state, held, now, peak):
+                    yield 0.0, (k + 1, new, now, -1, runs), forward(k)
+
+    def _runs_again(self, state: _State, k: int) -> Iterator[tuple[float, _State, Step | None]]:
+        position, held, states, last, runs = state
+        node = self.nodes[k]
+        if not self.fwd[k] <= held or (k not in states and node.rerun_state_bytes):
+            return
+        if (self.ascending and k <= last) or (self.max_runs and runs[k] >= self.max_runs):
+            return
+        if held & self.made[k] - self.outputs:
+            return  # an old copy beside the new one is never of use: drop it first
+        for recorded, new in self._ways(k, held, else_recorded=False):
+            peak = node.fwd_peak_bytes if recorded else node.fwd_peak_nograd_bytes
+            if self._fits(state, held, states, peak):
+                more = tuple(r + (i == k) for i, r in enumerate(runs))
+                yield node.fwd_time_ms, (position, new, states, k, more), forward(k)
+
+    def _ways(
+        self, k: int, held: frozenset[int], *, else_recorded: bool
+    ) -> Iterator[tuple[bool, frozenset[int]]]:
+        """Yield whether a run is recorded, and what is held after it."""
+        made = self.made[k]
+        if not made & self.phantoms:
+            yield else_recorded, held | made
+            return
+        yield False, held | made - self.phantoms
+        yield True, held | made
+
+    def _fits(
+        self, state: _State, held: frozenset[int], states: frozenset[int], peak_bytes: int
+    ) -> bool:
+        later = state[0] - len(self.nodes)
+        gradients = self.nodes[self.order[later]].grads_before_bytes if later >= 0 else 0
+        kept = sum(self.storages[i].size_bytes for i in held)
+        kept += sum(self.nodes[k].rerun_state_bytes for k in states)
+        return kept + gradients + peak_bytes <= self.budget_bytes

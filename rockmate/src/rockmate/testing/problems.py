@@ -124,6 +124,22 @@ class NetworkBuilder:
         return Problem(tuple(nodes), tuple(storages))
 
 
+def _fused_attention(net: NetworkBuilder, qkv: int, hidden: int, flops: float, sums: int) -> int:
+    return net.add("sdpa", [qkv], hidden, flops=2 * flops, saves="io", phantom_bytes=sums)
+
+
+def _naive_attention(net: NetworkBuilder, qkv: int, hidden: int, flops: float, scores: int) -> int:
+    q = net.add("q_contiguous", [qkv], hidden, saves="")
+    k = net.add("k_contiguous", [qkv], hidden, saves="")
+    v = net.add("v_contiguous", [qkv], hidden, saves="")
+    y = net.add("scores", [q, k], scores, flops=flops)
+    y = net.add("scale", [y], scores, saves="")
+    y = net.add("masked_fill", [y], scores, saves="")
+    y = net.add("softmax", [y], scores, saves="o")
+    y = net.add("matmul", [y, v], hidden, flops=flops)
+    return net.add("contiguous", [y], hidden, saves="")
+
+
 def gpt_problem(
     blocks: int,
     *,
@@ -142,13 +158,8 @@ def gpt_problem(
     state = 5056 if dropout else 0  # the CPU generator's state
 
     def linear(source: int, inner: int, outer: int) -> int:
-        return net.add(
-            "linear",
-            [source],
-            4 * tokens * outer,
-            flops=2.0 * tokens * inner * outer,
-            weight_bytes=4 * inner * outer,
-        )
+        size, flops = 4 * tokens * outer, 2.0 * tokens * inner * outer
+        return net.add("linear", [source], size, flops=flops, weight_bytes=4 * inner * outer)
 
     def drop(source: int) -> int:
         if not dropout:
@@ -169,20 +180,9 @@ def gpt_problem(
         qkv = linear(y, width, 3 * width)
         flops = 2.0 * batch * sequence * sequence * width
         if attention == "fused":
-            y = net.add(
-                "sdpa", [qkv], hidden, flops=2 * flops, saves="io", phantom_bytes=4 * tokens * heads
-            )
+            y = _fused_attention(net, qkv, hidden, flops, 4 * tokens * heads)
         else:
-            scores = 4 * batch * heads * sequence * sequence
-            q = net.add("q_contiguous", [qkv], hidden, saves="")
-            k = net.add("k_contiguous", [qkv], hidden, saves="")
-            v = net.add("v_contiguous", [qkv], hidden, saves="")
-            y = net.add("scores", [q, k], scores, flops=flops)
-            y = net.add("scale", [y], scores, saves="")
-            y = net.add("masked_fill", [y], scores, saves="")
-            y = net.add("softmax", [y], scores, saves="o")
-            y = net.add("matmul", [y, v], hidden, flops=flops)
-            y = net.add("contiguous", [y], hidden, saves="")
+            y = _naive_attention(net, qkv, hidden, flops, 4 * batch * heads * sequence * sequence)
         y = drop(linear(y, width, width))
         x = net.add("add", [x, y], hidden, saves="")
         net.module_path = f"blocks.{block}.ln2"
