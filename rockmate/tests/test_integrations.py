@@ -15,23 +15,11 @@ from torch import Tensor, nn
 
 import rockmate
 from rockmate import BudgetFormatError, Rockmate, RockmateError
-from rockmate.testing.nets import hugging_face_gpt2, tokens
+from rockmate.testing.nets import hugging_face_gpt2
+from rockmate.testing.texts import Texts
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainers themselves
 BUDGET = 0.8
-
-
-class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """18 sequences: the last batch of an epoch is smaller."""
-
-    def __init__(self) -> None:
-        self.ids, _ = tokens(18, 16, 90)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
 def correct(predicted: Any) -> dict[str, float]:
@@ -60,8 +48,8 @@ def trainer_of(model: nn.Module | None, folder: Path, callbacks: list[Any], **ch
     return transformers.Trainer(
         model=model,
         args=transformers.TrainingArguments(output_dir=str(folder), **given),
-        train_dataset=Texts(),
-        eval_dataset=torch.utils.data.Subset(Texts(), range(6)),
+        train_dataset=Texts(18, 16),
+        eval_dataset=torch.utils.data.Subset(Texts(18, 16), range(6)),
         compute_metrics=correct,
         callbacks=callbacks,
         model_init=init,
@@ -158,7 +146,9 @@ def test_supervised_fine_tuning_of_trl(tmp_path: Path) -> None:
     import datasets
     import transformers
 
-    rows = datasets.Dataset.from_list([{"input_ids": Texts().ids[k].tolist()} for k in range(8)])
+    rows = datasets.Dataset.from_list(
+        [{"input_ids": Texts(18, 16).ids[k].tolist()} for k in range(8)]
+    )
     models = []
     for callbacks in ([callback()], []):
         tokenizer = transformers.PreTrainedTokenizerFast(
@@ -201,7 +191,7 @@ def test_a_loop_of_accelerate(mixed_precision: str) -> None:
         if budget is not None:
             rockmate.apply(model, budget=budget, cost="flops")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        loader = torch.utils.data.DataLoader(Texts(), batch_size=4)
+        loader = torch.utils.data.DataLoader(Texts(18, 16), batch_size=4)
         prepared, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         torch.manual_seed(1)
         for batch in loader:
@@ -244,7 +234,7 @@ def fit(folder: Path, callbacks: list[Any], **changes: Any) -> tuple[Any, list[f
         enable_model_summary=False, default_root_dir=folder, val_check_interval=2,
         limit_val_batches=2, callbacks=callbacks, **changes,
     )  # fmt: skip
-    loader = torch.utils.data.DataLoader(Texts(), batch_size=4)
+    loader = torch.utils.data.DataLoader(Texts(18, 16), batch_size=4)
     task = Task()
     trainer.fit(task, loader, loader)
     trainer.save_checkpoint(folder / "last.ckpt")

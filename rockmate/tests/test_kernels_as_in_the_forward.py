@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,17 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rkgb import SideEffectError
 from rockmate import InfeasibleBudgetError, Rockmate
+from rockmate.testing.kernels import without_onednn
 from rockmate.testing.nets import eager_copy
-
-
-@contextlib.contextmanager
-def without_onednn() -> Iterator[None]:
-    """As `torch.backends.mkldnn.flags`, which warns about GPUs that are not there."""
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(True)
 
 
 def planned(model: nn.Module, sample: Any, budget: float | int) -> Rockmate:

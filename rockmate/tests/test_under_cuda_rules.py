@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from rockmate import InfeasibleBudgetError, Rockmate
 from rockmate.pipeline import Planned
 from rockmate.pipeline.self_test import self_test
 from rockmate.schedules.simulate import simulate
+from rockmate.testing.kernels import without_onednn
 from rockmate.testing.nets import (
     assert_trains_like,
     eager_copy,
@@ -271,16 +270,6 @@ def test_deterministic_algorithms_are_compared_bit_by_bit() -> None:
 
 
 # ---------------------------------------------------------------------- kernels as in the forward
-
-
-@contextlib.contextmanager
-def without_onednn() -> Iterator[None]:
-    """As `torch.backends.mkldnn.flags`, which warns about GPUs that are not there."""
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(True)
 
 
 @pytest.mark.parametrize("settable", [True, False])

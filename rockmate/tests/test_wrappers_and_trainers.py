@@ -21,6 +21,7 @@ from rockmate.testing.nets import (
     tokens,
 )
 from rockmate.testing.processes import run_in_processes
+from rockmate.testing.texts import Texts
 from rockmate.testing.wrapping import wrap
 
 
@@ -158,19 +159,6 @@ def test_two_processes_agree_with_eager(work: str) -> None:
 # ---------------------------------------------------------------------- trainers
 
 
-class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """42 sequences: the last batch of an epoch is smaller."""
-
-    def __init__(self) -> None:
-        self.ids, _ = tokens(42, 24, 90)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
-
-
 def assert_ends_as_eager(train: Callable[[nn.Module], None]) -> Rockmate:
     """Train a GPT-2 and its wrapped equal; return the latter."""
     pytest.importorskip("transformers", reason="transformers is a test extra")
@@ -194,7 +182,7 @@ def test_hugging_face_trainer() -> None:
                 output_dir=folder, max_steps=12, per_device_train_batch_size=4, report_to=[],
                 save_strategy="no", seed=3, use_cpu=True, disable_tqdm=True,
             )  # fmt: skip
-            transformers.Trainer(model=model, args=arguments, train_dataset=Texts()).train()
+            transformers.Trainer(model=model, args=arguments, train_dataset=Texts(42, 24)).train()
 
     wrapped = assert_ends_as_eager(train)
     assert len(wrapped.plans) > 1, "the smaller last batch must have been planned"
@@ -209,7 +197,7 @@ def test_accelerate(precision: str) -> None:
     def train(model: nn.Module) -> None:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
-        loader = torch.utils.data.DataLoader(Texts(), batch_size=4)
+        loader = torch.utils.data.DataLoader(Texts(42, 24), batch_size=4)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         torch.manual_seed(1)
@@ -248,7 +236,7 @@ def test_lightning(tmp_path: Path) -> None:
             enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
             val_check_interval=4, limit_val_batches=2,
         )  # fmt: skip
-        loader = torch.utils.data.DataLoader(Texts(), batch_size=4)
+        loader = torch.utils.data.DataLoader(Texts(42, 24), batch_size=4)
         trainer.fit(Task(model), loader, loader)
 
     assert_ends_as_eager(train)

@@ -17,7 +17,7 @@ from rkgb.elements.op import Op
 from rkgb.elements.sample import Sample
 from rkgb.graphs.anonymize import equivalence_classes, node_key
 from rkgb.graphs.basic import external_values
-from rkgb.graphs.simplified import SimplifiedGraph
+from rkgb.graphs.simplified import SimplifiedGraph, operations
 
 
 @runtime_checkable
@@ -60,8 +60,7 @@ def inspect_model(
         ValueError: `cost` is unknown.
     """
     began = time.perf_counter()
-    ops = [op for node in sg.nodes for op in (*node.ops, *node.backward)]
-    costs = _costs(sg, model, ops, inputs, kwargs, cost)
+    costs = _costs(sg, model, operations(sg), inputs, kwargs, cost)
     keys = [node_key(sg, node) for node in sg.nodes]
     return Inspection(
         facts=node_facts(sg, costs),
