@@ -7,14 +7,22 @@ very network: the fewest FLOPs of any peer (activation checkpointing in all form
 checkpointing, torch.compile with a memory budget) whose real peak is within the budget.
 
     $ python -m planning.flops_by_budget [--effort best] [--budgets 57 100]
+    $ python -m planning.flops_by_budget --cost measured --busy
+
+The second plans by measured times while every core is kept busy by other processes: are plans worse
+than those that a quiet machine leads to?
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import os
+import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -42,13 +50,35 @@ def step_flops(model: nn.Module, sample: tuple[Tensor, Tensor]) -> int:
     return int(counter.get_total_flops())
 
 
+@contextlib.contextmanager
+def busy_cores() -> Iterator[None]:
+    """Keep every core busy with another program."""
+    spin = "while True: sum(i * i for i in range(10000))"
+    count = os.cpu_count() or 1
+    others = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
 def main() -> int:
     """Print the table, write it as CSV, and fail when a measured peak is above its budget."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--effort", default="fast")
+    parser.add_argument("--cost", default="flops", choices=("flops", "measured"))
+    parser.add_argument("--busy", action="store_true", help="while other processes use every core")
     parser.add_argument("--budgets", type=int, nargs="*", default=list(PEERS))
     parser.add_argument("--out", type=Path, default=meter.RESULTS / "latest/flops_by_budget.csv")
     options = parser.parse_args()
+    with busy_cores() if options.busy else contextlib.nullcontext():
+        return measure(options)
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Plan and run every budget; return what the process is to end with."""
     torch.manual_seed(0)
     model = GPT().train()
     ids = torch.randint(0, 1024, (8, 256))
@@ -62,7 +92,10 @@ def main() -> int:
     for budget in options.budgets:
         try:
             rk = Rockmate(
-                model, sample, budget * MIB, cost="flops", effort=options.effort, cache=False
+                *(model, sample, budget * MIB),
+                cost=options.cost,
+                effort=options.effort,
+                cache=False,
             )
         except InfeasibleBudgetError as error:
             print(f"{budget:10} | infeasible; smallest {error.minimum_bytes / MIB:.2f} MiB")
@@ -83,6 +116,7 @@ def main() -> int:
                 "recomputed_nodes": sum(count > 1 for count in runs.values()),
                 "planner": rk.plan.planner,
                 "effort": options.effort,
+                "cost": options.cost + (", busy" if options.busy else ""),
                 **environment,
             }
         )
