@@ -262,55 +262,38 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
             repeats = max(5, 3000 // stages)
             nominal = SLOTS * stages**3 / 6
             run, wide = run_rotor([one, ten], SLOTS, repeats)
-            seconds, table = run.cpu_seconds, run.table
+            seconds = run.cpu_seconds
             rows.append(
                 {
-                    "implementation": "rotor",
-                    "stages": stages,
-                    "options": 1,
-                    "slots": SLOTS,
-                    "cpu_ms": round(1e3 * seconds, 2),
+                    **row_of("rotor", stages, 1, run),
                     "nominal_updates_per_s": f"{nominal / seconds:.3g}",
-                    "updates_per_s": f"{table.updates / seconds:.3g}",
-                    "table_bytes": table.table_bytes,
-                    "bound_bytes": 2 * stages**2 * SLOTS,
                     "makespan_ms": round(run.makespan_ms, 3),
                 }
             )
-            rows.append(
-                {
-                    "implementation": "rotor",
-                    "stages": stages,
-                    "options": 10,
-                    "slots": SLOTS,
-                    "cpu_ms": round(1e3 * wide.cpu_seconds, 2),
-                    "updates_per_s": f"{wide.table.updates / wide.cpu_seconds:.3g}",
-                    "table_bytes": wide.table.table_bytes,
-                    "bound_bytes": 2 * stages**2 * SLOTS,
-                    "against_one_option": round(wide.cpu_seconds / seconds, 3),
-                }
-            )
+            beside = {"against_one_option": round(wide.cpu_seconds / seconds, 3)}
+            rows.append(row_of("rotor", stages, 10, wide) | beside)
             for outermost in (False, True):
                 rows.append(textbook_row(library, one, run, outermost, arguments.full))
     stages = 200 if arguments.smoke else 1000
     chain = in_slots(make_chain(stages, 1, arguments.seed, identical=True), SLOTS)
     (run,) = run_rotor([chain], SLOTS, 5)
-    seconds, table = run.cpu_seconds, run.table
-    rows.append(
-        {
-            "implementation": "rotor, identical stages",
-            "stages": stages,
-            "options": 1,
-            "slots": SLOTS,
-            "cpu_ms": round(1e3 * seconds, 2),
-            "updates_per_s": f"{table.updates / seconds:.3g}",
-            "table_bytes": table.table_bytes,
-            "bound_bytes": 2 * stages**2 * SLOTS,
-            "makespan_ms": round(run.makespan_ms, 3),
-            "cells": table.cell_count,
-        }
-    )
+    found = {"makespan_ms": round(run.makespan_ms, 3), "cells": run.table.cell_count}
+    rows.append(row_of("rotor, identical stages", stages, 1, run) | found)
     return rows
+
+
+def row_of(implementation: str, stages: int, options: int, run: Run) -> dict[str, object]:
+    """Return what every run of rotor has in its row."""
+    return {
+        "implementation": implementation,
+        "stages": stages,
+        "options": options,
+        "slots": SLOTS,
+        "cpu_ms": round(1e3 * run.cpu_seconds, 2),
+        "updates_per_s": f"{run.table.updates / run.cpu_seconds:.3g}",
+        "table_bytes": run.table.table_bytes,
+        "bound_bytes": 2 * stages**2 * SLOTS,
+    }
 
 
 def textbook_row(
