@@ -16,8 +16,10 @@ from torch.utils import _pytree as pytree
 
 import rkgb
 from rkgb.costs import measure as measuring
-from rkgb.costs.measure import Measured, Timing, measure
+from rkgb.costs import rounds
+from rkgb.costs.measure import Measured, measure
 from rkgb.costs.op_costs import FlopCost, op_key
+from rkgb.costs.rounds import Timing
 from rkgb.device import cpu
 from rkgb.elements.op import Op
 from rkgb.elements.sample import bind_inputs
@@ -38,20 +40,28 @@ class NoisyMachine:
         *,
         jitter: float = 0.02,
         stalls: float = 0.1,
+        tells_own_time: bool = False,
     ) -> None:
+        self.tells_own_time = tells_own_time
         self.time_ms, self.jitter, self.stalls = time_ms, jitter, stalls
         self.source = random.Random(seed)
-        self.now_s = 0.0
+        self.now_s = self.own_s = 0.0
+        self.threads: set[int] = set()
         self.calls: dict[str, int] = {}
         self.slow_until = 0  # calls of a slow phase: every one takes longer
 
     def perf_counter(self) -> float:
         return self.now_s
 
+    def thread_time(self) -> float:
+        return self.own_s if self.tells_own_time else self.now_s
+
     def choose_callee(self, op: Op, arguments: Callable[[], Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> None:
             self.calls[op.name] = self.calls.get(op.name, 0) + 1
             factor = 1 + self.source.uniform(0, self.jitter)
+            self.own_s += factor * self.time_ms(op) / 1e3
+            self.threads.add(torch.get_num_threads())
             if self.source.random() < self.stalls:
                 factor *= self.source.uniform(2, 20)
             if sum(self.calls.values()) <= self.slow_until:
@@ -64,7 +74,7 @@ class NoisyMachine:
         self, monkeypatch: pytest.MonkeyPatch, name: str, timing: Timing | None = None
     ) -> tuple[BasicGraph, Sequence[Op], Measured]:
         """Measure every operation of an example on this machine."""
-        set_clock(monkeypatch, self.perf_counter)
+        set_clock(monkeypatch, self.perf_counter, self.thread_time)
         monkeypatch.setattr(measuring, "choose_callee", self.choose_callee)
         monkeypatch.setattr(measuring, "_workspaces", lambda benches, *_: dict.fromkeys(benches, 0))
         model, sample = example(name)
@@ -74,10 +84,15 @@ class NoisyMachine:
         return basic, ops, measure(basic, ops, external_values(basic, model, leaves), timing=timing)
 
 
-def set_clock(monkeypatch: pytest.MonkeyPatch, perf_counter: Callable[[], float]) -> None:
+def set_clock(
+    monkeypatch: pytest.MonkeyPatch,
+    perf_counter: Callable[[], float],
+    thread_time: Callable[[], float] | None = None,
+) -> None:
     """Let measuring, and the device that it measures on, read another clock."""
-    for module in (measuring, cpu):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=perf_counter))
+    clock = SimpleNamespace(perf_counter=perf_counter, thread_time=thread_time or perf_counter)
+    for module in (rounds, cpu):
+        monkeypatch.setattr(module, "time", clock)
 
 
 def of_its_name(op: Op) -> float:
@@ -113,6 +128,32 @@ def test_a_slow_phase_of_the_machine_is_outlived(monkeypatch: pytest.MonkeyPatch
     for op in ops:
         assert found.costs[op_key(op, basic.infos)].time_ms == pytest.approx(of_its_name(op))
     assert found.spread == pytest.approx(0.0)
+
+
+def test_where_others_have_the_cores_the_own_time_of_one_thread_counts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nine calls of ten stall: the least of a few is far from the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        machine = NoisyMachine(of_its_name, jitter=0.0, stalls=0.9, tells_own_time=True)
+        with caplog.at_level(logging.INFO, logger="rkgb"):
+            basic, ops, found = machine.measured(monkeypatch, "residual")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert machine.threads == {1, 2}
+    assert "other programs use this machine" in caplog.text
+    for op in ops:
+        assert found.costs[op_key(op, basic.infos)].time_ms == pytest.approx(of_its_name(op))
+    assert found.spread == pytest.approx(0.0)
+
+
+def test_a_quiet_machine_keeps_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = NoisyMachine(of_its_name, stalls=0.005, tells_own_time=True)
+    machine.measured(monkeypatch, "residual")
+    assert machine.threads == {torch.get_num_threads()}
 
 
 def test_a_quiet_machine_is_measured_briefly_and_a_restless_one_not_for_ever(

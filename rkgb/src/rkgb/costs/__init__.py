@@ -1,16 +1,17 @@
 """What operations and nodes cost: time, FLOPs, workspace, and from them the peaks of every part.
 
 Gets a simplified graph and the module's tensors; gives the facts of each node, and K. Read
-op_costs.py (one kind of operation), measure.py (how it is measured), node_facts.py (sums and exact
-memory of every node), inspection.py (all of it for a module), forward_backward.py (K), then
-recorded_costs.py (costs in a file).
+op_costs.py (one kind of operation), measure.py and rounds.py (how it is measured), node_facts.py
+(sums and exact memory of every node), inspection.py (all of it for a module), forward_backward.py
+(K), then recorded_costs.py (costs in a file).
 """
 
 from rkgb.costs.foreseen import Foreseen, foresee
-from rkgb.costs.measure import Measured, Timing, choose_callees
+from rkgb.costs.measure import Measured, choose_callees
 from rkgb.costs.node_facts import Cost, NodeFacts
 from rkgb.costs.op_costs import FlopCost, OpCost, cost_of_piece, op_key
 from rkgb.costs.plain_step import plain_peak_bytes
+from rkgb.costs.rounds import Timing
 from rkgb.costs.scaled import measure_resized
 
 __all__ = [

@@ -1,17 +1,15 @@
 """Measure every kind of operation: its time in interleaved rounds, its workspace, how to call it.
 
 Each kind runs alone on stand-ins of the recorded shapes and strides (parameters, buffers and inputs
-are the real ones), so no network is too large. A busy machine only ever makes a call slower, so the
-least of several rounds is the time; what two rounds agree on is not measured again.
+are the real ones), so no network is too large.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,35 +24,19 @@ from rkgb.costs.op_costs import (
     made_bytes,
     op_key,
 )
-from rkgb.device.base import CallTime, Device
+from rkgb.costs.rounds import Bench, Timing, rounds
+from rkgb.device.base import CallTime
 from rkgb.device.chosen import device_of
 from rkgb.device.memory import trace_memory
 from rkgb.device.rng import RngState
 from rkgb.elements.compiled_call import CompiledCall
-from rkgb.elements.op import Op, map_refs
+from rkgb.elements.op import Op
 from rkgb.graphs.basic import BasicGraph
 from rkgb.run.bindings import choose_callee
-from rkgb.run.stand_ins import StandIns
 from rkgb.torch_api.torch_private import set_grad_mode, straight_to_kernels
 
 _log = logging.getLogger("rkgb")
 _NOTHING = CallTime(0.0, 0.0)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """When the rounds of measuring end.
-
-    Every kind is visited in the first rounds. A kind is sure when its two least visits agree; only
-    the others are visited again.
-    """
-
-    min_rounds: int = 3
-    max_rounds: int = 12
-    visit_ms: float = 0.3  # a kind is called again within a visit until it has run so long
-    most_calls: int = 8
-    tolerance: float = 0.05  # two visits agree that differ by no more
-    patience_ms: float = 2500.0  # then what is not sure stays so: planning cannot wait for silence
 
 
 @dataclass(frozen=True)
@@ -72,32 +54,6 @@ class Measured:
     def is_launch_bound(self) -> bool:
         """Whether the device waits for the host; times are then the larger of the two."""
         return self.host_ms > self.device_ms
-
-
-@dataclass
-class _Bench:
-    """One kind of operation, ready to be called."""
-
-    op: Op
-    basic: BasicGraph
-    external: Mapping[str, Tensor]
-    grad_mode: bool  # on in a forward, off in a backward: some kernels are chosen by it
-    chosen: Mapping[str, int]  # how many elements of a mask are true, where that decides sizes
-    random: bool  # fill floating point with any numbers; with one number, which is faster, if not
-    written: frozenset[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.written = frozenset(self.op.writes)
-
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return fresh arguments for one call."""
-        basic = self.basic
-        found = StandIns(
-            *(basic.infos, basic.device, self.external, self.written, self.chosen),
-            random=self.random,
-        )
-        value = found.__getitem__
-        return map_refs(self.op.args, value), map_refs(dict(self.op.kwargs), value)
 
 
 def measure(
@@ -132,7 +88,7 @@ def measure(
             workspace = _workspaces(benches, callees, basic, known_ways)
             unsteady = _unsteady(benches, callees) if device.is_asynchronous else frozenset()
             least, spread = (
-                _rounds(benches, callees, device, timing or Timing())
+                rounds(benches, callees, device, timing or Timing())
                 if times
                 else (dict.fromkeys(kinds, _NOTHING), 0.0)
             )
@@ -169,11 +125,11 @@ def choose_callees(
 
 def _benches(
     basic: BasicGraph, kinds: Mapping[str, Op], external: Mapping[str, Tensor], random: bool
-) -> dict[str, _Bench]:
+) -> dict[str, Bench]:
     forward = {op.name for op in basic.ops}
     chosen = _true_elements(basic)
     return {
-        key: _Bench(op, basic, external, op.name in forward, chosen, random)
+        key: Bench(op, basic, external, op.name in forward, chosen, random)
         for key, op in kinds.items()
     }
 
@@ -198,7 +154,7 @@ def _true_elements(basic: BasicGraph) -> dict[str, int]:
 
 
 def _workspaces(
-    benches: Mapping[str, _Bench],
+    benches: Mapping[str, Bench],
     callees: Mapping[str, Callable[..., Any]],
     basic: BasicGraph,
     ran: Collection[str],
@@ -250,7 +206,7 @@ def _call_once(
 
 
 def _unsteady(
-    benches: Mapping[str, _Bench], callees: Mapping[str, Callable[..., Any]]
+    benches: Mapping[str, Bench], callees: Mapping[str, Callable[..., Any]]
 ) -> frozenset[str]:
     """Return the kinds that give other bits for equal arguments: sums by atomics, mostly."""
     found = set()
@@ -272,57 +228,3 @@ def _same_bits(first: Any, second: Any) -> bool:
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return True
     return torch.equal(first, second) or bool(((first == second) | (first != first)).all())
-
-
-def _rounds(
-    benches: Mapping[str, _Bench],
-    callees: Mapping[str, Callable[..., Any]],
-    device: Device,
-    timing: Timing,
-) -> tuple[dict[str, CallTime], float]:
-    least = dict.fromkeys(benches, float("inf"))
-    host = dict.fromkeys(benches, float("inf"))
-    second = dict.fromkeys(benches, float("inf"))
-    unsure = list(benches)
-    began = time.perf_counter()
-    for turn in range(timing.max_rounds):
-        for key in unsure:
-            visit = _visit(benches[key], callees[key], device, timing)
-            took, host[key] = visit.device_ms, min(host[key], visit.host_ms)
-            second[key] = min(second[key], max(least[key], took))
-            least[key] = min(least[key], took)
-        if turn + 1 < timing.min_rounds:
-            continue
-        unsure = [key for key in unsure if second[key] > least[key] * (1 + timing.tolerance)]
-        late = (time.perf_counter() - began) * 1e3 > timing.patience_ms
-        if not unsure or late:
-            break
-    total = sum(least.values())
-    known = timing.max_rounds > 1 and total
-    spread = (sum(second.values()) - total) / total if known else 0.0
-    _log.debug(
-        "%d kinds of operation, %d of them not sure, times sure to %.1f %%",
-        len(benches),
-        len(unsure),
-        100 * spread,
-    )
-    return {key: CallTime(least[key], host[key]) for key in benches}, spread
-
-
-def _visit(bench: _Bench, callee: Callable[..., Any], device: Device, timing: Timing) -> CallTime:
-    args, kwargs = bench.arguments()
-    least = host = spent = float("inf")
-    for turn in range(timing.most_calls):
-        if bench.written and turn:
-            args, kwargs = bench.arguments()
-        set_grad_mode(bench.grad_mode)
-        took = device.time(partial(callee, *args, **kwargs))
-        set_grad_mode(False)
-        if turn == 0:
-            spent = 0.0  # the first call of a visit warms the caches
-        else:
-            least, host = min(least, took.device_ms), min(host, took.host_ms)
-        spent += took.device_ms
-        if turn and spent > timing.visit_ms:
-            break
-    return CallTime(least, host)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ class CallTime:
 
     device_ms: float
     host_ms: float
+    waited_ms: float = 0.0  # for a core that another program had, as far as that is known
 
 
 class Device(ABC):
@@ -48,6 +50,10 @@ class Device(ABC):
     @abstractmethod
     def time(self, call: Callable[[], object]) -> CallTime:
         """Return what a call takes of the device and of the host."""
+
+    def counting_own_time(self) -> AbstractContextManager[None]:
+        """Let `time` tell, inside, what a call takes by itself where other programs compute."""
+        return nullcontext()
 
     @property
     @abstractmethod

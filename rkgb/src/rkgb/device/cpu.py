@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from rkgb.device.trace import MemoryTrace, Span
 
 class Cpu(Device):
     """The CPU of this machine."""
+
+    _counts_own_time = False
 
     @property
     def name(self) -> str:
@@ -31,10 +34,25 @@ class Cpu(Device):
         return trace_by_profiler(run)
 
     def time(self, call: Callable[[], object]) -> CallTime:
-        began = time.perf_counter()
+        began, own_began = time.perf_counter(), time.thread_time()
         call()
         took_ms = (time.perf_counter() - began) * 1e3
-        return CallTime(took_ms, took_ms)
+        own_ms = (time.thread_time() - own_began) * 1e3
+        if self._counts_own_time:
+            return CallTime(own_ms, own_ms)
+        return CallTime(took_ms, took_ms, max(0.0, took_ms - own_ms))
+
+    @contextlib.contextmanager
+    def counting_own_time(self) -> Iterator[None]:
+        # With several threads, the one that is watched waits, awake, for those without a core.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self._counts_own_time = True
+        try:
+            yield
+        finally:
+            self._counts_own_time = False
+            torch.set_num_threads(threads)
 
     def random_state(self) -> Tensor | None:
         return None
