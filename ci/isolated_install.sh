@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # Install one package from its wheel, with only what it declares, into a fresh environment, and run
-# its tests there. What works here works for a user who installs just that package.
+# its tests there. What works here works for a user who installs just that package. What follows the
+# name goes to pytest.
 #
-#   ci/isolated_install.sh ./rkgb
+#   ci/isolated_install.sh ./rkgb -m "not slow and not nightly"
 set -euo pipefail
 cd "$(dirname "$0")/.."
 package=$(basename "$1")
 case $package in
     rkgb | rotor | rockmate) ;;
-    *) echo "usage: $0 rkgb|rotor|rockmate" >&2 && exit 2 ;;
+    *) echo "usage: $0 rkgb|rotor|rockmate [options of pytest]" >&2 && exit 2 ;;
 esac
+shift
 python=${PYTHON:-python3}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -20,9 +22,11 @@ rm -rf ./*/build  # left-overs of earlier builds would go into the wheels
 wheel=$(find "$work/wheels" -name "${package/rotor/rk_rotor}-*.whl")
 "$work/venv/bin/python" -m pip install -q -c constraints.txt --find-links "$work/wheels" "$wheel[test]"
 "$work/venv/bin/python" -m pip check
-# A copy of the tests alone: the checkout's sources must not be importable.
+# A copy of the tests and of what they read: the checkout's sources must not be importable.
 mkdir "$work/$package"
-cp -r "$package/tests" "$work/$package/tests"
+for part in tests README.md pictures; do
+    if [ -e "$package/$part" ]; then cp -r "$package/$part" "$work/$package/"; fi
+done
 cp pyproject.toml conftest.py "$work/"
 cd "$work"
-"$work/venv/bin/python" -P -m pytest "$package/tests"
+"$work/venv/bin/python" -P -m pytest "$package/tests" "$@"

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import rkgb
 import rockmate
 from rkgb.capture import record_sizes
 from rkgb.engine import Sample, record
 from rkgb.errors import DataDependentError, TraceError
-from rockmate import InfeasibleBudgetError, UnknownChoiceError, UnsupportedModuleError
+from rockmate import (
+    InfeasibleBudgetError,
+    PlanFileError,
+    PlanMismatchError,
+    UnknownChoiceError,
+    UnsupportedModuleError,
+)
 from rockmate.pipeline import eager_peak_bytes
 from rockmate.testing.nets import hugging_face_gpt2, network
 from rockmate.testing.wrapping import wrap
@@ -31,10 +39,10 @@ def test_a_plain_step_takes_what_was_estimated(name: str) -> None:
 
 
 class Net(nn.Module):
-    def __init__(self, width: int = 16, **options: Any) -> None:
+    def __init__(self, width: int = 16, layers: int = 6) -> None:
         super().__init__()
-        layers = [nn.Linear(width, width, **options) for _ in range(6)]
-        self.body = nn.Sequential(*[nn.Sequential(a, nn.Tanh(), nn.Dropout(0.1)) for a in layers])
+        linear = [nn.Linear(width, width) for _ in range(layers)]
+        self.body = nn.Sequential(*[nn.Sequential(a, nn.Tanh(), nn.Dropout(0.1)) for a in linear])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x).square().mean()
@@ -146,6 +154,78 @@ def test_what_cannot_be_estimated_is_refused() -> None:
         rockmate.estimate(Net().requires_grad_(False), torch.randn(8, 16))
     with pytest.raises(TraceError, match=r"reduction dim|mat1"):
         rockmate.estimate(Net(), torch.randn(8, 15), device="cpu")
+
+
+# ---------------------------------------------------------------- recorded costs
+
+
+@pytest.fixture(scope="module")
+def measured() -> rockmate.Rockmate:
+    return rockmate.Rockmate(Net(layers=3), torch.randn(64, 16), "1MiB", self_test=False)
+
+
+def _costs_in(folder: Path, kind: str, measured: rockmate.Rockmate) -> Any:
+    """Return what was measured as `cost=` takes it."""
+    measured.save_plan(folder / "net.plan.json")
+    if kind == "path of plans":
+        return folder / "net.plan.json"
+    if kind == "plans":
+        return measured.plan_file()
+    costs = rkgb.make_all_graphs(Net(layers=3), torch.randn(64, 16)).costs
+    costs.save(folder / "costs.json")
+    return costs if kind == "costs" else str(folder / "costs.json")
+
+
+@pytest.mark.parametrize("kind", ["path of plans", "plans", "costs", "path of costs"])
+def test_times_are_those_that_were_recorded(
+    kind: str, tmp_path: Path, measured: rockmate.Rockmate
+) -> None:
+    cost = _costs_in(tmp_path, kind, measured)
+    with torch.device("meta"):
+        model, sample = Net(layers=3), torch.randn(64, 16)
+    found = rockmate.estimate(model, sample, device="cpu", points=1, cost=cost)
+    plain = rockmate.estimate(model, sample, device="cpu", points=1)
+    if "plans" in kind:
+        assert found.problem == measured.plan.problem
+        assert found.step_ms == measured.plan.base_time_ms
+    times = [node.fwd_time_ms for node in found.problem.nodes]
+    assert times != [node.fwd_time_ms for node in plain.problem.nodes]
+    assert found.activations_bytes == plain.activations_bytes
+    assert found.at(0.7).overhead > 0
+    assert "milliseconds recorded on cpu" in str(found)
+    assert "of a plain step" in str(found)
+    assert found.to_dict()["step_ms"] == found.step_ms
+    assert plain.to_dict()["step_ms"] is None
+
+
+def test_costs_of_something_else_are_refused(tmp_path: Path, measured: rockmate.Rockmate) -> None:
+    cost = _costs_in(tmp_path, "path of plans", measured)
+    with pytest.raises(PlanMismatchError, match=r"none for 'addmm' \(body\.0\.0, .* more"):
+        rockmate.estimate(Net(layers=3), torch.randn(65, 16), device="cpu", cost=cost)
+    nothing = rkgb.RecordedCosts({}, "cpu", "2.13")
+    with pytest.raises(PlanMismatchError, match=r"recorded on cpu with torch 2.13\) have none"):
+        rockmate.estimate(Net(layers=3), torch.randn(64, 16), device="cpu", cost=nothing)
+    for asked in ("time", tmp_path / "none.json", 3):
+        with pytest.raises(UnknownChoiceError, match="choose flops, or a file"):
+            rockmate.estimate(Net(layers=3), torch.randn(64, 16), device="cpu", cost=asked)
+    junk = tmp_path / "junk.json"
+    for text in ("", "[1]", '{"format": "rkgb costs 2", "costs": 3}', "\ud800", "3"):
+        junk.write_bytes(text.encode(errors="surrogatepass"))
+        with pytest.raises((rkgb.InvalidGraphError, PlanFileError), match=r"no recording|cannot"):
+            rockmate.estimate(Net(layers=3), torch.randn(64, 16), device="cpu", cost=junk)
+
+
+def test_a_few_operations_may_lack_a_cost() -> None:
+    model, sample = Net(512, 3), torch.randn(512, 512)
+    whole = rkgb.make_all_graphs(model, sample, cost="flops").costs
+    heavy = {key: cost for key, cost in whole.costs.items() if cost.flops}
+    few = rkgb.RecordedCosts(heavy, "cpu", "2.13")
+    found = rockmate.estimate(model, sample, device="cpu", cost=few)
+    assert found.sizes.missing
+    assert "no cost was recorded for" in found.notes[-1]
+    said = rockmate.estimate(model, sample, device="cpu", cost=whole)
+    assert not said.sizes.missing
+    assert found.step_ms == pytest.approx(said.step_ms, rel=0.1)
 
 
 # ---------------------------------------------------------------------- batches

@@ -13,8 +13,6 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def missing(names: list[str]) -> list[str]:
-    if not README.exists():  # an isolated run has the tests only
-        return []
     text = README.read_text(encoding="utf-8")
     return [name for name in names if name not in text]
 

@@ -6,7 +6,7 @@ op_costs.py (one kind of operation), measure.py and rounds.py (how it is measure
 (K), then recorded_costs.py (costs in a file).
 """
 
-from rkgb.costs.foreseen import Foreseen, foresee
+from rkgb.costs.foreseen import Foreseen, foresee, foresee_as_recorded
 from rkgb.costs.measure import Measured, choose_callees
 from rkgb.costs.node_facts import Cost, NodeFacts
 from rkgb.costs.op_costs import FlopCost, OpCost, cost_of_piece, op_key
@@ -25,6 +25,7 @@ __all__ = [
     "choose_callees",
     "cost_of_piece",
     "foresee",
+    "foresee_as_recorded",
     "measure_resized",
     "op_key",
     "plain_peak_bytes",

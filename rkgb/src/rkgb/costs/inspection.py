@@ -12,7 +12,7 @@ from torch import nn
 
 from rkgb.costs.measure import measure
 from rkgb.costs.node_facts import NodeFacts, node_facts
-from rkgb.costs.op_costs import FlopCost, OpCost, kinds_of
+from rkgb.costs.op_costs import FlopCost, OpCost, kinds_of, named
 from rkgb.elements.op import Op
 from rkgb.elements.sample import Sample
 from rkgb.graphs.anonymize import equivalence_classes, node_key
@@ -81,10 +81,7 @@ def _costs(
 ) -> Mapping[str, OpCost]:
     basic = sg.dataflow.basic
     if isinstance(cost, KnownCosts):
-        return {
-            key: cost.lookup(key, f"'{op.target_name}' ({op.module_path or 'root'}, {op.source})")
-            for key, op in kinds_of(basic, ops).items()
-        }
+        return {key: cost.lookup(key, named(op)) for key, op in kinds_of(basic, ops).items()}
     if cost not in ("measured", "flops"):
         raise ValueError(
             f"cost {cost!r} was asked for; choose 'measured', 'flops', or RecordedCosts.load(path)."

@@ -60,6 +60,11 @@ def _name_of(target: Callable[..., Any]) -> str:
     return str(target)
 
 
+def named(op: Op) -> str:
+    """Return the words by which an error names an operation."""
+    return f"'{op.target_name}' ({op.module_path or 'root'}, {op.source})"
+
+
 def cost_of_piece(op: Op) -> OpCost | None:
     """Return what the trial runs of an opaque piece have shown; None for other operations."""
     if not isinstance(op.target, (RunPiece, RunPieceBackward)):

@@ -35,18 +35,22 @@ class RecordedCosts:
         costs = {_digest(key): cost for key, cost in inspection.costs.items()}
         return cls(costs, device_of(inspection.device).name, torch.__version__)
 
+    def find(self, key: str) -> OpCost | None:
+        """Return the cost of the kind with this key, or None."""
+        return self.costs.get(_digest(key))
+
     def lookup(self, key: str, where: str) -> OpCost:
         """Return the cost of the kind with this key; `where` names it in the error.
 
         Raises:
             InvalidGraphError: the recording has no such kind.
         """
-        found = self.costs.get(_digest(key))
+        found = self.find(key)
         if found is None:
             raise InvalidGraphError(
                 f"the recorded costs ({len(self.costs)} kinds of operation, {self.device}, torch "
                 f"{self.torch_version}) have none for {where}. Record them again with this model, "
-                "this sample and this version of rkgb, or choose cost='measured' or 'flops'."
+                "this sample and this version of rkgb, or choose another cost, such as 'flops'."
             )
         return found
 
@@ -63,11 +67,14 @@ class RecordedCosts:
         Raises:
             InvalidGraphError: the text is something else.
         """
-        rows = json.loads(text)
-        if not isinstance(rows, dict) or rows.get("format") != FORMAT:
-            raise InvalidGraphError(f"this is no recording of costs: expected format '{FORMAT}'.")
-        costs = {key: OpCost(**row) for key, row in rows["costs"].items()}
-        return cls(costs, rows["device"], rows["torch"])
+        try:
+            rows = json.loads(text)
+            if not isinstance(rows, dict) or rows.get("format") != FORMAT:
+                raise ValueError(f"its format is not '{FORMAT}'")
+            costs = {key: OpCost(**row) for key, row in rows["costs"].items()}
+            return cls(costs, rows["device"], rows["torch"])
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InvalidGraphError(f"this is no recording of costs: {error}.") from None
 
     def save(self, path: str | Path) -> None:
         """Write the costs into a file."""

@@ -35,6 +35,7 @@ def _estimate(chosen: argparse.Namespace) -> Result:
         optimizer=chosen.optimizer,
         device=chosen.device,
         points=chosen.points,
+        cost=chosen.cost,
     )
     return ("" if chosen.json else str(found)), found.to_dict()
 

@@ -27,6 +27,9 @@ def parser() -> argparse.ArgumentParser:
     estimate.add_argument("--device", help="where the step is to run: cpu, cuda:0")
     estimate.add_argument("--points", type=int, default=4, help="budgets on the curve")
     estimate.add_argument(
+        "--cost", default="flops", help="flops, or a file of plans or costs whose times count"
+    )
+    estimate.add_argument(
         "--meta", action="store_true", help="make the model on the device meta, without memory"
     )
 

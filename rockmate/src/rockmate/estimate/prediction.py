@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rockmate import planners
+from rockmate.estimate.recorded import Cost, recorded_costs
 from rockmate.estimate.sizes import Sizes, sizes_of
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import no_recomputation
@@ -40,7 +41,8 @@ class Estimate:
     """What training a model takes; printing it shows a table. All sizes in bytes.
 
     `activations_bytes` is the peak of a plain step above what is resident; budgets are counted
-    the same way. Extra time is counted in FLOPs.
+    the same way. Extra time is counted in FLOPs, or in milliseconds that were recorded; `times`
+    says which.
     """
 
     sizes: Sizes
@@ -48,6 +50,7 @@ class Estimate:
     optimizer: str
     device: str
     points: int
+    times: str = "FLOPs"
 
     @property
     def problem(self) -> Problem:
@@ -73,6 +76,11 @@ class Estimate:
     def activations_bytes(self) -> int:
         """Peak of a plain forward and backward, above what is resident."""
         return self.sizes.plain_bytes
+
+    @property
+    def step_ms(self) -> float | None:
+        """Time of the operations of a plain step, by recorded costs; None where FLOPs count."""
+        return None if self.times == "FLOPs" else self.problem.base_time_ms
 
     @cached_property
     def _enough_bytes(self) -> int:
@@ -121,12 +129,15 @@ class Estimate:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the figures take for granted, and where they may be off."""
-        found = ["extra time is counted in FLOPs; memory that libraries keep comes on top"]
+        found = [f"extra time is counted in {self.times}; memory that libraries keep comes on top"]
         if self.sizes.uncalled:
             names = ", ".join(self.sizes.uncalled[:6])
             found.append(
                 f"workspace of {names} is taken to be nothing: these are too large to be tried"
             )
+        if self.sizes.missing:
+            names = ", ".join(self.sizes.missing[:6])
+            found.append(f"no cost was recorded for {names}; its time is taken by FLOPs and bytes")
         return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
@@ -143,6 +154,8 @@ class Estimate:
             "activations_bytes": self.activations_bytes,
             "total_bytes": self.total_bytes,
             "smallest_budget_bytes": self.smallest_budget_bytes,
+            "times": self.times,
+            "step_ms": self.step_ms,
             "curve": [
                 {"budget_bytes": p.budget_bytes, "overhead": p.overhead, "bound": p.bound}
                 for p in self.curve
@@ -162,6 +175,8 @@ class Estimate:
         ]
         lines = [f"{self.model} on {self.device}, {len(self.problem.nodes)} operations"]
         lines += [f"  {name:<34}{format_bytes(size):>14}" for name, size in rows]
+        if self.step_ms is not None:
+            lines.append(f"  {'operations of a plain step':<34}{self.step_ms:>11.1f} ms")
         lines += ["  extra time over budget:", *(f"    {point}" for point in self.curve)]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
@@ -174,6 +189,7 @@ def estimate(
     optimizer: str = "adamw",
     device: torch.device | str | None = None,
     points: int = 4,
+    cost: Cost = "flops",
 ) -> Estimate:
     """Return what training `model` on `sample` will take, without running anything.
 
@@ -187,6 +203,9 @@ def estimate(
         optimizer: whose state is counted: "adamw", "sgd", "sgd-momentum", "lion", "none", …
         device: where the step is to run; it must exist here.
         points: how many budgets the curve shows below a plain step's peak.
+        cost: what extra time is counted in: "flops", or costs that were recorded for this call,
+            perhaps on another machine: the path of a file that `rk.save_plan` wrote, an
+            `rkgb.RecordedCosts`, or the path of one. They also say the workspace of every kernel.
 
     Example:
         >>> with torch.device("meta"):
@@ -197,11 +216,15 @@ def estimate(
     Raises:
         rkgb.DataDependentError: the forward looks at values, which are not there.
         rkgb.TraceError: the step cannot be recorded.
-        UnknownChoiceError: the optimizer is not known.
+        UnknownChoiceError: the optimizer or the cost is not known.
+        PlanMismatchError: the recorded costs are for another call.
+        PlanFileError, rkgb.InvalidGraphError: the file of costs cannot be read.
     """
     where = usual_device(device)
-    sizes = sizes_of(model, sample, kwargs, optimizer=optimizer, device=where)
-    return Estimate(sizes, type(model).__name__, optimizer, str(where), max(1, points))
+    recorded = recorded_costs(cost)
+    sizes = sizes_of(model, sample, kwargs, optimizer=optimizer, device=where, recorded=recorded)
+    times = "FLOPs" if recorded is None else recorded.words
+    return Estimate(sizes, type(model).__name__, optimizer, str(where), max(1, points), times)
 
 
 def usual_device(device: torch.device | str | None) -> torch.device:

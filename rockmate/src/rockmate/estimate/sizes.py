@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.capture import record_sizes
-from rkgb.costs import foresee, plain_peak_bytes
+from rkgb.costs import foresee, foresee_as_recorded, plain_peak_bytes
 from rkgb.elements import flatten
 from rkgb.engine import B_to_D, D_to_S, bind_inputs, node_facts, operations, runnable
 from rkgb.graphs import PLANNED_PASSES
 from rockmate.errors import UnknownChoiceError, UnsupportedModuleError
+from rockmate.estimate.recorded import Recorded
 from rockmate.pipeline.network_problem import problem_of
 from rockmate.problems.problem import Problem
 from rockmate.runtime.plain import plain
@@ -45,8 +46,9 @@ class Sizes:
     buffers_bytes: int
     inputs_bytes: int
     plain_bytes: int  # peak of a plain step above what is resident
-    problem: Problem  # times are FLOPs, in units of 10^9
+    problem: Problem  # times are FLOPs, in units of 10^9, unless costs were recorded
     uncalled: tuple[str, ...]  # operations whose workspace is not known
+    missing: tuple[str, ...] = ()  # operations without a recorded cost
 
     @property
     def resident_bytes(self) -> int:
@@ -77,12 +79,14 @@ def sizes_of(
     *,
     optimizer: str,
     device: torch.device,
+    recorded: Recorded | None = None,
 ) -> Sizes:
-    """Return what training `model` on `sample` holds on `device`.
+    """Return what training `model` on `sample` holds on `device`; costs may be `recorded`.
 
     Raises:
         UnknownChoiceError: the optimizer is not known.
         UnsupportedModuleError: nothing requires a gradient.
+        PlanMismatchError: the recorded costs are for another call.
         rkgb.TraceError: the step cannot be recorded without content; it says why and where.
     """
     check_optimizer(optimizer)
@@ -94,7 +98,12 @@ def sizes_of(
     with plain():
         step = record_sizes(model, sample, kwargs, device)
     graph = runnable(D_to_S(B_to_D(step.basic), passes=PLANNED_PASSES)).graph
-    foreseen = foresee(graph.dataflow.basic, operations(graph))
+    basic, ops = graph.dataflow.basic, operations(graph)
+    if recorded is None:
+        foreseen = foresee(basic, ops)
+    else:
+        foreseen = foresee_as_recorded(basic, ops, recorded.find, step.basic)
+        recorded.refuse(foreseen)
     problem = problem_of(graph, node_facts(graph, foreseen.costs), step.external)
     plain_bytes = plain_peak_bytes(step.basic, step.held_bytes, foreseen.costs, step.external)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -109,6 +118,7 @@ def sizes_of(
         plain_bytes=plain_bytes,
         problem=problem,
         uncalled=foreseen.uncalled,
+        missing=foreseen.missing,
     )
 
 

@@ -1,0 +1,96 @@
+"""Where the times of an estimate come from: FLOPs, or costs that were recorded elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from rkgb import RecordedCosts
+from rkgb.costs import Foreseen, OpCost
+from rockmate.errors import PlanFileError, PlanMismatchError, UnknownChoiceError
+from rockmate.files.plan_file import PlanFile
+from rockmate.pipeline.identity import kind_digest
+
+_MOST_MISSING = 0.1  # of the work of a step
+Cost = str | PathLike[str] | RecordedCosts | PlanFile
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Costs of another run: what they are, in words, and that of a kind of operation by its key."""
+
+    words: str
+    find: Callable[[str], OpCost | None]
+
+    def refuse(self, foreseen: Foreseen) -> None:
+        """Refuse a step of which the costs say too little.
+
+        Raises:
+            PlanMismatchError: the operations without costs do more than a tenth of the work;
+                `differences` are all of them.
+        """
+        missing = foreseen.missing
+        if foreseen.missing_share > _MOST_MISSING:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise PlanMismatchError(
+                f"the costs ({self.words}) have none for {', '.join(missing[:3])}{more}: they are "
+                "of another network, shape or device. Record costs of this call, or estimate with "
+                "cost='flops'",
+                missing,
+            )
+
+
+def _of_plans(file: PlanFile) -> Recorded:
+    costs = {digest: cost for saved in file.plans for digest, cost in saved.costs.items()}
+
+    def find(key: str) -> OpCost | None:
+        cost = costs.get(kind_digest(key))
+        return None if cost is None else OpCost(cost.time_ms, cost.flops, cost.workspace_bytes)
+
+    return Recorded(_told(file.made_with.get("device"), file.made_with.get("torch")), find)
+
+
+def recorded_costs(cost: Cost) -> Recorded | None:
+    """Return the costs that `cost` names, or None where FLOPs count.
+
+    Raises:
+        UnknownChoiceError: it is neither "flops" nor the path of a file.
+        PlanFileError: the file is damaged.
+        rkgb.InvalidGraphError: the file holds neither costs nor plans.
+    """
+    if cost == "flops":
+        return None
+    if isinstance(cost, (str, PathLike)):
+        cost = _read(Path(cost))
+    if isinstance(cost, PlanFile):
+        return _of_plans(cost)
+    if isinstance(cost, RecordedCosts):
+        return Recorded(_told(cost.device, cost.torch_version), cost.find)
+    raise _unknown(cost)
+
+
+def _told(device: object, version: object) -> str:
+    return f"milliseconds recorded on {device} with torch {version}"
+
+
+def _read(path: Path) -> PlanFile | RecordedCosts:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise _unknown(str(path)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanFileError(f"cannot read the costs in {str(path)!r}: {error}") from None
+    try:
+        is_of_plans = "rockmate_plans" in json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        is_of_plans = False
+    return PlanFile.from_json(text) if is_of_plans else RecordedCosts.from_json(text)
+
+
+def _unknown(asked: object) -> UnknownChoiceError:
+    return UnknownChoiceError(
+        "cost", asked, ["flops"], "a file that rk.save_plan or rkgb's RecordedCosts.save wrote"
+    )
