@@ -18,7 +18,7 @@ SOURCES := $(wildcard */pyproject.toml) $(CORE) rotor/setup.py constraints.txt M
 .DEFAULT_GOAL := help
 .PHONY: help install build format lint typecheck test test-all test-nightly test-changed test-rkgb test-rotor test-rockmate imports \
 	versions check isolated readme docs demo planning step bench bench-smoke bench-paper \
-	bench-solvers gpu gpu-paper oldest test-oldest figures dist clean
+	bench-solvers gpu gpu-paper oldest test-oldest figures core-wheels dist clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -85,7 +85,8 @@ versions: $(INSTALLED) ## one version everywhere, exact pins between the package
 	$(PY) ci/check_versions.py
 check: lint typecheck imports versions test-all ## all of the above: what CI runs
 isolated: $(INSTALLED) ## each package alone, from its wheel, with only what it declares
-	for package in $(PACKAGES); do ci/isolated_install.sh "$$package" || exit 1; done
+	for package in $(PACKAGES); do \
+	ci/isolated_install.sh "$$package" -m "not slow and not nightly" $(PYTEST_ARGS) || exit 1; done
 PAGES := $(wildcard docs/*.md docs/how-to/*.md)
 readme: $(INSTALLED) ## run the Python code of the READMEs and of the documentation
 	$(PY) ci/run_readme.py README.md rkgb/README.md rotor/README.md rockmate/README.md $(PAGES)
@@ -119,6 +120,10 @@ bench-solvers: $(INSTALLED) ## every solver on the recorded instances, some minu
 figures: $(INSTALLED) ## draw what was measured, and put the tables into the READMEs
 	$(PY) benchmarks/visualize.py
 	$(BENCH) -m reports.report
+# The core for each Python that is at hand; for all of them and portable: cibuildwheel (RELEASING.md).
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+core-wheels: ## the core of rotor built and tried with each Python that is at hand
+	ci/core_wheels.sh $(PYTHONS)
 dist: $(INSTALLED) ## wheels and sdists of the three packages in dist/, checked by twine
 	$(PY) -m pip install -q -c constraints.txt build twine
 	rm -rf dist */build
