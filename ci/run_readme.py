@@ -1,7 +1,8 @@
-"""Run the Python code blocks of READMEs and of the documentation: what they show keeps working.
+"""Run the code blocks of READMEs and of the documentation: what they show keeps working.
 
-The blocks of one file run in order, in one fresh interpreter: later blocks may use the names of
-earlier ones. A block right under the line `<!-- no-run: reason -->` is left out.
+The Python blocks of one file run in order, in one fresh interpreter: later blocks may use the names
+of earlier ones. Blocks of commands (`sh`) run between them, in the same folder. A block right under
+the line `<!-- no-run: reason -->` is left out.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ import tempfile
 from pathlib import Path
 
 CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMANDS = "import subprocess; subprocess.run(['bash', '-euc', {code!r}], check=True)"
 LEFT_OUT = re.compile(r"<!-- no-run: .+ -->\n\n?\Z")
 
 
 def code_blocks(text: str) -> list[tuple[int, str]]:
-    """Return (line number of the first line, code) of each Python block that is to be run."""
+    """Return (line number of the first line, Python code) of each block that is to be run."""
     return [
-        (text.count("\n", 0, block.start(1)) + 1, block[1])
+        (
+            text.count("\n", 0, block.start(2)) + 1,
+            block[2] if block[1] == "python" else COMMANDS.format(code=block[2]),
+        )
         for block in BLOCK.finditer(text)
         if not LEFT_OUT.search(text[: block.start()])
     ]
@@ -40,8 +45,9 @@ def run_blocks(path: Path) -> int:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "readme_blocks.py"  # a file: worker processes can import it
         script.write_text(program, encoding="utf-8")
-        # Pictures are written, not opened, and examples meant for a GPU run on the CPU.
-        env = {**os.environ, "MPLBACKEND": "agg"}
+        # Pictures are written, not opened; commands are those of this environment.
+        programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        env = {**os.environ, "MPLBACKEND": "agg", "PATH": programs}
         subprocess.run([sys.executable, str(script)], cwd=folder, env=env, check=True)
     return len(blocks)
 

@@ -109,7 +109,8 @@ def _moved(first: SavedPlan, second: SavedPlan) -> list[str]:
     """Say which operations run again another number of times in the second plan."""
     counts = [recompute_counts(saved.problem, saved.plan.steps) for saved in (first, second)]
     return [
-        f"{node.op or node.name} of {node.module_path or '(root)'}: {a} times, then {b}"
+        f"{node.op or node.name} of {node.module_path or '(root)'}: "
+        f"x{a} in the first, x{b} in the second"
         for node, a, b in zip(first.problem.nodes, *counts, strict=True)
         if a != b
     ]

@@ -21,6 +21,7 @@ from rockmate.settings import Budget, parse_budget
 
 # Above so many operations the curve is made by the fastest planner alone.
 _MOST_NODES = 400
+_NOTHING = 5e-4  # extra time that is not printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,12 @@ class Point:
     bound: float | None = None  # no plan can have less
 
     def __str__(self) -> str:
-        least = "" if self.bound is None else f" (no plan has less than {100 * self.bound:.1f} %)"
-        return f"{format_bytes(self.budget_bytes):>12}  {100 * self.overhead:6.1f} %{least}"
+        text = f"{format_bytes(self.budget_bytes):>12}  {100 * self.overhead:6.1f} %"
+        if self.overhead < _NOTHING or self.bound is None:
+            return text
+        if self.overhead - self.bound < _NOTHING:
+            return f"{text} (the least possible)"
+        return f"{text} (no plan has less than {100 * self.bound:.1f} %)"
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,10 @@ class Estimate:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the figures take for granted, and where they may be off."""
-        found = [f"extra time is counted in {self.times}; memory that libraries keep comes on top"]
+        found = [
+            f"extra time is counted in {self.times}",
+            "what libraries keep for themselves on the device (cuBLAS, cuDNN) comes on top",
+        ]
         if self.sizes.uncalled:
             names = ", ".join(self.sizes.uncalled[:6])
             found.append(
