@@ -16,7 +16,8 @@ from torch import nn
 import rockmate
 from rockmate import InfeasibleBudgetError, PlanSharingError, planners
 from rockmate.pipeline import network, share
-from rockmate.pipeline.share import Exchange
+from rockmate.pipeline.share import Exchange, SharedShelf
+from rockmate.pipeline.shelf import NoShelf
 from rockmate.testing.nets import assert_same_gradients, eager_copy
 from rockmate.testing.wrapping import wrap
 
@@ -73,23 +74,35 @@ def _two_ranks(rank: int, port: int) -> None:
         module(sample).sum().backward()
     assert_same_gradients(net, twin)
 
-    sizes = [sample, sample[:7]]
-    error = _raised(PlanSharingError, _net(), sizes[rank], 0.6)
-    assert "float32[64, 32] on rank 0, float32[7, 32] on rank 1" in str(error)
-    other = _net() if rank == 0 else nn.Sequential(_net(), nn.Tanh())
-    _raised(PlanSharingError, other, sample, 0.6)
     error = _raised(InfeasibleBudgetError, _net(), sample, 10)
     assert isinstance(error, InfeasibleBudgetError)
     assert _same_on_all(error.minimum_bytes)
     error = _raised(PlanSharingError, Fails(rank), sample, 0.6)
     assert "no data on this rank" in str(error)
+    given = "none.plan.json" if rank == 0 else None
+    error = _raised(PlanSharingError, _net(), sample, 0.6, plan=given)
+    assert "on rank 0 of 2: PlanFileError: cannot read" in str(error)
 
+    # Other shapes, another network (as in stages of a pipeline), another number of samples: each
+    # rank plans for itself, and trains exactly.
     planners.plan, network.measure = plan, measure
-    wrap(_net(), sizes[rank], "1MiB", share=False)  # each for itself
-    if rank == 0:  # and the other rank does not come
-        share.PATIENCE_S = 0.3
-        with pytest.raises(PlanSharingError, match="has waited 0 s for rank 1"):
-            wrap(_net(), sample, 0.6)
+    sizes = [sample, sample[:24]]
+    stages = [_net(), nn.Sequential(_net(), nn.Tanh())]
+    for net, given, more in (
+        (_net(), sizes[rank], []),
+        (stages[rank], sample, []),
+        (_net(), sample, [sample[:16]] * rank),
+        (_net(), sample, sizes[rank:]),
+    ):
+        twin = eager_copy(net)
+        ours = wrap(net, given, "1MiB", samples=more)
+        for module in (ours, twin):
+            torch.manual_seed(3)
+            module(given).sum().backward()
+        assert_same_gradients(net, twin)
+    if rank == 0:  # and the other rank does not come, nor is it waited for
+        share.COMING_S = 0.3
+        assert wrap(_net(), sample, "1MiB").plan.overhead == 0
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     sys.stdout.flush()
@@ -122,6 +135,31 @@ def test_rank_0_plans_for_both() -> None:
         assert process.returncode == 0, output
 
 
+def _shared(rank: int, store: Any) -> SharedShelf:
+    return SharedShelf(Exchange(rank, 4, store, "z/", patience_s=60.0), NoShelf())
+
+
+def test_who_has_the_same_step_follows_and_others_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(share, "_talks", lambda _: False)
+    monkeypatch.setattr(SharedShelf, "_key", lambda _, asked: asked)
+    monkeypatch.setattr(SharedShelf, "_planned_by", lambda _, owner, *__: owner)
+    store = torch.distributed.HashStore()
+    shelves = [_shared(rank, store) for rank in range(4)]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(shelves[1].find, "first stage")
+        assert not waiting.done(), "rank 0 comes first"
+        assert shelves[0].find("first stage") is None  # it plans
+        assert waiting.result() == 0
+    assert shelves[2].find("second stage") is None
+    assert shelves[3].find("second stage") == 2
+    assert [sorted(shelf._claimed) for shelf in shelves[:3:2]] == [
+        ["first stage"],
+        ["second stage"],
+    ]
+
+
 def test_the_first_failure_is_everybodys() -> None:
     store = torch.distributed.HashStore()
     ranks = [Exchange(rank, 3, store, "x/", patience_s=60.0) for rank in range(3)]
@@ -148,6 +186,6 @@ def test_words_arrive() -> None:
 
 def test_without_a_process_group_nothing_is_shared() -> None:
     shelf = object()
-    with share.sharing(shelf, True) as found:  # type: ignore[arg-type]
+    with share.sharing(lambda: shelf, True) as found:  # type: ignore[arg-type,return-value]
         assert found is shelf
     assert not share.is_follower(True)

@@ -81,7 +81,7 @@ class PlanMismatchError(InvalidPlanError):
 
 
 class PlanSharingError(RockmateError, RuntimeError):
-    """The processes of a group cannot all follow one plan; each of them gets the same text."""
+    """Planning has failed on one process of a group; all of them get the same text."""
 
 
 class SolverError(RockmateError, RuntimeError):

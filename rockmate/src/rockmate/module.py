@@ -74,8 +74,8 @@ class Rockmate(nn.Module):
             measured, and what differs from when it was made is refused in words.
         cache: a folder of plans between two starts; False for none. Usual: `ROCKMATE_CACHE`, a
             path or "off", or else the user's cache directory.
-        share: where torch.distributed runs, let rank 0 plan for all ranks, which must make the
-            same wrapper; False lets each rank plan for itself.
+        share: where torch.distributed runs, let rank 0 plan for all ranks whose step is the same;
+            False lets each rank plan for itself, without waiting for others.
 
     Examples:
         >>> rk = Rockmate(model, x, "2GiB")

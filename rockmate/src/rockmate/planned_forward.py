@@ -18,7 +18,12 @@ from rkgb.engine import Sample
 from rkgb.opaque import StartOfCall
 from rkgb.safeguards import refuse_lazy_modules
 from rkgb.torch_api import is_transforming
-from rockmate.errors import InfeasibleBudgetError, RockmateError, UnsupportedModuleError
+from rockmate.errors import (
+    InfeasibleBudgetError,
+    PlanFileError,
+    RockmateError,
+    UnsupportedModuleError,
+)
 from rockmate.files.plan_file import PlanFile
 from rockmate.keys.input_signature import ambient, in_order, key_of
 from rockmate.keys.module_state import ExternalValues, ModuleWatch, Snapshot, without_hooks
@@ -142,14 +147,17 @@ class PlannedForward:
             InfeasibleBudgetError, UnsupportedModuleError, rkgb.RkgbError: see `plan_module`.
         """
         share = self.settings.share and not self.settings.compile  # each compiles for itself
-        if is_follower(share):  # the file may lie on the machine of rank 0 only
+        own: list[Shelf] = []
+
+        def find_own() -> Shelf:
+            own.append(_own_shelf(self.settings, is_follower(share)))
+            return own[0]
+
+        with sharing(find_own, share) as self._shelf:
+            # What is copied or pickled later goes elsewhere, where the file may not be.
             self.settings = replace(self.settings, plan=None)
-        own = shelf_of(self.settings)
-        # What is copied or pickled later goes elsewhere, where the file may not be.
-        self.settings = replace(self.settings, plan=None)
-        with sharing(own, share) as self._shelf:
             self._prepare(calls)
-        self._shelf = own  # later calls come when they come, not on all ranks at once
+        self._shelf = own[0]  # later calls come when they come, not on all ranks at once
 
     def _prepare(self, calls: Sequence[Call]) -> None:
         with _planning, torch.inference_mode(False), torch.enable_grad():
@@ -282,6 +290,20 @@ class PlannedForward:
                 "applied without a sample. Run one training step first."
             )
         return self.first
+
+
+def _own_shelf(settings: Settings, follows: bool) -> Shelf:
+    """Return the shelf that settings name; a file may lie on the machine of rank 0 only.
+
+    Raises:
+        PlanFileError: the file that was given cannot be read.
+    """
+    try:
+        return shelf_of(settings)
+    except PlanFileError:
+        if not follows:
+            raise
+        return shelf_of(replace(settings, plan=None))
 
 
 def _any_wants(leaves: Sequence[Any]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rockmate import planners
-from rockmate.estimate.recorded import Cost, recorded_costs
+from rockmate.estimate.costs_from_file import Cost, recorded_costs
 from rockmate.estimate.sizes import Sizes, sizes_of
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import no_recomputation

@@ -16,7 +16,7 @@ from rkgb.elements import flatten
 from rkgb.engine import B_to_D, D_to_S, bind_inputs, node_facts, operations, runnable
 from rkgb.graphs import PLANNED_PASSES
 from rockmate.errors import UnknownChoiceError, UnsupportedModuleError
-from rockmate.estimate.recorded import Recorded
+from rockmate.estimate.costs_from_file import Recorded
 from rockmate.pipeline.network_problem import problem_of
 from rockmate.problems.problem import Problem
 from rockmate.runtime.plain import plain

@@ -1,12 +1,17 @@
-"""One plan for all processes of a group: rank 0 plans, the others take its plan.
+"""One plan for all processes that train one network: one plans, the others take its plan.
 
-Every rank records its own step, so that what is compared is what will run. Words go through the
-store of the process group, key by key, and nobody waits for a collective: whoever fails says so
-under one key that all who wait look at, and then all raise the same error.
+Every rank records its own step, so that what is compared is what will run, and looks for a plan
+under a digest of it. Who comes first with a digest plans for it, and rank 0 is let in first. So
+ranks with another network (stages of a pipeline), other shapes or another device plan for
+themselves, or for those that have the same. Words go through the store of the process group, key
+by key. Nobody waits but for one that is planning, or for a short time; whoever fails says so under
+one key that all who wait look at, and then all raise the same error.
 
-    round/1/step/RANK   every rank to rank 0: digest of its recording, inputs in words
-    round/1/plan        rank 0 to the others: the file of plans, or that each plans alone
-    done/RANK           every rank to all: it has all its plans
+    here/RANK           it makes this wrapper
+    turn/1              rank 0 has recorded its first step, and begins to plan
+    claim/DIGEST        the rank that plans this step
+    plan/DIGEST         the file of that plan
+    done/RANK           it has all its plans
     failed              the first that fails to all: why
 """
 
@@ -15,9 +20,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,16 +32,16 @@ import torch
 from rkgb.engine import operations
 from rkgb.torch_api import group_store
 from rockmate.errors import InfeasibleBudgetError, PlanSharingError
-from rockmate.files.differences import of_inputs
 from rockmate.files.plan_file import PlanFile, SavedPlan
-from rockmate.pipeline.identity import input_texts, made_with
+from rockmate.pipeline.identity import cache_key, made_with
 from rockmate.pipeline.planned import Planned
 from rockmate.pipeline.saved_plan import differences, mismatch, plan_file_of, refuse_elsewhere
 from rockmate.pipeline.shelf import Asked, Shelf
 
-PATIENCE_S = 1800.0  # as long as torch's process groups wait; rank 0 may be planning
+_log = logging.getLogger("rockmate")
+PATIENCE_S = 1800.0  # for one that is planning; as long as torch's process groups wait
+COMING_S = 30.0  # for one that has not come yet
 _LOOK_S = 0.02
-_ALONE = b"alone"
 _numbers = itertools.count()  # of wrappers made under a group: the same on every rank
 
 
@@ -53,22 +59,40 @@ class Exchange:
         """Write a value for the others."""
         self.store.set(self.prefix + key, value)
 
+    def has(self, key: str) -> bool:
+        """Whether a value has been written."""
+        return bool(self.store.check([self.prefix + key]))
+
+    def claim(self, key: str) -> int:
+        """Return the rank that has asked first to write a value: this one, or another."""
+        return int(self.store.compare_set(self.prefix + key, "", str(self.rank)))
+
+    def wait_for(self, seconds: float, *keys: str) -> bool:
+        """Return whether one of some values was written within some time.
+
+        Raises:
+            PlanSharingError: a rank has failed.
+        """
+        end = time.monotonic() + seconds
+        while not any(map(self.has, keys)):
+            if self.has("failed"):
+                raise self.failure()
+            if time.monotonic() > end:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
     def ask(self, key: str, from_whom: int) -> bytes:
         """Return what another rank writes, once it has.
 
         Raises:
             PlanSharingError: a rank has failed, or this one has waited for too long.
         """
-        end = time.monotonic() + self.patience_s
-        while not self.store.check([self.prefix + key]):
-            if self.store.check([self.prefix + "failed"]):
-                raise self.failure()
-            if time.monotonic() > end:
-                raise PlanSharingError(
-                    f"rank {self.rank} has waited {self.patience_s:.0f} s for rank {from_whom}. "
-                    "Make the Rockmate module on every rank, or with share=False on each alone"
-                )
-            time.sleep(_LOOK_S)
+        if not self.wait_for(self.patience_s, key):
+            raise PlanSharingError(
+                f"rank {self.rank} has waited {self.patience_s:.0f} s for rank {from_whom}, which "
+                "is planning. Look at its log, or plan on each rank alone with share=False"
+            )
         return bytes(self.store.get(self.prefix + key))
 
     def forget(self, key: str) -> None:
@@ -104,68 +128,65 @@ class SharedShelf:
     def __init__(self, exchange: Exchange, beyond: Shelf) -> None:
         self.exchange, self.beyond = exchange, beyond
         self._round = 0
-        self._is_alone = False
+        self._claimed: set[str] = set()  # digests of what this rank plans
 
     def find(self, asked: Asked) -> SavedPlan | None:
-        """Return the plan of rank 0; on rank 0 itself what lies beyond, or None."""
-        self._round += 1
-        basic = asked.recorded.graph.dataflow.basic
-        # Steps that talk to other ranks cannot be run by one of them for a test.
-        self._is_alone = bool(basic.opaque) or any(
-            "c10d" in str(getattr(op.target, "namespace", ""))
-            for op in operations(asked.recorded.graph)
-        )
-        ours = json.dumps([asked.digest, input_texts(basic), self._is_alone])
-        self.exchange.tell(f"round/{self._round}/step/{self.exchange.rank}", ours.encode())
-        if self.exchange.rank == 0:
-            return self._found_by_first(asked, ours)
-        packed = self.exchange.ask(f"round/{self._round}/plan", 0)
-        if packed == _ALONE:
+        """Return a plan that another rank has made; else what lies beyond, or None."""
+        if _talks(asked):
             return self.beyond.find(asked)
+        key, exchange = self._key(asked), self.exchange
+        self._round += 1
+        if exchange.rank:
+            first = (f"turn/{self._round}", "done/0", f"claim/{key}")
+            exchange.wait_for(COMING_S, *first)
+        owner = exchange.claim(f"claim/{key}")
+        if exchange.rank == 0:
+            exchange.tell(f"turn/{self._round}", b"1")
+        if owner != exchange.rank:
+            return self._planned_by(owner, key, asked)
+        self._claimed.add(key)
+        saved = self.beyond.find(asked)
+        if saved is not None:
+            here = made_with(asked.sample.device)
+            self._publish(key, PlanFile(type(asked.model).__name__, here, (saved,)))
+        return saved
+
+    def keep(self, asked: Asked, planned: Planned) -> None:
+        """Keep what this rank has planned, and give it to the others."""
+        self.beyond.keep(asked, planned)
+        key = self._key(asked)
+        if key in self._claimed:
+            self._publish(key, plan_file_of([planned], asked.model))
+
+    def clear(self) -> None:
+        """Take the plans out of the store, which lives as long as the training."""
+        for key in self._claimed:
+            self.exchange.forget(f"plan/{key}")
+
+    def _planned_by(self, owner: int, key: str, asked: Asked) -> SavedPlan:
+        packed = self.exchange.ask(f"plan/{key}", owner)
         file = PlanFile.from_json(zlib.decompress(packed).decode())
         refuse_elsewhere(file, asked.model, asked.sample)
         saved = file.plans[0]
         if saved.recording != asked.digest:
             found = differences(saved, asked.model, asked.recorded, asked.sample)
             raise mismatch(type(asked.model).__name__, found)
+        _log.info("rank %d follows the plan of rank %d", self.exchange.rank, owner)
         return saved
 
-    def keep(self, asked: Asked, planned: Planned) -> None:
-        """Keep what rank 0 has planned, and give it to the others."""
-        if self.exchange.rank == 0 or self._is_alone:
-            self.beyond.keep(asked, planned)
-        if self.exchange.rank == 0 and not self._is_alone:
-            self._publish(plan_file_of([planned], asked.model))
+    def _publish(self, key: str, file: PlanFile) -> None:
+        self.exchange.tell(f"plan/{key}", zlib.compress(file.to_json().encode()))
 
-    def _found_by_first(self, asked: Asked, ours: str) -> SavedPlan | None:
-        for rank in range(1, self.exchange.size):
-            theirs = self.exchange.ask(f"round/{self._round}/step/{rank}", rank).decode()
-            if theirs != ours:
-                inputs = of_inputs(json.loads(ours)[1], json.loads(theirs)[1])
-                told = "; ".join(text.replace("in the file", "on rank 0") for text in inputs)
-                raise PlanSharingError(
-                    f"rank {rank} has recorded another step than rank 0 "
-                    f"({told.replace('here', f'on rank {rank}') or 'the networks differ'}), and "
-                    "cannot follow its plan. Give all ranks one network and one shape of sample, "
-                    "or share=False to let each rank plan for itself"
-                )
-        if self._is_alone:
-            self.exchange.tell(f"round/{self._round}/plan", _ALONE)
-            return self.beyond.find(asked)
-        saved = self.beyond.find(asked)
-        if saved is not None:
-            here = made_with(asked.sample.device)
-            self._publish(PlanFile(type(asked.model).__name__, here, (saved,)))
-        return saved
+    def _key(self, asked: Asked) -> str:
+        return cache_key(asked.digest, asked.model, asked.sample.device, asked.settings)
 
-    def clear(self) -> None:
-        """Take the plans out of the store, which lives as long as the training."""
-        for number in range(1, self._round + 1):
-            self.exchange.forget(f"round/{number}/plan")
 
-    def _publish(self, file: PlanFile) -> None:
-        packed = zlib.compress(file.to_json().encode())
-        self.exchange.tell(f"round/{self._round}/plan", packed)
+def _talks(asked: Asked) -> bool:
+    """Whether a step talks to other ranks: one of them alone cannot run it for a test."""
+    if asked.recorded.graph.dataflow.basic.opaque:
+        return True
+    ops = operations(asked.recorded.graph)
+    return any("c10d" in str(getattr(op.target, "namespace", "")) for op in ops)
 
 
 def is_follower(share: bool) -> bool:
@@ -181,29 +202,48 @@ def _size() -> int:
 
 
 @contextlib.contextmanager
-def sharing(beyond: Shelf, share: bool) -> Iterator[Shelf]:
+def sharing(make_beyond: Callable[[], Shelf], share: bool) -> Iterator[Shelf]:
     """While active, what one rank plans serves all; errors of one are errors of all.
 
     Without a process group, or with `share=False`, this is the shelf itself.
 
     Raises:
-        PlanSharingError: a rank cannot follow, has failed, or has not come; on every rank.
+        PlanSharingError: a rank has failed; on every rank that makes this wrapper.
     """
     if not share or _size() < 2:
-        yield beyond
+        yield make_beyond()
         return
     rank, size = torch.distributed.get_rank(), _size()
     exchange = Exchange(rank, size, group_store(), f"rockmate/{next(_numbers)}/")
-    shelf = SharedShelf(exchange, beyond)
     try:
+        exchange.tell(f"here/{rank}", b"1")
+        shelf = SharedShelf(exchange, make_beyond())
         yield shelf
         exchange.tell(f"done/{rank}", b"1")
-        for other in range(size):
-            exchange.ask(f"done/{other}", other)
+        all_came = _wait_for_all(exchange)
     except BaseException as error:
         common = exchange.fail(error)
         if not isinstance(error, Exception):  # a person interrupts this rank
             raise
         raise common from error
-    if rank == 0:
+    if all_came:
         shelf.clear()
+
+
+def _wait_for_all(exchange: Exchange) -> bool:
+    """Wait until all ranks that make this wrapper have their plans; return whether all make it."""
+    end = time.monotonic() + COMING_S  # for all of them together
+    absent = []
+    for other in range(exchange.size):
+        if exchange.wait_for(max(0.0, end - time.monotonic()), f"here/{other}"):
+            exchange.ask(f"done/{other}", other)
+        else:
+            absent.append(other)
+    if absent:
+        _log.warning(
+            "rank %d does not wait for rank %s any more, where no such module is made. With "
+            "share=False no rank waits",
+            exchange.rank,
+            ", ".join(map(str, absent)),
+        )
+    return not absent
