@@ -92,7 +92,7 @@ readme: $(INSTALLED) ## run the Python code of the READMEs and of the documentat
 	$(PY) ci/run_readme.py README.md rkgb/README.md rotor/README.md rockmate/README.md $(PAGES)
 docs: $(INSTALLED) ## build the documentation into site/
 	$(PY) -m pip install -q mkdocs-material 'mkdocstrings[python]'
-	$(PY) -m mkdocs build -q
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q
 demo: $(INSTALLED) ## train a GPT-2 and a ResNet plain and at half their memory, and compare
 	$(PY) benchmarks/demo.py
 planning: $(INSTALLED) ## time the phases of planning
