@@ -1,7 +1,7 @@
 """What a training step will need, before anything runs and without memory for the model.
 
 Gets a module, on the device `meta` if need be, and a sample; gives bytes and a curve of extra time
-over budget. Read recorded.py (costs of another run), sizes.py (one recorded
+over budget. Read costs_from_file.py (costs of another run), sizes.py (one recorded
 step without content, and its bytes), prediction.py (the answer), batch.py (the largest batch for
 some memory).
 """
