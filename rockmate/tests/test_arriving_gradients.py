@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rkgb.engine import trace_memory
+from rockmate import InfeasibleBudgetError
+from rockmate.comparison.eager import seed_backward
 from rockmate.testing.nets import assert_same_gradients, eager_copy, network
 from rockmate.testing.wrapping import wrap
 
@@ -61,6 +64,77 @@ def test_kinds_of_gradients_may_change_from_step_to_step() -> None:
     for name in (*LOSSES, *reversed(LOSSES)):
         LOSSES[name](wrapped(x)).backward()
         LOSSES[name](twin(x)).backward()
+        assert_same_gradients(model, twin)
+
+
+class Headed(nn.Module):
+    """Several results of one body; what each keeps for its backward no other one reads."""
+
+    def __init__(self, heads: int, *, shared: bool = False) -> None:
+        super().__init__()
+        layers = (part for _ in range(4) for part in (nn.Linear(32, 32), nn.GELU()))
+        self.body = nn.Sequential(*layers)
+        made = [
+            nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1), nn.GELU(), nn.Linear(32, 64))
+            for _ in range(heads)
+        ]
+        self.heads = nn.ModuleList(made[:1] * heads if shared else made)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.body(x)
+        return tuple(head(y * (1 + place)) for place, head in enumerate(self.heads))
+
+
+class WithLoss(nn.Module):
+    """The loss beside what it is computed from, as models of Hugging Face return them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Headed(1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        (logits,) = self.net(x)
+        return {"loss": logits.square().mean(), "logits": logits}
+
+
+def only(*places: int) -> Callable[[tuple[Tensor, ...]], list[Tensor]]:
+    return lambda out: [out[place] for place in places]
+
+
+STEPS_OF: dict[str, tuple[Callable[[], nn.Module], list[Callable[[Any], list[Tensor]]]]] = {
+    "the loss alone": (WithLoss, [lambda out: [out["loss"]]]),
+    "expanded": (lambda: Headed(1), [lambda out: [out[0].sum()]]),
+    "one of many": (lambda: Headed(5), [only(4), only(0), only(0, 4), only(0, 1, 2, 3, 4)]),
+    "one of two": (lambda: Headed(2), [only(1), only(0), only(0, 1)]),
+    "a shared one": (lambda: Headed(2, shared=True), [only(1), only(0, 1), only(0)]),
+    "a shared one of many": (lambda: Headed(5, shared=True), [only(4), only(0), only(*range(5))]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS_OF)
+@pytest.mark.parametrize("budget", [0.5, 1.0])
+def test_gradients_that_nobody_foresaw_come_within_the_budget(name: str, budget: float) -> None:
+    make, kinds = STEPS_OF[name]
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(256, 32)
+    twin = eager_copy(model)
+    try:
+        wrapped = wrap(model, x, budget)
+    except InfeasibleBudgetError as error:
+        wrapped = wrap(model, x, error.minimum_bytes)
+    for chosen in (*kinds, *kinds):
+        for p in (*model.parameters(), *twin.parameters()):
+            p.grad = torch.zeros_like(p)  # gradients that all wait would count
+
+        def step(_: Any = None, chosen: Callable[[Any], list[Tensor]] = chosen) -> None:
+            seed_backward(chosen(wrapped(x)))  # a loss has temporaries of its own
+
+        gc.collect()
+        torch.manual_seed(1)
+        peak = trace_memory(step, x.device).peak_bytes
+        assert peak <= wrapped.budget_bytes
+        torch.manual_seed(1)
+        seed_backward(chosen(twin(x)))
         assert_same_gradients(model, twin)
 
 

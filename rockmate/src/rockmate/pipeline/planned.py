@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from rkgb import RkgbError
 from rkgb.capture import no_collection
 from rkgb.compiled import compile_variant, freeing
 from rkgb.costs import Measured, op_key
@@ -26,7 +27,7 @@ from rkgb.engine import (
     record,
     runnable,
 )
-from rkgb.graphs import BackwardKind, SimplifiedGraph, autocast_as
+from rkgb.graphs import BackwardKind, BasicGraph, SimplifiedGraph, autocast_as
 from rkgb.opaque import RunPiece
 from rkgb.run import Outcomes, RunnableGraph, without_idle_steps
 from rockmate.errors import InfeasibleBudgetError
@@ -37,7 +38,7 @@ from rockmate.pipeline.network_problem import problem_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.reports.plan_report import CompiledPart
-from rockmate.runtime.executable import Executable
+from rockmate.runtime.executable import Executable, plain_strides
 from rockmate.runtime.execute import Executor
 from rockmate.runtime.plain import plain
 from rockmate.schedules.baselines import no_recomputation
@@ -46,6 +47,7 @@ from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Step
 
 _log = logging.getLogger("rockmate")
+_FEW = 3  # outputs, so that the backward of each alone is recorded beforehand
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,23 @@ class Planned:
         """Attributes that every step sets: path of the submodule, and name."""
         return tuple((e.path, e.name) for e in self.effects if isinstance(e, Assign))
 
+    def foresee(self, model: nn.Module, leaves: Sequence[Any]) -> None:
+        """Record the backwards that are likely to be asked for, while nothing of a step is held.
+
+        A model that returns its loss and its logits is trained on the loss: a recording for that in
+        the midst of the first backward would come on top of what the step holds.
+        """
+        if self.network.compiled is not None:  # what is held goes first, and it takes long
+            return
+        basic = self.network.graph.dataflow.basic
+        variants = self.executor.variants
+        for kind in likely_kinds(basic):
+            try:
+                if kind not in variants:
+                    variants[kind] = _variant(self, model, leaves, kind)
+            except RkgbError as error:  # it may never be asked for
+                _log.debug("cannot record the backward for %s: %s", kind, error)
+
     def run(
         self,
         model: nn.Module,
@@ -131,6 +150,24 @@ class Planned:
             elif looks or not isinstance(effect, Look):
                 effect.apply(model, value)
         return result
+
+
+def likely_kinds(basic: BasicGraph) -> list[BackwardKind]:
+    """Return how gradients may well come, besides to all outputs: to the first loss alone.
+
+    Where there is none, to one output alone; of many, to the first or the last.
+    """
+    roots = [place for place, strides in enumerate(basic.kind.tangents) if strides is not None]
+    losses = [place for place in roots if not basic.infos[basic.roots[place]].shape]
+    places = losses[:1] or (roots if len(roots) <= _FEW else [roots[0], roots[-1]])
+    return [_alone(basic, place) for place in places if len(roots) > 1]
+
+
+def _alone(basic: BasicGraph, place: int) -> BackwardKind:
+    """Return the kind of a backward from one output, in the form that arriving gradients have."""
+    strides = [None if i != place else t for i, t in enumerate(basic.kind.tangents)]
+    shapes = [basic.infos[name].shape for name in basic.roots]
+    return BackwardKind(tuple(map(plain_strides, shapes, strides)), basic.kind.autocast)
 
 
 def compiled_part(planned: Planned) -> CompiledPart | None:
@@ -208,8 +245,8 @@ def executable(
 
 
 def leaves_of(graph: SimplifiedGraph) -> tuple[str, ...]:
-    """Return the parameters and inputs that the backward of a graph gives gradients to."""
-    return tuple(dict.fromkeys(h.leaf for node in graph.nodes for h in node.hand_overs))
+    """Return the leaf of each part of a gradient that the backward of a graph hands over."""
+    return tuple(h.leaf for node in graph.nodes for h in node.hand_overs)
 
 
 def _variant(

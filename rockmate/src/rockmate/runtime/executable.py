@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +27,7 @@ class Executable:
 
     graph: SimplifiedGraph
     compiled: CompiledStep
-    leaves: tuple[str, ...]  # that any backward may give a gradient to
+    leaves: tuple[str, ...]  # one for each part of a gradient that any backward may give
     arrivals: Arrivals = field(default_factory=Arrivals)
     _rails: list[Rail] = field(default_factory=list)
 
@@ -65,8 +66,8 @@ class Executable:
     def _layouts(self) -> tuple[RailPlaces, RailPlaces | None]:
         """Each hand-over by itself, and with the later uses of a leaf in a sum if there are any."""
         uses = self.shared_uses
-        given = {leaf for part in self.leaf_names for leaf in part}
-        rest = tuple(leaf for leaf in self.leaves if leaf not in given)
+        given = Counter(leaf for part in self.leaf_names for leaf in part)
+        rest = tuple((Counter(self.leaves) - given).elements())
         sums = uses.in_sums().with_others(rest) if any(uses.ends) else None
         return uses.one_by_one().with_others(rest), sums
 
@@ -107,6 +108,11 @@ class Executable:
     def unrepeatable(self) -> str:
         """A buffer by whose content, which the forward changes, its results are decided, or ''."""
         return next((n for k in self.graph.nodes for n in rerun_state(self.graph, k)), "")
+
+    def missing_for(self, other: Executable) -> list[str]:
+        """Return what the backward of another executable reads and this forward does not keep."""
+        kept = {*self.program.saved, *self.graph.dataflow.basic.externals}
+        return [name for name in other.program.saved if name not in kept]
 
     @cached_property
     def is_random(self) -> bool:

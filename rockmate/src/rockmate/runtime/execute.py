@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -65,11 +66,17 @@ class Executor:
         return list(_Outputs.apply(step, outputs, rail.token))  # type: ignore[no-untyped-call]
 
     def for_backward(self, kind: BackwardKind, variant: Variant) -> Executable:
-        """Return the executable for such a backward, and expect it from now on."""
+        """Return the executable for such a backward, and expect it from now on.
+
+        Unless its forward would not keep what other backwards need: the outputs that a loss is
+        made of may alternate.
+        """
         if kind not in self.variants:
             self.variants[kind] = variant(kind)
-        self.expected = self.variants[kind]
-        return self.expected
+        found = self.variants[kind]
+        keeps_all = found.keeps_by_backward or not found.missing_for(self.planned)
+        self.expected = found if keeps_all else self.planned
+        return found
 
 
 class RunningStep:
@@ -94,6 +101,8 @@ class RunningStep:
         self.storages: list[int] = []
         self.output_versions: list[int] = []
         self.bridged: dict[str, list[Tensor]] | None = None
+        self.to_come: list[tuple[str, ...]] = []  # hand-overs of a program that is bridged
+        self.left: Counter[str] = Counter()  # and how many of them each leaf still gets
         self.laid_for = executable
         self.sums: RunningSums | None = None
         self.kept: Mapping[str, Tensor] | None = None  # for another backward, if asked for
@@ -184,16 +193,23 @@ class RunningStep:
         self._check_storages()
         executable = self.executable
         if kind != executable.kind:
-            assert self.variant is not None
-            if executable.keeps_by_backward:
-                executable = self._run_for(kind)
-            else:
-                executable = self.executor.for_backward(kind, self.variant)
-                self._change_to(executable)
+            executable = self._go_on_as(kind)
         if keeps_graph():
             self.kept = self.external
         else:
             self.external = self.variant = self.kept = None
+        if self.bridged is not None:
+            self.to_come = list(executable.leaf_names)
+            self.left = Counter(name for names in self.to_come for name in names)
+            assert self.rail is not None
+            laid = Counter(name for names in self.rail.layout.leaves for name in names)
+            if more := self.left - laid:
+                raise UnsupportedModuleError(
+                    "gradients have arrived at outputs of a Rockmate module in another way than "
+                    f"before, and give '{next(iter(more))}' more parts of its gradient than this "
+                    "forward was made for. Run the step again: it is planned for such gradients "
+                    "from now on."
+                )
         given = [grad for grad in arrived if grad is not None]
         self.program = executable.compiled.backward(self.saved, given)
         assert self.rail is not None
@@ -216,20 +232,47 @@ class RunningStep:
                 "', on which its results depend. Add the losses before calling backward."
             )
 
-    def _run_for(self, kind: BackwardKind) -> Executable:
-        """Run the forward again as it is compiled for such a backward, which keeps other values."""
-        assert self.external is not None
+    def _go_on_as(self, kind: BackwardKind) -> Executable:
+        """Return the executable for a backward that was not expected, with what it needs saved.
+
+        A recording on top of what is saved would not fit into the budget: what is saved goes, and
+        the forward runs again.
+        """
         assert self.variant is not None
-        self.saved.clear()
+        assert self.external is not None
+        is_known = kind in self.executor.variants
+        again = self.executable.keeps_by_backward or (not is_known and self._can_run_again())
+        outputs = {name: self.saved[place] for place, name in self.executable.saved_outputs}
+        if again:
+            self.saved.clear()
         executable = self.executor.for_backward(kind, self.variant)
-        if executable.graph.dataflow.basic.opaque or executable.unrepeatable:
+        if not again and self.executable.missing_for(executable):
+            again = self._can_run_again()
+        if not again:
+            self._change_to(executable)
+            return executable
+        if executable.has_pieces or executable.unrepeatable:
             raise UnsupportedModuleError(
                 "gradients have arrived at outputs of a compiled Rockmate module in another way "
                 "than before, and its forward, which was compiled for the other way, cannot be run "
                 "again. Run the step again: it is compiled for such gradients from now on."
             )
+        self.saved.clear()
         self._run_again(kind, self.external)
+        names = self.executable.program.saved
+        # The user holds the outputs already.
+        self.saved[:] = [outputs.get(n, t) for n, t in zip(names, self.saved, strict=True)]
+        self.remember_versions()
         return self.executable
+
+    def _can_run_again(self) -> bool:
+        """Whether the forward gives the same once more: no piece, and nothing has changed since."""
+        assert self.external is not None
+        ran = self.executable
+        if ran.has_pieces or ran.unrepeatable:
+            return False
+        pairs = zip(ran.program.externals, self.start_versions, strict=True)
+        return all(version < 0 or self.external[n]._version == version for n, version in pairs)
 
     def _run_again(self, kind: BackwardKind, external: Mapping[str, Tensor]) -> None:
         """Run the forward again, for another backward: the same results, and no traces of it."""
@@ -262,8 +305,7 @@ class RunningStep:
         values = dict(zip(names, self.saved, strict=True))
         assert self.external is not None
         values.update({n: t for n, t in self.external.items() if n not in values})
-        missing = [name for name in executable.program.saved if name not in values]
-        if missing:
+        if missing := self.executable.missing_for(executable):
             raise UnsupportedModuleError(
                 "gradients have arrived at outputs of a Rockmate module in another way than "
                 f"before, and their backward needs '{missing[0]}', which this forward has not "
@@ -282,22 +324,34 @@ class RunningStep:
         ]
 
     def _bridge(self, place: int) -> Sequence[Tensor | None]:
-        """Run a program whose hand-overs are others than the rail's: all at once, then give."""
+        """Run a program whose hand-overs are others than the rail's: as far as a place needs."""
         assert self.bridged is not None
-        if place == 0:
-            assert self.program is not None
-            with straight_to_kernels(), self.on_model(), self.rerunning:
-                for names, given in zip(self.executable.leaf_names, self.program, strict=True):
-                    for name, gradient in zip(names, given, strict=True):
-                        self.bridged.setdefault(name, []).append(gradient)
-                    given.clear()
         assert self.rail is not None
         laid = self.rail.layout.leaves
+        is_last = place + 1 == len(laid)
+        edges = Counter(laid[place]).items()
+        while self.to_come and (
+            is_last
+            or any(self.left[n] and len(self.bridged.get(n, ())) < many for n, many in edges)
+        ):
+            self._take_next()
         waiting = (self.bridged.get(name) for name in laid[place])
         found = [queue.pop(0) if queue else None for queue in waiting]
-        if place + 1 == len(laid):
+        if is_last:
             self._finish()
         return found
+
+    def _take_next(self) -> None:
+        """Run a program that is bridged to its next hand-over, and keep what it gives."""
+        assert self.program is not None
+        assert self.bridged is not None
+        self._check_reads(len(self.executable.leaf_names) - len(self.to_come))
+        with straight_to_kernels(), self.on_model(), self.rerunning:
+            given = next(self.program)
+        for name, gradient in zip(self.to_come.pop(0), given, strict=True):
+            self.bridged.setdefault(name, []).append(gradient)
+            self.left[name] -= 1
+        given.clear()
 
     def advance(self, place: int) -> Sequence[Tensor | None]:
         """Run the program to its next hand-over; return the gradients of number `place`."""
@@ -313,8 +367,9 @@ class RunningStep:
                 given = next(self.program)
                 found = tuple(given if sums is None else sums.take(give, given))
                 given.clear()  # the program holds it, and autograd keeps what nobody else holds
+        if (more := len(layout.leaves[place]) - len(found)) > 0:  # edges for other backwards
+            found = (*found, *[None] * more)
         if place + 1 == len(layout.leaves):
-            found = (*found, *[None] * (len(layout.leaves[place]) - len(found)))
             if sums is not None:
                 sums.finish()
             self._finish()

@@ -38,17 +38,18 @@ class RailPlaces:
     in_sums: bool  # whether later uses of a leaf are added to its first
 
     def with_others(self, leaves: Sequence[str]) -> RailPlaces:
-        """Return a layout whose last place leads to these leaves too.
+        """Return a layout that leads to these leaves once more.
 
-        They are those that the program gives nothing to: gradients may arrive otherwise than
-        expected, and then they get one.
+        The program gives them fewer parts than there may be: gradients may arrive otherwise than
+        expected. A part more comes with the last one, or in the end.
         """
         if not leaves:
             return self
-        places = self.leaves or ((),)
-        return replace(
-            self, gives=self.gives or ((),), leaves=(*places[:-1], (*places[-1], *leaves))
-        )
+        places = [list(part) for part in self.leaves] or [[]]
+        last = {leaf: part for part in places for leaf in part}
+        for leaf in leaves:
+            last.get(leaf, places[-1]).append(leaf)
+        return replace(self, gives=self.gives or ((),), leaves=tuple(map(tuple, places)))
 
     @cached_property
     def read_leaves(self) -> Callable[[Mapping[str, Tensor]], Sequence[Tensor]]:
