@@ -350,3 +350,52 @@ def test_a_sparse_embedding_gets_sparse_gradients() -> None:
     assert ours.grad.is_sparse
     assert torch.equal(ours.grad.to_dense(), plain.grad.to_dense())
     assert torch.equal(ours, plain)
+
+
+class Words(nn.Module):
+    """One sparse embedding that is used again, and by what makes dense gradients too."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        padding = 3 if kind == "padded" else None
+        self.words = nn.Embedding(50, 16, padding_idx=padding, sparse=True)
+        self.bag = nn.EmbeddingBag(50, 16, mode="sum", sparse=True)
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        if self.kind == "bags":
+            return self.mix(self.bag(first)) + self.bag(second).tanh()
+        x = self.mix(self.words(first)) + self.mix(self.words(second)).tanh()
+        if self.kind == "thrice":
+            x = x + self.words(first).sin()
+        return nn.functional.linear(x, self.words.weight) if self.kind == "tied" else x
+
+
+@pytest.mark.parametrize("kind", ["twice", "thrice", "tied", "padded", "bags"])
+def test_sums_of_sparse_gradients_are_eagers_in_order(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Words(kind)
+    twin = copy.deepcopy(model)
+    words = [torch.randint(50, (64, 16)) for _ in range(2)]
+    try:
+        rk = wrapped(model, tuple(words), 0.6)
+    except InfeasibleBudgetError as error:
+        rk = wrapped(model, tuple(words), error.minimum_bytes)
+    assert rk.measured_peak_bytes is not None
+    assert rk.measured_peak_bytes <= rk.budget_bytes
+    assert rk.plan.opaque == (("words",) if kind == "padded" else ())
+    for keep in (False, True, False):  # and in the gradient of the step before
+        for module, call in ((model, rk), (twin, twin)):
+            if not keep:
+                module.zero_grad()
+            call(*words).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if ours.grad is None or theirs.grad is None:
+                continue
+            assert ours.grad.layout == theirs.grad.layout
+            if ours.grad.is_sparse:  # entry by entry: nothing is summed before eager sums it
+                assert torch.equal(ours.grad._indices(), theirs.grad._indices())
+                assert torch.equal(ours.grad._values(), theirs.grad._values())
+            assert torch.equal(ours.grad.to_dense(), theirs.grad.to_dense())

@@ -222,8 +222,7 @@ class Link:
             # At another step it may get one: an expert that the sample did not reach.
             name = self.piece.call.parameters[place - count]
             kind = Kind.of(self.owner.twin.get_parameter(name))
-        made = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=device)
-        return made.fill_(0.5)
+        return kind.made(device)
 
 
 class _Connect(torch.autograd.Function):

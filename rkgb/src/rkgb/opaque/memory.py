@@ -19,7 +19,8 @@ def apart(tensor: Tensor, taken: list[tuple[int, int]]) -> Tensor:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses between which the elements of a tensor lie."""
+    """Return the addresses between which the elements of a tensor lie: of a sparse one, values."""
+    tensor = tensor._values() if tensor.is_sparse else tensor
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -53,15 +53,31 @@ class Kind:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    sparse: tuple[int, int] | None = None  # dimensions and entries of a sparse tensor
 
     @classmethod
     def of(cls, tensor: Tensor) -> Kind:
+        if tensor.is_sparse:
+            entries = (tensor.sparse_dim(), tensor._nnz())
+            return cls(tuple(tensor.shape), (), tensor.dtype, entries)
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def made(self, device: torch.device) -> Tensor:
+        """Return some tensor of this kind."""
+        if not self.sparse:
+            made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+            return made.fill_(0.5)
+        dims, entries = self.sparse
+        places = torch.zeros(dims, entries, dtype=torch.int64, device=device)
+        values = torch.full((entries, *self.shape[dims:]), 0.5, dtype=self.dtype, device=device)
+        return torch.sparse_coo_tensor(places, values, self.shape)
 
     def fitting(self, tensor: Tensor) -> Tensor | None:
         """Return the tensor, lying in memory so; None if its shape or type is another."""
         if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             return None
+        if self.sparse or tensor.is_sparse:  # with as many entries as there are this time
+            return tensor
         if tensor.stride() == self.stride or tensor.numel() <= 1:
             return tensor
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device)

@@ -227,5 +227,6 @@ def _in(span: Any, name: str) -> Any:
 
 def _bytes_of(tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> int:
     own = {storage_id(t) for t in known}
-    sizes = {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
+    dense = [t._values() if t.is_sparse else t for t in tensors]
+    sizes = {storage_id(t): t.untyped_storage().nbytes() for t in dense}
     return sum(size for key, size in sizes.items() if key not in own)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from rkgb.costs import NodeFacts
 from rkgb.engine import device_of
-from rkgb.graphs import SimplifiedGraph
+from rkgb.graphs import SimplifiedGraph, SimplifiedNode
 from rockmate.problems.problem import Node, Problem, Storage
+
+_SPARSE = "_sparse_coo_tensor_with_dims_and_tensors"  # places and values made one
 
 
 def problem_of(
@@ -90,4 +93,38 @@ def _waiting_gradients(
         first = min(nodes) if isinstance(tensor, nn.Parameter) else 0
         for index in range(first, max(nodes)):
             waiting[index] += taken(tensor.numel() * tensor.element_size())
+    for index, size_bytes in _sparse_sums(graph, external):
+        waiting[index] += taken(size_bytes)
     return waiting
+
+
+def _sparse_sums(
+    graph: SimplifiedGraph, external: Mapping[str, Tensor]
+) -> Iterator[tuple[int, int]]:
+    """Return what sums of sparse gradients take beyond a gradient that waits: (node, bytes).
+
+    Autograd strings the parts together in new memory, part by part. A sum has every part, and so
+    may be larger than the parameter.
+    """
+    sums: dict[int, int] = {}
+    for index in reversed(range(len(graph.nodes))):
+        for hand_over in graph.nodes[index].hand_overs:
+            leaf = external[hand_over.leaf]
+            part = _sparse_bytes(graph, graph.nodes[index], hand_over.value)
+            if part or id(leaf) in sums:
+                so_far = sums.get(id(leaf), 0)
+                sums[id(leaf)] = so_far + (part or leaf.numel() * leaf.element_size())
+                if so_far:
+                    yield index, so_far + sums[id(leaf)]
+
+
+def _sparse_bytes(graph: SimplifiedGraph, node: SimplifiedNode, value: str) -> int:
+    """Return the bytes of a sparse gradient, values and places, or 0 where it is dense."""
+    info = graph.dataflow.infos[value]
+    if len(info.stride) == len(info.shape):
+        return 0
+    makers = [op for op in node.backward if value in op.results]
+    is_plain = bool(makers) and makers[0].target_name == _SPARSE
+    dims = int(makers[0].args[0]) if is_plain else 1  # of an embedding: its rows
+    row_bytes = info.dtype.itemsize * math.prod(info.shape[dims:])
+    return info.storage_bytes + 8 * dims * (info.storage_bytes // max(1, row_bytes))

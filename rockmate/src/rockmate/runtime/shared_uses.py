@@ -113,6 +113,8 @@ def _layout(info: TensorInfo) -> tuple[Any, ...]:
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether every place of the memory belongs to just one element."""
+    if len(stride) != len(shape):  # of a sparse gradient, whose sums autograd strings together
+        return False
     expected = 1
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size > 1 and step != expected:
