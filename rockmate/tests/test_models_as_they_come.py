@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, func, nn
 from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint
 
@@ -167,6 +167,22 @@ def force(net: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
     return energy, -slope
 
 
+def slopes(net: Layers, x: Tensor) -> Tensor:
+    energy = func.jacrev(lambda row: net.layers[1](net.layers[0](row).tanh()).square().sum())
+    return net.run(x) + func.vmap(energy)(x)
+
+
+class Slope(nn.Module):
+    """Autograd inside a transform, in one submodule among others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return func.vmap(func.grad(lambda row: self.net(row).sum()))(x)
+
+
 def in_rows(net: Layers, x: Tensor) -> Tensor:
     nested = torch.nested.as_nested_tensor([x[:3], x[3:8]], layout=torch.jagged)
     return net.run(nested).values()
@@ -198,6 +214,7 @@ CASES: dict[str, tuple[Callable[..., Any], Batch, float, list[str]]] = {
     "a mask changed in place": (masked, with_mask, 0.8, []),
     "distributions that check": (sampled, rows, 0.9, []),
     "autograd.grad inside": (force, rows, 1.0, [""]),
+    "a transform inside": (slopes, rows, 1.0, [""]),
     "nested tensors inside": (in_rows, rows, 1.0, [""]),
     "sparse tensors inside": (over_a_graph, edges, 1.0, [""]),
 }
@@ -217,6 +234,15 @@ def test_habits(name: str) -> None:
 def test_cond() -> None:
     torch.manual_seed(0)
     assert_trains_alike(Layers(branches, count=2), rows, 1.0)
+
+
+def test_a_transform_in_a_submodule_is_planned_as_one_piece() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(6)]
+    model = nn.Sequential(*layers[:3], Slope(), *layers[3:])
+    rk = assert_trains_alike(model, rows, 0.75)
+    assert list(rk.plan.opaque) == ["3"]
+    assert rk.plan.overhead > 0
 
 
 class Recurrent(nn.Module):

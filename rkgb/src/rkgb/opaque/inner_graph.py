@@ -6,6 +6,8 @@ them again, and hands them to the backward. Only what is made inside stays with 
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from rkgb.elements.tensor_info import storage_id, storage_of
+from rkgb.torch_api.patches import Patches
+from rkgb.torch_api.torch_private import without_saved_hooks
 
 
 class _Saved:
@@ -47,6 +51,7 @@ class InnerGraph:
     saved: list[_Saved] = field(default_factory=list)
     given: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     trail: tuple[Any, ...] = ()  # what was saved, in order; equal for runs that went the same way
+    transforms: bool = False  # whether autograd ran inside a transform, which nothing may watch
 
     def entering(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the same memory that a gradient flows back to.
@@ -80,11 +85,30 @@ class InnerGraph:
             if place := places.get(storage_id(held)):
                 entry.give_up(place)
 
-    def saving(self) -> saved_tensors_hooks:
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
         """While active, what autograd saves comes to this graph.
 
-        Autograd holds the hooks as long as its nodes, so they hold no graph: a dropped graph goes.
+        But for what it saves in a transform (`torch.func.grad`), which refuses to run under hooks.
         """
+        refuse, here = torch.autograd.graph.disable_saved_tensors_hooks, threading.get_ident()
+
+        @contextlib.contextmanager
+        def disable(message: str) -> Iterator[None]:
+            if threading.get_ident() != here:
+                with refuse(message):
+                    yield
+                return
+            self.transforms = True
+            with without_saved_hooks(), refuse(message):
+                yield
+
+        patch = Patches([(torch.autograd.graph, "disable_saved_tensors_hooks", disable)])
+        with patch, self._hooks():
+            yield
+
+    def _hooks(self) -> saved_tensors_hooks:
+        """Return the hooks: autograd holds them as long as its nodes, so they hold no graph."""
         mine = weakref.ref(self)
 
         def pack(tensor: Tensor) -> _Saved:

@@ -44,6 +44,7 @@ class _Trial:
     held_bytes: int
     made_bytes: tuple[int, int]
     time_ms: tuple[float, float]
+    transforms: bool  # what a transform has saved, nobody has seen
     foreign: list[Tensor]  # leaves that are no parameters: made inside, or from elsewhere
 
 
@@ -95,6 +96,9 @@ class Trials:
         self._refuse_foreign(call, one, two)
         taken = {storage_id(t): place for place, t in enumerate(tensors)}
         spans = trace.spans
+        held = one.held_bytes
+        if one.transforms:
+            held = max(held, spans[0].end_bytes - spans[0].start_bytes - one.made_bytes[0])
         return Piece(
             call=call,
             results=one.results,
@@ -105,9 +109,9 @@ class Trials:
             gradients=one.gradients,
             needs=one.needs,
             buffer_bytes=sum(b.nbytes for b in module.buffers()) if writes else 0,
-            held_bytes=one.held_bytes,
+            held_bytes=held,
             workspace_bytes=(
-                max(0, spans[0].added_peak_bytes - one.made_bytes[0] - one.held_bytes),
+                max(0, spans[0].added_peak_bytes - one.made_bytes[0] - held),
                 # Below zero where what is held goes while gradients are made.
                 spans[1].added_peak_bytes - one.made_bytes[1],
             ),
@@ -143,6 +147,9 @@ class Trials:
         held = inner.held_bytes([*self.twin.parameters(), *self.twin.buffers()])
         held += _UNSEEN_BYTES
         needs = inner.places
+        if inner.transforms:  # any of them may be held
+            needs = tuple(("input", i) for i in range(len(tensors)))
+            needs += tuple(("result", i) for i in range(len(made)))
         found = {("input", i): t.detach() for i, t in enumerate(tensors)}
         found.update({("result", i): t for i, t in enumerate(made)})
         grads = [torch.full_like(t, 0.5) for t in result_tensors(result) if t.requires_grad]
@@ -164,6 +171,7 @@ class Trials:
             held_bytes=held,
             made_bytes=(_bytes_of(made, tensors), _bytes_of([t for t in sums if t is not None])),
             time_ms=((middle - before) * 1e3, (end - after) * 1e3),
+            transforms=inner.transforms,
             foreign=[t for t in leaves_used if id(t) not in self.names],
         )
 

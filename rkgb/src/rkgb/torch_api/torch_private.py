@@ -204,6 +204,20 @@ def is_transforming() -> bool:
     )
 
 
+@contextlib.contextmanager
+def without_saved_hooks() -> Iterator[None]:
+    """Let no hooks see what autograd saves here: transforms of functions refuse them."""
+    autograd, found = torch._C._autograd, []
+    while (hooks := autograd._top_saved_tensors_default_hooks(False)) is not None:
+        found.append(hooks)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(found):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def unfrozen_flags() -> AbstractContextManager[None]:
     """Let `torch.backends.*.flag = value` pass after `torch.backends.disable_global_flags()`."""
     context: AbstractContextManager[None] = getattr(
