@@ -425,3 +425,40 @@ def test_sums_of_sparse_gradients_are_eagers_in_order(kind: str) -> None:
                 assert torch.equal(ours.grad._indices(), theirs.grad._indices())
                 assert torch.equal(ours.grad._values(), theirs.grad._values())
             assert torch.equal(ours.grad.to_dense(), theirs.grad.to_dense())
+
+
+class Offset(nn.Module):
+    """A buffer that is trained, and one that only lets a loss of nothing have a backward."""
+
+    zero: Tensor
+    offset: Tensor
+
+    def __init__(self, *, trained: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)])
+        self.register_buffer("offset", torch.ones(16).requires_grad_(trained))
+        self.register_buffer("zero", torch.tensor(0.0), persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        loss = self.zero
+        loss.requires_grad_()
+        y = self.body(x) * self.offset
+        return y, loss + y.abs().mean()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_buffers_with_gradients(trained: bool) -> None:
+    torch.manual_seed(0)
+    model = Offset(trained=trained)
+    twin = Offset(trained=trained)
+    twin.load_state_dict(model.state_dict())
+    rk = wrapped(model, rows(0), 0.8)
+    for step in range(3):
+        for module in (rk, twin):
+            y, loss = module(*rows(step))
+            (y.square().mean() + loss).backward()
+        assert_same_gradients(model, twin)
+        if trained:
+            assert twin.offset.grad is not None
+            assert model.offset.grad is not None
+            assert torch.equal(model.offset.grad, twin.offset.grad)

@@ -179,6 +179,8 @@ class RecordedStep:
             name = add(f"b_{_identifier(target)}", buffer, "buffer")
             if name not in self.parameters:
                 self.buffers.setdefault(name, target)
+                if buffer.requires_grad:  # trained though it is no parameter
+                    self.leaves[id(buffer)] = name
         for place, leaf in enumerate(self.sample.leaves):
             if not isinstance(leaf, Tensor):
                 self.inputs.append(None)

@@ -141,6 +141,7 @@ class Trials:
         self._refuse_changes(call, tensors, versions, inputs, given)
         leaves_used = inner.strangers()
         strangers += [self.names[id(t)] for t in leaves_used if id(t) in self.names]
+        buffers = {id(buffer) for buffer in self.twin.buffers()}
         leaves, structure = flatten(result)
         made = [t.detach() for t in leaves if isinstance(t, Tensor)]
         differentiable = tuple(t.requires_grad for t in leaves if isinstance(t, Tensor))
@@ -172,7 +173,7 @@ class Trials:
             made_bytes=(_bytes_of(made, tensors), _bytes_of([t for t in sums if t is not None])),
             time_ms=((middle - before) * 1e3, (end - after) * 1e3),
             transforms=inner.transforms,
-            foreign=[t for t in leaves_used if id(t) not in self.names],
+            foreign=[t for t in leaves_used if id(t) not in self.names and id(t) not in buffers],
         )
 
     def _refuse_changes(
