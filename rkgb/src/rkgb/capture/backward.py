@@ -14,6 +14,9 @@ from rkgb.recording.recorder import Recorder
 from rkgb.recording.watch import no_backward_inside, tensors_of
 from rkgb.safeguards.explain import explained
 
+# A kind of backward, or what tells it from the usual one; None is the usual one.
+AskedKind = BackwardKind | Callable[[BackwardKind], BackwardKind] | None
+
 
 class RecordedBackward:
     """The backward of one step, from the outputs to the leaves."""
@@ -29,6 +32,15 @@ class RecordedBackward:
         """Return the outputs that a gradient can flow back from; leaves are handed through."""
         found = [t for t in tensors_of(outputs) if t.requires_grad and t.grad_fn is not None]
         return list({self.recorder.name_of(t): t for t in found}.values())
+
+    def kind(
+        self, asked: AskedKind, roots: Sequence[Tensor], returned: Sequence[Any]
+    ) -> BackwardKind:
+        """Return the kind of backward that is asked for."""
+        if isinstance(asked, BackwardKind):
+            return asked
+        usual = self.usual_kind(roots, returned)
+        return usual if asked is None else asked(usual)
 
     def usual_kind(self, roots: Sequence[Tensor], returned: Sequence[Any]) -> BackwardKind:
         """Say that gradients lie as an elementwise operation on the outputs computes them.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rkgb.capture.backward import AskedKind
 from rkgb.capture.functions import Function, function_of
 from rkgb.capture.hooks import refuse_hooks_inside
 from rkgb.capture.step import RecordedStep
@@ -62,7 +63,7 @@ def make_B(
 def record(
     model: nn.Module,
     sample: Sample,
-    kind: BackwardKind | None = None,
+    kind: AskedKind = None,
     *,
     opaque: Collection[str] = (),
     strict: bool = True,
@@ -73,7 +74,8 @@ def record(
     """Return the recording of one step of `model` on `sample` in the mode the model is in.
 
     `kind` says how the gradients of the outputs will lie in memory, and in which autocast region
-    the backward will run; without it they lie like the outputs, and it runs in none. Buffers,
+    the backward will run; without it they lie like the outputs, and it runs in none. It may be
+    what tells the kind from that usual one. Buffers,
     attributes, gradients and the random stream are as before afterwards.
 
     The submodules `opaque` run whole; unless `strict`, so does the smallest one around whatever
@@ -139,7 +141,7 @@ def _functions_of(known: BasicGraph | None) -> list[type[Function]]:
 def _recorded(
     model: nn.Module,
     sample: Sample,
-    kind: BackwardKind | None,
+    kind: AskedKind,
     opaque: Sequence[str],
     functions: Sequence[type[Function]],
     guards: bool,

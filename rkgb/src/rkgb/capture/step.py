@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rkgb.capture.backward import RecordedBackward
+from rkgb.capture.backward import AskedKind, RecordedBackward
 from rkgb.capture.functions import Function, run_functions_whole
 from rkgb.capture.hooks import HookWatch
 from rkgb.capture.pieces import PieceRecorder
@@ -27,7 +27,7 @@ from rkgb.elements.op import Ref
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 from rkgb.errors import RkgbError, SideEffectError, TraceError
-from rkgb.graphs.basic import BackwardKind, BasicGraph
+from rkgb.graphs.basic import BasicGraph
 from rkgb.opaque.adding import add_in_parts
 from rkgb.recording.places import Places
 from rkgb.recording.recorder import Recorder
@@ -84,7 +84,7 @@ class RecordedStep:
         self.hidden = Hidden(self.twin, hidden)
         self.hooks = HookWatch(self.recorder, self.twin, known.effects if known is not None else ())
 
-    def run(self, kind: BackwardKind | None) -> BasicGraph:
+    def run(self, asked: AskedKind) -> BasicGraph:
         printed = Printed(self.twin)
         before = KeptState(self.twin)
         with (
@@ -117,7 +117,7 @@ class RecordedStep:
                 refusal.module_path = ""
                 raise refusal from error
             root_names = tuple(self.recorder.name_of(root) or "" for root in roots)
-            kind = kind or backward.usual_kind(roots, outputs[:returned])
+            kind = backward.kind(asked, roots, outputs[:returned])
             del outputs
             tangent_names = backward.run(roots, kind)
         return self._graph(

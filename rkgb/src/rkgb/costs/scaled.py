@@ -47,8 +47,9 @@ def measure_resized(
         if key in known.costs:
             costs[key] = known.costs[key]
             continue
-        share = source.time_ms(op, basic.infos) / source.time_ms(old, known_infos)
-        costs[key] = replace(measured.costs[key], time_ms=known.costs[before].time_ms * share)
+        now_ms, cost = source.time_ms(op, basic.infos), known.costs.get(before)
+        share = 1.0 if cost is None else cost.time_ms / source.time_ms(old, known_infos)
+        costs[key] = replace(measured.costs[key], time_ms=now_ms * share)
     unsteady = {key for key, (_, _, before) in first.items() if before in known.unsteady}
     return replace(
         measured,
@@ -56,4 +57,24 @@ def measure_resized(
         callees={key: callees[key] for key in first if key in callees},
         spread=known.spread,
         unsteady=measured.unsteady | unsteady,
+    )
+
+
+def measure_others(
+    basic: BasicGraph, ops: Sequence[Op], external: Mapping[str, Tensor], known: Measured
+) -> Measured:
+    """Return `known` with the kinds among `ops` that are not in it; their times are foreseen."""
+    kinds = {op_key(op, basic.infos): op for op in ops}
+    new = {key: op for key, op in kinds.items() if key not in known.costs}
+    found = measure(basic, list(new.values()), external, times=False)
+    source = FlopCost()
+    costs = {
+        key: replace(cost, time_ms=source.time_ms(new[key], basic.infos))
+        for key, cost in found.costs.items()
+    }
+    return replace(
+        known,
+        costs={**known.costs, **costs},
+        callees={**known.callees, **found.callees},
+        unsteady=known.unsteady | found.unsteady,
     )

@@ -58,10 +58,10 @@ def network_of(
     settings: Settings,
     phases: Phases,
     *,
-    like: Network | None = None,
+    like: tuple[Measured, SimplifiedGraph] | None = None,
     compiled: CompiledGraph | None = None,
 ) -> Network:
-    """Measure a recording and make the problem of it; `like` is the same one at other sizes.
+    """Measure a recording and make the problem of it; `like` is one at other sizes.
 
     Where pieces of it are `compiled`, so is what is recorded.
     """
@@ -73,9 +73,10 @@ def network_of(
         if like is None:
             measured = measure(basic, ops, external, times=settings.cost == "measured")
         else:
-            infos = like.graph.dataflow.infos
-            old = operations(like.graph)
-            measured = measure_resized(basic, ops, external, like.measured, old, infos)
+            known, old = like
+            measured = measure_resized(
+                *(basic, ops, external, known), operations(old), old.dataflow.infos
+            )
         if settings.cost == "flops":
             measured = replace(measured, costs=_by_flops(graph, ops, measured))
     with phases.phase("calibration"):

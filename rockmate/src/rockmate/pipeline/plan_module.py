@@ -19,10 +19,9 @@ from typing import Any
 
 from torch import nn
 
-from rkgb.capture import no_collection
 from rkgb.compiled import CompiledGraph, compile_pieces
 from rkgb.engine import B_to_D, D_to_S, Sample, device_of, record, runnable
-from rkgb.graphs import PLANNED_PASSES, same_but_for_numbers
+from rkgb.graphs import PLANNED_PASSES
 from rockmate import planners
 from rockmate.comparison.deterministic import deterministic_algorithms
 from rockmate.comparison.eager import Keep, StepResult
@@ -30,14 +29,13 @@ from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
 from rockmate.files.plan_file import SavedPlan
 from rockmate.keys.input_signature import InputSignature
 from rockmate.options.known_blocks import KnownBlocks
+from rockmate.pipeline.follow import Call
 from rockmate.pipeline.network import Network, network_of
 from rockmate.pipeline.planned import (
     Planned,
     planned_executable,
-    with_other_numbers,
     without_reruns,
 )
-from rockmate.pipeline.resized import resized
 from rockmate.pipeline.saved_plan import budget_for, network_from, plan_for
 from rockmate.pipeline.self_test import (
     eager_step,
@@ -47,7 +45,7 @@ from rockmate.pipeline.self_test import (
     refuse_wrong_prediction,
     self_test,
 )
-from rockmate.pipeline.shelf import Asked, Shelf
+from rockmate.pipeline.shelf import Asked, NoShelf, Shelf
 from rockmate.planners.module_options import plan_keeping
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases, stopwatch
@@ -87,7 +85,7 @@ def plan_module(
 
     Where the recording is that of a `known` plan but for numbers in it, that plan's steps serve; so
     do those of a plan that lies on the `shelf`, with the costs that were measured then. Where it
-    differs in sizes, known steps and what is known of `blocks` are tried first.
+    differs in sizes, known steps and what is known of `blocks` are tried first (`follow`).
     The module, its buffers and gradients, and the random stream are left as they were.
 
     Raises:
@@ -107,23 +105,27 @@ def plan_module(
     phases = Phases(_phases(settings), show=settings.progress)
     if settings.compile:
         known, shelf = (), None  # numbers and sizes are compiled in
-    with phases.phase("capture"), no_collection():
-        basic = record(model, given, opaque=settings.opaque, strict=settings.strict, guards=guards)
-        recorded = runnable(D_to_S(B_to_D(basic), passes=PLANNED_PASSES))
-    for other in known:
-        if same_but_for_numbers(recorded.graph.dataflow.basic, other.network.graph.dataflow.basic):
-            phases.close("planned before")
-            return with_other_numbers(other, recorded, given, phases)
+    shelf = NoShelf() if shelf is None else shelf
+    call = Call(model, given, settings, phases, known, blocks, guards)
+    # Ranks that share plans ask each other at every call, or at none.
+    followed = None if shelf.is_asked_first else call.with_expected_gradients()
+    if followed is not None:
+        return followed
+    basic, recorded = call.record()
+    followed = call.with_other_numbers(recorded)
+    if followed is not None:
+        return followed
     asked = Asked(model, recorded, given, settings)
-    saved = None if shelf is None else shelf.find(asked)
+    saved = shelf.find(asked) if shelf.is_asked_first else None
+    if saved is None:
+        followed = call.resized(recorded)
+        if followed is not None:
+            if shelf.is_asked_first:
+                shelf.keep(asked, followed)
+            return followed
+        saved = None if shelf.is_asked_first else shelf.find(asked)
     if saved is not None:
         return _planned_before(saved, asked, phases)
-    followed = resized(known, model, recorded, given, settings, phases, blocks)
-    if followed is not None:
-        phases.close("planned before")
-        if shelf is not None:
-            shelf.keep(asked, followed)
-        return followed
     compiled: CompiledGraph | None = None
     if settings.compile:
         with phases.phase("inductor"):
@@ -161,8 +163,7 @@ def plan_module(
             took = ours.allocated_peak_bytes
             refuse_over_budget(replace(planned, measured_peak_bytes=took), model)
     phases.close("planned")
-    if shelf is not None:
-        shelf.keep(asked, planned)
+    shelf.keep(asked, planned)
     return planned
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rkgb import RkgbError
 from rkgb.capture import no_collection
 from rkgb.compiled import compile_variant, freeing
-from rkgb.costs import Measured, op_key
+from rkgb.costs import Measured, measure_others, op_key
 from rkgb.elements import Assign, Check, Effect, Look, Op, Ref, Structure, Write
 from rkgb.engine import (
     Sample,
@@ -30,10 +30,10 @@ from rkgb.engine import (
 from rkgb.graphs import BackwardKind, BasicGraph, SimplifiedGraph, autocast_as
 from rkgb.opaque import RunPiece
 from rkgb.run import Outcomes, RunnableGraph, without_idle_steps
-from rockmate.errors import InfeasibleBudgetError
+from rockmate.errors import InfeasibleBudgetError, RockmateError
 from rockmate.keys.input_signature import InputSignature
 from rockmate.keys.module_state import without_hooks
-from rockmate.pipeline.network import Network
+from rockmate.pipeline.network import Network, assembled
 from rockmate.pipeline.network_problem import problem_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
@@ -48,6 +48,10 @@ from rockmate.schedules.steps import Step
 
 _log = logging.getLogger("rockmate")
 _FEW = 3  # outputs, so that the backward of each alone is recorded beforehand
+
+
+# Makes a plan for a problem within the budget of another plan, whose steps need not fit.
+Replan = Callable[[Problem], Plan]
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Planned:
     blocks_bytes: int = 0  # set aside for what the allocator hands out in whole blocks
     family: object = field(default_factory=object)  # one for all that differ in sizes only
     comparison: str = ""  # what the self-test found, where bits could not be demanded
+    other_gradients: Replan | None = None  # of a plan for those that had come before, not the usual
 
     @property
     def problem(self) -> Problem:
@@ -260,6 +265,9 @@ def _variant(
         known = planned.network.graph.dataflow.basic
         basic = record(bare, sample, kind, opaque=known.opaque, known=known)
     network, measured = planned.network, planned.network.measured
+    if planned.other_gradients is not None:
+        graph = network.recorded.with_backward(basic)
+        return _within_budget(planned, planned.other_gradients, graph, model, leaves)
     if network.compiled is None:
         graph = network.recorded.with_backward(basic)
     else:
@@ -268,6 +276,39 @@ def _variant(
     steps = without_idle_steps(graph, planned.plan.steps)
     every = leaves_of(planned.network.graph)
     return executable(graph, steps, measured, leaves=every)
+
+
+def _within_budget(
+    planned: Planned,
+    replan: Replan,
+    graph: SimplifiedGraph,
+    model: nn.Module,
+    leaves: Sequence[Any],
+) -> Executable:
+    """Return the program for gradients that were not foreseen; they may need a plan of their own.
+
+    Raises:
+        InfeasibleBudgetError: there is none within the budget.
+    """
+    external = external_values(graph.dataflow.basic, model, tuple(leaves))
+    known = planned.network.measured
+    measured = measure_others(graph.dataflow.basic, operations(graph), external, known)
+    network = assembled(graph, planned.network.recorded, measured, external)
+    every = leaves_of(planned.network.graph)
+    plan, is_apart = planned.plan, False
+    if not _fits(network.problem, plan, without_idle_steps(graph, plan.steps)):
+        plan, is_apart = without_reruns(network, replan(network.problem)), True
+    steps = without_idle_steps(graph, plan.steps)
+    return replace(executable(graph, steps, measured, leaves=every), is_apart=is_apart)
+
+
+def _fits(problem: Problem, plan: Plan, steps: Sequence[Any]) -> bool:
+    """Whether the steps of a plan for another problem of the same forward are a plan for this."""
+    try:
+        peak_bytes = simulate(problem, [Step(*step) for step in steps]).peak_bytes
+    except RockmateError:
+        return False
+    return peak_bytes <= plan.budget_bytes
 
 
 def _measured_within(
@@ -297,18 +338,26 @@ def _measured_within(
 
 
 def with_other_numbers(
-    planned: Planned, recorded: RunnableGraph, sample: Sample, phases: Phases
+    planned: Planned,
+    graph: SimplifiedGraph,
+    recorded: RunnableGraph,
+    sample: Sample,
+    phases: Phases,
 ) -> Planned:
-    """Return a plan with the program of another recording, and everything else as planned."""
+    """Return a plan with the program of another recording, and everything else as planned.
+
+    `graph` is the one of the plan that the recording differs from in numbers only.
+    """
     old = planned.network
     basic = recorded.graph.dataflow.basic
-    pairs = zip(operations(recorded.graph), operations(old.graph), strict=True)
+    pairs = zip(operations(recorded.graph), operations(graph), strict=True)
     infos = basic.infos
     keys = {op_key(op, infos): op_key(known, infos) for op, known in pairs}
     costs, chosen = old.measured.costs, old.measured.callees
     measured = replace(
         old.measured,
-        costs={new: costs[key] for new, key in keys.items()},
+        # A backward for other gradients has kinds that were not measured.
+        costs={new: costs[key] for new, key in keys.items() if key in costs},
         callees={new: chosen[key] for new, key in keys.items() if key in chosen},
     )
     network = replace(
@@ -317,10 +366,15 @@ def with_other_numbers(
         graph=recorded.graph,
         measured=measured,
     )
+    if graph is old.graph:
+        program = planned_executable(network, planned.plan)
+    else:  # the problem is one of other gradients, and says nothing of these
+        steps = without_idle_steps(recorded.graph, planned.plan.steps)
+        program = executable(recorded.graph, steps, measured, leaves=leaves_of(old.graph))
     return replace(
         planned,
         network=network,
-        executor=Executor(planned_executable(network, planned.plan)),
+        executor=Executor(program),
         signature=InputSignature.of(sample),
         outputs=basic.output_spec,
         seconds=phases.seconds,

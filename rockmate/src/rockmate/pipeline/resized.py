@@ -13,16 +13,20 @@ from functools import partial
 from torch import nn
 
 from rkgb.engine import Sample, device_of
-from rkgb.graphs import SimplifiedNode, same_but_for_sizes
+from rkgb.graphs import SimplifiedGraph, SimplifiedNode, same_but_for_sizes
 from rkgb.run import RunnableGraph
 from rockmate import planners
 from rockmate.keys.input_signature import InputSignature
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.pipeline.network import network_of
 from rockmate.pipeline.planned import Planned, planned_executable, without_reruns
+from rockmate.pipeline.versions import Version, versions_like
 from rockmate.planners.module_options import replan_keeping
+from rockmate.problems.problem import Problem
 from rockmate.progress import Phases, stopwatch
 from rockmate.runtime.execute import Executor
+from rockmate.schedules.plan import Plan
+from rockmate.schedules.steps import Steps
 from rockmate.settings import Settings, parse_budget
 
 
@@ -35,33 +39,26 @@ def resized(
     phases: Phases,
     blocks: KnownBlocks,
 ) -> Planned | None:
-    """Return a plan that follows from `known` ones; None where none does.
-
-    A budget that is still a fraction, and a device whose allocator hands out whole blocks (what it
-    takes is only seen when it is tried), are for the long way.
-    """
+    """Return a plan that follows from `known` ones; None where none does."""
+    like = _same_in_other_sizes(known, recorded)
+    if like is None or not can_be_resized(settings, sample):
+        return None
+    alike = [other for other in known if other.family is like.planned.family]
+    old = like.planned.network
+    network = network_of(model, recorded, sample, settings, phases, like=(old.measured, like.graph))
     budget_bytes, _ = parse_budget(settings.budget)
-    if budget_bytes is None or device_of(sample.device).block_bytes(1) > 1:
-        return None
-    alike = _family(known, recorded)
-    if not alike:
-        return None
-    network = network_of(model, recorded, sample, settings, phases, like=alike[-1].network)
+    assert budget_bytes is not None
+    room = budget_bytes - settings.reserve_bytes
     with phases.phase("planning"), stopwatch() as parts:
-        most = settings.most_kept_bytes
-        make = planners.replan if most is None else partial(replan_keeping, most_kept_bytes=most)
-        plan = make(
-            network.problem,
-            budget_bytes - settings.reserve_bytes,
-            [(other.problem, other.plan.steps) for other in alike],
-            blocks,
-        )
+        pairs = [(other.problem, other.plan.steps) for other in alike]
+        plan = _replanned(network.problem, room, pairs, settings, blocks)
     phases.seconds.update(parts)
     if plan is None:
         return None
     plan = without_reruns(network, plan)
     with phases.phase("compilation"):
         executor = Executor(planned_executable(network, plan))
+    is_foreseen = like.graph is not old.graph or like.planned.other_gradients is not None
     return Planned(
         network=network,
         executor=executor,
@@ -73,24 +70,58 @@ def resized(
         eager_peak_bytes=None,
         measured_peak_bytes=None,
         how="resized",
-        family=alike[0].family,
+        family=like.planned.family,
+        other_gradients=partial(_planned_anew, room, settings, blocks) if is_foreseen else None,
     )
 
 
-def _family(known: Sequence[Planned], recorded: RunnableGraph) -> list[Planned]:
-    """Return the plans whose recordings differ in sizes only: all of one family, or none."""
+def can_be_resized(settings: Settings, sample: Sample) -> bool:
+    """Whether plans may follow from those for other sizes.
+
+    A budget that is still a fraction, and a device whose allocator hands out whole blocks (what it
+    takes is only seen when it is tried), are for the long way.
+    """
+    budget_bytes, _ = parse_budget(settings.budget)
+    return budget_bytes is not None and device_of(sample.device).block_bytes(1) == 1
+
+
+def _replanned(
+    problem: Problem,
+    room_bytes: int,
+    known: Sequence[tuple[Problem, Steps]],
+    settings: Settings,
+    blocks: KnownBlocks,
+) -> Plan | None:
+    most = settings.most_kept_bytes
+    make = planners.replan if most is None else partial(replan_keeping, most_kept_bytes=most)
+    return make(problem, room_bytes, known, blocks)
+
+
+def _planned_anew(
+    room_bytes: int, settings: Settings, blocks: KnownBlocks, problem: Problem
+) -> Plan:
+    """Return a plan for the same sizes and other gradients.
+
+    Raises:
+        InfeasibleBudgetError: there is none.
+    """
+    plan = _replanned(problem, room_bytes, [], settings, blocks)
+    return plan or planners.plan(problem, room_bytes, effort=settings.effort)
+
+
+def _same_in_other_sizes(known: Sequence[Planned], recorded: RunnableGraph) -> Version | None:
+    """Return a version of a known plan whose recording differs in sizes only; None without one."""
     seen: list[object] = []
-    for first in known:
-        if any(first.family is family for family in seen):
+    for version in versions_like(known, recorded.graph.dataflow.basic):
+        if any(version.planned.family is family for family in seen):
             continue
-        seen.append(first.family)
-        if _differs_in_sizes(recorded, first.network.recorded):
-            return [other for other in known if other.family is first.family]
-    return []
+        seen.append(version.planned.family)
+        if _differs_in_sizes(recorded.graph, version.graph):
+            return version
+    return None
 
 
-def _differs_in_sizes(new: RunnableGraph, old: RunnableGraph) -> bool:
-    ours, theirs = new.graph, old.graph
+def _differs_in_sizes(ours: SimplifiedGraph, theirs: SimplifiedGraph) -> bool:
     return _groups(ours.nodes) == _groups(theirs.nodes) and same_but_for_sizes(
         ours.dataflow.basic, theirs.dataflow.basic
     )

@@ -25,7 +25,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -124,6 +124,8 @@ class Exchange:
 
 class SharedShelf:
     """A shelf that the ranks of a group have together."""
+
+    is_asked_first: ClassVar[bool] = True
 
     def __init__(self, exchange: Exchange, beyond: Shelf) -> None:
         self.exchange, self.beyond = exchange, beyond

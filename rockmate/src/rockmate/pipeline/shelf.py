@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import nn
 
@@ -43,6 +43,10 @@ class Asked:
 class Shelf(Protocol):
     """Has plans, and takes them."""
 
+    is_asked_first: ClassVar[
+        bool
+    ]  # before a plan is made from those for other sizes, which takes no longer
+
     def find(self, asked: Asked) -> SavedPlan | None:
         """Return the plan for a recorded step; None where it has to be planned.
 
@@ -57,6 +61,8 @@ class Shelf(Protocol):
 class NoShelf:
     """Has nothing, takes nothing."""
 
+    is_asked_first: ClassVar[bool] = False
+
     def find(self, asked: Asked) -> SavedPlan | None:
         return None
 
@@ -66,6 +72,8 @@ class NoShelf:
 
 class GivenFile:
     """A file that the user names: it must have the plan of the first call."""
+
+    is_asked_first: ClassVar[bool] = True
 
     def __init__(self, file: PlanFile, beyond: Shelf) -> None:
         self.file, self.beyond = file, beyond
@@ -94,6 +102,7 @@ class Cache:
     """The folder of plans between two starts."""
 
     folder: CacheFolder
+    is_asked_first: ClassVar[bool] = False
 
     def find(self, asked: Asked) -> SavedPlan | None:
         found = self.folder.get(self._key(asked))
@@ -103,7 +112,7 @@ class Cache:
         return found.plans[0]
 
     def keep(self, asked: Asked, planned: Planned) -> None:
-        if planned.how == "recorded":
+        if planned.how != "planned":
             return
         try:
             self.folder.put(self._key(asked), plan_file_of([planned], asked.model))

@@ -28,6 +28,7 @@ class Executable:
     graph: SimplifiedGraph
     compiled: CompiledStep
     leaves: tuple[str, ...]  # one for each part of a gradient that any backward may give
+    is_apart: bool = False  # by a plan of its own: its forward keeps other values
     arrivals: Arrivals = field(default_factory=Arrivals)
     _rails: list[Rail] = field(default_factory=list)
 

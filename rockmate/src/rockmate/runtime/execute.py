@@ -44,6 +44,7 @@ class Executor:
 
     def __init__(self, planned: Executable) -> None:
         self.planned = self.expected = planned
+        self.latest = planned  # whose backward ran last
         self.variants = {planned.kind: planned}
 
     def __call__(
@@ -74,7 +75,8 @@ class Executor:
         if kind not in self.variants:
             self.variants[kind] = variant(kind)
         found = self.variants[kind]
-        keeps_all = found.keeps_by_backward or not found.missing_for(self.planned)
+        runs_again = found.keeps_by_backward or found.is_apart
+        keeps_all = runs_again or not found.missing_for(self.planned)
         self.expected = found if keeps_all else self.planned
         return found
 
@@ -194,6 +196,7 @@ class RunningStep:
         executable = self.executable
         if kind != executable.kind:
             executable = self._go_on_as(kind)
+        self.executor.latest = executable
         if keeps_graph():
             self.kept = self.external
         else:
@@ -246,7 +249,9 @@ class RunningStep:
         if again:
             self.saved.clear()
         executable = self.executor.for_backward(kind, self.variant)
-        if not again and self.executable.missing_for(executable):
+        if self.executable.is_apart or executable.is_apart:
+            again = True
+        elif not again and self.executable.missing_for(executable):
             again = self._can_run_again()
         if not again:
             self._change_to(executable)

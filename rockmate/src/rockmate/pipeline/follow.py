@@ -1,0 +1,79 @@
+"""Record another call of a module, and follow what was planned for calls before, where that does.
+
+A recording that differs from a known one in numbers takes its steps; one that differs in sizes gets
+a plan that follows from those for other sizes. The recording is made for the gradients that came
+last (`versions`); where nothing is to be followed, the usual ones are recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from rkgb.capture import no_collection
+from rkgb.engine import B_to_D, D_to_S, Sample, record, runnable
+from rkgb.graphs import PLANNED_PASSES, BasicGraph, same_but_for_numbers
+from rkgb.run import RunnableGraph
+from rockmate.options.known_blocks import KnownBlocks
+from rockmate.pipeline.planned import Planned, with_other_numbers
+from rockmate.pipeline.resized import can_be_resized, resized
+from rockmate.pipeline.versions import ExpectedKind, versions_like
+from rockmate.progress import Phases
+from rockmate.settings import Settings
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that no plan is for yet, and what is known of others."""
+
+    model: nn.Module
+    sample: Sample
+    settings: Settings
+    phases: Phases
+    known: Sequence[Planned]
+    blocks: KnownBlocks
+    guards: bool
+
+    def record(self, kind: ExpectedKind | None = None) -> tuple[BasicGraph, RunnableGraph]:
+        """Return the recording of the step, and its graph as it is run."""
+        opaque, strict = self.settings.opaque, self.settings.strict
+        with self.phases.phase("capture"), no_collection():
+            basic = record(
+                *(self.model, self.sample, kind), opaque=opaque, strict=strict, guards=self.guards
+            )
+            return basic, runnable(D_to_S(B_to_D(basic), passes=PLANNED_PASSES))
+
+    def with_expected_gradients(self) -> Planned | None:
+        """Return a plan that follows, made for the gradients that came last; None if none does."""
+        if not can_be_resized(self.settings, self.sample):
+            return None
+        expected = ExpectedKind.after(self.known)
+        if expected is None or expected.is_usual:
+            return None
+        _, recorded = self.record(expected)
+        planned = self.with_other_numbers(recorded)
+        return self.resized(recorded) if planned is None else planned
+
+    def with_other_numbers(self, recorded: RunnableGraph) -> Planned | None:
+        """Return a plan with the steps of a known one, if only numbers differ."""
+        basic = recorded.graph.dataflow.basic
+        for version in versions_like(self.known, basic):
+            if same_but_for_numbers(basic, version.graph.dataflow.basic):
+                planned = with_other_numbers(
+                    version.planned, version.graph, recorded, self.sample, self.phases
+                )
+                self.phases.close("planned before")
+                return planned
+        return None
+
+    def resized(self, recorded: RunnableGraph) -> Planned | None:
+        """Return a plan that follows from those for other sizes; None where none does."""
+        planned = resized(
+            *(self.known, self.model, recorded, self.sample),
+            *(self.settings, self.phases, self.blocks),
+        )
+        if planned is not None:
+            self.phases.close("planned before")
+        return planned

@@ -1,0 +1,88 @@
+"""What is known of a module's steps when another call is recorded: graphs, and gradients to expect.
+
+A plan has a graph for each kind of gradients that have arrived. A loss that reads one output of two
+leaves the other without a gradient, at every length: a recording that expects what came last needs
+no second one when the backward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rkgb.graphs import BackwardKind, BasicGraph, SimplifiedGraph, Tangent
+from rockmate.pipeline.planned import Planned
+from rockmate.runtime.executable import Executable, plain_strides
+
+
+@dataclass(frozen=True)
+class Version:
+    """A plan, and its graph for one kind of gradients."""
+
+    planned: Planned
+    graph: SimplifiedGraph
+
+
+def versions_like(known: Sequence[Planned], basic: BasicGraph) -> Iterator[Version]:
+    """Yield the versions of known plans that have as many operations as a recording has."""
+    ours = _counts(basic)
+    for planned in reversed(known):
+        for executable in planned.executor.variants.values():
+            if _counts(executable.graph.dataflow.basic) == ours:
+                yield Version(planned, executable.graph)
+
+
+def _counts(basic: BasicGraph) -> tuple[int, int, list[bool]]:
+    return len(basic.ops), len(basic.backward), [t is None for t in basic.kind.tangents]
+
+
+class ExpectedKind:
+    """Tells the kind of backward to record from the usual one, by what has come last."""
+
+    def __init__(self, executable: Executable) -> None:
+        basic, kind = executable.graph.dataflow.basic, executable.kind
+        infos = [basic.infos[name] for name in basic.roots]
+        self._forms = [
+            _form(i.shape, i.stride, t) for i, t in zip(infos, kind.tangents, strict=True)
+        ]
+        self._autocast = kind.autocast
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether gradients are expected as without any knowledge."""
+        return self._autocast is None and set(self._forms) == {"usual"}
+
+    @classmethod
+    def after(cls, known: Sequence[Planned]) -> ExpectedKind | None:
+        """Return what is expected after the steps of known plans; None where nothing is.
+
+        Where the forward could not be run again for other gradients, none are foreseen.
+        """
+        last = known[-1].executor.latest if known else None
+        if last is None or last.has_pieces or last.unrepeatable or last.keeps_by_backward:
+            return None
+        return cls(last)
+
+    def __call__(self, usual: BackwardKind) -> BackwardKind:
+        """Return the kind that is expected where the usual one is so."""
+        if len(self._forms) != len(usual.tangents):
+            return usual
+        pairs = zip(self._forms, usual.tangents, strict=True)
+        return BackwardKind(tuple(_tangent(f, u) for f, u in pairs), self._autocast)
+
+
+def _form(shape: Sequence[int], stride: Sequence[int], tangent: Tangent) -> str:
+    if tangent is None:
+        return "none"
+    like = torch.empty_strided(tuple(shape), tuple(stride), device="meta")
+    if tangent == plain_strides(shape, torch.empty_like(like).stride()):
+        return "usual"
+    return "one number" if not any(tangent) else "usual"
+
+
+def _tangent(form: str, usual: Tangent) -> Tangent:
+    if form == "none" or usual is None:
+        return None
+    return (0,) * len(usual) if form == "one number" else usual
