@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rkgb.recording.blanks import Blanks
 from rkgb.recording.recorder import Recorder
 
 # Contents of up to so many elements are kept: scalars that autograd wraps, scales, small tables.
@@ -23,6 +24,7 @@ _SMALL = 16
 @contextlib.contextmanager
 def saving(recorder: Recorder) -> Iterator[None]:
     """While active, what autograd saves is given up; fresh memory stands in for it later."""
+    blanks = Blanks() if recorder.repeated is None else recorder.repeated.blanks
 
     def pack(tensor: Tensor) -> tuple[str | None, int, Tensor | tuple[Any, ...]]:
         small = tensor.numel() <= _SMALL or not (tensor.is_floating_point() or tensor.is_complex())
@@ -40,8 +42,9 @@ def saving(recorder: Recorder) -> Iterator[None]:
         assert name is not None
         size, stride, dtype = content
         with recorder.paused(), torch.no_grad():
-            content = torch.empty_strided(size, stride, dtype=dtype, device=recorder.device)
-            content.fill_(0.5)
+            content = blanks.make(size, stride, dtype, recorder.device)
+            if recorder.repeated is None:
+                blanks.fill(content)
         recorder.names.stand_in(name, content)
         return content
 

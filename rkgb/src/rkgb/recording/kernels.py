@@ -29,6 +29,8 @@ _LIKE = {
 }
 # What they return has no content yet.
 _BLANKS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+# They return a view and do not say so.
+_VIEWS = frozenset(("_unsafe_view", "_reshape_alias"))
 _DYNAMIC, _RANDOM = torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded
 
 
@@ -42,6 +44,7 @@ class Traits:
     written: tuple[tuple[int, str], ...]  # arguments that it overwrites: position and name
     is_blank: bool  # what it returns has no content yet
     is_repeatable: bool  # it returns fresh memory with content, and does nothing else
+    reads_nothing: bool  # it looks at shapes and strides alone, as views do
     like: tuple[Any, bool] | None
 
     def writes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
@@ -57,7 +60,7 @@ class Traits:
 @functools.cache
 def traits_of(func: Any) -> Traits:
     """Read the declaration of a kernel."""
-    tags = frozenset(func.tags)
+    tags, returns = frozenset(func.tags), func._schema.returns
     name = str(func.__name__).split(".")[0]
     return Traits(
         name=name,
@@ -72,7 +75,15 @@ def traits_of(func: Any) -> Traits:
         is_repeatable=func.namespace == "aten"
         and name not in (BATCH_NORMS | _BLANKS)
         and tags.isdisjoint((_RANDOM, _DYNAMIC))
-        and all(result.alias_info is None for result in func._schema.returns),
+        and all(result.alias_info is None for result in returns),
+        reads_nothing=func.namespace == "aten"
+        and (
+            name in (_BLANKS | _LIKE.keys() | _VIEWS)
+            or (
+                bool(returns)
+                and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+            )
+        ),
         like=_LIKE.get(name) if func.namespace == "aten" else None,
     )
 

@@ -21,6 +21,7 @@ class LiveNames:
         self._watch: dict[int, weakref.ref[Tensor]] = {}
         self._by_storage: dict[int, dict[int, weakref.ref[Tensor]]] = {}
         self._stand_ins: dict[int, int] = {}  # storage -> how much further on the value begins
+        self.empty: dict[int, torch.dtype] = {}  # storages that hold nothing yet
         self._taken: dict[str, int] = {}
 
     def of(self, tensor: Tensor) -> str | None:
@@ -79,7 +80,7 @@ class LiveNames:
         """Let the tensor go by the name for as long as it lives."""
         key = id(tensor)
         names, watch, table = self._names, self._watch, self._by_storage
-        stand_ins = self._stand_ins
+        stand_ins, empty = self._stand_ins, self.empty
 
         def forget(reference: weakref.ref[Tensor]) -> None:
             if watch.get(key) is reference:
@@ -91,6 +92,7 @@ class LiveNames:
                 if not group:
                     del table[storage]
                     stand_ins.pop(storage, None)
+                    empty.pop(storage, None)
 
         names[key] = name
         reference = weakref.ref(tensor, forget)

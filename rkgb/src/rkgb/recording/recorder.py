@@ -18,6 +18,7 @@ from rkgb.elements.op import BATCH_NORMS, Op, Ref, map_refs
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import InvalidGraphError, SideEffectError
 from rkgb.graphs.basic import Read
+from rkgb.recording.blanks import Blanks
 from rkgb.recording.kernels import (
     tensors_returned,
     traits_of,
@@ -69,7 +70,7 @@ class Recorder(Values, TorchDispatchMode):
         self.in_backward = False
         self.guards = guards  # looks at what follows from the inputs are allowed
         # Runs what has run before; None: everything runs, so that all content is what it is.
-        self.repeated: RepeatedKernels | None = RepeatedKernels()
+        self.repeated: RepeatedKernels | None = RepeatedKernels(Blanks(self.names.empty))
         self._paused = False
         self._patches: list[Patches] = []
         self.reads: list[Read] = []
@@ -201,7 +202,9 @@ class Recorder(Values, TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return func(*args, **kwargs)
+        if self.repeated is None:
+            return func(*args, **kwargs)
+        return self.repeated.compute(func, args, kwargs)
 
     def _is_check(self, args: tuple[Any, ...]) -> bool:
         """Note that a computed value is looked at only to raise an error: the step looks again."""

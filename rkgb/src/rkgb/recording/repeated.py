@@ -2,7 +2,7 @@
 
 A recording asks where results lie in memory, never what is in them, and kernels do not choose that
 by values. So of twelve equal layers one is computed, and the others get fresh memory of the same
-shapes and strides, filled with a number that most kernels take.
+shapes and strides, and no content until one that runs reads it (`blanks`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from rkgb.recording.blanks import Blanks
+from rkgb.recording.kernels import traits_of
 
 _SMALL = 16  # elements: the content of what is smaller is kept
 _PLAIN = frozenset(
@@ -28,20 +31,16 @@ class _Result:
     forms: tuple[_Form | None, ...]
     kind: type[Any] | None  # tuple or list; None for a single tensor
 
-    def made_anew(self) -> Any:
-        made = [
-            None
-            if f is None
-            else torch.empty_strided(f[0], f[1], dtype=f[2], device=f[3]).fill_(0.5)
-            for f in self.forms
-        ]
+    def made_anew(self, blanks: Blanks) -> Any:
+        made = [None if form is None else blanks.make(*form) for form in self.forms]
         return made[0] if self.kind is None else self.kind(made)
 
 
 class RepeatedKernels:
     """Runs each kernel once for arguments of one kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, blanks: Blanks) -> None:
+        self.blanks = blanks
         self._results: dict[tuple[Any, ...], _Result | None] = {}
         self.has_repeated = False
 
@@ -53,16 +52,23 @@ class RepeatedKernels:
         try:
             key = (func, torch.is_grad_enabled(), _kind(args), _kind(tuple(kwargs.items())))
         except _OddError:
-            return func(*args, **kwargs)
+            return self.compute(func, args, kwargs)
         if key not in self._results:
-            result = func(*args, **kwargs)
+            result = self.compute(func, args, kwargs)
             self._results[key] = _result(result, set(_storages((args, kwargs))))
             return result
         known = self._results[key]
         if known is None:
-            return func(*args, **kwargs)
+            return self.compute(func, args, kwargs)
         self.has_repeated = True
-        return known.made_anew()
+        return known.made_anew(self.blanks)
+
+    def compute(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return what `func` returns, with content in whatever it reads."""
+        if not traits_of(func).reads_nothing:
+            self.blanks.fill(args)
+            self.blanks.fill(kwargs)
+        return func(*args, **kwargs)
 
 
 class _OddError(Exception):

@@ -53,6 +53,7 @@ def replan(
         timeline = simulate(problem, steps)
         if timeline.peak_bytes <= budget_bytes:
             run.consider("a plan of another size", prune(problem, steps, budget_bytes), begin)
+    chained = False
     for pinned in blocks.pinned:
         for merged in (False, True):
             begin = time.perf_counter()
@@ -65,15 +66,21 @@ def replan(
             if found is not None:
                 pruned = prune(problem, found, budget_bytes)
                 run.consider(f"chain of known {model.name}", pruned, begin)
-    chained = run.best is not None
+                chained = run.best is not None
+    if not chained:  # it is better wherever there is one
+        _squeeze_and_search(run)
+    return None if run.best is None else run.finish(bounded=False)
+
+
+def _squeeze_and_search(run: Planning) -> None:
+    problem, budget_bytes, fitted = run.problem, run.budget_bytes, run.best is not None
     run.attempt("squeezed", lambda: _squeezed(problem, budget_bytes))
-    if not chained and run.best is not None:  # larger than all before, and no chain
+    if not fitted and run.best is not None:  # larger than all before
         best, limit = run.best, run.effort.window_limit
         run.attempt(
             "search in windows",
             lambda: improve(problem, best, budget_bytes, windows=_WINDOWS, window_limit=limit),
         )
-    return None if run.best is None else run.finish(bounded=False)
 
 
 def _squeezed(problem: Problem, budget_bytes: int) -> Steps | None:
