@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -143,3 +144,60 @@ def test_where_nothing_is_known_nothing_is_promised() -> None:
     found = replan(problem, everything, [], KnownBlocks())
     assert found is not None
     assert found.overhead_ms == 0
+
+
+class TwoOutputs(nn.Module):
+    """A loss and what it is made from, as models of Hugging Face return them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (16, 128) * 6
+        layers = [nn.Linear(a, b) for a, b in itertools.pairwise((*widths, 16))]
+        self.body = nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
+        self.head = nn.Linear(16, 200)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.head(self.body(x))
+        return scores.tanh().square().mean(), scores
+
+
+def step_of(module: nn.Module, x: Tensor, *, both: bool) -> Tensor:
+    loss, scores = module(x)
+    result: Tensor = loss + scores.cos().mean() if both else loss
+    result.backward()
+    return result
+
+
+def test_a_size_is_recorded_once_for_the_gradients_that_came_last(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model = TwoOutputs()
+    twin = copy.deepcopy(model)
+    rk = Rockmate(model, torch.randn(64, 16), 0.75, cost="flops", planner="segments")
+    caplog.set_level("INFO", "rockmate")
+
+    def steps(rows: int, *, both: bool) -> int:
+        """Take a step each; return how many more recordings were made when it began."""
+        caplog.clear()
+        x = torch.randn(rows, 16)
+        assert torch.equal(step_of(rk, x, both=both), step_of(twin, x, both=both))
+        assert_same_gradients(rk, twin)
+        again = caplog.text.count("recording another backward")
+        peak = trace_memory(lambda _: step_of(rk, x, both=both), torch.device("cpu")).peak_bytes
+        for module in (rk, twin):
+            module.zero_grad()
+        # Gradients of parameters, and what the loss outside makes of an output, come on top.
+        outside = sum(p.nbytes for p in model.parameters()) + 2 * both * rows * 200 * 4
+        assert peak <= rk.budget_bytes + outside
+        return again
+
+    assert steps(64, both=False) == 1
+    assert [steps(rows, both=False) for rows in (60, 70, 80)] == [0, 0, 0]
+    assert [row.how for row in rk.plans] == ["planned", "resized", "resized", "resized"]
+    assert steps(80, both=True) == 1, "they are planned for when they come"
+    executor = list(rk._rockmate.plans)[-1].executor
+    assert executor.expected.is_apart, "the plan had no room for them"
+    assert steps(80, both=False) == 0
+    assert steps(80, both=True) == 0
+    assert steps(76, both=True) == 0
