@@ -10,6 +10,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -69,6 +71,8 @@ class Watched:
     """Looks at containers and objects again: the same things in them still?"""
 
     checks: list[Callable[[], bool]] = field(default_factory=list)
+    # What is watched already: a configuration is an attribute of every module of its model.
+    _known: dict[tuple[int, int], Hashable] = field(default_factory=dict)
 
     def worth(self, value: Any, depth: int = 0) -> Hashable:
         """Return what a value counts as, and watch what it holds."""
@@ -97,12 +101,22 @@ class Watched:
             return kind, tuple(self.worth(item, depth + 1) for item in items)
         if kind is frozenset:
             return kind, frozenset(self.worth(item, depth + 1) for item in items)
-        count = len(items)
+        place = id(value), depth  # a check keeps it alive, so that no other gets its place
+        if place not in self._known:
+            self._known[place] = self._watched(value, items, depth)
+        return self._known[place]
+
+    def _watched(self, value: Any, items: list[Any], depth: int) -> Hashable:
+        """Return what a container that may change counts as, and look at it again from now on."""
+        kind, count = type(value), len(items)
         if count > _LONG:
             self.checks.append(lambda: len(value) == count)
             return Same(value), count
-        known = [weakref.ref(i) if isinstance(i, Tensor) else i for i in items]
-        self.checks.append(lambda: _identical(_items(value), known))
+        if any(isinstance(item, Tensor) for item in items):
+            known = [weakref.ref(i) if isinstance(i, Tensor) else i for i in items]
+            self.checks.append(lambda: _identical(_items(value), known))
+        else:
+            self.checks.append(partial(_is_still, value, items))
         worth = [self.worth(item, depth + 1) for item in items]
         return kind, frozenset(worth) if kind is set else tuple(worth)
 
@@ -111,6 +125,11 @@ def _items(container: Any) -> list[Any]:
     if isinstance(container, dict):
         return [*container, *container.values()]
     return list(container)
+
+
+def _is_still(container: Any, items: list[Any]) -> bool:
+    found = _items(container)
+    return len(found) == len(items) and all(map(is_, found, items))
 
 
 def _identical(found: list[Any], known: list[Any]) -> bool:
