@@ -242,7 +242,8 @@ class PlannedForward:
                     guards=guards,
                     shelf=self._shelf,
                 )
-                planned.foresee(bare, Sample.of(bare, *call).leaves)
+                if planned.how == "planned":  # others are made for the gradients that came last
+                    planned.foresee(bare, Sample.of(bare, *call).leaves)
         except TraceError as error:
             # An assert on values, an index out of range: the user's own error, as without us.
             if self.first is None or error.__cause__ is None:
