@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import random
+import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -16,6 +20,9 @@ from torch import Tensor, nn
 import rockmate
 from rockmate import Rockmate
 from rockmate.planning import no_recomputation, plan, simulate
+from rockmate.solvers import bound
+from rockmate.solvers.bound import lower_bound
+from rockmate.solvers.interrupts import heard_interrupts
 from rockmate.testing.nets import assert_trains_like, eager_copy
 from rockmate.testing.problems import gpt_problem
 
@@ -140,3 +147,39 @@ def test_the_solver_leaves_ctrl_c_to_python(monkeypatch: pytest.MonkeyPatch) -> 
     plan(problem, int(0.9 * everything), effort="fast")
     assert catches
     assert not any(catches)
+
+
+def test_a_solver_that_takes_ctrl_c_for_itself_does_not_keep_it() -> None:
+    """CLP does so while it solves; here the signal is ignored, and then Python's again."""
+    before = signal.getsignal(signal.SIGINT)
+    get, put = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
+    get.restype, put.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    ours = get(signal.SIGINT)
+    try:
+        with heard_interrupts():
+            put(signal.SIGINT, signal.SIG_IGN)
+            for _ in range(2000):
+                if get(signal.SIGINT) == ours:
+                    break
+                time.sleep(0.005)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert get(signal.SIGINT) == ours
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_bound_is_solved_under_python_s_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[bool] = []
+
+    @contextlib.contextmanager
+    def watched() -> Iterator[None]:
+        entered.append(True)
+        yield
+
+    monkeypatch.setattr(bound, "heard_interrupts", watched)
+    problem = gpt_problem(1)
+    everything = simulate(problem, no_recomputation(problem)).peak_bytes
+    assert lower_bound(problem, int(0.9 * everything)) is not None
+    assert entered

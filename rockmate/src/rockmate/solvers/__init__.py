@@ -2,7 +2,8 @@
 
 Gets a problem, a budget and perhaps steps as a hint; gives a `SolverResult`. `solve_whole` below
 chooses the backend. Read result.py (what all share), intervals/ (CP-SAT, the default), ilp.py (the
-0/1 program for CBC, HiGHS and Gurobi), then bound.py (a linear program under every schedule).
+0/1 program for CBC, HiGHS and Gurobi), bound.py (a linear program under every schedule),
+then interrupts.py (Ctrl-C in it).
 """
 
 from __future__ import annotations

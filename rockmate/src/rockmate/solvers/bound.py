@@ -40,6 +40,7 @@ from typing import Any
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.simulate import simulate
+from rockmate.solvers.interrupts import heard_interrupts
 from rockmate.solvers.result import stages_of
 
 _TIME_LIMIT_MS = 8000
@@ -218,7 +219,8 @@ class _Program:
             for time, run in zip(times, phase, strict=True)
         ]
         self.solver.Minimize(self.solver.Sum(runs))
-        status = self.solver.Solve()
+        with heard_interrupts():
+            status = self.solver.Solve()
         if status == self.infeasible:
             return math.inf
         if self.integer:
