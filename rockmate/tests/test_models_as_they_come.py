@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -462,3 +464,35 @@ def test_buffers_with_gradients(trained: bool) -> None:
             assert twin.offset.grad is not None
             assert model.offset.grad is not None
             assert torch.equal(model.offset.grad, twin.offset.grad)
+
+
+class Guarded(nn.Module):
+    """Attributes that cannot be copied, in the module and in an object of its own."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)])
+        self.kept = SimpleNamespace(lock=threading.RLock(), tools=[threading.Lock(), copy])
+        self.lock = threading.Lock()
+        vars(self).update(attributes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock, self.kept.lock:
+            return self.body(x)
+
+
+def test_locks_and_modules_of_python_are_shared_with_copies() -> None:
+    torch.manual_seed(0)
+    model = Guarded()
+    twin = copy.deepcopy(model.body)
+    rk = wrapped(model, rows(0), 0.8)
+    for step in range(2):
+        rk(*rows(step)).square().mean().backward()
+        twin(*rows(step)).square().mean().backward()
+    assert_same_gradients(model.body, twin)
+    assert not model.lock.locked()
+
+
+def test_an_attribute_that_cannot_be_copied_is_named() -> None:
+    with pytest.raises(TraceError, match="attribute 'source' of module '\\(root\\)'"):
+        Rockmate(Guarded(source=(i for i in range(3))), rows(0), 1.0)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.capture.record import record
+from rkgb.capture.twin import cannot_copy, shared_parts
 from rkgb.device.chosen import device_of
 from rkgb.elements.sample import Sample, bind_inputs
 from rkgb.elements.trees import flatten
-from rkgb.errors import TraceError
 from rkgb.graphs.basic import BasicGraph
 from rkgb.torch_api.torch_private import without_content
 
@@ -76,13 +76,11 @@ def record_sizes(
 
         for tensor in (*model.parameters(), *model.buffers()):
             bare(tensor)
+        made.update((id(shared), shared) for shared in shared_parts(model))
         try:
             twin = copy.deepcopy(model, made)
         except Exception as error:
-            raise TraceError(
-                f"{type(model).__name__} cannot be deep-copied ({error}), which recording a step "
-                "of it needs. Make the module copyable."
-            ) from error
+            raise cannot_copy(model, made, error) from error
         leaves, structure = flatten(bind_inputs(inputs, kwargs))
         args, keywords = structure.unflatten([bare(leaf) for leaf in leaves])
         sample = Sample.of(twin, args, keywords)

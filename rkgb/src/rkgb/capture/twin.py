@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import threading
+import types
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rkgb.errors import TraceError
@@ -24,9 +27,22 @@ class Twin:
 def twin_of(model: nn.Module) -> Twin:
     """Return a copy whose parameters are new leaves on the same memory, and buffers clones.
 
+    Locks, process groups and the like among its attributes are shared with the model.
+
     Raises:
         TraceError: the module cannot be copied.
     """
+    memo = _memo(model)
+    try:
+        twin = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise cannot_copy(model, memo, error) from error
+    kept_alive = memo.get(id(memo), [])  # by deepcopy itself: everything that has a copy
+    return Twin(twin, {id(memo[id(old)]): old for old in kept_alive if id(old) in memo})
+
+
+def _memo(model: nn.Module) -> dict[int, Any]:
+    """Return the copies of tensors that are not deepcopy's to make."""
     mode = mode_of(next(model.parameters(), None))
     memo: dict[int, Any] = {id(mode): mode}  # of tensors without content, which copies share
     for parameter in model.parameters():
@@ -35,12 +51,58 @@ def twin_of(model: nn.Module) -> Twin:
         for value in vars(module).values():
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach()
-    try:
-        twin = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise TraceError(
-            f"{type(model).__name__} cannot be deep-copied ({error}), which recording a step of it "
-            "needs. Make the module copyable."
-        ) from error
-    kept_alive = memo.get(id(memo), [])  # by deepcopy itself: everything that has a copy
-    return Twin(twin, {id(memo[id(old)]): old for old in kept_alive if id(old) in memo})
+    for shared in shared_parts(model):
+        memo[id(shared)] = shared
+    return memo
+
+
+def cannot_copy(model: nn.Module, memo: Mapping[int, Any], error: Exception) -> TraceError:
+    """Return the refusal of a module whose copy has failed."""
+    return TraceError(
+        f"{type(model).__name__} cannot be deep-copied{_culprit(model, memo)} ({error}), which "
+        "recording a step of it needs. Make the module copyable."
+    )
+
+
+def _shared_types() -> tuple[type, ...]:
+    """Return types that cannot be copied and that a forward leaves as it has found them."""
+    found: list[type] = [type(threading.Lock()), type(threading.RLock()), types.ModuleType]
+    found += [torch.Stream, torch.Event]
+    if torch.distributed.is_available():
+        found.append(torch.distributed.ProcessGroup)
+    return tuple(found)
+
+
+def shared_parts(model: nn.Module) -> Iterator[Any]:
+    """Yield what the attributes of a module lead to and copies of it must share."""
+    shared = _shared_types()
+    stack: list[Any] = [model]
+    seen: dict[int, Any] = {}
+    while stack:
+        value = stack.pop()
+        if id(value) in seen or isinstance(value, (Tensor, type, str, bytes, int, float)):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, shared):
+            yield value
+        elif isinstance(value, Mapping):
+            stack += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            stack += value
+        elif isinstance(value, types.MethodType):
+            stack.append(value.__self__)
+        elif not isinstance(value, types.FunctionType):
+            stack += getattr(value, "__dict__", {}).values()
+
+
+def _culprit(model: nn.Module, memo: Mapping[int, Any]) -> str:
+    """Return which attribute cannot be copied, in words."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:  # whatever it is, it is the reason
+                return f", because of attribute '{name}' of module '{path or '(root)'}'"
+    return ""
