@@ -9,37 +9,40 @@ from graphs.user_models.batches import UserModel
 from graphs.user_models.table import MODELS
 from reports import readme
 
-PACKAGES = ("transformers", "torchvision")
 # Quick ones of many kinds: encoders, decoders, mixtures of experts, both at once, images, sound.
-SAMPLE = (
-    *("BertForSequenceClassification", "BertForMaskedLM", "DistilBertForSequenceClassification"),
-    *("ModernBertForSequenceClassification", "RobertaForTokenClassification"),
-    *("ElectraForTokenClassification", "GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM"),
-    *("Qwen2ForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM", "OPTForCausalLM"),
-    *("GPTNeoXForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM", "GptOssForCausalLM"),
-    *("T5ForConditionalGeneration", "ViTForImageClassification", "SwinForImageClassification"),
-    *("ConvNextForImageClassification", "resnet18", "vgg11_bn", "squeezenet1_1"),
-    "mobilenet_v3_small",
-)
-CHOSEN = [model for model in MODELS if model.package in PACKAGES and model.name in SAMPLE]
+SAMPLE = {
+    "transformers": (
+        *("ResNetForImageClassification", "ConvNextForImageClassification"),
+        *("RegNetForImageClassification", "Swinv2ForImageClassification", "BloomForCausalLM"),
+        *("DebertaV2ForSequenceClassification", "FalconForCausalLM", "Gemma2ForCausalLM"),
+        *("Dinov2ForImageClassification", "GPTNeoForCausalLM", "BeitForImageClassification"),
+        *("LongformerForSequenceClassification", "GPTJForCausalLM", "Qwen3MoeForCausalLM"),
+        *("GptOssForCausalLM", "ViTForImageClassification", "Wav2Vec2ForCTC"),
+        "WhisperForConditionalGeneration",
+    ),
+    "timm": (
+        *("deit_tiny_distilled_patch16_224", "vit_tiny_patch16_224", "convnext_atto"),
+        "mixer_s32_224",
+    ),
+    "peft": ("Llama with prefix",),
+    "torchvision": ("vgg11", "squeezenet1_1"),
+}
+CHOSEN = [model for model in MODELS if model.name in SAMPLE.get(model.package, ())]
 
 
 def test_the_sample_is_one_of_the_table() -> None:
-    assert len(CHOSEN) == len(SAMPLE) == 25
+    assert len(CHOSEN) == sum(map(len, SAMPLE.values())) == 25
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model", CHOSEN, ids=lambda model: model.name)
 @pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(model, id=model.name, marks=[pytest.mark.nightly] if place % 3 else [])
-        for place, model in enumerate(CHOSEN)
-    ],
+    "fraction", [0.6, pytest.param(1.0, marks=pytest.mark.nightly)], ids=["less", "all"]
 )
-def test_a_model_trains_as_plain_pytorch_does(model: UserModel) -> None:
+def test_a_model_trains_as_plain_pytorch_does(model: UserModel, fraction: float) -> None:
     pytest.importorskip(model.package)
-    row = users.check(model)
+    row = users.check(model, (fraction,))
     assert row["status"] in (users.EXACT, users.PIECES), row["message"]
 
 
