@@ -185,6 +185,10 @@ class Slope(nn.Module):
         return func.vmap(func.grad(lambda row: self.net(row).sum()))(x)
 
 
+def with_weight(net: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
+    return net.run(x), net.layers[0].weight
+
+
 def in_rows(net: Layers, x: Tensor) -> Tensor:
     nested = torch.nested.as_nested_tensor([x[:3], x[3:8]], layout=torch.jagged)
     return net.run(nested).values()
@@ -217,6 +221,7 @@ CASES: dict[str, tuple[Callable[..., Any], Batch, float, list[str]]] = {
     "distributions that check": (sampled, rows, 0.9, []),
     "autograd.grad inside": (force, rows, 1.0, [""]),
     "a transform inside": (slopes, rows, 1.0, [""]),
+    "a parameter returned": (with_weight, rows, 0.6, []),
     "nested tensors inside": (in_rows, rows, 1.0, [""]),
     "sparse tensors inside": (over_a_graph, edges, 1.0, [""]),
 }

@@ -61,7 +61,10 @@ def run_step(
     def run(_span: Any) -> None:
         with transparent_checkpoints():  # else BatchNorm inside counts the step twice
             result = flatten(call(*sample.args, **sample.kwargs))[0]
-        seed_backward([t for t in result if isinstance(t, Tensor) and t.requires_grad])
+        wanting = [t for t in result if isinstance(t, Tensor) and t.requires_grad]
+        # A parameter that is returned gets its gradient from the loss, not from the step.
+        seed_backward([t for t in wanting if not t.is_leaf] or wanting)
+        del wanting
         results.take(result)
 
     gc.collect()
