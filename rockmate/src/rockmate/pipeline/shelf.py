@@ -43,9 +43,9 @@ class Asked:
 class Shelf(Protocol):
     """Has plans, and takes them."""
 
-    is_asked_first: ClassVar[
-        bool
-    ]  # before a plan is made from those for other sizes, which takes no longer
+    @property
+    def is_asked_first(self) -> bool:
+        """Whether it is asked before a plan follows from other sizes, which takes no longer."""
 
     def find(self, asked: Asked) -> SavedPlan | None:
         """Return the plan for a recorded step; None where it has to be planned.
