@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb import OpaquePieceError, OtherWayError, TraceError
+from rkgb.elements import is_running
 from rkgb.engine import Sample
 from rkgb.opaque import StartOfCall
 from rkgb.safeguards import refuse_lazy_modules
@@ -27,6 +28,7 @@ from rockmate.errors import (
 from rockmate.files.plan_file import PlanFile
 from rockmate.keys.input_signature import ambient, in_order, key_of
 from rockmate.keys.module_state import ExternalValues, ModuleWatch, Snapshot, without_hooks
+from rockmate.keys.sharded import settled_call, whole_parts
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.pipeline import (
     Planned,
@@ -51,6 +53,8 @@ Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 class PlannedForward:
     """Runs the forward of `model` within a budget; `model` itself is the plain module."""
+
+    plans_alone = True  # without the other processes over which parameters may be spread
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = model, settings
@@ -93,6 +97,8 @@ class PlannedForward:
             return self.model.forward(*args, **kwargs)
         ordered = in_order(kwargs)
         leaves, inputs = key_of(args, ordered)
+        if type(inputs) is not tuple and any(map(is_running, leaves)):
+            return self(*settled_call(args, kwargs))
         if not state.wants and not _any_wants(leaves):
             return self.model.forward(*args, **kwargs)
         key = Key(state, inputs, autocast, flags)
@@ -232,6 +238,12 @@ class PlannedForward:
     def _planned(self, call: Call, why: str, *, guards: bool = True) -> Planned:
         bare = without_hooks(self.model, type(self.model))
         self._tell_of_checkpoints()
+        if self.plans_alone and (parts := whole_parts(bare)):
+            raise UnsupportedModuleError(
+                f"parameters of '{parts[0]}' in {type(self.model).__name__} are spread over "
+                "processes, which would have to run the collectives of a plan in one order. Plan "
+                "its blocks: rockmate.apply_to_blocks(model, sample, budget)."
+            )
         try:
             if self._shelf is None:
                 self._shelf = shelf_of(self.settings)

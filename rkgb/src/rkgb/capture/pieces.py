@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.elements.op import Op, Ref
+from rkgb.elements.spread import memory_of
 from rkgb.elements.trees import flatten
 from rkgb.errors import RkgbError
 from rkgb.graphs.basic import BasicGraph, ambient_autocast
@@ -216,13 +217,13 @@ class Link:
 
     def _stand_in(self, place: int, kind: Kind | None) -> Tensor | None:
         count, device = len(self.piece.call.places), self.owner.recorder.device
-        if kind is None:
-            if place < count:
-                return None
-            # At another step it may get one: an expert that the sample did not reach.
+        if place >= count:
             name = self.piece.call.parameters[place - count]
-            kind = Kind.of(self.owner.twin.get_parameter(name))
-        return kind.made(device)
+            parameter = self.owner.twin.get_parameter(name)
+            # At another step it may get one: an expert that the sample did not reach.
+            if kind is None or memory_of(parameter) is not parameter:
+                return torch.full_like(parameter, 0.5)
+        return None if kind is None else kind.made(device)
 
 
 class _Connect(torch.autograd.Function):

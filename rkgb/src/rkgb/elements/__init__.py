@@ -8,6 +8,7 @@ tensor_info.py (one tensor), trees.py and sample.py (arguments and results taken
 from rkgb.elements.compiled_call import CompiledCall
 from rkgb.elements.effects import Assign, Check, Effect, Look, Write
 from rkgb.elements.op import Op, Ref
+from rkgb.elements.spread import is_running, settled
 from rkgb.elements.tensor_info import TensorInfo, storage_bytes, storage_id
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 
@@ -24,6 +25,8 @@ __all__ = [
     "UnknownTreeError",
     "Write",
     "flatten",
+    "is_running",
+    "settled",
     "storage_bytes",
     "storage_id",
 ]

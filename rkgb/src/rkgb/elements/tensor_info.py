@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rkgb.elements.spread import memory_of
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -16,7 +18,7 @@ class TensorInfo:
 
     `alias_of` names the value that made the storage; it equals the value's own name when the
     storage is its own. `size_bytes` is the size of the tensor's elements, `storage_bytes` that of
-    its storage.
+    its storage: of a distributed tensor, of this process's part.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +42,7 @@ class TensorInfo:
             tensor.stride() if is_strided else (),
             False,
             alias_of,
-            tensor.numel() * tensor.element_size() if is_strided else storage_bytes,
+            _element_bytes(tensor) if is_strided else storage_bytes,
             storage_bytes,
             int(tensor.storage_offset()) if is_strided else 0,
             tensor.device.type == "cpu",
@@ -51,6 +53,11 @@ class TensorInfo:
         kind = str(self.dtype).removeprefix("torch.")
         grad = " grad" if self.requires_grad else ""
         return f"{kind}[{', '.join(map(str, self.shape))}]{grad}"
+
+
+def _element_bytes(tensor: Tensor) -> int:
+    own = memory_of(tensor)
+    return own.numel() * own.element_size()
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -69,9 +76,9 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
-    return tensor.untyped_storage()
+    return memory_of(tensor).untyped_storage()
 
 
 def storage_bytes(tensor: Tensor) -> int:
     """Return the bytes that the tensor's storage occupies (more than its elements for a slice)."""
-    return int(tensor.untyped_storage().nbytes())
+    return int(memory_of(tensor).untyped_storage().nbytes())

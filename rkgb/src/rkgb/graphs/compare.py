@@ -71,7 +71,11 @@ def _same_operations(first: Sequence[Op], second: Sequence[Op], same: _Values) -
 
 
 def _same_operation(a: Op, b: Op, same: _Values) -> bool:
-    if a.target is not b.target or len(a.args) != len(b.args) or list(a.kwargs) != list(b.kwargs):
+    if (
+        not _same_target(a.target, b.target)
+        or len(a.args) != len(b.args)
+        or list(a.kwargs) != list(b.kwargs)
+    ):
         return False
     ours, theirs = ((x.name, x.results, x.writes, x.is_random, x.flags) for x in (a, b))
     if ours != theirs:
@@ -83,6 +87,18 @@ def _same_operation(a: Op, b: Op, same: _Values) -> bool:
     ]
     pairs += [(name, a.kwargs[name], b.kwargs[name]) for name in a.kwargs]
     return all(same(x, y, name in scalars) for name, x, y in pairs)
+
+
+def _same_target(a: Any, b: Any) -> bool:
+    if a is b or a == b:
+        return True
+    piece = getattr(a, "piece", None)  # of a call that runs whole
+    return (
+        piece is not None
+        and type(a) is type(b)
+        and b.piece is piece
+        and getattr(a, "in_parts", None) == getattr(b, "in_parts", None)
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -24,6 +24,12 @@ class AddParts:
     def __repr__(self) -> str:
         return self.__name__
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AddParts) and other.in_place == self.in_place
+
+    def __hash__(self) -> int:
+        return hash((AddParts, self.in_place))
+
     def __call__(self, total: Tensor, parts: Tensor | Sequence[Tensor]) -> Tensor:
         for part in [parts] if isinstance(parts, Tensor) else parts:
             total = total.add_(part) if self.in_place else total + part

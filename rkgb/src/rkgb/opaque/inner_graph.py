@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from rkgb.elements.spread import around, memory_of, settled
 from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.torch_private import without_saved_hooks
@@ -25,18 +26,19 @@ from rkgb.torch_api.torch_private import without_saved_hooks
 class _Saved:
     """One tensor that autograd has saved: held, or found again among inputs and results."""
 
-    __slots__ = ("geometry", "place", "tensor", "version")
+    __slots__ = ("geometry", "place", "shell", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
         self.version = tensor._version
         self.place: tuple[str, int] | None = None
         self.geometry: Any = None
+        self.shell: Any = None
 
     def give_up(self, place: tuple[str, int]) -> None:
         assert self.tensor is not None
-        tensor = self.tensor
-        self.place = place
+        self.place, self.shell = place, around(self.tensor)
+        tensor = memory_of(self.tensor)
         self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
         self.tensor = None
 
@@ -146,7 +148,8 @@ class InnerGraph:
         size, stride, offset, dtype = entry.geometry
         tensor = self.given[entry.place]
         whole = tensor if tensor.dtype == dtype else tensor.view(dtype)
-        return whole.as_strided(size, stride, offset)
+        found = whole.as_strided(size, stride, offset)
+        return found if entry.shell is None else entry.shell(found)
 
     def close(self) -> None:
         """Hold nothing but what autograd holds: it lets go as its backward goes along."""
@@ -261,7 +264,7 @@ def _noting(edges: dict[int, list[Tensor]]) -> Any:
         for index, parts in edges.items():
             part = grad_inputs[index]
             if part is not None:
-                parts.append(part)
+                parts.append(settled(part))
         return tuple(None if i in edges else g for i, g in enumerate(grad_inputs))
 
     return note

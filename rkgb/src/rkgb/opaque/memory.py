@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from rkgb.elements.spread import memory_of
+
 
 def apart(tensor: Tensor, taken: list[tuple[int, int]]) -> Tensor:
     """Return a gradient in memory of its own: it may be written to while others are read.
@@ -21,6 +23,7 @@ def apart(tensor: Tensor, taken: list[tuple[int, int]]) -> Tensor:
 def span(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses between which the elements of a tensor lie: of a sparse one, values."""
     tensor = tensor._values() if tensor.is_sparse else tensor
+    tensor = memory_of(tensor)
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rkgb.elements.spread import memory_of, settled
 from rkgb.elements.tensor_info import storage_id
 from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import OpaquePieceError
@@ -78,7 +79,7 @@ class Kind:
             return None
         if self.sparse or tensor.is_sparse:  # with as many entries as there are this time
             return tensor
-        if tensor.stride() == self.stride or tensor.numel() <= 1:
+        if tensor.stride() == self.stride or tensor.numel() <= 1 or memory_of(tensor) is not tensor:
             return tensor
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device)
         return made.copy_(tensor)
@@ -167,7 +168,7 @@ class Piece:
                     raise self._differs(f"{leaf!r}, not {plain!r}")
                 continue
             kind = next(kinds, None)
-            tensor = kind.fitting(leaf.detach()) if kind is not None else None
+            tensor = kind.fitting(settled(leaf.detach())) if kind is not None else None
             if tensor is not None and taken.get(storage_id(tensor), -1) != self.lies_in[len(found)]:
                 tensor = tensor.clone()  # what follows may write to it, or to what it lies in
             if tensor is None:

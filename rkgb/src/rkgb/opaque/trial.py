@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rkgb.device.memory import trace_memory
 from rkgb.device.rng import RngState
-from rkgb.elements.tensor_info import storage_id
+from rkgb.elements.spread import settled
+from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import SideEffectError, TraceError
 from rkgb.opaque.module_state import BufferContents, ModuleState
@@ -143,7 +144,7 @@ class Trials:
         strangers += [self.names[id(t)] for t in leaves_used if id(t) in self.names]
         buffers = {id(buffer) for buffer in self.twin.buffers()}
         leaves, structure = flatten(result)
-        made = [t.detach() for t in leaves if isinstance(t, Tensor)]
+        made = [settled(t.detach()) for t in leaves if isinstance(t, Tensor)]
         differentiable = tuple(t.requires_grad for t in leaves if isinstance(t, Tensor))
         held = inner.held_bytes([*self.twin.parameters(), *self.twin.buffers()])
         held += _UNSEEN_BYTES
@@ -153,7 +154,8 @@ class Trials:
             needs += tuple(("result", i) for i in range(len(made)))
         found = {("input", i): t.detach() for i, t in enumerate(tensors)}
         found.update({("result", i): t for i, t in enumerate(made)})
-        grads = [torch.full_like(t, 0.5) for t in result_tensors(result) if t.requires_grad]
+        pairs = zip(made, differentiable, strict=True)
+        grads = [torch.full_like(t, 0.5) for t, wanted in pairs if wanted]
         inner.close()
         del result, inputs, given
         after = time.perf_counter()
@@ -236,6 +238,5 @@ def _in(span: Any, name: str) -> Any:
 
 def _bytes_of(tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> int:
     own = {storage_id(t) for t in known}
-    dense = [t._values() if t.is_sparse else t for t in tensors]
-    sizes = {storage_id(t): t.untyped_storage().nbytes() for t in dense}
+    sizes = {storage_id(t): storage_of(t).nbytes() for t in tensors}
     return sum(size for key, size in sizes.items() if key not in own)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rkgb.device.rng import RngState
 from rkgb.elements.op import BATCH_NORMS, Op, Ref, map_refs
+from rkgb.elements.spread import memory_of
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import InvalidGraphError, SideEffectError
 from rkgb.graphs.basic import Read
@@ -295,6 +296,8 @@ class Recorder(Values, TorchDispatchMode):
         if isinstance(tree, Tensor):
             if tree.layout is not torch.strided:
                 raise NotRecordedError("computes with sparse tensors")
+            if memory_of(tree) is not tree:
+                raise NotRecordedError("computes with distributed tensors")
             name = self.argument(tree)
             inputs.append(name)
             return Ref(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,10 +13,11 @@ from torch import nn
 
 from rkgb import RkgbError
 from rkgb.engine import bind_inputs
-from rockmate.blockwise.blocks import AUTO, find_blocks
+from rockmate.blockwise.blocks import AUTO, class_name, find_blocks
 from rockmate.blockwise.planning import Chosen, Planner
 from rockmate.blockwise.rehearsal import Call
 from rockmate.blockwise.report import BlockRow, BlocksPlan
+from rockmate.blockwise.saved_blocks import blocks_file, shared_file
 from rockmate.blockwise.team import Team
 from rockmate.errors import RockmateError, UnsupportedModuleError
 from rockmate.in_place import remove
@@ -42,6 +44,7 @@ def apply_to_blocks(
     self_test: bool = True,
     compare: bool = True,
     process_group: Any = None,
+    plan: str | os.PathLike[str] | None = None,
 ) -> BlocksPlan:
     """Plan the blocks of `model` in place, each for itself, all within one budget.
 
@@ -66,6 +69,8 @@ def apply_to_blocks(
         kwargs, effort, cost, backend, reserve, self_test: as for `Rockmate`.
         process_group: processes that plan together, where parameters do not say so by lying in
             pieces on a device mesh.
+        plan: path of a file that `save_plan` of a plan of blocks wrote; nothing is searched or
+            timed then, and a step is measured. It need lie with the first process only.
         compare: plan the whole model too, to say what planning block by block costs.
 
     Returns:
@@ -78,6 +83,8 @@ def apply_to_blocks(
         >>> model(x).sum().backward()  # within 2 GiB
 
     Raises:
+        PlanFileError, PlanMismatchError: `plan` is no such file, or is for something else; the same
+            on all processes.
         InfeasibleBudgetError: no choice fits; `.minimum_bytes` is the smallest budget that does.
         RockmateError, rkgb.RkgbError: a block cannot be run exactly. The model is as it was.
     """
@@ -94,15 +101,22 @@ def apply_to_blocks(
         cache=False,  # the options of a block are no plan
     )
     call = bind_inputs(sample, kwargs)
+    team = Team.of(model, process_group)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    name = class_name(model)
+    file = None if plan is None else shared_file(os.fspath(plan), team, name, device)
+    if file is not None:
+        settings = replace(settings, cost="flops")  # the times are in the file
     remove(model)
     found = find_blocks(model, blocks)
     began = time.perf_counter()
-    team = Team.of(model, process_group)
     views = {path: plain_view(block) for path, block in found.items()}
-    planner = Planner(model, views, settings, team=team, in_flight=in_flight)
+    planner = Planner(model, views, settings, team=team, in_flight=in_flight, saved=file)
 
     def room(keeping_all: int) -> int:
         asked = int(fraction * keeping_all) if fraction is not None else amount
+        if file is not None and fraction is not None:
+            asked = file.budget_bytes  # of the first start
         assert asked is not None
         return asked - reserve
 
@@ -121,10 +135,17 @@ def apply_to_blocks(
         else:  # not called, or not trained
             remove(block)
     seconds = {"blocks": time.perf_counter() - began}
-    plan = _report(chosen, reserve, in_flight, seconds)
+    made = _report(chosen, reserve, in_flight, seconds)
+    if file is not None:
+        rows = (
+            replace(row, overhead_ms=block.overhead_ms, base_time_ms=block.base_time_ms)
+            for row, block in zip(made.rows, file.blocks, strict=True)
+        )
+        return replace(made, rows=tuple(rows), file=file, why_no_free_plan="a saved plan serves")
+    made = replace(made, file=blocks_file(made, chosen.kinds, chosen.choice.options, name, device))
     if not compare:
-        return replace(plan, why_no_free_plan="compare=False")
-    return _compared(model, call, plan, replace(settings, budget=plan.budget_bytes - reserve))
+        return replace(made, why_no_free_plan="compare=False")
+    return _compared(model, call, made, replace(settings, budget=made.budget_bytes - reserve))
 
 
 _PLACEHOLDER = 1  # every block gets a budget of its own

@@ -11,7 +11,7 @@ from torch import nn
 from rockmate.blockwise.rehearsal import Call
 from rockmate.errors import UnsupportedModuleError
 from rockmate.keys.input_signature import key_of
-from rockmate.keys.sharded import own_class, spread_parts
+from rockmate.keys.sharded import own_class
 from rockmate.options.options import BlockOption
 from rockmate.pipeline import Planned, plan_module
 from rockmate.pipeline.planned import planned_executable
@@ -31,6 +31,7 @@ class Kind:
     recorded: Planned  # keeping everything
     options: tuple[BlockOption, ...]
     gathered_bytes: int  # gradients that an engine lets wait beside those that are counted
+    is_spread: bool = False  # processes talk to each other inside
 
     def planned(self, number: int) -> Planned:
         """Return what runs one of the options."""
@@ -78,21 +79,6 @@ def recorded_block(model: nn.Module, call: Call, settings: Settings) -> Planned:
         )
     with plain():
         return plan_module(model, args, kwargs, settings)
-
-
-def refuse_spread_parts(model: nn.Module) -> None:
-    """Refuse blocks whose parameters tensor parallelism has spread over processes.
-
-    Raises:
-        UnsupportedModuleError: there are such parameters, even while the block runs.
-    """
-    parts = spread_parts(model)
-    if parts:
-        raise UnsupportedModuleError(
-            f"parameters of '{parts[0]}' in a block ({type(model).__name__}) are spread over "
-            "processes by tensor parallelism, whose collectives inside a block cannot be run again "
-            "yet. Name blocks without such parameters."
-        )
 
 
 def refuse_shards_inside(model: nn.Module) -> None:

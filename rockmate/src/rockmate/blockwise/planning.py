@@ -25,13 +25,16 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.engine import Sample
-from rockmate.blockwise.kinds import Kind, recorded_block, refuse_shards_inside, refuse_spread_parts
+from rockmate.blockwise.kinds import Kind, recorded_block, refuse_shards_inside
+from rockmate.blockwise.lockstep import LockstepForward
 from rockmate.blockwise.rehearsal import END, TURN, Call, Mark, Marker, marked, run_step, trace_step
+from rockmate.blockwise.saved_blocks import numbers_for, over_budget, steps_for
 from rockmate.blockwise.team import Team
-from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
+from rockmate.errors import InfeasibleBudgetError, PlanMismatchError, UnsupportedModuleError
+from rockmate.files.blocks_file import BlocksFile
 from rockmate.keys.input_signature import ambient, in_order, key_of
 from rockmate.keys.module_state import without_hooks
-from rockmate.keys.sharded import is_sharded, own_class
+from rockmate.keys.sharded import is_sharded, own_class, settled_call, whole_parts
 from rockmate.options.module_choice import (
     Choice,
     ModuleCall,
@@ -44,7 +47,7 @@ from rockmate.options.module_choice import (
 )
 from rockmate.pipeline.self_test import eager_step, self_test
 from rockmate.planned_forward import PlannedForward
-from rockmate.planners.module_options import module_options
+from rockmate.planners.module_options import module_options, options_of
 from rockmate.runtime.plain import is_plain, plain
 from rockmate.settings import Settings
 
@@ -75,7 +78,7 @@ class _Intercepted(PlannedForward):
         self.path, self.call = path, call
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self.call(self, args, kwargs)
+        return self.call(self, *settled_call(args, kwargs))
 
 
 class Planner:
@@ -89,7 +92,9 @@ class Planner:
         *,
         team: Team,
         in_flight: int = 1,
+        saved: BlocksFile | None = None,
     ) -> None:
+        self.saved = saved  # options and choice of another start
         self.model, self.settings, self.team = model, settings, team
         self.views, self.in_flight = views, in_flight
         self.kinds: dict[Hashable, Kind] = {}
@@ -115,6 +120,8 @@ class Planner:
                 "and trained, in its forward. Name blocks that are."
             )
         self._share_options()
+        if self.saved is not None:
+            return self._followed(self.saved, call, room)
         self._take({path: self.kind_of[path].least for path in self.order})
         memory = self._measure(call)[1]
         keeping_all = peak_of(memory, [0] * len(memory.calls))
@@ -137,8 +144,39 @@ class Planner:
                 asked_bytes=budget,
                 minimum_bytes=measured,
             )
+        return self._chosen(memory, choice, measured, keeping_all, budget)
+
+    def _chosen(
+        self, memory: StepMemory, choice: Choice, measured: int, keeping_all: int, budget: int
+    ) -> Chosen:
+        for forward in self.forwards.values():
+            if isinstance(forward, LockstepForward):
+                forward.is_sealed = True
         kinds = {path: self.kind_of[path] for path in self.order}
         return Chosen(self.forwards, kinds, memory, choice, measured, keeping_all, budget)
+
+    def _followed(self, file: BlocksFile, call: Call, room: Callable[[int], int]) -> Chosen:
+        """Return what a file says, once a step has shown that it fits here, on all processes."""
+        error: Exception | None = None
+        try:
+            kinds = {path: self.kind_of[path] for path in self.order}
+            numbers = numbers_for(file, kinds, self.in_flight)
+        except PlanMismatchError as found:
+            error = found
+        self.team.raise_together(error)
+        self._take(numbers)
+        if self.settings.self_test:
+            self._run(call, self._test)
+        peak, memory = self._measure(call)
+        measured = max(self.team.gather(peak + (self.in_flight - 1) * memory.held_bytes))
+        keeping_all = peak_of(memory, [0] * len(memory.calls))
+        budget = min(self.team.gather(room(keeping_all)))
+        if measured > budget:
+            raise over_budget(file, measured, budget)
+        options = tuple(numbers.values())
+        time_ms = sum(block.overhead_ms for block in file.blocks)
+        choice = Choice(options, peak_of(memory, options), time_ms)
+        return self._chosen(memory, choice, measured, keeping_all, budget)
 
     # ------------------------------------------------------------------ steps
 
@@ -187,10 +225,35 @@ class Planner:
             self.order.append(block.path)
             forward = self._forward(block.path, kind, kind.least)
             self.forwards[block.path] = forward
-            return forward(args, kwargs)
         except Exception as error:  # others wait in the collectives of this step
             self.error = error
-            return block.model.forward(*args, **kwargs)
+        if self._all_are_well(block) and isinstance(forward, LockstepForward):
+            try:
+                forward.prepare([(args, kwargs)])
+            except Exception as error:
+                self.error = error
+        return self._go_on(block, args, kwargs)
+
+    def _all_are_well(self, block: _Intercepted) -> bool:
+        """Whether nothing has failed: of a block spread over processes, in any of them.
+
+        Asked before whatever runs its collectives, which all of them must run, or none.
+        """
+        if whole_parts(block.model):
+            try:
+                self.team.raise_together(self.error)
+            except Exception as error:
+                self.error = error
+        return self.error is None
+
+    def _go_on(self, block: _Intercepted, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a block as it is planned; plain once something has failed."""
+        if self._all_are_well(block):
+            try:
+                return self.forwards[block.path](args, kwargs)
+            except Exception as error:
+                self.error = error
+        return block.model.forward(*args, **kwargs)
 
     def _test(self, block: _Intercepted, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Hold the chosen option of a block to plain PyTorch, and run it."""
@@ -199,7 +262,8 @@ class Planner:
             return block.model.forward(*args, **kwargs)
         try:
             planned = forward.known[0]
-            key = id(self.kind_of[block.path]), planned.budget_bytes
+            # By number: bytes may be equal here and differ elsewhere, where a test would run.
+            key = id(self.kind_of[block.path]), self.numbers[block.path]
             if key not in self.tested:
                 self.tested.add(key)
                 bare = without_hooks(block.model, type(block.model))
@@ -208,10 +272,9 @@ class Planner:
                     problem = planned.network.problem
                     eager = eager_step(bare, given, problem, "fingerprints", planned.effects)
                     self_test(planned, bare, given, eager)
-            return forward(args, kwargs)
         except Exception as error:  # others wait in the collectives of this step
             self.error = error
-            return block.model.forward(*args, **kwargs)
+        return self._go_on(block, args, kwargs)
 
     def _kind(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, shards: bool
@@ -223,18 +286,23 @@ class Planner:
         if key not in self.kinds:
             refuse_shards_inside(model)
             bare = without_hooks(model, type(model))
-            refuse_spread_parts(model)
-            settings = replace(self.settings, budget=_EVERYTHING, self_test=False)
+            whole = whole_parts(bare)
+            settings = replace(self.settings, budget=_EVERYTHING, self_test=False, opaque=whole)
             recorded = recorded_block(bare, (args, ordered), settings)
             fixed, count = recorded.network.fixed, len(recorded.problem.nodes)
-            options = []
-            for option in module_options(recorded.problem, backend=self.settings.backend):
-                first, rest = option.steps[:count], option.steps[count:]
-                kept = (step for step in rest if step.kind == "B" or step.node not in fixed)
-                options.append(replace(option, steps=(*first, *kept)))
+            if self.saved is not None:
+                shape = count, recorded.problem.backward_order
+                steps = steps_for(self.saved, len(self.kinds), shape)
+                options = list(options_of(recorded.problem, steps))
+            else:
+                options = []
+                for option in module_options(recorded.problem, backend=self.settings.backend):
+                    first, rest = option.steps[:count], option.steps[count:]
+                    kept = (step for step in rest if step.kind == "B" or step.node not in fixed)
+                    options.append(replace(option, steps=(*first, *kept)))
             wanted = [p for p in model.parameters() if p.requires_grad and shards]
             gathered = sum(p.numel() * p.element_size() for p in wanted)
-            self.kinds[key] = Kind(recorded, tuple(options), gathered)
+            self.kinds[key] = Kind(recorded, tuple(options), gathered, bool(whole))
         return self.kinds[key]
 
     def _forward(self, path: str, kind: Kind, number: int) -> PlannedForward:
@@ -242,9 +310,11 @@ class Planner:
         settings = replace(
             self.settings,
             budget=planned.budget_bytes,
+            self_test=self.settings.self_test and not kind.is_spread,  # `_test` does, on all
             most_kept_bytes=option.saved_bytes,
         )
-        forward = PlannedForward(self.views[path], settings)
+        make = LockstepForward if kind.is_spread else PlannedForward
+        forward = make(self.views[path], settings)
         forward.known = (planned,)
         return forward
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from os import PathLike
 
+from rockmate.files.blocks_file import BlocksFile
 from rockmate.schedules.report import format_bytes, format_ms
 
 
@@ -41,6 +43,15 @@ class BlocksPlan:
     free_overhead_ms: float | None = None  # of a plan of the whole model in the same budget
     why_no_free_plan: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
+    file: BlocksFile | None = field(default=None, repr=False)
+
+    def save_plan(self, path: str | PathLike[str]) -> None:
+        """Write the plan to a file, for `apply_to_blocks(..., plan=path)` at another start.
+
+        It is there whole or not at all, whatever process dies meanwhile; one process need write it.
+        """
+        assert self.file is not None
+        self.file.save(path)
 
     @property
     def overhead_ms(self) -> float:

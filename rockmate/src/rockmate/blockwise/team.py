@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from rockmate.errors import RockmateError
+from rockmate.errors import PlanMismatchError, RockmateError
 
 Facts = TypeVar("Facts")
 
@@ -35,6 +35,13 @@ class Team:
                 groups.update({id(group): group for group in mesh.get_all_groups()})
         return cls(list(groups.values()))
 
+    @property
+    def is_first(self) -> bool:
+        """Whether what this process has comes first in `gather`."""
+        import torch.distributed as dist
+
+        return all(dist.get_rank(group) == 0 for group in self.groups)
+
     def gather(self, facts: Facts) -> list[Facts]:
         """Return the facts of all processes, in one order everywhere."""
         found = [facts]
@@ -50,8 +57,13 @@ class Team:
         """Raise the error of this process, or else the first one of any other.
 
         Raises:
+            PlanMismatchError: some process cannot follow a saved plan; the same on all.
             RockmateError: another process has failed; the text is its error's.
         """
+        mismatches = self.gather(error if isinstance(error, PlanMismatchError) else None)
+        first = next((found for found in mismatches if found is not None), None)
+        if first is not None:
+            raise first
         texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error

@@ -12,12 +12,12 @@ import contextlib
 import logging
 import os
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from rockmate.errors import PlanFileError
 from rockmate.files.plan_file import PlanFile
+from rockmate.files.whole import write_whole
 
 _log = logging.getLogger("rockmate")
 ENVIRONMENT = "ROCKMATE_CACHE"
@@ -89,19 +89,11 @@ class CacheFolder:
         data = plans.to_json().encode()
         if len(data) > self.most_bytes:
             return False
-        written: Path | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle, name = tempfile.mkstemp(dir=self.path, suffix=".part")
-            written = Path(name)
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            written.replace(self._place(key))
+            write_whole(self._place(key), data)
         except OSError as error:
             _log.info("the plan is not kept in %s: %s", self.path, error)
-            if written is not None:
-                with contextlib.suppress(OSError):
-                    written.unlink()
             return False
         self._shrink(self._place(key))
         return True
@@ -118,7 +110,7 @@ class CacheFolder:
     def _files(self) -> list[tuple[float, int, Path]]:
         """Return (time of last use, bytes, path) of every plan; what another one removes is not."""
         found = []
-        for place in sorted((*self.path.glob(f"*{_SUFFIX}"), *self.path.glob("*.part"))):
+        for place in sorted((*self.path.glob(f"*{_SUFFIX}"), *self.path.glob(".*.part"))):
             with contextlib.suppress(OSError):
                 state = place.stat()
                 found.append((state.st_mtime, state.st_size, place))

@@ -22,6 +22,7 @@ from typing import Any
 
 from rockmate.errors import InvalidPlanError, PlanFileError
 from rockmate.files.rows import all_finite, from_row, parse, row_of
+from rockmate.files.whole import write_whole
 from rockmate.problems.problem import Problem
 from rockmate.schedules.opaque_piece import OpaquePiece
 from rockmate.schedules.plan import Plan
@@ -94,7 +95,7 @@ class PlanFile:
     def to_json(self) -> str:
         """Return the file's text; `from_json` gives an equal object back."""
         content = row_of(self)
-        head = {"rockmate_plans": FORMAT, "checksum": _checksum(content)}
+        head = {"rockmate_plans": FORMAT, "checksum": checksum(content)}
         return json.dumps({**head, "content": content}, indent=None, separators=(",", ":"))
 
     @classmethod
@@ -116,7 +117,7 @@ class PlanFile:
         if data.keys() != {"rockmate_plans", "checksum", "content"}:
             raise PlanFileError("expected a checksum and a content beside the format")
         try:
-            if data["checksum"] != _checksum(data["content"]):
+            if data["checksum"] != checksum(data["content"]):
                 raise PlanFileError(
                     "the plan file was cut or changed since it was written: its checksum is not "
                     "that of its content. Save the plan again"
@@ -126,8 +127,8 @@ class PlanFile:
             raise PlanFileError("the file is nested too deeply for a plan") from None
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write the file: all of it, or nothing."""
+        write_whole(Path(path), self.to_json().encode())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> PlanFile:
@@ -167,6 +168,7 @@ def _check_plan(problem: Problem, plan: Plan) -> None:
         raise PlanFileError(f"a bound of {plan.bound_ms} ms for a step of {plan.time_ms} ms")
 
 
-def _checksum(content: Any) -> str:
+def checksum(content: Any) -> str:
+    """Return what tells a content from one that was cut or edited."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
+
+from rkgb.elements import flatten, is_running, settled
+from rkgb.opaque import is_inside
 
 
 def own_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -36,6 +41,26 @@ def spread_parts(model: nn.Module) -> tuple[str, ...]:
         for path, module in model.named_modules()
         if any(hasattr(p, "device_mesh") for p in module.parameters(recurse=False))
     )
+
+
+def whole_parts(model: nn.Module) -> tuple[str, ...]:
+    """Return the outermost of `spread_parts`, which are run whole."""
+    found: list[str] = []
+    for path in spread_parts(model):  # a module comes before what is in it
+        if not any(is_inside(path, other) for other in found):
+            found.append(path)
+    return tuple(found)
+
+
+def settled_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the arguments of a call once the collectives that make them have ended.
+
+    Programs run kernels directly, and only what torch dispatches would wait.
+    """
+    leaves, structure = flatten((tuple(args), dict(kwargs)))
+    if not any(map(is_running, leaves)):
+        return args, kwargs
+    return structure.unflatten(list(map(settled, leaves)))  # type: ignore[no-any-return]
 
 
 def local_part(tensor: Tensor) -> Tensor:

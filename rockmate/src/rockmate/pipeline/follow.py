@@ -7,21 +7,26 @@ last (`versions`); where nothing is to be followed, the usual ones are recorded.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from rkgb import RkgbError
 from rkgb.capture import no_collection
 from rkgb.engine import B_to_D, D_to_S, Sample, record, runnable
 from rkgb.graphs import PLANNED_PASSES, BasicGraph, same_but_for_numbers
 from rkgb.run import RunnableGraph
+from rockmate.keys.input_signature import InputSignature
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.pipeline.planned import Planned, with_other_numbers
 from rockmate.pipeline.resized import can_be_resized, resized
 from rockmate.pipeline.versions import ExpectedKind, versions_like
 from rockmate.progress import Phases
 from rockmate.settings import Settings
+
+_log = logging.getLogger("rockmate")
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,28 @@ class Call:
 
     def record(self, kind: ExpectedKind | None = None) -> tuple[BasicGraph, RunnableGraph]:
         """Return the recording of the step, and its graph as it is run."""
-        opaque, strict = self.settings.opaque, self.settings.strict
         with self.phases.phase("capture"), no_collection():
-            basic = record(
-                *(self.model, self.sample, kind), opaque=opaque, strict=strict, guards=self.guards
-            )
+            basic = self._recorded(kind)
             return basic, runnable(D_to_S(B_to_D(basic), passes=PLANNED_PASSES))
+
+    def _recorded(self, kind: ExpectedKind | None) -> BasicGraph:
+        """Record; what runs whole is not tried out again where a known plan has it."""
+        for other in self.known if kind is None else ():
+            basic = other.network.graph.dataflow.basic
+            if basic.opaque and other.signature == InputSignature.of(self.sample):
+                try:
+                    return record(
+                        *(self.model, self.sample),
+                        opaque=basic.opaque,
+                        guards=self.guards,
+                        known=basic,
+                    )
+                except RkgbError as error:  # it goes another way here
+                    _log.debug("pieces are tried out anew: %s", error)
+        opaque, strict = self.settings.opaque, self.settings.strict
+        return record(
+            *(self.model, self.sample, kind), opaque=opaque, strict=strict, guards=self.guards
+        )
 
     def with_expected_gradients(self) -> Planned | None:
         """Return a plan that follows, made for the gradients that came last; None if none does."""

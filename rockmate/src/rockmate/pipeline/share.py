@@ -12,6 +12,7 @@ one key that all who wait look at, and then all raise the same error.
     claim/DIGEST        the rank that plans this step
     plan/DIGEST         the file of that plan
     done/RANK           it has all its plans
+    alive/RANK          again and again: it is still there
     failed              the first that fails to all: why
 """
 
@@ -21,6 +22,7 @@ import contextlib
 import itertools
 import json
 import logging
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -39,7 +41,8 @@ from rockmate.pipeline.saved_plan import differences, mismatch, plan_file_of, re
 from rockmate.pipeline.shelf import Asked, Shelf
 
 _log = logging.getLogger("rockmate")
-PATIENCE_S = 1800.0  # for one that is planning; as long as torch's process groups wait
+PATIENCE_S = 1800.0  # without a sign of life; less where the process group waits for less
+_SIGNS = 8  # of life in that time
 COMING_S = 30.0  # for one that has not come yet
 _LOOK_S = 0.02
 _numbers = itertools.count()  # of wrappers made under a group: the same on every rank
@@ -85,15 +88,45 @@ class Exchange:
     def ask(self, key: str, from_whom: int) -> bytes:
         """Return what another rank writes, once it has.
 
+        A rank that plans may take its time, as long as it gives signs of life.
+
         Raises:
-            PlanSharingError: a rank has failed, or this one has waited for too long.
+            PlanSharingError: a rank has failed, or the other one has given no sign for too long.
         """
-        if not self.wait_for(self.patience_s, key):
-            raise PlanSharingError(
-                f"rank {self.rank} has waited {self.patience_s:.0f} s for rank {from_whom}, which "
-                "is planning. Look at its log, or plan on each rank alone with share=False"
-            )
+        end, sign = time.monotonic() + self.patience_s, b""
+        while not self.wait_for(self.patience_s / _SIGNS, key):
+            if (last := self._sign_of(from_whom)) != sign:
+                end, sign = time.monotonic() + self.patience_s, last
+            if time.monotonic() > end:
+                raise PlanSharingError(
+                    f"rank {self.rank} has waited {self.patience_s:.0f} s for rank {from_whom}, "
+                    "which was planning, or is gone. Look at its log, or plan on each rank alone "
+                    "with share=False"
+                )
         return bytes(self.store.get(self.prefix + key))
+
+    def _sign_of(self, rank: int) -> bytes:
+        key = f"{self.prefix}alive/{rank}"
+        return bytes(self.store.get(key)) if self.store.check([key]) else b""
+
+    @contextlib.contextmanager
+    def living(self) -> Iterator[None]:
+        """While active, give signs of life from another thread."""
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.is_set():
+                with contextlib.suppress(RuntimeError):  # the store may be gone before us
+                    self.store.add(f"{self.prefix}alive/{self.rank}", 1)
+                over.wait(self.patience_s / _SIGNS)
+
+        thread = threading.Thread(target=beat, name="rockmate alive", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def forget(self, key: str) -> None:
         """Take a value away, where the store can."""
@@ -216,13 +249,16 @@ def sharing(make_beyond: Callable[[], Shelf], share: bool) -> Iterator[Shelf]:
         yield make_beyond()
         return
     rank, size = torch.distributed.get_rank(), _size()
-    exchange = Exchange(rank, size, group_store(), f"rockmate/{next(_numbers)}/")
+    store = group_store()
+    patience_s = min(PATIENCE_S, store.timeout.total_seconds())
+    exchange = Exchange(rank, size, store, f"rockmate/{next(_numbers)}/", patience_s)
     try:
-        exchange.tell(f"here/{rank}", b"1")
-        shelf = SharedShelf(exchange, make_beyond())
-        yield shelf
-        exchange.tell(f"done/{rank}", b"1")
-        all_came = _wait_for_all(exchange)
+        with exchange.living():
+            exchange.tell(f"here/{rank}", b"1")
+            shelf = SharedShelf(exchange, make_beyond())
+            yield shelf
+            exchange.tell(f"done/{rank}", b"1")
+            all_came = _wait_for_all(exchange)
     except BaseException as error:
         common = exchange.fail(error)
         if not isinstance(error, Exception):  # a person interrupts this rank

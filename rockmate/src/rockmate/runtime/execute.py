@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.device import KeptGenerators, RngState
+from rkgb.elements import settled
 from rkgb.graphs import BackwardKind, ambient_autocast
 from rkgb.opaque import running_on
 from rkgb.torch_api import KernelChoice, RecomputingAs, keeps_graph, straight_to_kernels
@@ -184,7 +185,7 @@ class RunningStep:
             self.rerunning = RecomputingAs(self.choice, now)
         basic = self.executable.graph.dataflow.basic
         by_name = dict(zip(self.executable.program.outputs, grads, strict=True))
-        arrived = [by_name[name] for name in basic.roots]
+        arrived = [settled(by_name[name]) for name in basic.roots]
         strides = (None if g is None else plain_strides(g.shape, g.stride()) for g in arrived)
         kind = BackwardKind(tuple(strides), ambient_autocast())
         if again:

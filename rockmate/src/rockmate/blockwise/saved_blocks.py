@@ -1,0 +1,120 @@
+"""A plan block by block as what a file holds of it, and what holds it to the blocks here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from rockmate.blockwise.kinds import Kind
+from rockmate.blockwise.report import BlocksPlan
+from rockmate.blockwise.team import Team
+from rockmate.errors import PlanFileError, PlanMismatchError
+from rockmate.files.blocks_file import BlocksFile, SavedBlock, SavedKind
+from rockmate.files.differences import of_mappings
+from rockmate.pipeline.identity import made_with
+from rockmate.schedules.steps import Steps
+
+
+def blocks_file(
+    plan: BlocksPlan,
+    kinds: Mapping[str, Kind],
+    options: Sequence[int],
+    model: str,
+    device: torch.device,
+) -> BlocksFile:
+    """Return the file of a plan; `options` are those of its rows."""
+    own = list({id(kind): kind for kind in kinds.values()}.values())
+    places = {id(kind): place for place, kind in enumerate(own)}
+    pairs = zip(plan.rows, options, strict=True)
+    return BlocksFile(
+        model=model,
+        made_with=made_with(device),
+        kinds=tuple(
+            SavedKind(len(k.recorded.problem.nodes), k.shape[1], tuple(o.steps for o in k.options))
+            for k in own
+        ),
+        blocks=tuple(
+            SavedBlock(
+                row.path, places[id(kinds[row.path])], number, row.overhead_ms, row.base_time_ms
+            )
+            for row, number in pairs
+        ),
+        budget_bytes=plan.budget_bytes,
+        in_flight=plan.in_flight,
+    )
+
+
+def shared_file(path: str, team: Team, model: str, device: torch.device) -> BlocksFile:
+    """Return the file that lies with the first process, on all of them.
+
+    Raises:
+        PlanFileError: it cannot be read, or is no such file; on all.
+        PlanMismatchError: it was made with something else than is here; on all.
+    """
+    found: BlocksFile | str | None = None
+    if team.is_first:
+        try:
+            found = BlocksFile.load(path)
+        except PlanFileError as error:
+            found = str(error)
+    file = team.gather(found)[0]
+    if not isinstance(file, BlocksFile):
+        raise PlanFileError(str(file))
+    told = of_mappings(file.made_with, made_with(device))
+    if file.model != model:
+        told.insert(0, f"model: {file.model} in the file, {model} here")
+    team.raise_together(_mismatch(told) if told else None)
+    return file
+
+
+def steps_for(file: BlocksFile, number: int, shape: tuple[int, Sequence[int]]) -> list[Steps]:
+    """Return the options of a kind of blocks, by its number.
+
+    Raises:
+        PlanMismatchError: the blocks here are others.
+    """
+    if number >= len(file.kinds):
+        raise _mismatch([f"{len(file.kinds)} kinds of blocks in the file, more of them here"])
+    kind = file.kinds[number]
+    if (kind.nodes, kind.backward_order) != (shape[0], tuple(shape[1])):
+        raise _mismatch(
+            [f"blocks of {kind.nodes} operations in the file, of {shape[0]} in their place here"]
+        )
+    return list(kind.options)
+
+
+def numbers_for(file: BlocksFile, kinds: Mapping[str, Kind], in_flight: int) -> dict[str, int]:
+    """Return the option of every block, by its path.
+
+    Raises:
+        PlanMismatchError: the blocks here are others.
+    """
+    own = list({id(kind): None for kind in kinds.values()})
+    here = [(path, own.index(id(kind))) for path, kind in kinds.items()]
+    then = [(block.path, block.kind) for block in file.blocks]
+    if here != then:
+        told = [f"blocks {_told(then)} in the file, {_told(here)} here"]
+        raise _mismatch(told)
+    if in_flight != file.in_flight:
+        raise _mismatch([f"{file.in_flight} forwards in flight in the file, {in_flight} here"])
+    return {block.path: block.option for block in file.blocks}
+
+
+def over_budget(file: BlocksFile, measured_bytes: int, budget_bytes: int) -> PlanMismatchError:
+    """Return the error that a plan from a file takes more than it may."""
+    return _mismatch(
+        [f"a step takes {measured_bytes} bytes here, and the budget is {budget_bytes}"]
+    )
+
+
+def _mismatch(found: Sequence[str]) -> PlanMismatchError:
+    return PlanMismatchError(
+        f"the saved plan is not for these blocks: {'; '.join(found)}. Leave `plan` out to plan "
+        "anew, and save that plan",
+        found,
+    )
+
+
+def _told(blocks: Sequence[tuple[str, int]]) -> str:
+    return f"{blocks[0][0]!r} .. {blocks[-1][0]!r} ({len(blocks)})"
