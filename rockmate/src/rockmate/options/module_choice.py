@@ -151,11 +151,49 @@ def smallest_budget(step: StepMemory) -> int:
     low, high = 0, peak_of(step, [call.reference for call in step.calls])
     while low < high:
         middle = (low + high) // 2
-        if choose(step, middle) is None:
+        if not _is_feasible(step, middle):
             low = middle + 1
         else:
             high = middle
     return high
+
+
+def _is_feasible(step: StepMemory, budget_bytes: int) -> bool:
+    """Whether there is a choice: all bounds are from above, so the least K is enough to know."""
+    for most in _bounds(step):
+        others = (step.in_flight - 1) * (step.held_bytes + (most or 0))
+        room, kept = budget_bytes - others, 0
+        found = step.before_bytes <= room
+        for place, call in enumerate(step.calls):
+            turns = place + 1 == len(step.calls)
+            fitting = [
+                more
+                for number, more in enumerate(call.more_bytes)
+                if kept <= _most_before(step, call, number, room, most, turns=turns)
+            ]
+            if not fitting:
+                found = False
+                break
+            kept += min(fitting)
+        if found:
+            return True
+    return False
+
+
+def _most_before(
+    step: StepMemory, call: ModuleCall, number: int, room: int, most: int | None, *, turns: bool
+) -> int:
+    """Return the most that modules before this one may keep, where it runs an option."""
+    more = call.more_bytes[number]
+    before = min(
+        room - _own_peak(call, number),
+        room - call.after_backward_bytes,
+        room - call.after_forward_bytes - more,
+    )
+    if turns:
+        before = min(before, room - step.turn_bytes - more)
+        before = before if most is None else min(before, most - more)
+    return before
 
 
 def _own_peak(call: ModuleCall, number: int) -> int:
@@ -191,14 +229,7 @@ def _fastest(step: StepMemory, room_bytes: int, most: int | None) -> tuple[int, 
         made: list[_State] = []
         for number, option in enumerate(call.options):
             more = call.more_bytes[number]
-            before = min(
-                room_bytes - _own_peak(call, number),
-                room_bytes - call.after_backward_bytes,
-                room_bytes - call.after_forward_bytes - more,
-            )
-            if place == last:
-                before = min(before, room_bytes - step.turn_bytes - more)
-                before = before if most is None else min(before, most - more)
+            before = _most_before(step, call, number, room_bytes, most, turns=place == last)
             for state in states:
                 if state.kept_bytes > before:
                     break
@@ -220,7 +251,11 @@ def _undominated(made: list[_State]) -> list[_State]:
     if len(made) > _MOST_STATES:
         kept = [state.kept_bytes for state in made]
         grain = max(1, (max(kept) - min(kept)) // _MOST_STATES)
+        least = min(
+            made, key=lambda state: state[:2]
+        )  # stays exact: there is a choice wherever one is
         made = [s._replace(kept_bytes=-(-s.kept_bytes // grain) * grain) for s in made]
+        made.append(least)
     made.sort(key=lambda state: state[:2])
     found: list[_State] = []
     for state in made:
