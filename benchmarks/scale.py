@@ -24,17 +24,17 @@ import torch.nn.functional as F  # noqa: N812 (the name everybody uses)
 from torch import Tensor, nn
 
 import rockmate
-from rockmate.planners.module_choice import (
+from rockmate.planning import (
+    BlockOption,
     Choice,
     ModuleCall,
+    Problem,
     StepMemory,
     choose,
+    module_options,
     peak_of,
     smallest_budget,
 )
-from rockmate.planners.module_options import module_options
-from rockmate.planners.options import BlockOption
-from rockmate.problems.problem import Problem
 
 RESULTS = Path(__file__).parent / "results"
 TABLE = Path(__file__).parents[1] / "docs" / "scale.md"

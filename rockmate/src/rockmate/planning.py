@@ -3,10 +3,23 @@
 problem = rk.plan.problem                              # or Problem.from_json(text)
 found = plan(problem, budget_bytes, effort="fast")     # a Plan, or InfeasibleBudgetError
 simulate(problem, found.steps).peak_bytes              # by the exact simulator
+
+Modules that are planned each for itself, within one budget, as `apply_to_blocks` does:
+options = module_options(problem)                      # of one module
+choose(StepMemory(calls, ...), budget_bytes)           # a Choice for all calls, or None
 """
 
-from rockmate.options.options import Grid
+from rockmate.options.module_choice import (
+    Choice,
+    ModuleCall,
+    StepMemory,
+    choose,
+    peak_of,
+    smallest_budget,
+)
+from rockmate.options.options import BlockOption, Grid
 from rockmate.planners.chain import chain_model
+from rockmate.planners.module_options import module_options
 from rockmate.planners.portfolio import plan
 from rockmate.problems.problem import Node, Problem, Storage
 from rockmate.progress import stopwatch
@@ -20,23 +33,31 @@ from rockmate.solvers.bound import lower_bound
 from rockmate.solvers.ilp import solve_ilp
 
 __all__ = [
+    "BlockOption",
+    "Choice",
     "Grid",
+    "ModuleCall",
     "Node",
     "Plan",
     "Problem",
     "Step",
+    "StepMemory",
     "Steps",
     "Storage",
     "Timeline",
     "best_segments",
     "block_solver",
     "chain_model",
+    "choose",
     "lower_bound",
     "make_plan",
+    "module_options",
     "no_recomputation",
     "parse_budget",
+    "peak_of",
     "plan",
     "simulate",
+    "smallest_budget",
     "solve_ilp",
     "solve_whole",
     "stopwatch",
