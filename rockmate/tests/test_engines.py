@@ -285,9 +285,14 @@ def tensor_parallel_fails(rank: int) -> None:
     [
         "pipelines",
         "data_parallel",
-        "tensor_parallel features",
-        pytest.param("tensor_parallel sequence", marks=pytest.mark.nightly),
-        "tensor_parallel_fails",
+        *(
+            pytest.param(work, marks=pytest.mark.nightly)
+            for work in (
+                "tensor_parallel features",
+                "tensor_parallel sequence",
+                "tensor_parallel_fails",
+            )
+        ),
     ],
 )
 def test_two_processes(work: str) -> None:

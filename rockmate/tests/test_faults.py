@@ -99,9 +99,10 @@ def _both(where: str, folder: Path, store: str) -> list[tuple[int, str]]:
     "where",
     [
         "planning",
-        "planning of one for all",
-        "a step",
-        pytest.param("a save", marks=pytest.mark.nightly),
+        *(
+            pytest.param(where, marks=pytest.mark.nightly)
+            for where in ("planning of one for all", "a step", "a save")
+        ),
     ],
 )
 def test_the_others_end_with_an_error(where: str, tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def _trains_again(folder: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_restarted_rank_gets_the_plan_again(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
