@@ -201,9 +201,9 @@ def without_reruns(network: Network, plan: Plan) -> Plan:
     )
     if len(steps) == len(plan.steps):
         return plan
-    overhead_ms = simulate(network.problem, steps)
+    timeline = simulate(network.problem, steps)
     return replace(
-        plan, steps=steps, peak_bytes=overhead_ms.peak_bytes, overhead_ms=overhead_ms.overhead_ms
+        plan, steps=steps, peak_bytes=timeline.peak_bytes, overhead_ms=timeline.overhead_ms
     )
 
 
