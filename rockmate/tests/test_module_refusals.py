@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,12 +188,12 @@ def test_an_infeasible_budget_names_the_smallest_feasible_one() -> None:
 # ---------------------------------------------------------------------- refusals at a call
 
 
-def test_a_module_that_cannot_be_copied_is_refused() -> None:
+def test_a_module_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
-    model.lock = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(rkgb.TraceError, match=r"Linear cannot be deep-copied .*Make the module"):
-        wrap(model, x)
-    still_trains(model, x)
+    with (tmp_path / "log").open("w") as model.log:  # type: ignore[assignment]
+        with pytest.raises(rkgb.TraceError, match=r"Linear cannot be deep-copied, .*'log'"):
+            wrap(model, x, "1MiB")
+        still_trains(model, x)
 
 
 def test_what_is_no_module_is_refused() -> None:
