@@ -111,6 +111,7 @@ STEPS_OF: dict[str, tuple[Callable[[], nn.Module], list[Callable[[Any], list[Ten
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS_OF)
 @pytest.mark.parametrize("budget", [0.5, 1.0])
 def test_gradients_that_nobody_foresaw_come_within_the_budget(name: str, budget: float) -> None:
@@ -162,6 +163,7 @@ class Outside(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
+@pytest.mark.slow
 def test_each_use_of_a_shared_parameter_is_handed_over_by_itself() -> None:
     for seed in range(8):
         torch.manual_seed(seed)

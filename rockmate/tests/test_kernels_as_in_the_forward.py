@@ -112,6 +112,7 @@ class Attention(nn.Module):
         return x + torch.tanh(self.out(y.transpose(1, 2).flatten(2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["inside", "planning", "forward", "both"])
 def test_the_kernel_of_attention_is_the_one_that_eager_takes(where: str) -> None:
     torch.manual_seed(0)

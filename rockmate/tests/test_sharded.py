@@ -153,6 +153,7 @@ class Writing(nn.Module):
         return x.add_(1) if torch.is_grad_enabled() and x.is_leaf else x + torch.rand(()).item()
 
 
+@pytest.mark.slow
 def test_per_layer_sharding() -> None:
     run_in_processes(__file__, "trains_like_fsdp", "usual")
 

@@ -160,6 +160,7 @@ def test_backward_of_part_of_the_outputs(heads: str) -> None:
     assert_same_gradients(model, twin)
 
 
+@pytest.mark.slow
 def test_two_forwards_then_two_backwards_in_either_order() -> None:
     for order in ((0, 1), (1, 0)):
         model, sample = build("gpt")

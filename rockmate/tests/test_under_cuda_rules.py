@@ -48,6 +48,7 @@ def feasible(model: nn.Module, sample: Any, fraction: float, **options: Any) -> 
         return wrapped(model, sample, int(error.minimum_bytes * 1.1), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fraction"),
     [
@@ -73,6 +74,7 @@ def test_requests_are_as_predicted_and_blocks_within_the_budget(name: str, fract
             assert module.measured_peak_bytes <= module.budget_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETS)
 def test_training_is_bit_equal_with_backwards_in_another_thread(name: str) -> None:
     model, sample = network(name)
@@ -104,6 +106,7 @@ class _Greedy(FakeCuda):
         return replace(trace, allocated_peak_bytes=trace.allocated_peak_bytes + 100_000)
 
 
+@pytest.mark.slow
 def test_what_blocks_take_beyond_the_plan_is_set_aside_and_planned_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -273,6 +276,7 @@ def test_deterministic_algorithms_are_compared_bit_by_bit() -> None:
 # ---------------------------------------------------------------------- kernels as in the forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settable", [True, False])
 def test_recomputed_forwards_run_with_the_flags_of_the_forward(
     settable: bool, monkeypatch: pytest.MonkeyPatch

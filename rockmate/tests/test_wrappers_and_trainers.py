@@ -188,6 +188,7 @@ def test_hugging_face_trainer() -> None:
     assert len(wrapped.plans) > 1, "the smaller last batch must have been planned"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate(precision: str) -> None:
