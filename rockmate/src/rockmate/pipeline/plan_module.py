@@ -27,13 +27,12 @@ from rockmate.comparison.deterministic import deterministic_algorithms
 from rockmate.comparison.eager import Keep, StepResult
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
 from rockmate.files.plan_file import SavedPlan
-from rockmate.keys.input_signature import InputSignature
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.pipeline.follow import Call
 from rockmate.pipeline.network import Network, network_of
 from rockmate.pipeline.planned import (
     Planned,
-    planned_executable,
+    compiled_plan,
     without_reruns,
 )
 from rockmate.pipeline.saved_plan import budget_for, network_from, plan_for
@@ -49,7 +48,6 @@ from rockmate.pipeline.shelf import Asked, NoShelf, Shelf
 from rockmate.planners.module_options import plan_keeping
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases, stopwatch
-from rockmate.runtime.execute import Executor
 from rockmate.schedules.plan import Plan
 from rockmate.settings import Settings, parse_budget
 
@@ -175,7 +173,7 @@ def _planned_before(saved: SavedPlan, asked: Asked, phases: Phases) -> Planned:
         budget_bytes = budget_for(saved, network, settings)
         plan = plan_for(saved, network, settings, budget_bytes)
         planned = replace(
-            _compiled(network, plan, given, budget_bytes, phases),
+            compiled_plan(network, plan, given, budget_bytes, phases),
             eager_peak_bytes=saved.eager_peak_bytes,
             measured_peak_bytes=saved.measured_peak_bytes,
             blocks_bytes=saved.blocks_bytes,
@@ -233,25 +231,9 @@ def _planned(
     plan = _plan_within(problem, budget_bytes, settings, phases, blocks, blocks_bytes)
     plan = without_reruns(network, plan)
     return replace(
-        _compiled(network, plan, given, budget_bytes, phases),
+        compiled_plan(network, plan, given, budget_bytes, phases),
         eager_peak_bytes=eager.peak_bytes if eager is not None else None,
         blocks_bytes=blocks_bytes,
-    )
-
-
-def _compiled(
-    network: Network, plan: Plan, given: Sample, budget_bytes: int, phases: Phases
-) -> Planned:
-    return Planned(
-        network=network,
-        executor=Executor(planned_executable(network, plan)),
-        plan=plan,
-        signature=InputSignature.of(given),
-        outputs=network.graph.dataflow.basic.output_spec,
-        seconds=phases.seconds,
-        budget_bytes=budget_bytes,
-        eager_peak_bytes=None,
-        measured_peak_bytes=None,
     )
 
 

@@ -218,6 +218,23 @@ def planned_executable(network: Network, plan: Plan) -> Executable:
     return executable(network.graph, steps, network.measured, spare_bytes=spare)
 
 
+def compiled_plan(
+    network: Network, plan: Plan, sample: Sample, budget_bytes: int, phases: Phases
+) -> Planned:
+    """Return a plan with its program, of which nothing has run yet."""
+    return Planned(
+        network=network,
+        executor=Executor(planned_executable(network, plan)),
+        plan=plan,
+        signature=InputSignature.of(sample),
+        outputs=network.graph.dataflow.basic.output_spec,
+        seconds=phases.seconds,
+        budget_bytes=budget_bytes,
+        eager_peak_bytes=None,
+        measured_peak_bytes=None,
+    )
+
+
 def unplanned_executable(network: Network) -> Executable:
     """Compile the program that keeps everything: no budget, nothing run again."""
     return executable(

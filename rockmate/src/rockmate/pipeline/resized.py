@@ -8,6 +8,7 @@ plain PyTorch again: one of the same operations has been.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
@@ -16,15 +17,13 @@ from rkgb.engine import Sample, device_of
 from rkgb.graphs import SimplifiedGraph, SimplifiedNode, same_but_for_sizes
 from rkgb.run import RunnableGraph
 from rockmate import planners
-from rockmate.keys.input_signature import InputSignature
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.pipeline.network import network_of
-from rockmate.pipeline.planned import Planned, planned_executable, without_reruns
+from rockmate.pipeline.planned import Planned, compiled_plan, without_reruns
 from rockmate.pipeline.versions import Version, versions_like
 from rockmate.planners.module_options import replan_keeping
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases, stopwatch
-from rockmate.runtime.execute import Executor
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.steps import Steps
 from rockmate.settings import Settings, parse_budget
@@ -57,18 +56,10 @@ def resized(
         return None
     plan = without_reruns(network, plan)
     with phases.phase("compilation"):
-        executor = Executor(planned_executable(network, plan))
+        planned = compiled_plan(network, plan, sample, budget_bytes, phases)
     is_foreseen = like.graph is not old.graph or like.planned.other_gradients is not None
-    return Planned(
-        network=network,
-        executor=executor,
-        plan=plan,
-        signature=InputSignature.of(sample),
-        outputs=recorded.graph.dataflow.basic.output_spec,
-        seconds=phases.seconds,
-        budget_bytes=budget_bytes,
-        eager_peak_bytes=None,
-        measured_peak_bytes=None,
+    return replace(
+        planned,
         how="resized",
         family=like.planned.family,
         other_gradients=partial(_planned_anew, room, settings, blocks) if is_foreseen else None,
