@@ -99,6 +99,7 @@ class Checkout:
             start_new_session=True,  # so that its children can be ended with it
             env={
                 **os.environ,
+                "ROCKMATE_CACHE": "off",  # older checkouts have no argument for it
                 **one,
                 "PYTHONPATH": os.pathsep.join(path).strip(os.pathsep),
                 "STEP_CHECKOUT": str(self.root),

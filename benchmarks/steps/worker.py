@@ -142,9 +142,7 @@ def planned(
 
     def make(budget: float, self_test: bool = True) -> Any:
         model = copy.deepcopy(case.model)
-        return Rockmate(
-            model, case.sample, budget, planner=planner, self_test=self_test, cache=False
-        )
+        return Rockmate(model, case.sample, budget, planner=planner, self_test=self_test)
 
     def tested(budget: float) -> Any:
         try:
@@ -217,10 +215,10 @@ def capture(subject: Any, smoke: bool) -> dict[str, list[float]]:
     from steps.cases import build
 
     small = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
-    Rockmate(small, torch.randn(2, 4), 1.0, self_test=False, cache=False)
+    Rockmate(small, torch.randn(2, 4), 1.0, self_test=False)
     case = build(subject, smoke)
     with mock.patch.object(time, "perf_counter", time.process_time):
-        module = Rockmate(case.model, case.sample, 1.0, cost="flops", self_test=False, cache=False)
+        module = Rockmate(case.model, case.sample, 1.0, cost="flops", self_test=False)
     seconds = module.planning_seconds
     return {"capture_seconds": [seconds["capture"]], "plan_seconds": [sum(seconds.values())]}
 
