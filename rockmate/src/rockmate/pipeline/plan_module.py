@@ -12,7 +12,7 @@ self_test    one step of the planned module against the twin, bits and bytes
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,8 @@ from torch import nn
 
 from rkgb.compiled import CompiledGraph, compile_pieces
 from rkgb.engine import B_to_D, D_to_S, Sample, device_of, record, runnable
-from rkgb.graphs import PLANNED_PASSES
+from rkgb.graphs import PLANNED_PASSES, BasicGraph
+from rkgb.run import RunnableGraph
 from rockmate import planners
 from rockmate.comparison.deterministic import deterministic_algorithms
 from rockmate.comparison.eager import Keep, StepResult
@@ -38,9 +39,9 @@ from rockmate.pipeline.planned import (
 from rockmate.pipeline.saved_plan import budget_for, network_from, plan_for
 from rockmate.pipeline.self_test import (
     eager_step,
+    over_budget,
     own_copy,
     peak_of,
-    refuse_over_budget,
     refuse_wrong_prediction,
     self_test,
 )
@@ -114,16 +115,40 @@ def plan_module(
     if followed is not None:
         return followed
     asked = Asked(model, recorded, given, settings)
+    made_before = _made_before(call, asked, shelf)
+    if made_before is not None:
+        return made_before
+    planned = _planned_anew(call, basic, recorded, budget_bytes, fraction)
+    phases.close("planned")
+    shelf.keep(asked, planned)
+    return planned
+
+
+def _made_before(call: Call, asked: Asked, shelf: Shelf) -> Planned | None:
+    """Return what a plan for other sizes or a saved plan makes of this recording, if there is one.
+
+    A plan file and the other ranks are asked first; a folder of plans after the plans at hand.
+    """
     saved = shelf.find(asked) if shelf.is_asked_first else None
     if saved is None:
-        followed = call.resized(recorded)
-        if followed is not None:
+        resized = call.resized(asked.recorded)
+        if resized is not None:
             if shelf.is_asked_first:
-                shelf.keep(asked, followed)
-            return followed
+                shelf.keep(asked, resized)
+            return resized
         saved = None if shelf.is_asked_first else shelf.find(asked)
-    if saved is not None:
-        return _planned_before(saved, asked, phases)
+    return None if saved is None else _planned_before(saved, asked, call.phases)
+
+
+def _planned_anew(
+    call: Call,
+    basic: BasicGraph,
+    recorded: RunnableGraph,
+    budget_bytes: int | None,
+    fraction: float | None,
+) -> Planned:
+    """Measure what was recorded, take an eager step for comparison, plan, and test the plan."""
+    model, given, settings, phases = call.model, call.sample, call.settings, call.phases
     compiled: CompiledGraph | None = None
     if settings.compile:
         with phases.phase("inductor"):
@@ -131,7 +156,6 @@ def plan_module(
             recorded = runnable(compiled.graph)
     network = network_of(model, recorded, given, settings, phases, compiled=compiled)
     eager: StepResult | None = None
-    device = device_of(given.device)
     if settings.self_test or fraction is not None:
         with phases.phase("eager"):
             effects = network.graph.dataflow.basic.effects
@@ -139,30 +163,38 @@ def plan_module(
             if settings.self_test:  # what is compiled is compared by its values
                 keep = "values" if settings.compile else "fingerprints"
             eager = eager_step(model, given, network.problem, keep, effects)
-            device.give_back()
+            device_of(given.device).give_back()
     if fraction is not None:
         budget_bytes = int(fraction * peak_of(eager, network.problem))
     assert budget_bytes is not None
-    planned = _planned(network, given, budget_bytes, eager, settings, phases, blocks)
-    for _ in range(_MOST_TRIES if settings.self_test else 0):
-        with phases.phase("self_test"):
-            ours, found = self_test(planned, model, given, eager)
-            device.give_back()
+
+    def make(blocks_bytes: int) -> Planned:
+        return _planned(
+            *(network, given, budget_bytes, eager, settings, phases, call.blocks, blocks_bytes)
+        )
+
+    return _tested(make, call, eager) if settings.self_test else make(0)
+
+
+def _tested(make: Callable[[int], Planned], call: Call, eager: StepResult | None) -> Planned:
+    """Return a plan that has passed the self-test, made anew where whole blocks go over the budget.
+
+    `make` plans with so many bytes set aside.
+    """
+    aside_bytes = 0
+    for _ in range(_MOST_TRIES):
+        planned = make(aside_bytes)
+        with call.phases.phase("self_test"):
+            ours, found = self_test(planned, call.model, call.sample, eager)
+            device_of(call.sample.device).give_back()
         planned = replace(planned, measured_peak_bytes=ours.allocated_peak_bytes, comparison=found)
-        over = ours.allocated_peak_bytes - budget_bytes
-        if over <= 0:
-            break
-        refuse_wrong_prediction(planned, model, ours)
-        _log.info("%d bytes over the budget in whole blocks: planning again", over)
-        aside = planned.blocks_bytes + 2 * over
-        planned = _planned(network, given, budget_bytes, eager, settings, phases, blocks, aside)
-    else:
-        if settings.self_test:
-            took = ours.allocated_peak_bytes
-            refuse_over_budget(replace(planned, measured_peak_bytes=took), model)
-    phases.close("planned")
-    shelf.keep(asked, planned)
-    return planned
+        over_bytes = ours.allocated_peak_bytes - planned.budget_bytes
+        if over_bytes <= 0:
+            return planned
+        refuse_wrong_prediction(planned, call.model, ours)
+        _log.info("%d bytes over the budget in whole blocks: planning again", over_bytes)
+        aside_bytes = planned.blocks_bytes + 2 * over_bytes
+    raise over_budget(planned, call.model)
 
 
 def _planned_before(saved: SavedPlan, asked: Asked, phases: Phases) -> Planned:
@@ -186,7 +218,7 @@ def _planned_before(saved: SavedPlan, asked: Asked, phases: Phases) -> Planned:
             device_of(given.device).give_back()
         planned = replace(planned, measured_peak_bytes=ours.allocated_peak_bytes, comparison=found)
         if ours.allocated_peak_bytes > budget_bytes:
-            refuse_over_budget(planned, model)
+            raise over_budget(planned, model)
     phases.close("a saved plan serves")
     return planned
 

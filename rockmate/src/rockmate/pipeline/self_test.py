@@ -162,7 +162,7 @@ def refuse_wrong_prediction(planned: Planned, model: nn.Module, ours: StepResult
     """On a CPU nothing may be over the budget: there are no blocks, and sizes were predicted."""
     device = device_of(planned.signature.device)
     if device.block_bytes(1) == 1:
-        refuse_over_budget(planned, model)
+        raise over_budget(planned, model)
     predicted = simulate(planned.network.asked, planned.plan.steps).peak_bytes
     if ours.peak_bytes > predicted:
         _log.warning(
@@ -173,8 +173,9 @@ def refuse_wrong_prediction(planned: Planned, model: nn.Module, ours: StepResult
         )
 
 
-def refuse_over_budget(planned: Planned, model: nn.Module) -> None:
-    raise SelfTestError(
+def over_budget(planned: Planned, model: nn.Module) -> SelfTestError:
+    """Return the error that a step took more than its budget."""
+    return SelfTestError(
         f"the planned {type(model).__name__} peaked at {planned.measured_peak_bytes} bytes with a "
         f"budget of {planned.budget_bytes} and a prediction of {planned.plan.peak_bytes}. Please "
         "report it; a smaller budget works around it."
