@@ -67,7 +67,7 @@ OLDEST_TESTS := rkgb/tests/test_recorded_bits.py rkgb/tests/test_device.py rkgb/
 $(OLDEST): Makefile | $(INSTALLED)
 	rm -rf .venv-oldest
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install -q --no-compile torch==$(OLDEST_TORCH)
+	.venv-oldest/bin/python -m pip install -q --no-compile --no-cache-dir torch==$(OLDEST_TORCH)
 	.venv-oldest/bin/python ci/site_behind.py .venv
 	@touch $(OLDEST)
 oldest: $(OLDEST) ## a second environment with the oldest torch that is supported
