@@ -1,9 +1,10 @@
-"""Run a schedule on real tensors, as one `torch.autograd.Function` per stage.
+"""Run a schedule on real tensors: stages as they are, or as one `torch.autograd.Function` each.
 
-A stage's Function takes the stage's input and its parameters, so that autograd itself carries the
-gradients from stage to stage, accumulates those of parameters, and calls their hooks. What is kept
-between forward and backward is not autograd's affair: a `Session`, one per training step, holds
-the boundary tensors and the small autograd graphs that the schedule asks for.
+A stage of which everything is kept runs as it is. One that is run again is a Function, which takes
+the stage's input and its parameters, so that autograd itself carries the gradients from stage to
+stage, accumulates those of parameters, and calls their hooks. What is kept between forward and
+backward is not autograd's affair: a `Session`, one per training step, holds the boundary tensors
+and the small autograd graphs that the schedule asks for.
 
 Sums are autograd's: it adds the gradients of a parameter one by one, from the last use to the
 first. A stage returns one gradient for all its uses, so where an earlier stage uses a parameter
@@ -34,7 +35,13 @@ from rotor.runtime.boundary import Layout, Tensors, is_differentiable, pack, unp
 from rotor.runtime.gradients import stage_gradients
 from rotor.runtime.program import Program
 from rotor.runtime.rng import RngState, preserved_rng
-from rotor.runtime.stages import current_buffer, pack_output, replaced_buffers, training_flags
+from rotor.runtime.stages import (
+    current_buffer,
+    pack_output,
+    parameters_of,
+    replaced_buffers,
+    training_flags,
+)
 from rotor.schedules.ops import ForwardEnableGrad, ForwardNoGrad, Op
 
 
@@ -105,10 +112,15 @@ class Session:
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in {"cpu", *(device.type for device in program.devices)}
         }
-        self._flags = [module.training for module in program.modules]
-        # Looked up at every step, never kept: parameters may be exchanged between steps.
-        self.parameters = [stage.code.parameters() for stage in program.stages]
+        self._flags = {k: [m.training for m in program.modules[k]] for k in program.rerun}
         self._last_reuse = self._find_last_reuse()
+        # Autograd adds gradients one by one: a sum that waits must not be passed by others.
+        self.plain = frozenset() if self._last_reuse else program.plain
+        # Looked up at every step, never kept: parameters may be exchanged between steps.
+        self.parameters = [
+            [] if k in self.plain else parameters_of(modules)
+            for k, modules in enumerate(program.modules)
+        ]
         self._sums: dict[torch.Tensor, torch.Tensor] = {}  # of gradients of later stages
 
     def _find_last_reuse(self) -> dict[torch.Tensor, int]:
@@ -117,11 +129,12 @@ class Session:
         if not any(stage.reused_parameters for stage in self.program.stages):
             return found  # as nearly always, and this runs at every step
         seen: set[torch.Tensor] = set()
-        for k in reversed(range(len(self.parameters))):
+        for k in reversed(range(len(self.program.stages))):
+            parameters = parameters_of(self.program.modules[k])
             for index in self.program.stages[k].reused_parameters:
-                if self.parameters[k][index] in seen:
-                    found[self.parameters[k][index]] = k
-            seen.update(self.parameters[k])
+                if parameters[index] in seen:
+                    found[parameters[index]] = k
+            seen.update(parameters)
         return found
 
     def start(self, value: Any) -> Tensors:
@@ -132,6 +145,11 @@ class Session:
     def finish(self, tensors: Tensors) -> Any:
         """Return the chain's output as the last stage arranged it."""
         return unpack(tensors, self._layouts[len(self.program.stages)])
+
+    def run_plainly(self, k: int, inputs: Tensors) -> Tensors:
+        """Run stage k, of which everything is kept: autograd does the rest."""
+        with self._autocast_state():
+            return self._call(k, inputs)
 
     def forward_stage(self, k: int, inputs: Tensors, needs: tuple[bool, ...]) -> Tensors:
         """Run the forward op of stage k for the first time; `needs`: inputs, then parameters."""
@@ -231,7 +249,7 @@ class Session:
             if stage.mutated_buffers:
                 copies = [value.clone() for value in first.buffers]
                 stack.enter_context(replaced_buffers(list(stage.mutated_buffers), copies))
-            stack.enter_context(training_flags(self.program.modules, self._flags))
+            stack.enter_context(training_flags(self.program.modules[k], self._flags[k]))
             stack.enter_context(self._autocast_state())
             yield
 
@@ -331,12 +349,13 @@ def run_program(program: Program, value: Any) -> Any:
     """Return the output of the chain for `value`, ready for a plain backward."""
     session = Session(program)
     tensors = session.start(value)
-    count = len(tensors)
     for k, parameters in enumerate(session.parameters):
-        tensors = _StageFunction.apply(  # type: ignore[no-untyped-call]
-            session, k, count, *tensors, *parameters
-        )
-        count = len(tensors)
+        if k in session.plain:
+            tensors = session.run_plainly(k, tensors)
+        else:
+            tensors = _StageFunction.apply(  # type: ignore[no-untyped-call]
+                session, k, len(tensors), *tensors, *parameters
+            )
     return session.finish(tensors)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from rotor.errors import InvalidScheduleError
 from rotor.runtime.stages import CodeStage
-from rotor.schedules.ops import Backward, Op
+from rotor.schedules.ops import Backward, ForwardEnableGrad, Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ class Program:
     forward: tuple[Op, ...]
     backward: tuple[tuple[Op, ...], ...]  # [k]: what runs between B(k+1) and the end of B(k)
     rerun: frozenset[int]
-    modules: tuple[nn.Module, ...]  # all, whose train/eval flags a recomputation needs
+    plain: frozenset[int]  # stages that keep everything: they run as they are, under autograd
+    modules: tuple[tuple[nn.Module, ...], ...]  # [k]: those inside of stage k
     devices: tuple[torch.device, ...]
     preserve_rng: bool
 
@@ -63,6 +64,14 @@ class Program:
                 groups.append(tuple(group))
                 group = []
         again = frozenset(op.stage for op in rest if not isinstance(op, Backward))
-        modules = tuple(dict.fromkeys(m for stage in stages for m in stage.code.submodules()))
+        modules = tuple(tuple(stage.code.submodules()) for stage in stages)
         back = tuple(reversed(groups))
-        return cls(stages, forward, back, again, modules, devices, preserve_rng)
+        plain = frozenset(
+            k
+            for k, op in enumerate(forward)
+            if isinstance(op, ForwardEnableGrad)
+            and not op.forget_input
+            and k not in again
+            and len(back[k]) == 1
+        )
+        return cls(stages, forward, back, again, plain, modules, devices, preserve_rng)

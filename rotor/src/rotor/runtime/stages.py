@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,7 @@ class CodeStage:
 
     def parameters(self) -> list[nn.Parameter]:
         """Each parameter once, in registration order."""
-        return list(dict.fromkeys(p for module in self.modules for p in module.parameters()))
+        return parameters_of(self.submodules())
 
     def submodules(self) -> Iterator[nn.Module]:
         """All modules inside, each once."""
@@ -47,6 +47,12 @@ class CodeStage:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return each parameter that these modules own, once and in order."""
+    found = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+    return list(found.values())
 
 
 def is_transparent(module: nn.Module) -> bool:
