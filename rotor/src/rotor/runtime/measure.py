@@ -20,15 +20,17 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from rotor.errors import StageError
-from rotor.runtime.boundary import Layout, Tensors, is_differentiable, pack
+from rotor.runtime.boundary import Layout, Tensors, is_differentiable, pack, unpack
 from rotor.runtime.device import device_of, is_known
+from rotor.runtime.execute import run_program
 from rotor.runtime.gradients import stage_gradients
 from rotor.runtime.joining import call_stage, join_modules
 from rotor.runtime.memory import MemoryMeter, share_storage, storage_bytes
-from rotor.runtime.program import RunStage
+from rotor.runtime.program import Program, RunStage
 from rotor.runtime.rng import RngState, preserved_rng
 from rotor.runtime.stages import CodeStage, current_buffer, flatten, replaced_buffers
 from rotor.schedules.chain import Chain, Option, Stage
+from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad
 
 Timer: TypeAlias = Callable[[Callable[[], object]], float]
 """Runs a call and returns how long it took, in milliseconds."""
@@ -79,7 +81,9 @@ def measure_module(
     device = _device_of(module, inputs)
     with _harmless(module, device):
         codes = join_modules(modules, inputs, layout)
-    probes = [_Probe(code, device, is_last=code is codes[-1]) for code in codes]
+    probes = [
+        _Probe(code, device, is_last=code is codes[-1], preserve_rng=preserve_rng) for code in codes
+    ]
     if device_of(device).warms_up:
         # Libraries take workspaces, and search for algorithms, at the first run of a stage.
         with _harmless(module, device):
@@ -175,9 +179,12 @@ class _Backward:
 class _Probe:
     """The measurements of one stage."""
 
-    def __init__(self, code: CodeStage, device: torch.device, *, is_last: bool) -> None:
+    def __init__(
+        self, code: CodeStage, device: torch.device, *, is_last: bool, preserve_rng: bool
+    ) -> None:
         self.code = code
         self.device = device
+        self.preserve_rng = preserve_rng
         self.is_last = is_last
         self.detached_outputs: frozenset[int] = frozenset()
         self.reused_parameters: frozenset[int] = frozenset()
@@ -256,12 +263,15 @@ class _Probe:
     def time(self, clock: Timer, inputs: Tensors, layout: Layout) -> tuple[Tensors, Layout]:
         """Time the stage's forward with and without recording and its backward."""
         rng = RngState.now([self.device])
-        rounds: list[tuple[float, float, float]] = []
+        rounds: list[tuple[float, float, float, float]] = []
         while len(rounds) < TIMED_RUNS and sum(map(sum, rounds)) < ENOUGH_MS:
             rounds.append(self._time_once(clock, inputs, layout))
-        self.fwd_ms, self.bwd_ms, self.forward_ms = (
+        self.fwd_ms, self.bwd_ms, self.forward_ms, whole_ms = (
             min(times) for times in zip(*rounds, strict=True)
         )
+        # A stage that runs again is a Function, and has a graph of its own: of a small stage that
+        # is a good part of its time, and belongs to what running it again costs.
+        self.forward_ms = max(self.forward_ms, whole_ms - self.fwd_ms - self.bwd_ms)
         rng.restore()
         outputs, next_layout = call_stage(self.code, inputs, layout, recording=False)
         rng.restore()
@@ -269,13 +279,14 @@ class _Probe:
         if not all(torch.equal(a, b) for a, b in zip(outputs, recorded, strict=True)):
             # Some kernels (LSTM on the CPU) are others without grad, and differ in the last bits.
             self.always_record = True
-            self.forward_ms = self.fwd_ms
+            self.forward_ms = max(self.forward_ms, self.fwd_ms)
             self.forward_peak = max(self.forward_peak, self.saved + self.fwd_overhead)
         return tuple(tensor.detach() for tensor in recorded), next_layout
 
     def _time_once(
         self, clock: Timer, inputs: Tensors, layout: Layout
-    ) -> tuple[float, float, float]:
+    ) -> tuple[float, float, float, float]:
+        """Return the times of forward, backward, unrecorded forward, and of all as the executor."""
         leaves = _leaves(inputs)
         results: list[tuple[Tensors, Layout]] = []
         forward_ms = clock(
@@ -286,7 +297,20 @@ class _Probe:
             lambda: results.append(call_stage(self.code, leaves, layout, recording=True))
         )
         backward = _Backward(self.code, leaves, results.pop()[0])
-        return fwd_ms, clock(backward), forward_ms
+        bwd_ms = clock(backward)
+        return fwd_ms, bwd_ms, forward_ms, clock(self._rerun(leaves, layout))
+
+    def _rerun(self, leaves: Tensors, layout: Layout) -> Callable[[], object]:
+        """Return a step of this stage alone, with a forward more."""
+        stage = RunStage(self.code, self.mutated, self.detached_outputs)
+        ops = (ForwardCheckpoint(0), ForwardEnableGrad(0), Backward(0))
+        program = Program.build((stage,), ops, (self.device,), self.preserve_rng)
+
+        def step() -> None:
+            outputs, _ = pack(run_program(program, unpack(leaves, layout)))
+            _Backward(self.code, leaves, outputs)()
+
+        return step
 
 
 def _untimed(call: Callable[[], object]) -> float:
