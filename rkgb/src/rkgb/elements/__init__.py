@@ -1,12 +1,14 @@
 """What graphs consist of: operations, facts about tensors, effects, and the arguments of a call.
 
 Gets the arguments and results of calls; gives frozen facts. Read op.py (one operation), then
-tensor_info.py (one tensor), trees.py and sample.py (arguments and results taken apart), effects.py
-(what a forward leaves behind besides its result), compiled_call.py (a compiled target).
+tensor_info.py (one tensor), numbers.py (Python numbers of a call), trees.py and sample.py
+(arguments and results taken apart), effects.py (what a forward leaves behind besides its result),
+compiled_call.py (a compiled target).
 """
 
 from rkgb.elements.compiled_call import CompiledCall
 from rkgb.elements.effects import Assign, Check, Effect, Look, Write
+from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.spread import is_running, settled
 from rkgb.elements.tensor_info import TensorInfo, storage_bytes, storage_id
@@ -18,6 +20,7 @@ __all__ = [
     "CompiledCall",
     "Effect",
     "Look",
+    "Numbers",
     "Op",
     "Ref",
     "Structure",

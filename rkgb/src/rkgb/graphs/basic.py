@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.elements.effects import Effect
+from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.elements.trees import Structure
@@ -103,6 +104,7 @@ class BasicGraph:
     opaque: tuple[str, ...] = ()  # submodules that are run whole
     effects: tuple[Effect, ...] = ()  # with them, the outputs are (result, one value for each)
     reads: tuple[Read, ...] = ()  # what a call must see alike for the recording to hold
+    numbers: Numbers | None = None  # of the call, where each call brings its own
 
     @cached_property
     def externals(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rkgb.elements.numbers import Number
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
@@ -110,9 +111,14 @@ def _scalars_of(target: Any) -> tuple[tuple[str, ...], frozenset[str]]:
     return names, frozenset(x.name for x in arguments if str(x.type) == "number")
 
 
+def _kind(value: Any) -> type:
+    kind = type(value)
+    return float if kind is Number else kind
+
+
 def _same_value(a: Any, b: Any, is_scalar: bool) -> bool:
-    kind = type(a)
-    if kind is not type(b):
+    kind = _kind(a)
+    if kind is not _kind(b):
         return False
     if kind is float or (kind is int and is_scalar):
         return True
@@ -124,8 +130,8 @@ def _same_value(a: Any, b: Any, is_scalar: bool) -> bool:
 
 
 def _same_but_for_size(a: Any, b: Any, _: bool) -> bool:
-    kind = type(a)
-    if kind is not type(b):
+    kind = _kind(a)
+    if kind is not _kind(b):
         return False
     if kind is float or kind is int:
         return True

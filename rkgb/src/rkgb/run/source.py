@@ -25,7 +25,8 @@
         del view, mm
         yield given
 
-Variables are the values' own names. What a line calls stands in the function's globals, as the name
+Variables are the values' own names. `numbers` are what follows from the numbers of a call, where
+a plan serves for all of them. What a line calls stands in the function's globals, as the name
 of the operation with a number. `keep_random` and `put_back_random` save and restore the state of
 the generators, `clone` copies a buffer, and `grad_mode` switches what kernels may ask
 for, and the flags that choose them back to those of the forward. Under a profiler, `span_of` begins
@@ -52,6 +53,7 @@ from torch.profiler import record_function
 from rkgb.device.profiled import is_profiled_by_user
 from rkgb.device.rng import RngState
 from rkgb.elements.compiled_call import CompiledCall
+from rkgb.elements.numbers import Number
 from rkgb.elements.op import Op, Ref
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
@@ -62,7 +64,7 @@ _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.device)
 # What the source itself calls by name: a value of that name, as of `aten.clone`, gets another.
 _TAKEN = frozenset(
     (
-        *("externals", "saved", "tangents", "given", "boxed"),
+        *("externals", "saved", "tangents", "given", "boxed", "numbers"),
         *("clone", "keep_random", "put_back_random", "grad_mode", "span_of", "span"),
     )
 )
@@ -75,10 +77,11 @@ class CompiledStep:
 
     program: StepProgram
     # Takes the externals in order, empties the list; returns the outputs and what it leaves over.
-    forward: Callable[[list[Tensor]], tuple[list[Tensor], list[Any]]]
+    # A graph with `numbers` takes these too, here and in the backward.
+    forward: Callable[..., tuple[list[Tensor], list[Any]]]
     # Takes what the forward left and the gradients of the outputs, and empties both lists. Yields
     # the gradients of each `Give`, in order, as a list that the caller empties.
-    backward: Callable[[list[Any], list[Tensor]], Iterator[list[Tensor]]]
+    backward: Callable[..., Iterator[list[Tensor]]]
     source: str
 
 
@@ -94,11 +97,11 @@ def compile_step(sg: SimplifiedGraph, program: StepProgram, callee: Callee) -> C
     def named() -> dict[str, Any]:
         return _functions(sg, program, callee, with_spans=True)[0]
 
-    def forward(externals: list[Tensor]) -> Any:
-        return (named() if is_profiled_by_user() else plain)["forward"](externals)
+    def forward(*given: Any) -> Any:
+        return (named() if is_profiled_by_user() else plain)["forward"](*given)
 
-    def backward(saved: list[Any], tangents: list[Tensor]) -> Any:
-        return (named() if is_profiled_by_user() else plain)["backward"](saved, tangents)
+    def backward(*given: Any) -> Any:
+        return (named() if is_profiled_by_user() else plain)["backward"](*given)
 
     return CompiledStep(program, forward, backward, source)
 
@@ -108,11 +111,12 @@ def _functions(
 ) -> tuple[dict[str, Any], str]:
     writer = _Writer(sg, callee, with_spans=with_spans)
     head = _unpack("externals", program.externals)
-    lines = ["def forward(externals):", *_indented(head)]
+    more = "" if sg.dataflow.basic.numbers is None else ", numbers"
+    lines = [f"def forward(externals{more}):", *_indented(head)]
     lines += _indented(line for s in program.forward for line in writer.lines(s))
     outputs, saved = writer.names(program.outputs), writer.names(program.saved)
     lines += _indented([*writer.end_of_span(), f"return [{outputs}], [{saved}]"])
-    lines += ["", "def backward(saved, tangents):"]
+    lines += ["", f"def backward(saved, tangents{more}):"]
     lines += _indented([*_unpack("saved", program.saved), *_unpack("tangents", program.tangents)])
     lines += _indented(line for s in program.backward for line in writer.backward_lines(s))
     lines += _indented([*writer.end_of_span(), *([] if program.gives else ["return", "yield"])])
@@ -244,6 +248,8 @@ class _Writer:
         if isinstance(tree, (list, tuple)):
             inner = ", ".join(map(self._text, tree))
             return f"[{inner}]" if isinstance(tree, list) else f"({inner}{',' * (len(tree) == 1)})"
+        if type(tree) is Number:
+            return f"numbers[{tree.place}]"
         if tree is None or isinstance(tree, (bool, str)) or type(tree) is int:
             return repr(tree)
         if type(tree) is float and math.isfinite(tree):
