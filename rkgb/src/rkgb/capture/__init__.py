@@ -2,11 +2,13 @@
 
 Gets a module and a `Sample`; gives a `BasicGraph`. Read record.py (which submodules run whole),
 then step.py (one step from start to end) with twin.py (the copy that runs), saved_by_autograd.py,
-backward.py, pieces.py, functions.py and hooks.py; sizes.py records without memory.
+backward.py, pieces.py, functions.py and hooks.py; sizes.py records without memory, and numbered.py
+once more, so that numbers of the call need not be recorded anew.
 """
 
 from rkgb.capture.collector import no_collection
 from rkgb.capture.hooks import may_run_again
+from rkgb.capture.numbered import for_any_number, for_same_numbers
 from rkgb.capture.record import make_B
 from rkgb.capture.sizes import SizedStep, record_sizes
 from rkgb.capture.twin import Twin, twin_of
@@ -14,6 +16,8 @@ from rkgb.capture.twin import Twin, twin_of
 __all__ = [
     "SizedStep",
     "Twin",
+    "for_any_number",
+    "for_same_numbers",
     "make_B",
     "may_run_again",
     "no_collection",

@@ -25,6 +25,7 @@ from rkgb.errors import RkgbError, SideEffectError
 from rkgb.graphs.basic import BackwardKind, BasicGraph
 from rkgb.opaque.piece import RunPiece, is_inside
 from rkgb.opaque.trial import BrokenPieceError
+from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.places import Places
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.sizes import SizeRecorder
@@ -70,6 +71,7 @@ def record(
     guards: bool = True,
     known: BasicGraph | None = None,
     held_bytes: dict[str, int] | None = None,
+    numbers: NumberTrace | None = None,
 ) -> BasicGraph:
     """Return the recording of one step of `model` on `sample` in the mode the model is in.
 
@@ -83,7 +85,8 @@ def record(
     recording holds for calls that see the same (see `Outcomes`); without `guards` it may not.
     Hooks that were found to only look are not called again, and what runs whole is not tried again,
     where a recording of the same call is `known`. With `held_bytes`, which is
-    filled, tensors have no content (see `record_sizes`).
+    filled, tensors have no content (see `record_sizes`). With `numbers`, which is filled, those of
+    the call are followed (see `numbered`).
 
     Raises:
         DataDependentError: control flow, a size or a Python number depends on the input's values.
@@ -105,6 +108,7 @@ def record(
                 recorded = _recorded(
                     *(model, sample, kind, paths, functions, guards, places, known),
                     held_bytes=held_bytes,
+                    numbers=numbers,
                 )
                 if first is not None:
                     _let_go(first)
@@ -149,6 +153,7 @@ def _recorded(
     known: BasicGraph | None = None,
     *,
     held_bytes: dict[str, int] | None = None,
+    numbers: NumberTrace | None = None,
 ) -> BasicGraph:
     """Record once; `places` gets what the attempt has seen of the module."""
     stream = RngState.save(sample.device)
@@ -166,6 +171,7 @@ def _recorded(
             repeats=repeats,
             written=written,
             functions=functions,
+            numbers=numbers,
         )
         places.append(step.places)
         refuse_backward_hooks(model, opaque)

@@ -29,6 +29,7 @@ from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 from rkgb.errors import RkgbError, SideEffectError, TraceError
 from rkgb.graphs.basic import BasicGraph
 from rkgb.opaque.adding import add_in_parts
+from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.places import Places
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.stops import NeedsContentError, NotRecordedError, WritesInputError
@@ -61,14 +62,18 @@ class RecordedStep:
         written: frozenset[str] = frozenset(),
         functions: Sequence[type[Function]] = (),
         repeats: bool = True,
+        numbers: NumberTrace | None = None,
     ) -> None:
         self.model, self.device, self.keep_content = model, sample.device, keep_content
         twin = twin_of(model)
         self.twin, self.originals = twin.module, twin.originals
         # Two inputs may be one object now and two at the next step: each has its own name.
         self.sample = sample.detached(apart=True)
+        if numbers is not None:
+            self.sample = self.sample.with_leaves(numbers.begin(self.sample.leaves))
         self.places = Places(self.twin)
         self.recorder = make_recorder(type(model).__name__, self.device, self.places, guards=guards)
+        self.recorder.numbers = numbers
         if keep_content or not repeats:
             self.recorder.repeated = None
         self.pieces = PieceRecorder(self.recorder, self.twin, opaque, known)

@@ -26,6 +26,7 @@ from rkgb.recording.kernels import (
     without_generator,
     without_shape_reads,
 )
+from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.places import Places
 from rkgb.recording.repeated import RepeatedKernels
 from rkgb.recording.statements import only_raises
@@ -72,6 +73,8 @@ class Recorder(Values, TorchDispatchMode):
         self.guards = guards  # looks at what follows from the inputs are allowed
         # Runs what has run before; None: everything runs, so that all content is what it is.
         self.repeated: RepeatedKernels | None = RepeatedKernels(Blanks(self.names.empty))
+        self.numbers: NumberTrace | None = None  # of the call, where they are followed
+        self._taken: tuple[int, ...] = ()  # by what runs now
         self._paused = False
         self._patches: list[Patches] = []
         self.reads: list[Read] = []
@@ -111,6 +114,15 @@ class Recorder(Values, TorchDispatchMode):
             yield
         finally:
             self._paused = before
+
+    @contextmanager
+    def taking(self, numbers: Sequence[int]) -> Iterator[None]:
+        """While active, operations may take these numbers of the call."""
+        before, self._taken = self._taken, tuple(numbers)
+        try:
+            yield
+        finally:
+            self._taken = before
 
     def patched(self, patches: Sequence[tuple[Any, str, Any]]) -> Patches:
         """Return replacements of torch's functions that `unwatched` undoes."""
@@ -178,6 +190,8 @@ class Recorder(Values, TorchDispatchMode):
         if traits.is_blank and tensors[0] is not None and tensors[0].numel():
             self.blank.add(results[0])
         self.follow(results, writes, known=known, given=given, is_random=is_random)
+        if self._taken:
+            self._note_numbers((*results, *writes))
         node = current_autograd_node() if self.in_backward else None
         path, source = ("", "") if self.in_backward else self.places.here()
         target: Any = func
@@ -227,6 +241,14 @@ class Recorder(Values, TorchDispatchMode):
             return self._flags.changed()
         except UnknownFlagError:
             raise NotRecordedError("sets a global flag of torch that a plan cannot set") from None
+
+    def _note_numbers(self, changed: Sequence[str]) -> None:
+        """Note that an operation may take numbers of the call: who looks at it looks at them."""
+        assert self.numbers is not None
+        if self.in_backward:
+            self.numbers.escape("a backward in Python")
+        self.numbers.uses[len(self.forward)] = self._taken
+        self.forget_origin(changed)
 
     def _op(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: tuple[str, ...]

@@ -128,3 +128,9 @@ class Values:
             self.known.update(filter(None, results))
         if given and not is_random:
             self.given.update(n for n in results if n and not self.is_overwritten(n))
+
+    def forget_origin(self, names: Sequence[str]) -> None:
+        """Let what lies in the memory of these values follow from nothing that is known."""
+        roots = {self.infos[name].alias_of for name in names if name}
+        for values in (self.known, self.given):
+            values -= {name for name in values if self.infos[name].alias_of in roots}

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
+from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.stops import NotRecordedError, ReadsDataError
 from rkgb.torch_api.patches import Patches
@@ -56,7 +57,25 @@ class CallWatch(TorchFunctionMode):
             raise NotRecordedError(_NOT_RECORDED[name])
         if any(kind.__name__ == "NestedTensor" for kind in types):
             raise NotRecordedError("computes with nested tensors, whose sizes are values")
+        if self.recorder.numbers is not None:
+            return self._with_numbers(self.recorder.numbers, func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _with_numbers(
+        self,
+        numbers: NumberTrace,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Call a function of torch with plain numbers, and let its operations say which."""
+        found: list[int] = []
+        plain_args, plain_kwargs = numbers.plain(tuple(args), found), numbers.plain(kwargs, found)
+        if not found:
+            return func(*args, **kwargs)
+        numbers.check(func, args, kwargs, len(found))
+        with self.recorder.taking(found):
+            return func(*plain_args, **plain_kwargs)
 
 
 def no_reading(recorder: Recorder) -> Patches:

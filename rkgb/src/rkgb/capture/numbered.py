@@ -1,0 +1,249 @@
+"""Make one recording serve for all numbers of a call that only enter arithmetic.
+
+The step is recorded once more, with other numbers, which are followed (`NumberTrace`). Both
+recordings must be one program but for scalars. A scalar that differs must be what Python computed
+for that operation, bit for bit in both, or one of the few things that torch's own code makes of it.
+What Python computed must differ, too: a number that is the same in both looks like a constant.
+Otherwise the numbers remain what the recording takes for granted.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from rkgb.capture.record import record
+from rkgb.elements.numbers import OPERATIONS, Made, Number, Numbers, values_on
+from rkgb.elements.op import Op, Ref
+from rkgb.elements.sample import Sample
+from rkgb.graphs.basic import BackwardKind, BasicGraph
+from rkgb.graphs.compare import same_but_for_numbers
+from rkgb.recording.numbers import NumberTrace, types_watched
+
+_log = logging.getLogger("rkgb")
+_STEP = 0.7310585786300049e-3  # how far the other numbers are away: to no round number
+# Steps from a number to a scalar: (operation, constant, whether the constant comes first).
+_Form = tuple[tuple[str, float, bool], ...]
+# What torch's own code makes of a number.
+_FORMS: tuple[_Form, ...] = (
+    (),
+    (("sub", 1.0, True),),  # of dropout, lerp
+    (("sub", 1.0, False),),  # of a power
+    (("sub", 1.0, True), ("truediv", 1.0, True)),  # of dropout on a GPU
+)
+
+
+@dataclass(frozen=True)
+class FollowedNumbers:
+    """A recording in which the numbers of the call were followed."""
+
+    basic: BasicGraph
+    trace: NumberTrace
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, sample: Sample, kind: BackwardKind) -> FollowedNumbers | None:
+        """Record a step with numbers near those of a call; None where one of them decides more."""
+        other = sample.with_leaves(_others(sample.leaves))
+        trace = NumberTrace()
+        try:
+            with types_watched(trace):
+                basic = record(model, other, kind, numbers=trace)
+        except Exception as error:  # what a model does with what is no float is not its fault
+            _log.debug("numbers are not followed: %s", error)
+            return None
+        decides = trace.escaped or ("values that Python looks at" if basic.reads else "")
+        if decides:
+            _log.debug("numbers decide more than arithmetic: %s", decides)
+            return None
+        return cls(basic, trace, other.leaves)
+
+    def numbered(self, basic: BasicGraph, leaves: Sequence[Any]) -> BasicGraph | None:
+        """Return a recording that was made for a call with these leaves, for all other numbers.
+
+        None where anything differs that does not follow from the numbers as Python computes them.
+        """
+        ours = self.basic
+        pieces = basic.opaque or any(hasattr(op.target, "piece") for op in basic.ops)
+        if basic.numbers is not None or basic.reads or pieces:
+            return None
+        if not same_but_for_numbers(ours, basic):
+            return None
+        pairs = zip(ours.outputs, basic.outputs, strict=True)
+        if any(not isinstance(b, Ref) and not _is_same(a, b) for a, b in pairs):
+            return None
+        match = _Match.of(self, leaves)
+        if match is None:
+            return None
+        try:
+            ops = _matched(match, ours.ops, basic.ops, self._uses_forward())
+            backward = _matched(match, ours.backward, basic.backward, self._uses_backward())
+        except _UnknownScalarError:
+            return None
+        numbers = Numbers(tuple(match.tape), tuple(self.trace.compared), tuple(match.slots))
+        if numbers.of(leaves) is None:  # these go another way
+            return None
+        return replace(basic, ops=ops, backward=backward, numbers=numbers)
+
+    def _uses_forward(self) -> list[tuple[int, ...]]:
+        return [self.trace.uses.get(place, ()) for place in range(len(self.basic.ops))]
+
+    def _uses_backward(self) -> list[tuple[int, ...]]:
+        """Return for each operation of the backward what its node's forward has taken."""
+        taken: dict[int, dict[int, None]] = {}
+        for place, numbers in self.trace.uses.items():
+            node = self.basic.ops[place].sequence_nr
+            taken.setdefault(node, {}).update(dict.fromkeys(numbers))
+        return [tuple(taken.get(op.sequence_nr, ())) for op in self.basic.backward]
+
+
+def for_any_number(basic: BasicGraph, model: nn.Module, sample: Sample) -> BasicGraph:
+    """Return a recording, made on `sample`, for all floats that may stand in the place of its own.
+
+    It remains one for these alone where they decide more than scalars.
+    """
+    followed = FollowedNumbers.of(model, sample, basic.kind)
+    made = None if followed is None else followed.numbered(basic, sample.leaves)
+    return basic if made is None else made
+
+
+def for_same_numbers(
+    basic: BasicGraph, numbers: Numbers, model: nn.Module, sample: Sample
+) -> BasicGraph:
+    """Return a recording of another backward, made on `sample`, for all that `numbers` are for.
+
+    It remains one for the numbers of the sample where that cannot be said.
+    """
+    made = for_any_number(basic, model, sample)
+    alike = made.numbers is not None and made.numbers.compared == numbers.compared
+    return made if alike else basic
+
+
+class _UnknownScalarError(Exception):
+    """A scalar differs, and nobody knows why."""
+
+
+@dataclass(frozen=True)
+class _Match:
+    """The numbers of both recordings on one tape, and which of them programs take."""
+
+    tape: list[Made]
+    ours: list[Any]
+    theirs: list[Any]
+    slots: list[int]
+
+    @classmethod
+    def of(cls, followed: FollowedNumbers, leaves: Sequence[Any]) -> _Match | None:
+        tape = list(followed.trace.tape)
+        ours, theirs = values_on(tape, followed.leaves), values_on(tape, leaves)
+        if ours is None or theirs is None:
+            return None
+        match = cls(tape, ours, theirs, [])
+        used = {place for places in followed.trace.uses.values() for place in places}
+        # What is one number in both could not be told from a constant.
+        differ = (match.values(form, place) for place in used for form in _FORMS)
+        return match if all(v is None or not _is_same(*v) for v in differ) else None
+
+    def number(self, ours: float, theirs: float, taken: Sequence[int]) -> float:
+        """Return what stands for a scalar that is `ours` and `theirs`: a number, or a constant.
+
+        Raises:
+            _UnknownScalarError: it is neither, or might be either of two numbers.
+        """
+        pairs = ((form, place) for place in taken for form in _FORMS)
+        found = [pair for pair in pairs if self._is(pair, ours, theirs)]
+        if len(found) == 1:
+            return Number(theirs, self._slot(*found[0]))
+        if found or not _is_same(ours, theirs):
+            raise _UnknownScalarError
+        return theirs
+
+    def values(self, form: _Form, place: int) -> tuple[Any, Any] | None:
+        """Return a form of a number in both recordings; None where there is none."""
+        try:
+            return _run(form, self.ours[place]), _run(form, self.theirs[place])
+        except ArithmeticError:
+            return None
+
+    def _is(self, pair: tuple[_Form, int], ours: float, theirs: float) -> bool:
+        values = self.values(*pair)
+        return values is not None and _is_same(values[0], ours) and _is_same(values[1], theirs)
+
+    def _slot(self, form: _Form, place: int) -> int:
+        """Return which number of the program a form of one is; it goes on the tape if it is new."""
+        for how, constant, swapped in form:
+            kept = self._put(Made("constant", (constant,)), constant)
+            parts = (kept, place) if swapped else (place, kept)
+            place = self._put(Made(how, parts), _step(how, constant, swapped, self.theirs[place]))
+        if place not in self.slots:
+            self.slots.append(place)
+        return self.slots.index(place)
+
+    def _put(self, made: Made, theirs: Any) -> int:
+        if made not in self.tape:
+            self.tape.append(made)
+            self.theirs.append(theirs)
+        return self.tape.index(made)
+
+
+def _run(form: _Form, x: float) -> Any:
+    for how, constant, swapped in form:
+        x = _step(how, constant, swapped, x)
+    return x
+
+
+def _step(how: str, constant: float, swapped: bool, x: float) -> Any:
+    return OPERATIONS[how](constant, x) if swapped else OPERATIONS[how](x, constant)
+
+
+def _others(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Return leaves with other numbers, each another one, near those that are finite."""
+
+    def other(place: int, leaf: Any) -> Any:
+        if type(leaf) is not float:
+            return leaf
+        step = _STEP * (1.0 + math.sqrt(2 + place) % 1)
+        return leaf * (1.0 - step) if leaf and math.isfinite(leaf * leaf) else step
+
+    return tuple(other(place, leaf) for place, leaf in enumerate(leaves))
+
+
+def _matched(
+    match: _Match, ours: Sequence[Op], theirs: Sequence[Op], uses: Sequence[Sequence[int]]
+) -> tuple[Op, ...]:
+    """Return their operations with numbers for the scalars that differ."""
+
+    def op(a: Op, b: Op, taken: Sequence[int]) -> Op:
+        args = _tree(a.args, b.args, lambda x, y: match.number(x, y, taken))
+        kwargs = _tree(a.kwargs, b.kwargs, lambda x, y: match.number(x, y, taken))
+        is_same = args is b.args and kwargs is b.kwargs
+        return b if is_same else replace(b, args=args, kwargs=kwargs)
+
+    return tuple(op(a, b, taken) for a, b, taken in zip(ours, theirs, uses, strict=True))
+
+
+def _tree(ours: Any, theirs: Any, number: Callable[[float, float], float]) -> Any:
+    """Return their arguments with what stands for every float; theirs if that is all the same."""
+    kind = type(theirs)
+    if kind is tuple or kind is list:
+        made = kind([_tree(a, b, number) for a, b in zip(ours, theirs, strict=True)])
+        return made if any(a is not b for a, b in zip(made, theirs, strict=True)) else theirs
+    if isinstance(theirs, Mapping):
+        named = {name: _tree(ours[name], value, number) for name, value in theirs.items()}
+        return named if any(named[name] is not theirs[name] for name in named) else theirs
+    if kind is float and type(ours) is float:
+        return number(ours, theirs)
+    if not isinstance(theirs, Ref) and not _is_same(ours, theirs):
+        raise _UnknownScalarError
+    return theirs
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    return a.hex() == b.hex() if type(a) is float else bool(a is b or a == b)
