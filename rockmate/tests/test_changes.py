@@ -258,8 +258,14 @@ def test_a_number_on_a_schedule_needs_no_planning(caplog: pytest.LogCaptureFixtu
     alike(rk, twin, x, 0.0)
     alike(rk, twin, x, -0.0)
     rk._rockmate.plans.most = 4
-    for step in range(6):
+    count = len(rk.plans)
+    for step in range(6):  # those of a call that only enter arithmetic are recorded no more
         alike(rk, twin, x, 5.0 + step)
+    assert len(rk.plans) == count
+    for step in range(8):
+        for module in (rk, twin):
+            module.temperature = 5.0 + step
+        alike(rk, twin, x, 0.7)
     assert rk.plans[0].how == "planned", "numbers do not drive plans out"
     assert len(rk.plans) == 4
     assert caplog.text.count("Pass a number that changes at every step as a tensor") == 1
@@ -449,7 +455,7 @@ CHANGES = {
     "shape": st.integers(2, 4),
     "flag": st.sampled_from(["", "body", "body.1", "body.3"]),
     "freeze": st.sampled_from(["head.weight", "body.0.weight", "body.1.bias"]),
-    "scale": st.sampled_from([0.5, 2.0, 1]),
+    "scale": st.sampled_from([0.5, 2.0, 1, 0.3, 0.0, -1.5]),
     "temperature": st.sampled_from([1.0, 3.0]),
     "mask": st.booleans(),
     "wants": st.booleans(),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, overload
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from rockmate.keys.input_signature import told, unlike
+from rockmate.keys.input_signature import for_any_number, told, unlike
 from rockmate.keys.module_state import ModuleState
 
 if TYPE_CHECKING:
@@ -27,6 +27,11 @@ class Key:
 
     def __hash__(self) -> int:  # flags hardly ever change
         return hash((id(self.state), self.inputs))
+
+    def for_any_number(self) -> Key | None:
+        """Return the key of calls that differ in floats only; None where there is no float."""
+        inputs = for_any_number(self.inputs)
+        return None if inputs is None else replace(self, inputs=inputs)
 
     def unlike(self, other: Key) -> str:
         """Say in words what is otherwise here than in `other`."""
@@ -92,6 +97,15 @@ class Family:
     variants: list[Planned]
     row: PlanRow
 
+    def takes(self, leaves: Sequence[Any]) -> bool:
+        """Whether a plan for any number is for a call with these leaves; it comes first then."""
+        for place, planned in enumerate(self.variants):
+            if planned.numbers is not None and planned.numbers.of(leaves) is not None:
+                if place:
+                    self.variants.insert(0, self.variants.pop(place))
+                return True
+        return False
+
     def fitting(self, look_up: Callable[[Planned], Mapping[str, Tensor]]) -> Planned | None:
         """Return the plan whose recording has seen what this call would see.
 
@@ -118,6 +132,17 @@ class PlanCache:
         if family is not None:
             self.families.move_to_end(key)
         return family
+
+    def for_any_number(self, key: Key, leaves: Sequence[Any]) -> Family | None:
+        """Return the family of a key whose floats are those of no plan, if one is for any."""
+        general = key.for_any_number()
+        family = None if general is None else self.get(general)
+        return family if family is not None and family.takes(leaves) else None
+
+    def has_like(self, key: Key) -> bool:
+        """Whether there is a plan for calls that differ from a key's in floats only."""
+        general = key.for_any_number()
+        return general is not None and any(k.for_any_number() == general for k in self.families)
 
     def put(self, key: Key, family: Family) -> bool:
         """Keep a family; return whether others were dropped for it."""

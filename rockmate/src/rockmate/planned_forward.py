@@ -47,6 +47,7 @@ from rockmate.settings import Settings, parse_budget
 _log = logging.getLogger("rockmate")
 _MOST_WAYS = 6  # through one forward, chosen by values of its inputs, that have plans
 _MANY = 8  # recordings one after the other for numbers that change
+_MOST_TRIES = 4  # to make a plan for all numbers
 _planning = threading.RLock()  # one at a time: a recording watches over all of torch
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -68,6 +69,7 @@ class PlannedForward:
         self._shelf: Shelf | None = None  # of plans that were made before
         self._has_told = False  # that checkpoints inside are taken off
         self._in_a_row = 0  # recordings for nothing but other numbers
+        self._tried: dict[Key | None, int] = {}  # how often no plan could be for any number
 
     def __reduce__(self) -> Any:
         """Leave plans out of copies and files of the plain module, whose attribute this is."""
@@ -102,7 +104,7 @@ class PlannedForward:
         if not state.wants and not _any_wants(leaves):
             return self.model.forward(*args, **kwargs)
         key = Key(state, inputs, autocast, flags)
-        family = self.plans.get(key)
+        family = self.plans.get(key) or self.plans.for_any_number(key, leaves)
         if family is None:
             family = self._plan(key, (args, ordered))
             snapshot = self.watch.now(autocast)
@@ -192,13 +194,17 @@ class PlannedForward:
             why = "the sample" if last is None else key.unlike(last)
             _log.debug("planning: %s", why)
             began = time.perf_counter()
-            planned = self._planned(call, why)
+            any_number = self._may_be_for_any_number(key)
+            planned = self._planned(call, why, any_number=any_number)
+            if any_number:
+                key, why = self._for_any_number(key, why, planned)
             seconds = time.perf_counter() - began
             peak = planned.plan.peak_bytes
             budget, again = planned.budget_bytes, planned.plan.overhead
             row = PlanRow(what(key), why, planned.how, seconds, peak, budget, again)
             _log.info("%s", row)
-            self._in_a_row = self._in_a_row + 1 if planned.how == "recorded" else 0
+            served = planned.how != "recorded" or planned.numbers is not None
+            self._in_a_row = 0 if served else self._in_a_row + 1
             if self._in_a_row == _MANY:
                 _log.warning(
                     "%d new values were met one after the other (the last: %s); each is recorded "
@@ -207,13 +213,36 @@ class PlannedForward:
                     _MANY,
                     why,
                 )
-            family = Family([planned], row)
+            family = self._family(key, planned, row)
             if self.watch.ignore(planned.network.opaque, planned.assigned):
                 autocast, _ = ambient()
                 key = replace(key, state=self.watch.now(autocast).state)
             if self.plans.put(key, family):
                 self.watch.forget(self.plans.states())
             return family
+
+    def _may_be_for_any_number(self, key: Key) -> bool:
+        """Whether a call has other numbers than one before, and these may be all that differs."""
+        general = key.for_any_number()
+        tried = self._tried.get(general, 0)
+        return self.plans_alone and tried < _MOST_TRIES and self.plans.has_like(key)
+
+    def _for_any_number(self, key: Key, why: str, planned: Planned) -> tuple[Key, str]:
+        """Return the key that was planned for, and why: that of all numbers, if it was."""
+        general = key.for_any_number()
+        assert general is not None
+        if planned.numbers is not None:
+            return general, "numbers that only enter arithmetic"
+        self._tried[general] = self._tried.pop(general, 0) + 1
+        while len(self._tried) > self.plans.most:
+            del self._tried[next(iter(self._tried))]
+        return key, why
+
+    def _family(self, key: Key, planned: Planned, row: PlanRow) -> Family:
+        """Return a family with a plan, and those for numbers that go another way."""
+        known = self.plans.get(key)
+        others = [] if known is None else known.variants
+        return Family([planned, *others][:_MOST_WAYS], row)
 
     def _variant(
         self, family: Family, snapshot: Snapshot, leaves: Sequence[Any], call: Call
@@ -235,7 +264,9 @@ class PlannedForward:
                 del family.variants[_MOST_WAYS:]
         return planned
 
-    def _planned(self, call: Call, why: str, *, guards: bool = True) -> Planned:
+    def _planned(
+        self, call: Call, why: str, *, guards: bool = True, any_number: bool = False
+    ) -> Planned:
         bare = without_hooks(self.model, type(self.model))
         self._tell_of_checkpoints()
         if self.plans_alone and (parts := whole_parts(bare)):
@@ -253,6 +284,7 @@ class PlannedForward:
                     *(bare, *call, self.settings, known, self.blocks),
                     guards=guards,
                     shelf=self._shelf,
+                    any_number=any_number,
                 )
                 if planned.how == "planned":  # others are made for the gradients that came last
                     planned.foresee(bare, Sample.of(bare, *call).leaves)

@@ -20,6 +20,7 @@ from rkgb.torch_api import is_cast_anew, kernel_flags
 
 _PLAIN = frozenset((type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size))
 _DEVICES = ("cpu", "cuda")
+_ANY = "any number"
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,23 @@ def key_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], H
             leaves, structure = flatten((tuple(args), dict(kwargs)))
             return leaves, _Tree(structure, tuple(map(_worth, leaves)))
     return leaves, (len(args), tuple(kwargs), tuple(kinds))
+
+
+def for_any_number(key: Hashable) -> Hashable | None:
+    """Return the key of calls that differ in floats only; None where there is no float."""
+    kinds = tuple((float, _ANY) if _is_float(kind) else kind for kind in _kinds_in(key))
+    if kinds == _kinds_in(key):
+        return None
+    return _Tree(key.structure, kinds) if isinstance(key, _Tree) else (*_shape_of(key), kinds)
+
+
+def numbers_in(key: Hashable) -> list[float | None]:
+    """Return the floats among the leaves of a call, and None for other leaves."""
+    return [float.fromhex(k[1]) if _is_float(k) else None for k in _kinds_in(key)]  # type: ignore[index]
+
+
+def _is_float(kind: Any) -> bool:
+    return isinstance(kind, tuple) and kind[0] is float and kind[1] is not _ANY
 
 
 def unlike(now: Hashable, then: Hashable) -> list[str]:
@@ -148,6 +166,8 @@ def _shape_of(key: Any) -> Any:
 def _told(kind: Any) -> str:
     if isinstance(kind, _Value):
         return repr(kind.value)[:60]
+    if kind == (float, _ANY):
+        return _ANY
     if len(kind) == 2:
         return repr(float.fromhex(kind[1]) if kind[0] is float else kind[1])[:60]
     dtype, device, requires_grad, shape, strides = kind[:5]

@@ -2,9 +2,10 @@
 
 Gets a module, a sample and settings; gives a `Planned`, whose `run` is a forward within the budget.
 Read plan_module.py (the whole road, phase by phase), network.py (recorded and measured) and
-network_problem.py (as a problem), planned.py (compiled), self_test.py (one step against plain
-PyTorch); then, for plans made before, identity.py (what a recording is known by), saved_plan.py (to
-files and back), shelf.py (where plans lie), share.py (one plan for all ranks).
+network_problem.py (as a problem), planned.py (compiled) with likely.py (for which gradients),
+self_test.py (one step against plain PyTorch); then, for plans made before, identity.py (what a
+recording is known by), saved_plan.py (to files and back), shelf.py (where plans lie), share.py (one
+plan for all ranks).
 """
 
 from rockmate.pipeline.plan_module import eager_peak_bytes, plan_module

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from rkgb import RkgbError
-from rkgb.capture import no_collection
+from rkgb.capture import for_any_number, no_collection
 from rkgb.engine import B_to_D, D_to_S, Sample, record, runnable
 from rkgb.graphs import PLANNED_PASSES, BasicGraph, same_but_for_numbers
 from rkgb.run import RunnableGraph
@@ -31,7 +31,11 @@ _log = logging.getLogger("rockmate")
 
 @dataclass(frozen=True)
 class Call:
-    """A call that no plan is for yet, and what is known of others."""
+    """A call that no plan is for yet, and what is known of others.
+
+    With `any_number`, the plan is to be for all floats in the place of the call's, if these only
+    enter arithmetic; then the step is recorded twice.
+    """
 
     model: nn.Module
     sample: Sample
@@ -40,11 +44,14 @@ class Call:
     known: Sequence[Planned]
     blocks: KnownBlocks
     guards: bool
+    any_number: bool = False
 
     def record(self, kind: ExpectedKind | None = None) -> tuple[BasicGraph, RunnableGraph]:
         """Return the recording of the step, and its graph as it is run."""
         with self.phases.phase("capture"), no_collection():
             basic = self._recorded(kind)
+            if self.any_number:
+                basic = for_any_number(basic, self.model, self.sample)
             return basic, runnable(D_to_S(B_to_D(basic), passes=PLANNED_PASSES))
 
     def _recorded(self, kind: ExpectedKind | None) -> BasicGraph:

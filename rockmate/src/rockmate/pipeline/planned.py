@@ -11,10 +11,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from rkgb import RkgbError
-from rkgb.capture import no_collection
+from rkgb.capture import for_same_numbers, no_collection
 from rkgb.compiled import compile_variant, freeing
 from rkgb.costs import Measured, measure_others, op_key
-from rkgb.elements import Assign, Check, Effect, Look, Op, Ref, Structure, Write
+from rkgb.elements import Assign, Check, Effect, Look, Numbers, Op, Ref, Structure, Write
 from rkgb.engine import (
     Sample,
     compile_step,
@@ -27,18 +27,19 @@ from rkgb.engine import (
     record,
     runnable,
 )
-from rkgb.graphs import BackwardKind, BasicGraph, SimplifiedGraph, autocast_as
+from rkgb.graphs import BackwardKind, SimplifiedGraph, autocast_as
 from rkgb.opaque import RunPiece
 from rkgb.run import Outcomes, RunnableGraph, without_idle_steps
 from rockmate.errors import InfeasibleBudgetError, RockmateError
 from rockmate.keys.input_signature import InputSignature
 from rockmate.keys.module_state import without_hooks
+from rockmate.pipeline.likely import likely_kinds
 from rockmate.pipeline.network import Network, assembled
 from rockmate.pipeline.network_problem import problem_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.reports.plan_report import CompiledPart
-from rockmate.runtime.executable import Executable, plain_strides
+from rockmate.runtime.executable import Executable
 from rockmate.runtime.execute import Executor
 from rockmate.runtime.plain import plain
 from rockmate.schedules.baselines import no_recomputation
@@ -47,7 +48,6 @@ from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Step
 
 _log = logging.getLogger("rockmate")
-_FEW = 3  # outputs, so that the backward of each alone is recorded beforehand
 
 
 # Makes a plan for a problem within the budget of another plan, whose steps need not fit.
@@ -86,6 +86,11 @@ class Planned:
     def outcomes(self) -> Outcomes:
         """What the recorded forward has looked at."""
         return Outcomes(self.network.graph.dataflow.basic)
+
+    @property
+    def numbers(self) -> Numbers | None:
+        """What follows from a call's numbers, where the plan is for all of them."""
+        return self.network.graph.dataflow.basic.numbers
 
     @property
     def effects(self) -> tuple[Effect, ...]:
@@ -138,7 +143,9 @@ class Planned:
             return _variant(self, model, leaves, kind)
 
         names = self.executor.expected.program.outputs
-        made = dict(zip(names, self.executor(external, variant, model), strict=True))
+        # Not the tensors, which the step would keep alive.
+        numbers = () if self.numbers is None else [x if type(x) is float else None for x in leaves]
+        made = dict(zip(names, self.executor(external, variant, model, numbers), strict=True))
         results = [
             (made[out.name] if out.name in made else external[out.name])
             if isinstance(out, Ref)
@@ -155,24 +162,6 @@ class Planned:
             elif looks or not isinstance(effect, Look):
                 effect.apply(model, value)
         return result
-
-
-def likely_kinds(basic: BasicGraph) -> list[BackwardKind]:
-    """Return how gradients may well come, besides to all outputs: to the first loss alone.
-
-    Where there is none, to one output alone; of many, to the first or the last.
-    """
-    roots = [place for place, strides in enumerate(basic.kind.tangents) if strides is not None]
-    losses = [place for place in roots if not basic.infos[basic.roots[place]].shape]
-    places = losses[:1] or (roots if len(roots) <= _FEW else [roots[0], roots[-1]])
-    return [_alone(basic, place) for place in places if len(roots) > 1]
-
-
-def _alone(basic: BasicGraph, place: int) -> BackwardKind:
-    """Return the kind of a backward from one output, in the form that arriving gradients have."""
-    strides = [None if i != place else t for i, t in enumerate(basic.kind.tangents)]
-    shapes = [basic.infos[name].shape for name in basic.roots]
-    return BackwardKind(tuple(map(plain_strides, shapes, strides)), basic.kind.autocast)
 
 
 def compiled_part(planned: Planned) -> CompiledPart | None:
@@ -281,6 +270,8 @@ def _variant(
         bare = without_hooks(model, type(model))
         known = planned.network.graph.dataflow.basic
         basic = record(bare, sample, kind, opaque=known.opaque, known=known)
+        if known.numbers is not None:
+            basic = for_same_numbers(basic, known.numbers, bare, sample)
     network, measured = planned.network, planned.network.measured
     if planned.other_gradients is not None:
         graph = network.recorded.with_backward(basic)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rkgb.elements import CompiledCall
+from rkgb.elements import CompiledCall, Numbers
 from rkgb.graphs import BackwardKind, SimplifiedGraph, Tangent
 from rkgb.opaque import RunPiece
 from rkgb.run import CompiledStep, StepProgram, rerun_state
@@ -36,6 +36,19 @@ class Executable:
     def program(self) -> StepProgram:
         """What is run."""
         return self.compiled.program
+
+    @cached_property
+    def numbers(self) -> Numbers | None:
+        """What follows from the numbers of a call, where the program serves for all of them."""
+        return self.graph.dataflow.basic.numbers
+
+    def taken(self, leaves: Sequence[Any]) -> tuple[tuple[float, ...], ...]:
+        """Return what the program takes besides values, of a call with these leaves."""
+        if self.numbers is None:
+            return ()
+        found = self.numbers.of(leaves)
+        assert found is not None, "other plans are looked up for what goes another way"
+        return (found,)
 
     @cached_property
     def has_pieces(self) -> bool:

@@ -49,20 +49,25 @@ class Executor:
         self.variants = {planned.kind: planned}
 
     def __call__(
-        self, external: Mapping[str, Tensor], variant: Variant, model: nn.Module | None = None
+        self,
+        external: Mapping[str, Tensor],
+        variant: Variant,
+        model: nn.Module | None = None,
+        numbers: Sequence[Any] = (),
     ) -> list[Tensor]:
         """Run the forward and return the outputs, connected to autograd.
 
-        `variant` is called in the backward where gradients arrive that lie otherwise.
+        `variant` is called in the backward where gradients arrive that lie otherwise. `numbers` are
+        the leaves of the call, without its tensors, where a plan serves for all numbers.
         """
         executable = self.expected
-        step = RunningStep(self, executable, external, variant)
+        step = RunningStep(self, executable, external, variant, numbers)
         values = list(executable.read_externals(external))
         step.remember_start(values)
         if executable.has_pieces:
             step.model = model
         with straight_to_kernels(), step.on_model():
-            outputs, step.saved = executable.compiled.forward(values)
+            outputs, step.saved = executable.compiled.forward(values, *executable.taken(numbers))
         step.remember_versions()
         rail = step.rail = executable.rail(external)
         return list(_Outputs.apply(step, outputs, rail.token))  # type: ignore[no-untyped-call]
@@ -74,7 +79,10 @@ class Executor:
         made of may alternate.
         """
         if kind not in self.variants:
-            self.variants[kind] = variant(kind)
+            made = variant(kind)
+            if made.numbers is None and self.planned.numbers is not None:
+                return made  # for the numbers of this call alone
+            self.variants[kind] = made
         found = self.variants[kind]
         runs_again = found.keeps_by_backward or found.is_apart
         keeps_all = runs_again or not found.missing_for(self.planned)
@@ -91,8 +99,9 @@ class RunningStep:
         executable: Executable,
         external: Mapping[str, Tensor],
         variant: Variant,
+        numbers: Sequence[Any] = (),
     ) -> None:
-        self.executor, self.executable = executor, executable
+        self.executor, self.executable, self.numbers = executor, executable, numbers
         self.external: Mapping[str, Tensor] | None = external
         self.variant: Variant | None = variant
         self.saved: list[Any] = []
@@ -215,7 +224,8 @@ class RunningStep:
                     "from now on."
                 )
         given = [grad for grad in arrived if grad is not None]
-        self.program = executable.compiled.backward(self.saved, given)
+        taken = executable.taken(self.numbers)
+        self.program = executable.compiled.backward(self.saved, given, *taken)
         assert self.rail is not None
         self.sums = executable.sums(self.rail.layout) if self.bridged is None else None
         self.rail.carry(self)
@@ -297,7 +307,8 @@ class RunningStep:
         values = [external[n].clone() if n in ran.written else external[n] for n in names]
         try:
             with straight_to_kernels():
-                _, self.saved = executable.compiled.forward(values)
+                taken = executable.taken(self.numbers)
+                _, self.saved = executable.compiled.forward(values, *taken)
         finally:
             if now is not None:
                 now.restore()

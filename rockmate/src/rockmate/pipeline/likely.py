@@ -1,0 +1,26 @@
+"""How gradients are likely to arrive, so that it is recorded while nothing is held."""
+
+from __future__ import annotations
+
+from rkgb.graphs import BackwardKind, BasicGraph
+from rockmate.runtime.executable import plain_strides
+
+_FEW = 3  # outputs, so that the backward of each alone is recorded beforehand
+
+
+def likely_kinds(basic: BasicGraph) -> list[BackwardKind]:
+    """Return how gradients may well come, besides to all outputs: to the first loss alone.
+
+    Where there is none, to one output alone; of many, to the first or the last.
+    """
+    roots = [place for place, strides in enumerate(basic.kind.tangents) if strides is not None]
+    losses = [place for place in roots if not basic.infos[basic.roots[place]].shape]
+    places = losses[:1] or (roots if len(roots) <= _FEW else [roots[0], roots[-1]])
+    return [_alone(basic, place) for place in places if len(roots) > 1]
+
+
+def _alone(basic: BasicGraph, place: int) -> BackwardKind:
+    """Return the kind of a backward from one output, in the form that arriving gradients have."""
+    strides = [None if i != place else t for i, t in enumerate(basic.kind.tangents)]
+    shapes = [basic.infos[name].shape for name in basic.roots]
+    return BackwardKind(tuple(map(plain_strides, shapes, strides)), basic.kind.autocast)
