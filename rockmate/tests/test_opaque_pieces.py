@@ -309,3 +309,62 @@ def test_a_dropped_module_goes() -> None:
     del wrapped, model
     gc.collect()
     assert alive() is None
+
+
+class Looking(nn.Module):
+    """Throws a graph away, and then goes one way or another by a value."""
+
+    def __init__(self, width: int, depth: int, *, looks_back: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.looks_back = looks_back
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = self.layers[0](x)
+        if self.looks_back:  # holds more than what follows
+            for _ in range(12):
+                large = torch.tanh(large)
+        if large.mean().item() > 10:
+            x = x * 2
+        del large
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("looks_back", [False, True], ids=["straight", "throwing away"])
+def test_a_module_that_runs_whole_trains_within_its_plain_peak(looks_back: bool) -> None:
+    torch.manual_seed(0)
+    model = Looking(16, 4, looks_back=looks_back)
+    sample = torch.randn(256, 16)
+    rk = Rockmate(copy.deepcopy(model), sample, 1.0)
+    assert rk.plan.opaque == ("",)
+    assert rk.measured_peak_bytes is not None
+    assert rk.measured_peak_bytes <= rk.budget_bytes == rk.eager_peak_bytes
+    found, expected = train(rk, sample), train(model, sample)
+    assert len(found) == len(expected)
+    assert all(map(equal, found, expected))
+
+
+class Passing(nn.Module):
+    """Gives its gradient on as it comes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view_as(x) if x.sum().item() < 1e9 else -x
+
+
+def test_a_gradient_that_others_hold_is_not_written_to() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Passing())
+    sample = torch.randn(4, 8)
+    rk = Rockmate(copy.deepcopy(model), sample, "100KB")
+    assert rk.plan.opaque == ("2",)
+    gradient = torch.randn(4, 8)
+    before = gradient.clone()
+    rk(sample).backward(gradient)
+    model(sample).backward(before)
+    assert torch.equal(gradient, before)
+    for mine, its in zip(rk.parameters(), model.parameters(), strict=True):
+        assert mine.grad is not None
+        assert its.grad is not None
+        assert torch.equal(mine.grad, its.grad)

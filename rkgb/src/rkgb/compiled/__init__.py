@@ -27,7 +27,6 @@ named with the reason. Read `grouping`, `joint`, `classes`, `rewrite`.
 """
 
 from rkgb.compiled.classes import NotCompiledError
-from rkgb.compiled.freeing import freeing
 from rkgb.compiled.rewrite import CompiledGraph, compile_pieces, compile_variant
 
-__all__ = ["CompiledGraph", "NotCompiledError", "compile_pieces", "compile_variant", "freeing"]
+__all__ = ["CompiledGraph", "NotCompiledError", "compile_pieces", "compile_variant"]

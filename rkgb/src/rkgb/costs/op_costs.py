@@ -67,11 +67,13 @@ def named(op: Op) -> str:
 
 def cost_of_piece(op: Op) -> OpCost | None:
     """Return what the trial runs of an opaque piece have shown; None for other operations."""
-    if not isinstance(op.target, (RunPiece, RunPieceBackward)):
-        return None
-    side = 0 if isinstance(op.target, RunPiece) else 1
-    piece = op.target.piece
-    return OpCost(piece.time_ms[side], piece.flops[side], piece.workspace_bytes[side])
+    if isinstance(op.target, RunPiece):
+        piece = op.target.piece
+        return OpCost(piece.time_ms[0], piece.flops[0], piece.workspace_bytes[0])
+    if isinstance(op.target, RunPieceBackward):
+        piece, workspace = op.target.piece, op.target.workspace_bytes(op.args[2])
+        return OpCost(piece.time_ms[1], piece.flops[1], workspace)
+    return None
 
 
 def made_bytes(op: Op, infos: Mapping[str, TensorInfo]) -> int:

@@ -20,13 +20,13 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from rkgb.elements.spread import around, memory_of, settled
 from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.torch_api.patches import Patches
-from rkgb.torch_api.torch_private import without_saved_hooks
+from rkgb.torch_api.torch_private import back_to_autograd, without_saved_hooks
 
 
 class _Saved:
     """One tensor that autograd has saved: held, or found again among inputs and results."""
 
-    __slots__ = ("geometry", "place", "shell", "tensor", "version")
+    __slots__ = ("__weakref__", "geometry", "place", "shell", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
@@ -47,12 +47,14 @@ class _Saved:
 class InnerGraph:
     """What a run leaves: its differentiable results, its leaves, and what autograd saved."""
 
-    results: list[Any] = field(default_factory=list)  # edges that gradients flow back from
+    results: list[_WayBack] = field(default_factory=list)
     # Where gradients come out: for an input the node that it came in by, for a parameter its leaf.
     ends: list[Any] = field(default_factory=list)
-    saved: list[_Saved] = field(default_factory=list)
+    # Autograd alone holds what it has saved: what the run throws away goes at once.
+    saved: list[weakref.ref[_Saved]] = field(default_factory=list)
     given: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    trail: tuple[Any, ...] = ()  # what was saved, in order; equal for runs that went the same way
+    inputs: dict[int, int] = field(default_factory=dict)  # places of the run's inputs, by storage
+    trail: list[Any] = field(default_factory=list)  # what was saved; equal for runs of the same way
     transforms: bool = False  # whether autograd ran inside a transform, which nothing may watch
 
     def entering(self, tensor: Tensor) -> Tensor:
@@ -74,13 +76,15 @@ class InnerGraph:
 
         With `given`, only what the backward will be given is let go.
         """
-        self.results = [get_gradient_edge(t) for t in results if t.requires_grad]
+        # Backwards: what was made last runs first, and autograd adds gradients as they come.
+        ways = [_WayBack.of(t, self.ends) for t in reversed(results) if t.requires_grad]
+        self.results = ways[::-1]
         places: dict[int, tuple[str, int]] = {}
         for kind, tensors in (("input", inputs), ("result", results)):
             for index, tensor in enumerate(tensors):
                 if given is None or (kind, index) in given:
                     places.setdefault(storage_id(tensor), (kind, index))
-        for entry in self.saved:
+        for entry in self._alive():
             held = entry.tensor
             if held is None or held.layout is not torch.strided:
                 continue
@@ -129,8 +133,13 @@ class InnerGraph:
         """Take what autograd saves."""
         entry = _Saved(tensor.detach() if tensor.requires_grad else tensor)
         entry.version = tensor._version
-        self.saved.append(entry)
+        self.saved.append(weakref.ref(entry))
+        place = self.inputs.get(storage_id(tensor)) if tensor.layout is torch.strided else None
+        self.trail.append((tensor.shape, tensor.dtype, place))
         return entry
+
+    def _alive(self) -> Iterator[_Saved]:
+        return filter(None, (entry() for entry in self.saved))
 
     def unpack(self, entry: _Saved) -> Tensor:
         """Give autograd back what it saved.
@@ -153,16 +162,12 @@ class InnerGraph:
 
     def close(self) -> None:
         """Hold nothing but what autograd holds: it lets go as its backward goes along."""
-        self.trail = tuple(
-            s.place or (s.tensor.shape, s.tensor.dtype)  # type: ignore[union-attr]
-            for s in self.saved
-        )
         self.saved = []
 
     @property
     def places(self) -> tuple[tuple[str, int], ...]:
         """Which inputs and results the backward has to be given."""
-        found = dict.fromkeys(s.place for s in self.saved if s.place is not None)
+        found = dict.fromkeys(s.place for s in self._alive() if s.place is not None)
         return tuple(sorted(found))
 
     def held_bytes(self, resident: Sequence[Tensor]) -> int:
@@ -170,32 +175,36 @@ class InnerGraph:
         known = {storage_id(tensor) for tensor in resident}
         sizes = {
             storage_id(s.tensor): storage_of(s.tensor).nbytes()
-            for s in self.saved
+            for s in self._alive()
             if s.tensor is not None
         }
         return sum(size for key, size in sizes.items() if key not in known)
 
     def backward(
-        self, given: dict[tuple[str, int], Tensor], grads: Sequence[Tensor | None]
+        self, given: dict[tuple[str, int], Tensor], grads: list[Tensor | None]
     ) -> list[list[Tensor]]:
         """Return for each leaf the parts of its gradient, in the order in which they come.
 
-        `grads` are those of `results`. The graph is used up.
+        `grads` are those of `results`. The list is emptied, and each is held no longer than
+        autograd needs it. The graph is used up.
         """
         self.given = given
         parts: list[list[Tensor]] = [[] for _ in self.ends]
         place_of = {_key(end): place for place, end in enumerate(self.ends) if end is not None}
-        pairs = []
-        for edge, grad in zip(self.results, grads, strict=True):
-            place = place_of.get(_key(edge.node))
-            if grad is not None and place is not None:  # an input or parameter that is a result
-                parts[place].append(grad)
+        ways = []
+        grads.reverse()
+        for way in self.results:
+            grad = grads.pop()
+            if grad is not None and way.exit is None:  # an input or parameter that is a result
+                parts[place_of[_key(way.node)]].append(grad)
             elif grad is not None:
-                pairs.append((edge, grad))
-        hooks = self._catch(parts, place_of, [edge.node for edge, _ in pairs])
+                way.box.append(grad)
+                ways.append(way)
+        grad = None
+        hooks = self._catch(parts, place_of, [way.node for way in ways])
         try:
-            if pairs:
-                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+            if ways:
+                torch.autograd.backward([w.exit for w in ways], [w.exit.detach() for w in ways])
         finally:
             for hook in hooks:
                 hook.remove()
@@ -221,7 +230,7 @@ class InnerGraph:
         """Return leaves that the results depend on and that are none of `ends`."""
         known = {_key(end) for end in self.ends if end is not None}
         found: dict[int, Tensor] = {}
-        for node in _nodes_from([edge.node for edge in self.results]):
+        for node in _nodes_from([way.node for way in self.results]):
             variable = getattr(node, "variable", None)
             if variable is not None and _key(node) not in known and variable.numel():
                 found[id(variable)] = variable
@@ -257,6 +266,38 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None]:
         return None, None
+
+
+class _WayBack:
+    """The way of a gradient into the graph: what is put into the box comes in at the node.
+
+    Gradients that are given to autograd from Python are held until its backward has ended.
+    """
+
+    __slots__ = ("box", "exit", "node")
+
+    def __init__(self, node: Any, box: list[Tensor], exit_: Any) -> None:
+        self.node, self.box, self.exit = node, box, exit_
+
+    @classmethod
+    def of(cls, result: Tensor, ends: Sequence[Any]) -> _WayBack:
+        """Return the way back from a result; none leads out where it is itself an end."""
+        node, box = get_gradient_edge(result).node, list[Tensor]()
+        if any(end is not None and _key(end) == _key(node) for end in ends):
+            return cls(node, box, None)
+        with back_to_autograd(), torch.enable_grad():
+            return cls(node, box, _Exit.apply(box, result))  # type: ignore[no-untyped-call]
+
+
+class _Exit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, box: list[Tensor], result: Tensor) -> Tensor:
+        ctx.box = box
+        return torch.empty(0, device=result.device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.box.pop()
 
 
 def _noting(edges: dict[int, list[Tensor]]) -> Any:

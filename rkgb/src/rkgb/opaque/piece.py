@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,14 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.elements.spread import memory_of, settled
-from rkgb.elements.tensor_info import storage_id
+from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import OpaquePieceError
 from rkgb.graphs.basic import Region, autocast_as
 from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.opaque.memory import apart, span
 from rkgb.opaque.module_state import BufferContents, ModuleState
-from rkgb.torch_api.torch_private import back_to_autograd
+from rkgb.torch_api.torch_private import back_to_autograd, weak_storage
 
 _running = threading.local()
 
@@ -62,6 +63,11 @@ class Kind:
             entries = (tensor.sparse_dim(), tensor._nnz())
             return cls(tuple(tensor.shape), (), tensor.dtype, entries)
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def made(self, device: torch.device) -> Tensor:
         """Return some tensor of this kind."""
@@ -131,6 +137,7 @@ class Piece:
     buffer_bytes: int  # of copies for a recomputation; 0 where the call writes to no buffer
     held_bytes: int
     workspace_bytes: tuple[int, int]  # of forward and backward, beside what they make
+    freeing_workspace_bytes: int  # of a backward that frees the gradients that come in
     time_ms: tuple[float, float]
     flops: tuple[int, int]
     over: dict[str, int] = field(default_factory=dict)  # most bytes held, once above `held_bytes`
@@ -241,25 +248,53 @@ class RunPieceAgain:
 
 
 class RunPieceBackward:
-    """The backward operation: gradients of the inputs and parameters that want one."""
+    """The backward operation: gradients of the inputs and parameters that want one.
 
-    def __init__(self, piece: Piece, in_parts: frozenset[int] = frozenset()) -> None:
+    It takes its arguments in a list, which it empties: gradients that nobody else holds are freed
+    inside, as autograd frees them. Of these the places among the operation's inputs are `frees`.
+    """
+
+    def __init__(
+        self,
+        piece: Piece,
+        in_parts: frozenset[int] = frozenset(),
+        frees: frozenset[int] = frozenset(),
+    ) -> None:
         self.piece = piece
         self.in_parts = in_parts  # places of gradients that are added part by part afterwards
+        self.frees = frees
         self.__name__ = f"run_{piece.call.kind}_backward"
 
     def __repr__(self) -> str:
-        return f"run {self.piece.call.path} {self.piece.call.number} backward"
+        freed = f" frees {sorted(self.frees)}" if self.frees else ""
+        return f"run {self.piece.call.path} {self.piece.call.number} backward{freed}"
+
+    def freeing(self, places: frozenset[int]) -> RunPieceBackward:
+        """Return the same call with arguments that it frees: of these, only the gradients."""
+        first = 1 + len(self.piece.needs)  # before them stand the token and what was saved
+        return RunPieceBackward(
+            self.piece, self.in_parts, frozenset(at for at in places if at >= first)
+        )
+
+    def workspace_bytes(self, given: Sequence[Any]) -> int:
+        """Return the temporary memory of the call; `given` says where a gradient comes."""
+        wanting = zip(self.piece.kinds, self.piece.differentiable, strict=True)
+        kinds = (kind for kind, differentiable in wanting if differentiable)
+        own = [kind for kind, there in zip(kinds, given, strict=True) if there is not None]
+        first = 1 + len(self.piece.needs)
+        held = sum(kind.size_bytes for at, kind in enumerate(own, first) if at not in self.frees)
+        return min(self.piece.workspace_bytes[1], self.piece.freeing_workspace_bytes + held)
 
     def __call__(
         self, inner: InnerGraph, needed: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> tuple[Any, ...]:
-        given = dict(zip(self.piece.needs, needed, strict=True))
-        with back_to_autograd(), torch.no_grad(), autocast_as(None):
-            parts = inner.backward(given, grads)
-        # Views keep their base alive, and then autograd cannot add to their memory in place.
-        taken = [span(t) for t in (*given.values(), *grads) if t is not None]
-        parts = [[apart(part.detach(), taken) for part in own] for own in parts]
+        return self.run([inner, needed, list(grads)])
+
+    def run(self, boxed: list[Any]) -> tuple[Any, ...]:
+        """Run the backward on a list of arguments, which is emptied."""
+        inner, needed, grads = boxed
+        boxed.clear()
+        parts = gradients_of(inner, dict(zip(self.piece.needs, needed, strict=True)), grads)
         count = len(self.piece.call.places)
         wanted = (*self.piece.call.wanting, *[True] * (len(parts) - count))
         found = []
@@ -287,6 +322,20 @@ class RunPieceBackward:
             f"had {then} for the sample. Name a module around it: opaque=['path.of.module'].",
             module_path=self.piece.call.path,
         )
+
+
+def gradients_of(
+    inner: InnerGraph, given: dict[tuple[str, int], Tensor], grads: list[Tensor | None]
+) -> list[list[Tensor]]:
+    """Return the parts of each gradient, in memory that nobody else reads; `grads` is emptied."""
+    arrived = [(span(t), weak_storage(storage_of(t))) for t in grads if t is not None]
+    with back_to_autograd(), torch.no_grad(), autocast_as(None):
+        parts = inner.backward(given, grads)
+    # What came in and has gone may have left its place to a gradient that was made since.
+    taken = [place for place, storage in arrived if not storage.expired()]
+    taken += [span(t) for t in given.values()]
+    # Views keep their base alive, and then autograd cannot add to their memory in place.
+    return [[apart(part.detach(), taken) for part in own] for own in parts]
 
 
 def added(total: Tensor | None, parts: Sequence[Tensor]) -> Tensor:
@@ -348,7 +397,7 @@ def run_call(
     Returns its result, its graph, the leaves that are inputs, and its (args, kwargs) afterwards.
     """
     module = model.get_submodule(call.path)
-    inner = InnerGraph()
+    inner = InnerGraph(inputs={storage_id(t): place for place, t in enumerate(tensors)})
     with back_to_autograd(), torch.set_grad_enabled(call.grad_mode), autocast_as(call.autocast):
         inputs = []
         for tensor, wants in zip(tensors, call.wanting, strict=True):

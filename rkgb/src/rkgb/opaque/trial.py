@@ -19,10 +19,19 @@ from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import SideEffectError, TraceError
 from rkgb.opaque.module_state import BufferContents, ModuleState
-from rkgb.opaque.piece import Call, Kind, Piece, Place, added, result_tensors, run_call
+from rkgb.opaque.piece import (
+    Call,
+    Kind,
+    Piece,
+    Place,
+    added,
+    gradients_of,
+    result_tensors,
+    run_call,
+)
 from rkgb.torch_api.patches import Patches
 
-_UNSEEN_BYTES = 64  # of numbers that autograd wraps into tensors and saves by itself
+_UNSEEN_BYTES = 64  # at most, of numbers that autograd wraps into tensors and saves by itself
 
 
 class BrokenPieceError(TraceError):
@@ -59,7 +68,7 @@ class Trials:
     def piece(
         self, call: Call, module: nn.Module, tensors: Sequence[Tensor]
     ) -> tuple[Piece, list[Tensor]]:
-        """Run a call three times; return what that showed, and what the call makes.
+        """Run a call four times; return what that showed, and what the call makes.
 
         Raises:
             SideEffectError: the call changes its arguments, or depends on a tensor that it does
@@ -78,6 +87,9 @@ class Trials:
         def first(span: Any) -> None:
             trials.append(self._trial(call, tensors, span, strangers))
 
+        def freeing(span: Any) -> None:
+            self._trial(call, tensors, span, [], frees=True)
+
         trace = trace_memory(first, device)
         if strangers:
             again()
@@ -87,6 +99,8 @@ class Trials:
         writes = contents.changed()
         again()
         total = self._flops(call, tensors)
+        again()
+        freed = trace_memory(freeing, device).spans[1]
         again()
         trials.append(self._trial(call, tensors, None, []))
         end = RngState.save(device)
@@ -98,8 +112,8 @@ class Trials:
         taken = {storage_id(t): place for place, t in enumerate(tensors)}
         spans = trace.spans
         held = one.held_bytes
-        if one.transforms:
-            held = max(held, spans[0].end_bytes - spans[0].start_bytes - one.made_bytes[0])
+        unseen = spans[0].end_bytes - spans[0].start_bytes - one.made_bytes[0] - held
+        held += max(0, unseen if one.transforms else min(unseen, _UNSEEN_BYTES))
         return Piece(
             call=call,
             results=one.results,
@@ -116,6 +130,7 @@ class Trials:
                 # Below zero where what is held goes while gradients are made.
                 spans[1].added_peak_bytes - one.made_bytes[1],
             ),
+            freeing_workspace_bytes=freed.added_peak_bytes - one.made_bytes[1],
             time_ms=(min(one.time_ms[0], two.time_ms[0]), min(one.time_ms[1], two.time_ms[1])),
             flops=(total // 3, total - total // 3),
         ), two.made
@@ -131,8 +146,15 @@ class Trials:
         return int(counter.get_total_flops())
 
     def _trial(
-        self, call: Call, tensors: Sequence[Tensor], span: Any, strangers: list[str]
+        self,
+        call: Call,
+        tensors: Sequence[Tensor],
+        span: Any,
+        strangers: list[str],
+        *,
+        frees: bool = False,
     ) -> _Trial:
+        """Run a call once; the gradients that its backward is given are held, unless it `frees`."""
         versions = [t._version for t in tensors]
         before = time.perf_counter()
         with _in(span, "forward"):
@@ -147,7 +169,6 @@ class Trials:
         made = [settled(t.detach()) for t in leaves if isinstance(t, Tensor)]
         differentiable = tuple(t.requires_grad for t in leaves if isinstance(t, Tensor))
         held = inner.held_bytes([*self.twin.parameters(), *self.twin.buffers()])
-        held += _UNSEEN_BYTES
         needs = inner.places
         if inner.transforms:  # any of them may be held
             needs = tuple(("input", i) for i in range(len(tensors)))
@@ -155,14 +176,16 @@ class Trials:
         found = {("input", i): t.detach() for i, t in enumerate(tensors)}
         found.update({("result", i): t for i, t in enumerate(made)})
         pairs = zip(made, differentiable, strict=True)
-        grads = [torch.full_like(t, 0.5) for t, wanted in pairs if wanted]
+        grads: list[Tensor | None] = [torch.full_like(t, 0.5) for t, wanted in pairs if wanted]
+        others = [] if frees else list(grads)  # that hold them
         inner.close()
         del result, inputs, given
         after = time.perf_counter()
         with _in(span, "backward"):
-            parts = inner.backward(found, grads)
+            parts = gradients_of(inner, found, grads)
             sums = [added(None, own) if own else None for own in parts]
             del parts
+        del others
         end = time.perf_counter()
         return _Trial(
             made=made,

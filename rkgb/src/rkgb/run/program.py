@@ -15,11 +15,11 @@ from dataclasses import replace
 from typing import Literal
 
 from rkgb.device.chosen import device_of
-from rkgb.elements.compiled_call import CompiledCall
 from rkgb.elements.op import BATCH_NORMS, Op, Ref, map_refs
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.opaque.piece import RunPiece
+from rkgb.run.freeing import FREEING
 from rkgb.run.node_storages import dying_in_backward, storages_of
 from rkgb.run.statements import (
     Begin,
@@ -304,9 +304,9 @@ class _Lowering:
 def _freeing(statement: Call, dead: Sequence[str]) -> tuple[Call, tuple[str, ...]]:
     """Return a call with what it is to free by itself, and what else is dead after it."""
     op = statement.op
-    if not isinstance(op.target, CompiledCall):
+    if not isinstance(op.target, FREEING):
         return statement, tuple(dead)
-    theirs = {arg.name for at, arg in enumerate(op.args) if at in op.target.frees}
+    theirs = {name for at, name in enumerate(op.inputs) if at in op.target.frees}
     freed = tuple(name for name in dead if name in theirs)
     return Call(op, freed), tuple(name for name in dead if name not in theirs)
 

@@ -56,6 +56,8 @@ from rkgb.elements.compiled_call import CompiledCall
 from rkgb.elements.numbers import Number
 from rkgb.elements.op import Op, Ref
 from rkgb.graphs.simplified import SimplifiedGraph
+from rkgb.opaque.piece import RunPieceBackward
+from rkgb.run.freeing import FREEING
 from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
 from rkgb.torch_api.kernel_choice import calling_with, switch_forward
 
@@ -190,7 +192,7 @@ class _Writer:
                 before = self.end_of_span()
                 self.in_span = True
                 return [*before, f"span = span_of({text!r})"]
-            case Call(op) if isinstance(op.target, CompiledCall):
+            case Call(op) if isinstance(op.target, FREEING):
                 return self._boxed_call(op, op.target, statement.frees)
             case Call(op):
                 return [self._call(op)]
@@ -225,7 +227,9 @@ class _Writer:
             return f"{', '.join(results)}{',' if len(results) == 1 else ''} = {call}"
         return f"{results[0]} = {call}"
 
-    def _boxed_call(self, op: Op, target: CompiledCall, frees: Sequence[str]) -> list[str]:
+    def _boxed_call(
+        self, op: Op, target: CompiledCall | RunPieceBackward, frees: Sequence[str]
+    ) -> list[str]:
         """Write a call that takes a list and empties it."""
         results = [_variable(name) if name else "_" for name in op.results]
         made = f"{', '.join(results)}{',' if len(results) == 1 else ''} = "

@@ -23,6 +23,7 @@ from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.graphs.backward_slices import Slice, slice_backward
 from rkgb.graphs.basic import BasicGraph, HandOver
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
+from rkgb.run.freeing import freeing
 from rkgb.run.overwrite import overwrite_gradients
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
@@ -83,7 +84,7 @@ def _with_backward(
         nodes.append(replace(node, backward=ops, hand_overs=hand_overs))
     nodes, basic = overwrite_gradients(nodes, basic)
     dataflow = replace(sg.dataflow, basic=basic)
-    return replace(sg, dataflow=dataflow, nodes=_with_reads(nodes, sg.output_names))
+    return freeing(replace(sg, dataflow=dataflow, nodes=_with_reads(nodes, sg.output_names)))
 
 
 class _Views:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from rkgb.compiled import CompiledGraph, freeing
+from rkgb.compiled import CompiledGraph
 from rkgb.costs import FlopCost, Measured, NodeFacts, OpCost, measure_resized, op_key
 from rkgb.elements import Op, Write
 from rkgb.engine import Sample, device_of, external_values, measure, node_facts, operations
@@ -65,7 +65,7 @@ def network_of(
 
     Where pieces of it are `compiled`, so is what is recorded.
     """
-    graph = recorded.graph if compiled is None else freeing(recorded.graph)
+    graph = recorded.graph
     basic = graph.dataflow.basic
     external = external_values(basic, model, sample.leaves)
     ops = operations(graph)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rkgb import RkgbError
 from rkgb.capture import for_same_numbers, no_collection
-from rkgb.compiled import compile_variant, freeing
+from rkgb.compiled import compile_variant
 from rkgb.costs import Measured, measure_others, op_key
 from rkgb.elements import Assign, Check, Effect, Look, Numbers, Op, Ref, Structure, Write
 from rkgb.engine import (
@@ -279,7 +279,7 @@ def _variant(
     if network.compiled is None:
         graph = network.recorded.with_backward(basic)
     else:
-        graph = freeing(runnable(compile_variant(network.compiled, basic)).graph)
+        graph = runnable(compile_variant(network.compiled, basic)).graph
         measured = _measured_within(planned, graph, model, leaves)
     steps = without_idle_steps(graph, planned.plan.steps)
     every = leaves_of(planned.network.graph)

@@ -1,8 +1,8 @@
-"""Let a compiled backward free what only it still reads, as soon as it has read it.
+"""Let a call free what only it still reads, as soon as it has read it.
 
 Gradients that nothing reads afterwards, and what the forward has kept for this backward alone, are
-dropped by the program when the backward of a node begins, in every plan. Compiled code takes a list
-that it empties, and so frees each of them after its last use inside.
+dropped by the program when the backward of a node begins, in every plan. Compiled code and opaque
+pieces take a list that they empty, and so free each of them after its last use inside.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rkgb.elements.compiled_call import CompiledCall
-from rkgb.elements.op import Op, Ref
+from rkgb.elements.op import Op
 from rkgb.graphs.simplified import SimplifiedGraph
+from rkgb.opaque.piece import RunPieceBackward
 from rkgb.run.node_storages import dying_in_backward, storages_of
+
+FREEING = (CompiledCall, RunPieceBackward)  # they say of arguments that they free them
 
 
 def freeing(sg: SimplifiedGraph) -> SimplifiedGraph:
-    """Return a graph as it is run, whose compiled backwards free what is theirs."""
+    """Return a graph as it is run, whose backwards of several kernels free what is theirs."""
+    if not any(isinstance(op.target, FREEING) for node in sg.nodes for op in node.backward):
+        return sg
     infos, home = sg.dataflow.infos, sg.producer
     outside = set(sg.dataflow.basic.externals)
     dying = dying_in_backward(storages_of(sg))
@@ -36,13 +41,12 @@ def freeing(sg: SimplifiedGraph) -> SimplifiedGraph:
             last.pop(name, None)
 
     def frees(op: Op, index: int, place: int) -> Op:
-        if not isinstance(op.target, CompiledCall):
+        if not isinstance(op.target, FREEING):
             return op
         made = {infos[name].alias_of for name in op.results if name}
         places = []
-        for at, arg in enumerate(op.args):
-            assert isinstance(arg, Ref)
-            root = infos[arg.name].alias_of
+        for at, name in enumerate(op.inputs):
+            root = infos[name].alias_of
             is_gradient = root not in home and root not in outside
             ends = last.get(root) == (index, place) and root not in made
             if ends and (is_gradient or root in dying[index]):
