@@ -434,6 +434,25 @@ def test_sums_of_sparse_gradients_are_eagers_in_order(kind: str) -> None:
             assert torch.equal(ours.grad.to_dense(), theirs.grad.to_dense())
 
 
+@pytest.mark.parametrize(
+    ("mode", "sparse"), [("sum", True), ("sum", False), ("mean", False), ("max", False)]
+)
+def test_the_peak_of_bags_is_foreseen_to_the_byte(mode: str, sparse: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(500, 64, mode=mode, sparse=sparse), nn.Linear(64, 8))
+    twin = copy.deepcopy(model)
+    words = torch.randint(500, (64, 20))
+    rk = wrapped(model, words, 1.0)
+    assert rk.plan.peak_bytes == rk.measured_peak_bytes == rk.eager_peak_bytes
+    for module in (rk, twin):
+        module(words).square().sum().backward()
+    ours, plain = model.get_parameter("0.weight").grad, twin.get_parameter("0.weight").grad
+    assert ours is not None
+    assert plain is not None
+    assert ours.layout == plain.layout
+    assert torch.equal(ours.to_dense(), plain.to_dense())
+
+
 class Offset(nn.Module):
     """A buffer that is trained, and one that only lets a loss of nothing have a backward."""
 
@@ -500,4 +519,4 @@ def test_locks_and_modules_of_python_are_shared_with_copies() -> None:
 
 def test_an_attribute_that_cannot_be_copied_is_named() -> None:
     with pytest.raises(TraceError, match="attribute 'source' of module '\\(root\\)'"):
-        Rockmate(Guarded(source=(i for i in range(3))), rows(0), 1.0)
+        Rockmate(Guarded(source=memoryview(b"one")), rows(0), 1.0)

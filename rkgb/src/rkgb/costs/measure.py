@@ -7,8 +7,9 @@ are the real ones), so no network is too large.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ from rkgb.device.chosen import device_of
 from rkgb.device.memory import trace_memory
 from rkgb.device.rng import RngState
 from rkgb.elements.compiled_call import CompiledCall
-from rkgb.elements.op import Op
+from rkgb.elements.op import Op, Ref
 from rkgb.graphs.basic import BasicGraph
 from rkgb.run.bindings import choose_callee
 from rkgb.torch_api.torch_private import set_grad_mode, straight_to_kernels
@@ -127,7 +128,7 @@ def _benches(
     basic: BasicGraph, kinds: Mapping[str, Op], external: Mapping[str, Tensor], random: bool
 ) -> dict[str, Bench]:
     forward = {op.name for op in basic.ops}
-    chosen = _true_elements(basic)
+    chosen = {**_true_elements(basic), **_full_bags(basic, kinds.values())}
     return {
         key: Bench(op, basic, external, op.name in forward, chosen, random)
         for key, op in kinds.items()
@@ -151,6 +152,14 @@ def _true_elements(basic: BasicGraph) -> dict[str, int]:
         for name in read.op.inputs
         if basic.infos[name].dtype in (torch.bool, torch.uint8)
     }
+
+
+def _full_bags(basic: BasicGraph, ops: Iterable[Op]) -> dict[str, int]:
+    """Return where bags of embeddings say how much is in them: in an empty one nothing is done."""
+    target = torch.ops.aten._embedding_bag_backward.default
+    sizes = [op.args[4] for op in ops if op.target is target]
+    found = (basic.infos[size.name] for size in sizes if isinstance(size, Ref))
+    return {info.alias_of: math.prod(info.shape) for info in found}
 
 
 def _workspaces(

@@ -207,6 +207,8 @@ class _Facts:
     def _copied_bytes(self, hand_over: HandOver) -> int:
         leaf = self.infos[hand_over.leaf]
         value = self.infos[hand_over.value]
+        if value.shape and not value.stride:  # a sparse one is kept as it comes
+            return 0
         whole = value.storage_bytes == value.size_bytes
         return 0 if leaf.stride == value.stride and whole else self.rounded(leaf.size_bytes)
 
