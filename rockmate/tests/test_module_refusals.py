@@ -188,12 +188,51 @@ def test_an_infeasible_budget_names_the_smallest_feasible_one() -> None:
 # ---------------------------------------------------------------------- refusals at a call
 
 
-def test_a_module_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
+class Single:
+    def __deepcopy__(self, _memo: Any) -> Any:
+        raise TypeError("there is only one")
+
+
+def test_a_module_that_cannot_be_copied_is_refused() -> None:
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
-    with (tmp_path / "log").open("w") as model.log:  # type: ignore[assignment]
-        with pytest.raises(rkgb.TraceError, match=r"Linear cannot be deep-copied, .*'log'"):
+    model.log = Single()  # type: ignore[assignment]
+    with pytest.raises(rkgb.TraceError, match=r"Linear cannot be deep-copied, .*'log'"):
+        wrap(model, x, "1MiB")
+    still_trains(model, x)
+
+
+class Keeper(nn.Module):
+    """Has what is read or written once, and may use it."""
+
+    def __init__(self, kept: Any, *, uses: bool) -> None:
+        super().__init__()
+        self.linear, self.kept, self.uses = nn.Linear(4, 4), kept, uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.uses:
+            x = x * next(self.kept)
+        return torch.relu(self.linear(x))
+
+
+@pytest.mark.parametrize("kind", ["file", "generator"])
+def test_open_files_and_generators_are_refused_where_a_forward_uses_them(
+    kind: str, tmp_path: Path
+) -> None:
+    with (tmp_path / "log").open("w+") as file:
+        kept = file if kind == "file" else (i for i in range(9))
+        model, x = nn.Sequential(Keeper(kept, uses=True)), torch.randn(2, 4)
+        with pytest.raises(rkgb.SideEffectError, match="attribute 'kept' of module '0', an open"):
             wrap(model, x, "1MiB")
-        still_trains(model, x)
+        assert kind == "file" or next(kept) == 0, "nothing was taken from it"
+        model[0].uses = False
+        rk, twin = wrap(model, x, "1MiB"), nn.Linear(4, 4)
+        twin.load_state_dict(model[0].linear.state_dict())
+        rk(x).sum().backward()
+        torch.relu(twin(x)).sum().backward()
+        for ours, plain in zip(rk.parameters(), twin.parameters(), strict=True):
+            assert ours.grad is not None
+            assert plain.grad is not None
+            assert torch.equal(ours.grad, plain.grad)
 
 
 def test_what_is_no_module_is_refused() -> None:

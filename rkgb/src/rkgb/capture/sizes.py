@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.capture.record import record
-from rkgb.capture.twin import cannot_copy, shared_parts
+from rkgb.capture.twin import cannot_copy, uncopied
 from rkgb.device.chosen import device_of
 from rkgb.elements.sample import Sample, bind_inputs
 from rkgb.elements.trees import flatten
@@ -76,7 +76,7 @@ def record_sizes(
 
         for tensor in (*model.parameters(), *model.buffers()):
             bare(tensor)
-        made.update((id(shared), shared) for shared in shared_parts(model))
+        made.update(uncopied(model))
         try:
             twin = copy.deepcopy(model, made)
         except Exception as error:

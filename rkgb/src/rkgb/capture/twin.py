@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import threading
 import types
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.errors import TraceError
+from rkgb.errors import SideEffectError, TraceError
 from rkgb.torch_api.torch_private import mode_of
 
 
@@ -27,7 +28,8 @@ class Twin:
 def twin_of(model: nn.Module) -> Twin:
     """Return a copy whose parameters are new leaves on the same memory, and buffers clones.
 
-    Locks, process groups and the like among its attributes are shared with the model.
+    Locks, process groups and the like among its attributes are shared with the model. For open
+    files and generators stand-ins are there, which refuse to be used.
 
     Raises:
         TraceError: the module cannot be copied.
@@ -51,9 +53,31 @@ def _memo(model: nn.Module) -> dict[int, Any]:
         for value in vars(module).values():
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach()
-    for shared in shared_parts(model):
-        memo[id(shared)] = shared
+    memo.update(uncopied(model))
     return memo
+
+
+# What is read or written once: a recording that used it would take it from the step.
+_ONCE: tuple[type, ...] = (io.IOBase, types.GeneratorType)
+
+
+class Untouched:
+    """Stands in a copy for an open file or a generator, which a forward may have but not use."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise SideEffectError(
+            f"the forward uses {self._place}: recording a step would read or write it once more "
+            "than the step does. Use it outside of the forward, and pass what it gives as an "
+            "argument."
+        )
+
+    __getattr__ = __iter__ = __next__ = __enter__ = __exit__ = __call__ = __bool__ = _refuse
+
+    def __deepcopy__(self, _memo: Any) -> Untouched:
+        return self
 
 
 def cannot_copy(model: nn.Module, memo: Mapping[int, Any], error: Exception) -> TraceError:
@@ -67,13 +91,30 @@ def cannot_copy(model: nn.Module, memo: Mapping[int, Any], error: Exception) -> 
 def _shared_types() -> tuple[type, ...]:
     """Return types that cannot be copied and that a forward leaves as it has found them."""
     found: list[type] = [type(threading.Lock()), type(threading.RLock()), types.ModuleType]
-    found += [torch.Stream, torch.Event]
+    found += [torch.Stream, torch.Event, *_ONCE]
     if torch.distributed.is_available():
         found.append(torch.distributed.ProcessGroup)
     return tuple(found)
 
 
-def shared_parts(model: nn.Module) -> Iterator[Any]:
+def uncopied(model: nn.Module) -> dict[int, Any]:
+    """Return, by identity, what stands in copies of a module for what cannot be copied."""
+    return {
+        id(part): Untouched(_place(model, part)) if isinstance(part, _ONCE) else part
+        for part in _shared_parts(model)
+    }
+
+
+def _place(model: nn.Module, value: Any) -> str:
+    kind = f"an open file or a generator ({type(value).__name__})"
+    for path, module in model.named_modules():
+        for name, other in vars(module).items():
+            if other is value:
+                return f"attribute '{name}' of module '{path or '(root)'}', {kind}"
+    return f"what an attribute leads to, {kind}"
+
+
+def _shared_parts(model: nn.Module) -> Iterator[Any]:
     """Yield what the attributes of a module lead to and copies of it must share."""
     shared = _shared_types()
     stack: list[Any] = [model]
