@@ -17,7 +17,8 @@ import io
 import math
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,14 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.elements.spread import memory_of, settled
-from rkgb.elements.tensor_info import storage_id, storage_of
+from rkgb.elements.tensor_info import storage_id
 from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import OpaquePieceError
 from rkgb.graphs.basic import Region, autocast_as
 from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.opaque.memory import apart, span
 from rkgb.opaque.module_state import BufferContents, ModuleState
-from rkgb.torch_api.torch_private import back_to_autograd, weak_storage
+from rkgb.torch_api.torch_private import back_to_autograd
 
 _running = threading.local()
 
@@ -294,7 +295,9 @@ class RunPieceBackward:
         """Run the backward on a list of arguments, which is emptied."""
         inner, needed, grads = boxed
         boxed.clear()
-        parts = gradients_of(inner, dict(zip(self.piece.needs, needed, strict=True)), grads)
+        first = 1 + len(self.piece.needs)
+        frees = frozenset(at - first for at in self.frees)
+        parts = gradients_of(inner, dict(zip(self.piece.needs, needed, strict=True)), grads, frees)
         count = len(self.piece.call.places)
         wanted = (*self.piece.call.wanting, *[True] * (len(parts) - count))
         found = []
@@ -325,14 +328,22 @@ class RunPieceBackward:
 
 
 def gradients_of(
-    inner: InnerGraph, given: dict[tuple[str, int], Tensor], grads: list[Tensor | None]
+    inner: InnerGraph,
+    given: dict[tuple[str, int], Tensor],
+    grads: list[Tensor | None],
+    frees: Collection[int] = (),
 ) -> list[list[Tensor]]:
-    """Return the parts of each gradient, in memory that nobody else reads; `grads` is emptied."""
-    arrived = [(span(t), weak_storage(storage_of(t))) for t in grads if t is not None]
+    """Return the parts of each gradient, in memory that nobody else reads; `grads` is emptied.
+
+    Of what comes in, the program holds nothing in the places `frees`, but the user may.
+    """
+    came = [t for t in grads if t is not None]
+    arrived = [(span(t), at in frees, weakref.ref(t)) for at, t in enumerate(came)]
+    del came
     with back_to_autograd(), torch.no_grad(), autocast_as(None):
         parts = inner.backward(given, grads)
     # What came in and has gone may have left its place to a gradient that was made since.
-    taken = [place for place, storage in arrived if not storage.expired()]
+    taken = [place for place, freed, tensor in arrived if not freed or tensor() is not None]
     taken += [span(t) for t in given.values()]
     # Views keep their base alive, and then autograd cannot add to their memory in place.
     return [[apart(part.detach(), taken) for part in own] for own in parts]

@@ -182,7 +182,9 @@ class Trials:
         del result, inputs, given
         after = time.perf_counter()
         with _in(span, "backward"):
-            parts = gradients_of(inner, found, grads)
+            # Nothing but `others` holds what comes in.
+            every = range(len(grads)) if frees else ()
+            parts = gradients_of(inner, found, grads, every)
             sums = [added(None, own) if own else None for own in parts]
             del parts
         del others
