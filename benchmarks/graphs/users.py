@@ -3,6 +3,7 @@
 $ python -m graphs.users                       # all that have no row yet; writes users.csv
 $ python -m graphs.users --only timm           # one package
 $ python -m graphs.users --match Bert --again  # measure rows that exist anew
+$ python -m graphs.users --once                # what was trained at one budget only, at both
 $ python -m graphs.users --table               # the table in README.md, from users.csv
 
 Each model is trained for three optimizer steps, at 60 % and at 100 % of the plain peak, beside a
@@ -249,6 +250,11 @@ def write(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
         writer.writerows(rows[key] for key in order if key in rows)
 
 
+def trained_once(row: dict[str, Any]) -> bool:
+    """Whether a model was so far trained at the first budget only."""
+    return row["status"] in (EXACT, PIECES) and row["budgets"].count("%") == 1
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the Markdown of the table: counts by package, and each model that is not exact."""
     packages = list(dict.fromkeys(row["package"] for row in rows))
@@ -262,7 +268,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     if least:
         text = "60 % is below the smallest budget of these; they were trained at"
         lines += ["", f"{text}: {', '.join(least)} of the plain peak."]
-    once = sum(r["status"] in (EXACT, PIECES) and r["budgets"].count("%") == 1 for r in rows)
+    once = sum(map(trained_once, rows))
     if once:
         lines += ["", f"{once} of these {len(rows)} were so far trained at the first budget only."]
     rest = [r for r in rows if r["status"] != EXACT]
@@ -282,7 +288,8 @@ def main() -> int:
     parser.add_argument("--match", default="", help="only models whose name contains this")
     parser.add_argument("--again", action="store_true", help="also those that have a row")
     parser.add_argument("--failed", action="store_true", help="anew, those that are not exact")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds of one model")
+    parser.add_argument("--once", action="store_true", help="anew, those trained at one budget")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds of one model")
     parser.add_argument("--minutes", type=float, default=1e9, help="start none after these")
     parser.add_argument("--table", action="store_true", help="only write the table")
     options = parser.parse_args()
@@ -293,7 +300,8 @@ def main() -> int:
     for model in MODELS if not options.table else ():
         key = (model.package, model.name)
         bad = options.failed and key in rows and not rows[key]["status"].startswith(EXACT)
-        wanted = options.again or bad or key not in rows
+        half = options.once and key in rows and trained_once(rows[key])
+        wanted = options.again or bad or half or key not in rows
         if not wanted or (options.only and model.package not in options.only):
             continue
         if options.match not in model.name or time.monotonic() - began > 60 * options.minutes:
