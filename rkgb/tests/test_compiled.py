@@ -102,6 +102,21 @@ def test_what_reads_a_buffer_that_it_updates_stays_eager(monkeypatch: pytest.Mon
     assert "reads a buffer that it updates" in {piece.why for piece in compiled.eager}
 
 
+def test_each_class_is_told_once_and_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewriting, "compile_joint", _refused)
+    monkeypatch.setattr(rewriting, "_known", {})
+    told: list[tuple[str, float]] = []
+    model = nn.Sequential(*(Layer() for _ in range(4)))
+    rewriting.compile_pieces(
+        B_to_D(make_B(model, torch.randn(4, 8))), lambda *what: told.append(what)
+    )
+    # Eight pieces of three kinds: the first takes an input that no gradient reaches.
+    assert [text for text, _ in told] == [
+        *("compiling native_layer_norm", "compiling tanh", "compiling native_layer_norm")
+    ]
+    assert [fraction for _, fraction in told] == [0, 1 / 8, 2 / 8]
+
+
 def _refused(*_: object, **__: object) -> None:
     raise NotCompiledError("not here")
 

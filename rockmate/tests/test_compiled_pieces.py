@@ -108,6 +108,36 @@ class InHalf(nn.Module):
             return self.blocks(x)
 
 
+class Skips(nn.Module):
+    """Two resolutions: pooling down, a transposed convolution up, a skip connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.deep = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.up, self.merge = nn.ConvTranspose2d(8, 8, 2, stride=2), nn.Conv2d(16, 8, 1)
+        self.last = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = functional.relu(self.first(x))
+        down = functional.relu(self.deep(functional.max_pool2d(first, 3, 2, 1)))
+        x = self.merge(torch.cat([first, self.up(down)], 1))
+        for conv in self.last:
+            x = conv(torch.tanh(x))
+        return x.mean((2, 3))
+
+
+class AroundHalf(nn.Module):
+    """Calls a module in bfloat16, by an autocast region around it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.inner(x)
+
+
 def language() -> tuple[nn.Module, tuple[Tensor, ...]]:
     tokens = torch.arange(16).view(2, 8)
     return Language(), (tokens, (tokens * 5 + 1) % 24)
@@ -179,6 +209,44 @@ def test_bits_do_not_depend_on_the_budget(
     assert same_bits(ours[0], ours[1])
     assert same_bits(ours[0], ours[2])
     assert_near(ours[0], eager, bound)
+
+
+@pytest.mark.slow
+def test_every_piece_of_a_network_with_skips_is_compiled() -> None:
+    torch.manual_seed(0)
+    model, x = Skips(), torch.randn(2, 3, 16, 16)
+    plain = copy.deepcopy(model)
+    eager = train(plain, plain, (x,))
+    ours: list[Result] = []
+    peaks: list[int] = []
+    for share in (1.0, 0.85):
+        own = copy.deepcopy(model)
+        rk = Rockmate(own, x, int(share * peaks[0]) if peaks else 1.0, compile=True)
+        assert rk.plan.compiled.compiled == rk.plan.compiled.nodes >= 8
+        assert rk.measured_peak_bytes == rk.plan.peak_bytes <= rk.budget_bytes
+        ours.append(train(rk, own, (x,)))
+        peaks.append(rk.plan.peak_bytes)
+    assert peaks[1] < peaks[0]
+    assert same_bits(*ours)
+    assert_near(ours[0], eager, 1e-4)
+
+
+@pytest.mark.slow
+def test_autocast_around() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(4, 8, 16)
+    plain = copy.deepcopy(model)
+    eager = train(AroundHalf(plain), plain, (x,))
+    ours: list[Result] = []
+    for budget in (1.0, 0.75):
+        own = copy.deepcopy(model)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rk = Rockmate(own, x, budget, compile=True)
+        ours.append(train(AroundHalf(rk), own, (x,)))
+        assert len(rk.plans) == 1
+        assert rk.plan.compiled.compiled >= 6
+    assert same_bits(*ours)
+    assert_near(ours[0], eager, 0.03)
 
 
 @pytest.mark.slow

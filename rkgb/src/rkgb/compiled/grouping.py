@@ -7,6 +7,7 @@ of attention, the residual. Neighbours in execution order are never in a circle.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 import torch
@@ -35,10 +36,17 @@ _KNOWN = frozenset(
         *("sum", "mean", "var", "var_mean", "cat", "stack", "clone", "_to_copy", "copy"),
         *("empty_like", "zeros_like", "ones_like", "zeros", "ones", "full", "full_like"),
         *("nll_loss_forward", "nll_loss_backward"),  # one class each: no sums meet
+        *("nll_loss2d_forward", "nll_loss2d_backward"),
         *("mse_loss", "mse_loss_backward", "select_backward", "slice_backward", "constant_pad_nd"),
         *("split_with_sizes_copy", "new_zeros", "reshape"),
+        *("max_pool2d_with_indices", "max_pool2d_with_indices_backward"),  # small windows: below
+        *("avg_pool2d", "avg_pool2d_backward"),
     )
 )
+# Where their windows stand; larger ones inductor leaves to kernels that may add in any order.
+_POOLS = {"max_pool2d_with_indices": 1, "avg_pool2d": 1}
+_POOLS |= {f"{name}_backward": place + 1 for name, place in _POOLS.items()}
+_LARGEST_WINDOW = 25
 _NOT_VIEWS = frozenset(("as_strided", "empty_strided", "real", "imag", "view_as_real"))
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -84,6 +92,8 @@ def _refusal_of(op: Op, sg: SimplifiedGraph) -> str:
     plain = (name in VIEW_NAMES and name not in _NOT_VIEWS) or torch.Tag.pointwise in tags
     if not (plain or name in _KNOWN):
         return "is not among those whose compiled form is known to repeat its bits"
+    if name in _POOLS and not _takes_small_windows(op):
+        return f"takes windows of more than {_LARGEST_WINDOW} elements, or with gaps"
     basic = sg.dataflow.basic
     for value in (*op.inputs, *filter(None, op.results)):
         info = infos[value]
@@ -99,6 +109,14 @@ def _refusal_of(op: Op, sg: SimplifiedGraph) -> str:
         if root in home and op in basic.backward:
             return "writes in the backward to what the forward has made"
     return ""
+
+
+def _takes_small_windows(op: Op) -> bool:
+    place = _POOLS[op.target_name]
+    size = op.args[place]
+    dilation = op.args[place + 3 : place + 4] if "max" in op.target_name else ()
+    count = math.prod(size) if len(size) > 1 else size[0] ** 2
+    return count <= _LARGEST_WINDOW and all(n == 1 for sizes in dilation for n in sizes)
 
 
 def is_heavy(node: SimplifiedNode) -> bool:

@@ -57,11 +57,32 @@ class Joint:
         found: list[Tensor] = []
         for op in self.forward:
             _run(op, values, found)
-        made = [values[name] for name in self.results]
+        made = [self._laid(values[name], name) for name in self.results]
         values.update(zip(self.tangents, tangents, strict=True))
         for op in self.backward:
             _run(op, values, [])
-        return [*made, *found, *(values[name] for name in self.gradients)]
+        # Which order a backward finds is known when its forward is compiled: it may be another.
+        always = any(op.target_name == "convolution_backward" for op in self.backward)
+        gradients = (self._laid(values[name], name, always=always) for name in self.gradients)
+        return [*made, *found, *gradients]
+
+    def _laid(self, value: Tensor, name: str, *, always: bool = False) -> Tensor:
+        """Return an image as it is to lie in memory; `always` says so even if it lies there."""
+        info = self.infos[name]
+        if len(info.shape) != 4 or info.alias_of != name or name not in self._alone:
+            return value
+        for order in (torch.contiguous_format, torch.channels_last):
+            like = torch.empty(info.shape, device="meta", memory_format=order)
+            if like.stride() == info.stride and (always or value.stride() != info.stride):
+                return value.clone(memory_format=order)
+        return value
+
+    @cached_property
+    def _alone(self) -> frozenset[str]:
+        """What shares its memory with nothing else that goes in or comes out."""
+        names = (*self.primals, *self.tangents, *self.results, *self.gradients)
+        counts = Counter(self.infos[name].alias_of for name in names)
+        return frozenset(name for name in names if counts[self.infos[name].alias_of] == 1)
 
     @property
     def reads_what_it_updates(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,7 @@ from rkgb.compiled.classes import (
 )
 from rkgb.compiled.grouping import merging, refusal, runs_of
 from rkgb.compiled.joint import Joint, joint_of, reference
+from rkgb.compiled.layouts import channels_last, laid_out
 from rkgb.compiled.statistics import MoveStatistics
 from rkgb.device.rng import RngState
 from rkgb.elements.op import Op
@@ -29,6 +30,7 @@ from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, SimplifiedNode
 from rkgb.torch_api.torch_private import kernel_flags, refuse_missing_compiler
 
 _log = logging.getLogger("rkgb")
+Note = Callable[[str, float], None]  # what is being done, and the fraction that is behind it
 # Compiled classes of this process, by everything that their code depends on. A second budget, a
 # second layer and a second module of the same kind compile nothing.
 _known: dict[object, CompiledClass | str] = {}
@@ -56,6 +58,7 @@ class CompiledGraph:
     classes: tuple[str, ...]  # digest of each node's class; '' of a node that stays eager
     compiled_now: int  # classes that were not known yet
     eager: tuple[EagerPiece, ...]
+    as_recorded: frozenset[int] = frozenset()  # nodes about which all values lie as recorded
 
     @property
     def count(self) -> int:
@@ -63,10 +66,11 @@ class CompiledGraph:
         return sum(map(bool, self.classes))
 
 
-def compile_pieces(dg: DataFlowGraph, note: Callable[[str], None] | None = None) -> CompiledGraph:
-    """Return the planned graph of `dg` with its pieces compiled; `note` hears of each class.
+def compile_pieces(dg: DataFlowGraph, note: Note | None = None) -> CompiledGraph:
+    """Return the planned graph of `dg` with its pieces compiled.
 
-    The random stream is as before afterwards.
+    `note` hears of each class, and what part of the pieces is behind it. The random stream is as
+    before afterwards.
 
     Raises:
         CompilerMissingError: inductor has no compiler for the device.
@@ -74,27 +78,13 @@ def compile_pieces(dg: DataFlowGraph, note: Callable[[str], None] | None = None)
     refuse_missing_compiler(dg.basic.device)
     plain = D_to_S(dg, passes=PLANNED_PASSES)
     eager = {i: why for i, node in enumerate(plain.nodes) if (why := refusal(node, plain))}
-    note = note or _ignore
     before = len(_known)
     stream = RngState.save(dg.basic.device)
     try:
-        while True:
-            runs = runs_of(plain, eager)
-            merged = D_to_S(dg, passes=(*PLANNED_PASSES, merging(plain, runs)))
-            compiling = _Compiling(merged, note)
-            home = {p: i for i, node in enumerate(merged.nodes) for p in node.positions}
-            failed = False
-            for run in runs:
-                index = home[plain.nodes[run[0]].positions[0]]
-                why = compiling.compile(index)
-                if why:
-                    failed = True
-                    eager.update(dict.fromkeys(run, why))
-            if not failed:
-                break
+        compiling, recorded = _compiled(dg, plain, eager, note or _ignore)
     finally:
         stream.restore()
-    tried = {index for run in runs for index in run}
+    tried = {index for run in runs_of(plain, eager) for index in run}
     for index in range(len(plain.nodes)):
         if index not in tried:
             eager.setdefault(index, "has nothing to compute in the backward")
@@ -107,11 +97,44 @@ def compile_pieces(dg: DataFlowGraph, note: Callable[[str], None] | None = None)
         _log.debug("not compiled: %s", piece)
     return CompiledGraph(
         compiling.rewritten(),
-        merged,
+        compiling.recorded,
         compiling.classes,
         len(_known) - before,
         tuple(pieces),
+        recorded,
     )
+
+
+def _compiled(
+    dg: DataFlowGraph, plain: SimplifiedGraph, eager: dict[int, str], note: Note
+) -> tuple[_Compiling, frozenset[int]]:
+    """Compile the runs of `plain` that can be; `eager` learns of nodes that cannot, and why.
+
+    Also return the nodes about which values lie as recorded, since they do not compile otherwise.
+    """
+    stay: set[int] = set()  # of the plain nodes
+    while True:
+        runs = runs_of(plain, eager)
+        merged = D_to_S(dg, passes=(*PLANNED_PASSES, merging(plain, runs)))
+        home = {p: i for i, node in enumerate(merged.nodes) for p in node.positions}
+        at = [home[plain.nodes[run[0]].positions[0]] for run in runs]
+        recorded = frozenset(i for i, run in zip(at, runs, strict=True) if stay & {*run})
+        compiling = _Compiling(merged, {*at} - recorded, note)
+        failed = False
+        for index, run in zip(at, runs, strict=True):
+            why = compiling.compile(index)
+            if not why:
+                continue
+            failed = True
+            if compiling.is_laid_out(index):
+                stay.update(run)
+            else:
+                if why not in eager.values():  # once for all layers of a kind
+                    path = merged.nodes[index].module_path
+                    _log.warning("%s stays eager: %s", path or "(root)", why)
+                eager.update(dict.fromkeys(run, why))
+        if not failed:
+            return compiling, recorded
 
 
 def compile_variant(known: CompiledGraph, basic: BasicGraph) -> SimplifiedGraph:
@@ -120,24 +143,39 @@ def compile_variant(known: CompiledGraph, basic: BasicGraph) -> SimplifiedGraph:
     What a node keeps follows from its backward, too: the forward is another one then.
     """
     sg = with_backward(known.recorded, basic)
-    compiling = _Compiling(sg, _ignore)
+    wanted = [i for i, code in enumerate(known.classes) if code and not refusal(sg.nodes[i], sg)]
+    stay = {*known.as_recorded}
     stream = RngState.save(basic.device)
     try:
-        for index, digest in enumerate(known.classes):
-            if digest and not refusal(sg.nodes[index], sg):
-                compiling.compile(index)
+        while True:
+            compiling = _Compiling(sg, {*wanted} - stay, _ignore)
+            failed = {index for index in wanted if compiling.compile(index)}
+            if not failed:
+                break
+            laid = {*filter(compiling.is_laid_out, failed)}
+            stay |= laid
+            wanted = [index for index in wanted if index not in failed - laid]
     finally:
         stream.restore()
     return compiling.rewritten()
 
 
-def _ignore(_: str) -> None: ...
+def _ignore(_: str, __: float) -> None: ...
 
 
 class _Compiling:
-    def __init__(self, sg: SimplifiedGraph, note: Callable[[str], None]) -> None:
-        self.sg, self.note = sg, note
+    """Compiles nodes of a graph; about those of `free`, images may lie in another order."""
+
+    def __init__(self, sg: SimplifiedGraph, free: Collection[int], note: Note) -> None:
+        self.recorded, self.laid = sg, channels_last(sg, free)
+        self.sg, self.note = laid_out(sg, self.laid), note
         self.compiled: dict[int, tuple[Joint, CompiledClass]] = {}
+
+    def is_laid_out(self, index: int) -> bool:
+        """Whether what goes into a node or comes out of it lies otherwise than recorded."""
+        joint = joint_of(self.sg, index)
+        names = (*joint.primals, *joint.tangents, *joint.results, *joint.gradients)
+        return any(name in self.laid for name in names)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -153,14 +191,12 @@ class _Compiling:
             return "reads a buffer that it updates"
         key = (joint.key, str(basic.device), torch.get_num_threads(), kernel_flags())
         if key not in _known:
-            self.note(f"compiling {self.sg.nodes[index].main.target_name}")
+            fraction = index / len(self.sg.nodes)
+            self.note(f"compiling {self.sg.nodes[index].main.target_name}", fraction)
             try:
                 made: CompiledClass | str = compile_joint(joint, basic.device)
             except NotCompiledError as error:
                 made = str(error)
-                _log.warning(
-                    "%s stays eager: %s", self.sg.nodes[index].module_path or "(root)", error
-                )
             while len(_known) >= _MOST_KNOWN:
                 _known.pop(next(iter(_known)))
             _known[key] = made

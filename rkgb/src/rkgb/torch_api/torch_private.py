@@ -374,14 +374,15 @@ def traced_for_inductor(mode: Any, function: Callable[..., Any], *inputs: Sequen
     from torch.fx.experimental.proxy_tensor import make_fx
 
     functional = dispatch_functionalize(function, FunctionalTensorMode())
+    table = dict(select_decomp_table())
+    # It scatters, and so adds in any order where windows overlap; without it inductor gathers.
+    table.pop(torch.ops.aten.max_pool2d_with_indices_backward.default, None)
 
     def primals_and_tangents(primals: Any, tangents: Any) -> Any:
         return functional(primals, tangents)
 
     with torch.no_grad(), mode, enable_python_dispatcher():
-        graph: Any = make_fx(primals_and_tangents, decomposition_table=select_decomp_table())(
-            *inputs
-        )
+        graph: Any = make_fx(primals_and_tangents, decomposition_table=table)(*inputs)
     aten = torch.ops.aten
     for node in list(graph.graph.nodes):
         if node.op == "call_function" and node.target in (aten.detach.default, aten.alias.default):
