@@ -11,10 +11,13 @@ from torch.nn import functional
 
 import rkgb.compiled.rewrite as rewriting
 from rkgb.capture import make_B
+from rkgb.compiled import keeping
 from rkgb.compiled.classes import NotCompiledError, check_form, compile_joint
 from rkgb.compiled.grouping import merging, refusal, runs_of
 from rkgb.compiled.joint import Joint, joint_of
+from rkgb.compiled.keeping import compile_keeping
 from rkgb.costs.op_costs import count_flops
+from rkgb.elements.compiled_call import CompiledCall
 from rkgb.engine import B_to_D, D_to_S
 from rkgb.graphs import PLANNED_PASSES, SimplifiedGraph
 
@@ -166,6 +169,29 @@ def test_a_compiled_class_saves_its_inputs_themselves_and_asserts_sizes() -> Non
         wrong = [t.t().contiguous().t() if t.dim() == 2 and t.shape[0] > 1 else t for t in args]
         with pytest.raises(AssertionError, match="stride"):
             code.backward(*wrong)
+
+
+@pytest.mark.slow
+def test_the_other_form_keeps_more_and_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    joint = a_joint()  # a norm, a product
+    code = compile_joint(joint, CPU)
+    other = compile_keeping(joint, CPU, code)
+    count = len(joint.results)
+    kept_bytes = [sum(m.storage_bytes for m in c.results[count:]) for c in (code, other)]
+    assert kept_bytes[0] < kept_bytes[1]
+    assert (code.keeps_more, other.keeps_more) == (False, True)
+    assert repr(code.forward) != repr(other.forward)
+    assert code.forward.flops == other.forward.flops
+    with pytest.raises(NotCompiledError, match="keeps no more"):
+        compile_keeping(joint, CPU, other)
+
+    def off(tensors: list[Tensor]) -> list[Tensor]:
+        return [torch.nextafter(t, torch.tensor(9.0)) for t in other.backward.run(tensors)]
+
+    rounded = replace(other, backward=CompiledCall(off, "off", "off", "backward", 0))
+    monkeypatch.setattr(keeping, "compile_joint", lambda *_: rounded)
+    with pytest.raises(NotCompiledError, match="other bits"):
+        compile_keeping(joint, CPU, code)
 
 
 @pytest.mark.slow

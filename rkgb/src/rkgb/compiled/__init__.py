@@ -17,13 +17,15 @@ and what the first makes for the second is a value like any other.
 The backward is not derived again: the recording has it, casts of autocast and sums of gradients
 included. Nothing is compiled whose bits could depend on more than its inputs: random numbers are
 drawn between pieces, by eager's own operations, and what adds in an order that varies (scatters,
-embeddings) stays eager. The partition in a piece is fixed, so a value has the same bits under every
-budget. Statistics of BatchNorm are updated behind a piece, by an operation that a recomputation
-leaves out.
+embeddings) stays eager. A piece computes norms and what works element by element again in its
+backward, or keeps them: a choice of the plan, where both have the same bits. So a value has the
+same bits under every budget. Statistics of BatchNorm are updated behind a piece, by an operation
+that a recomputation leaves out.
 
 What a piece returns is checked against the recording before it is used: shape, type, strides, and
 which values share memory. What does not compile, or does not fit, stays as it was recorded, and is
-named with the reason. Read `grouping`, `joint`, `classes`, `rewrite`.
+named with the reason. Read `grouping`, `layouts`, `joint`, `classes`, `keeping`, `rewrite`,
+`replacing`.
 """
 
 from rkgb.compiled.classes import NotCompiledError

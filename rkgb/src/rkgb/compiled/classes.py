@@ -80,21 +80,26 @@ class CompiledClass:
     results: tuple[Made, ...]
     takes_back: tuple[Place, ...]
     gradients: tuple[Made, ...]
+    keeps_more: bool = False  # than is needed to compute all else again
 
 
-def compile_joint(joint: Joint, device: torch.device) -> CompiledClass:
+def compile_joint(
+    joint: Joint, device: torch.device, other: CompiledClass | None = None
+) -> CompiledClass:
     """Compile one piece for `device`.
 
     The backward computes norms and what works element by element again, from what is saved anyway.
+    With `other`, which does so, it finds kept what inductor thinks is worth it.
 
     Raises:
-        NotCompiledError: inductor cannot, or what it makes does not fit the recording.
+        NotCompiledError: inductor cannot, or what it makes does not fit the recording; or it keeps
+            no more than `other` does.
     """
     try:
         # Casts were recorded, and warnings are inductor's, about itself.
         with warnings.catch_warnings(), autocast_as(None):
             warnings.simplefilter("ignore")
-            return _Compiling(joint, device).run()
+            return _Compiling(joint, device, other).run()
     except NotCompiledError:
         raise
     except Exception as error:  # whatever tracing, partition, lowering and compilers raise
@@ -103,8 +108,8 @@ def compile_joint(joint: Joint, device: torch.device) -> CompiledClass:
 
 
 class _Compiling:
-    def __init__(self, joint: Joint, device: torch.device) -> None:
-        self.joint, self.device = joint, device
+    def __init__(self, joint: Joint, device: torch.device, other: CompiledClass | None) -> None:
+        self.joint, self.device, self.other = joint, device, other
         self.count = len(joint.results) + 2 * len(joint.statistics)
         self.name = max(joint.forward, key=lambda op: _is_heavy(op.target)).target_name
 
@@ -124,9 +129,12 @@ class _Compiling:
         static = [i for i, name in enumerate(joint.primals) if name in joint.static]
         with under_inductor(mode, _OPTIONS):
             forward, backward = partitioned(
-                graph, [*primals, *tangents], self.count, static, _is_heavy
+                *(graph, [*primals, *tangents], self.count, static, _is_heavy),
+                rebuilds=self.other is None,
             )
             halves = _Halves(forward, backward, self.count, places)
+            if self.other is not None and not halves.keeps_more(self.other):
+                raise NotCompiledError("keeps no more")
             takes = tuple(places[n.name][1] for n in halves.inputs(forward))
             resident = [at for at, taken in enumerate(takes) if taken in static]
             run = compiled_by_inductor(
@@ -152,7 +160,7 @@ class _Compiling:
         found = _described(gradients, owners, "gradient")
         check_form(joint, joint.results, results)
         check_form(joint, joint.gradients, found)
-        digest = joint.digest
+        digest = joint.digest + ("" if self.other is None else "_keeping")
         return CompiledClass(
             forward=CompiledCall(run, f"compiled_{self.name}", digest, "forward", _flops(forward)),
             backward=CompiledCall(
@@ -162,6 +170,7 @@ class _Compiling:
             results=results,
             takes_back=halves.takes_back,
             gradients=found,
+            keeps_more=self.other is not None,
         )
 
     def _like(self, info: TensorInfo) -> Tensor:
@@ -222,7 +231,7 @@ class _Halves:
     def __init__(
         self, forward: Any, backward: Any, count: int, places: Mapping[str, Place]
     ) -> None:
-        self.places = places
+        self.places, self.count = places, count
         (output,) = forward.graph.find_nodes(op="output")
         outputs = list(output.args[0])
         results, saved = outputs[:count], outputs[count:]
@@ -232,6 +241,7 @@ class _Halves:
                 _rebuild_views(node, behind, backward.graph)
         saved = [n for n in saved if n.op != "placeholder" and behind[n.name].users]
         own = [n for n in dict.fromkeys(saved) if n not in results]
+        self.kept_bytes = sum(storage_bytes(node.meta["val"]) for node in own)
         output.args = ((*results, *own),)
         at = {node.name: place for place, node in reversed([*enumerate((*results, *own))])}
         for graph in (forward, backward):
@@ -244,6 +254,10 @@ class _Halves:
             places[n.name] if n.name in places else ("result", at[n.name])
             for n in self.inputs(backward)
         )
+
+    def keeps_more(self, other: CompiledClass) -> bool:
+        """Whether another partition keeps less from the forward to the backward."""
+        return self.kept_bytes > sum(m.storage_bytes for m in other.results[self.count :])
 
     def inputs(self, graph: Any) -> list[Any]:
         """Return the placeholders of a graph."""

@@ -1,32 +1,29 @@
-"""Put compiled pieces into a simplified graph, each as one node, and bring the facts into line."""
+"""Put compiled pieces into a simplified graph, each as one node."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from rkgb.compiled.classes import (
     CompiledClass,
-    Made,
     NotCompiledError,
-    Place,
     compile_joint,
 )
 from rkgb.compiled.grouping import merging, refusal, runs_of
-from rkgb.compiled.joint import Joint, joint_of, reference
+from rkgb.compiled.joint import Joint, joint_of
+from rkgb.compiled.keeping import compile_keeping
 from rkgb.compiled.layouts import channels_last, laid_out
-from rkgb.compiled.statistics import MoveStatistics
+from rkgb.compiled.replacing import replaced
 from rkgb.device.rng import RngState
-from rkgb.elements.op import Op
-from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.backward_slices import slice_backward
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.passes import PLANNED_PASSES
-from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, SimplifiedNode
+from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
 from rkgb.torch_api.torch_private import kernel_flags, refuse_missing_compiler
 
 _log = logging.getLogger("rkgb")
@@ -34,6 +31,7 @@ Note = Callable[[str, float], None]  # what is being done, and the fraction that
 # Compiled classes of this process, by everything that their code depends on. A second budget, a
 # second layer and a second module of the same kind compile nothing.
 _known: dict[object, CompiledClass | str] = {}
+_known_keeping: dict[object, CompiledClass | str] = {}  # their other partition
 _MOST_KNOWN = 1024
 
 
@@ -55,10 +53,18 @@ class CompiledGraph:
 
     graph: SimplifiedGraph
     recorded: SimplifiedGraph  # the same nodes before
+    laid: SimplifiedGraph  # and with values in memory as they lie between pieces
     classes: tuple[str, ...]  # digest of each node's class; '' of a node that stays eager
     compiled_now: int  # classes that were not known yet
     eager: tuple[EagerPiece, ...]
     as_recorded: frozenset[int] = frozenset()  # nodes about which all values lie as recorded
+    pieces: Mapping[int, tuple[Joint, CompiledClass]] = field(default_factory=dict)
+    keeping: Mapping[int, CompiledClass] = field(default_factory=dict)  # the same, faster, for more
+
+    def with_kept(self, nodes: Collection[int]) -> SimplifiedGraph:
+        """Return the graph in which these nodes, of `keeping`, keep more for their backward."""
+        other = {i: (self.pieces[i][0], self.keeping[i]) for i in nodes}
+        return replaced(self.laid, {**self.pieces, **other})
 
     @property
     def count(self) -> int:
@@ -66,11 +72,14 @@ class CompiledGraph:
         return sum(map(bool, self.classes))
 
 
-def compile_pieces(dg: DataFlowGraph, note: Note | None = None) -> CompiledGraph:
+def compile_pieces(
+    dg: DataFlowGraph, note: Note | None = None, *, both: bool = False
+) -> CompiledGraph:
     """Return the planned graph of `dg` with its pieces compiled.
 
-    `note` hears of each class, and what part of the pieces is behind it. The random stream is as
-    before afterwards.
+    With `both`, also compile what keeps more in memory and is faster, as far as its bits are the
+    same. `note` hears of each class, and what part of the pieces is behind it. The random stream is
+    as before afterwards.
 
     Raises:
         CompilerMissingError: inductor has no compiler for the device.
@@ -82,6 +91,7 @@ def compile_pieces(dg: DataFlowGraph, note: Note | None = None) -> CompiledGraph
     stream = RngState.save(dg.basic.device)
     try:
         compiling, recorded = _compiled(dg, plain, eager, note or _ignore)
+        keeping = compiling.keeping() if both else {}
     finally:
         stream.restore()
     tried = {index for run in runs_of(plain, eager) for index in run}
@@ -97,11 +107,8 @@ def compile_pieces(dg: DataFlowGraph, note: Note | None = None) -> CompiledGraph
         _log.debug("not compiled: %s", piece)
     return CompiledGraph(
         compiling.rewritten(),
-        compiling.recorded,
-        compiling.classes,
-        len(_known) - before,
-        tuple(pieces),
-        recorded,
+        *(compiling.recorded, compiling.sg, compiling.classes, len(_known) - before),
+        *(tuple(pieces), recorded, compiling.compiled, keeping),
     )
 
 
@@ -185,156 +192,65 @@ class _Compiling:
 
     def compile(self, index: int) -> str:
         """Compile a node; return why it cannot be, or nothing."""
-        basic = self.sg.dataflow.basic
         joint = joint_of(self.sg, index)
         if joint.reads_what_it_updates:
             return "reads a buffer that it updates"
-        key = (joint.key, str(basic.device), torch.get_num_threads(), kernel_flags())
-        if key not in _known:
-            fraction = index / len(self.sg.nodes)
-            self.note(f"compiling {self.sg.nodes[index].main.target_name}", fraction)
-            try:
-                made: CompiledClass | str = compile_joint(joint, basic.device)
-            except NotCompiledError as error:
-                made = str(error)
-            while len(_known) >= _MOST_KNOWN:
-                _known.pop(next(iter(_known)))
-            _known[key] = made
-        known = _known[key]
+
+        def make() -> CompiledClass:
+            self._note(index, "compiling")
+            return compile_joint(joint, self.sg.dataflow.basic.device)
+
+        known = _of_class(_known, self._key(joint), make)
         if isinstance(known, str):
             return known
         self.compiled[index] = (joint, known)
         return ""
 
+    def keeping(self) -> dict[int, CompiledClass]:
+        """Compile the other partition of the compiled nodes, where there is one."""
+        device = self.sg.dataflow.basic.device
+        found = {}
+        for index, (joint, code) in self.compiled.items():
+
+            def make(
+                index: int = index, joint: Joint = joint, code: CompiledClass = code
+            ) -> CompiledClass:
+                self._note(index, "keeping in")
+                return compile_keeping(joint, device, code)
+
+            known = _of_class(_known_keeping, self._key(joint), make)
+            if isinstance(known, str):
+                _log.debug("%s rebuilds: %s", self.sg.nodes[index].module_path, known)
+            else:
+                found[index] = known
+        return found
+
+    def _key(self, joint: Joint) -> object:
+        device = str(self.sg.dataflow.basic.device)
+        return (joint.key, device, torch.get_num_threads(), kernel_flags())
+
+    def _note(self, index: int, what: str) -> None:
+        nodes = self.sg.nodes
+        self.note(f"{what} {nodes[index].main.target_name}", index / len(nodes))
+
     def rewritten(self) -> SimplifiedGraph:
         """Return the graph with the operations of its compiled nodes replaced."""
-        facts = _Facts(self.sg)
-        nodes = list(self.sg.nodes)
-        for index, node in enumerate(nodes):
-            if index not in self.compiled:
-                facts.follow(node.ops)
-                continue
-            nodes[index] = facts.forward(node, *self.compiled[index])
-        for index in reversed(range(len(nodes))):
-            if index not in self.compiled:
-                facts.follow(nodes[index].backward)
-                continue
-            nodes[index] = facts.backward(nodes[index], *self.compiled[index])
-        dg = self.sg.dataflow
-        dataflow = replace(dg, basic=replace(dg.basic, infos=facts.infos))
-        return replace(self.sg, dataflow=dataflow, nodes=tuple(nodes))
+        return replaced(self.sg, self.compiled)
 
 
-class _Facts:
-    """Facts about values while operations are replaced: what lies elsewhere is followed."""
-
-    def __init__(self, sg: SimplifiedGraph) -> None:
-        self.recorded: Mapping[str, TensorInfo] = sg.dataflow.infos
-        self.infos = dict(self.recorded)
-        self.is_on_host = sg.dataflow.basic.device.type == "cpu"
-        self.made: dict[str, tuple[str, ...]] = {}  # results by the name of the operation
-
-    def follow(self, ops: Sequence[Op]) -> None:
-        """Let views of values that lie elsewhere now lie there, too."""
-        for op in ops:
-            for name in filter(None, op.results):
-                info = self.recorded[name]
-                sources = (n for n in op.inputs if self.recorded[n].alias_of == info.alias_of)
-                source = next(sources, None)
-                if info.alias_of == name or source is None:
-                    continue
-                old, new = self.recorded[source], self.infos[source]
-                if (old.alias_of, old.offset) != (new.alias_of, new.offset):
-                    self.infos[name] = replace(
-                        info,
-                        alias_of=new.alias_of,
-                        storage_bytes=new.storage_bytes,
-                        offset=info.offset - old.offset + new.offset,
-                    )
-
-    def forward(self, node: SimplifiedNode, joint: Joint, code: CompiledClass) -> SimplifiedNode:
-        """Return a node with its forward replaced."""
-        main = node.main
-        first = joint.results[0]
-        count = len(code.results) - len(joint.results)
-        extra = [self._new(f"{first}_kept_{place}") for place in range(count)]
-        results = (*joint.results, *extra)
-        self.made[first] = results
-        places = {"primal": joint.primals, "tangent": joint.tangents, "result": results}
-        self._describe(results, code.results, places)
-        run = Op(
-            name=first,
-            target=code.forward,
-            args=reference([joint.primals[place] for place in code.takes]),
-            kwargs={},
-            results=results,
-            returns_many=True,
-            module_path=main.module_path,
-            source=main.source,
-            sequence_nr=main.sequence_nr,
-        )
-        moves = []
-        for place, statistics in enumerate(joint.statistics):
-            buffers = (statistics.mean, statistics.variance)
-            moves.append(
-                Op(
-                    name=f"{extra[2 * place]}_moved",
-                    target=MoveStatistics(statistics.momentum),
-                    args=reference([*buffers, *extra[2 * place : 2 * place + 2]]),
-                    kwargs={},
-                    results=(),
-                    module_path=main.module_path,
-                    source=main.source,
-                    writes=buffers,
-                )
-            )
-        name = f"compiled {node.name}"
-        return replace(node, name=name, ops=(run, *moves, *joint.effects))
-
-    def backward(self, node: SimplifiedNode, joint: Joint, code: CompiledClass) -> SimplifiedNode:
-        """Return a node with its backward replaced."""
-        results = self.made[joint.results[0]]
-        places = {
-            **{"primal": joint.primals, "tangent": joint.tangents},
-            **{"result": results, "gradient": joint.gradients},
-        }
-        self._describe(joint.gradients, code.gradients, places)
-        run = Op(
-            name=joint.gradients[0],
-            target=code.backward,
-            args=reference([places[kind][at] for kind, at in code.takes_back]),
-            kwargs={},
-            results=joint.gradients,
-            returns_many=True,
-            sequence_nr=joint.backward[0].sequence_nr,
-        )
-        return replace(node, backward=(run,))
-
-    def _describe(
-        self, names: Sequence[str], made: Sequence[Made], places: Mapping[str, Sequence[str]]
-    ) -> None:
-        for name, form in zip(names, made, strict=True):
-            home = self._at(form.home, places, names)
-            root = name if home == name else self.infos[home].alias_of
-            known = self.recorded.get(name)
-            wants = known.requires_grad if known is not None else False
-            info = form.info(root, wants, self.is_on_host)
-            # How what comes in lies in its storage was recorded, and is no matter of the class.
-            if known is not None and root == known.alias_of and root != name:
-                info = replace(info, offset=known.offset, storage_bytes=known.storage_bytes)
-            elif home != name:
-                info = replace(info, storage_bytes=self.infos[home].storage_bytes)
-            self.infos[name] = info
-
-    def _at(self, place: Place, places: Mapping[str, Sequence[str]], names: Sequence[str]) -> str:
-        kind, at = place
-        return places[kind][at] if kind in places else names[at]
-
-    def _new(self, name: str) -> str:
-        while name in self.infos:
-            name += "_"
-        self.infos[name] = TensorInfo((), torch.float32, (), False, name, 0, 0)
-        return name
+def _of_class(
+    known: dict[object, CompiledClass | str], key: object, make: Callable[[], CompiledClass]
+) -> CompiledClass | str:
+    """Return what is known under a key, or make it now; a text says why there is nothing."""
+    if key not in known:
+        try:
+            made: CompiledClass | str = make()
+        except NotCompiledError as error:
+            made = str(error)
+        while len(known) >= _MOST_KNOWN:
+            known.pop(next(iter(known)))
+        known[key] = made
+    return known[key]
 
 
 def with_backward(sg: SimplifiedGraph, basic: BasicGraph) -> SimplifiedGraph:

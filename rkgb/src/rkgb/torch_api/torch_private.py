@@ -411,10 +411,13 @@ def partitioned(
     results: int,
     static: Sequence[int],
     is_heavy: Callable[[Any], bool],
+    *,
+    rebuilds: bool,
 ) -> tuple[Any, Any]:
     """Return the graphs of the forward, whose first outputs are `results`, and of the backward.
 
-    The backward computes again what is neither heavy nor a sum over much: nothing heavy runs twice.
+    A backward that `rebuilds` computes again what is neither heavy nor a sum over much; else torch
+    weighs what is computed again against what is kept. Nothing heavy runs twice.
     """
     from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -425,7 +428,7 @@ def partitioned(
     for node in joint.graph.nodes:
         if node.op == "call_function" and is_heavy(node.target):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    with config.patch(activation_memory_budget=1.0, aggressive_recomputation=True):
+    with config.patch(activation_memory_budget=1.0, aggressive_recomputation=rebuilds):
         forward, backward = min_cut_rematerialization_partition(
             joint,
             inputs,

@@ -1,0 +1,64 @@
+"""The other partition of a piece: what its backward would compute again is kept by its forward.
+
+It is faster and takes memory, so that a plan chooses, node by node. The bits of a result must not
+depend on that choice. So both partitions are run on the same numbers, twice, and the other one is
+offered only where every bit of every result and gradient agrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rkgb.compiled.classes import CompiledClass, NotCompiledError, compile_joint
+from rkgb.compiled.joint import Joint
+from rkgb.elements.tensor_info import storage_id
+from rkgb.run.stand_ins import StandIns
+from rkgb.torch_api.torch_private import straight_to_kernels
+
+
+def compile_keeping(joint: Joint, device: torch.device, known: CompiledClass) -> CompiledClass:
+    """Compile a piece so that it keeps more than `known`, to the same bits.
+
+    Raises:
+        NotCompiledError: there is no more to keep, it does not compile, or other bits come.
+    """
+    found = compile_joint(joint, device, known)
+    for shift in (0.0, 0.5):  # numbers of one sign, then of both
+        stand_ins = StandIns(joint.infos, device, {})
+        given = [stand_ins[name] for name in (*joint.primals, *joint.tangents)]
+        _shifted(given, shift)
+        count = len(joint.primals)
+        primals, tangents = given[:count], given[count:]
+        ours, theirs = (_values(code, joint, primals, tangents) for code in (found, known))
+        if not all(map(_are_equal, ours, theirs)):
+            raise NotCompiledError("keeping more gives other bits")
+    return found
+
+
+def _values(
+    code: CompiledClass, joint: Joint, primals: Sequence[Tensor], tangents: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return results, statistics and gradients of a class."""
+    with torch.no_grad(), straight_to_kernels():
+        results = list(code.forward.run([primals[place] for place in code.takes]))
+        known = {"primal": primals, "tangent": tangents, "result": results}
+        gradients = code.backward.run([known[kind][at] for kind, at in code.takes_back])
+    return [*results[: len(joint.results) + 2 * len(joint.statistics)], *gradients]
+
+
+def _shifted(tensors: Sequence[Tensor], shift: float) -> None:
+    storages = {storage_id(t): t for t in tensors if t.is_floating_point()}
+    for tensor in storages.values() if shift else ():
+        torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            tensor.untyped_storage()
+        ).sub_(shift)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same bits; not a number is one."""
+    return torch.equal(one, other) or bool(
+        ((one == other) | (one.isnan() & other.isnan())).all().item()
+    )

@@ -1,0 +1,149 @@
+"""Put compiled pieces in place of recorded operations, and bring the facts into line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from rkgb.compiled.classes import CompiledClass, Made, Place
+from rkgb.compiled.joint import Joint, reference
+from rkgb.compiled.statistics import MoveStatistics
+from rkgb.elements.op import Op
+from rkgb.elements.tensor_info import TensorInfo
+from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
+
+
+def replaced(
+    sg: SimplifiedGraph, compiled: Mapping[int, tuple[Joint, CompiledClass]]
+) -> SimplifiedGraph:
+    """Return a graph with the operations of its compiled nodes replaced."""
+    facts = _Facts(sg)
+    nodes = list(sg.nodes)
+    for index, node in enumerate(nodes):
+        if index not in compiled:
+            facts.follow(node.ops)
+            continue
+        nodes[index] = facts.forward(node, *compiled[index])
+    for index in reversed(range(len(nodes))):
+        if index not in compiled:
+            facts.follow(nodes[index].backward)
+            continue
+        nodes[index] = facts.backward(nodes[index], *compiled[index])
+    dg = sg.dataflow
+    dataflow = replace(dg, basic=replace(dg.basic, infos=facts.infos))
+    return replace(sg, dataflow=dataflow, nodes=tuple(nodes))
+
+
+class _Facts:
+    """Facts about values while operations are replaced: what lies elsewhere is followed."""
+
+    def __init__(self, sg: SimplifiedGraph) -> None:
+        self.recorded: Mapping[str, TensorInfo] = sg.dataflow.infos
+        self.infos = dict(self.recorded)
+        self.is_on_host = sg.dataflow.basic.device.type == "cpu"
+        self.made: dict[str, tuple[str, ...]] = {}  # results by the name of the operation
+
+    def follow(self, ops: Sequence[Op]) -> None:
+        """Let views of values that lie elsewhere now lie there, too."""
+        for op in ops:
+            for name in filter(None, op.results):
+                info = self.recorded[name]
+                sources = (n for n in op.inputs if self.recorded[n].alias_of == info.alias_of)
+                source = next(sources, None)
+                if info.alias_of == name or source is None:
+                    continue
+                old, new = self.recorded[source], self.infos[source]
+                if (old.alias_of, old.offset) != (new.alias_of, new.offset):
+                    self.infos[name] = replace(
+                        info,
+                        alias_of=new.alias_of,
+                        storage_bytes=new.storage_bytes,
+                        offset=info.offset - old.offset + new.offset,
+                    )
+
+    def forward(self, node: SimplifiedNode, joint: Joint, code: CompiledClass) -> SimplifiedNode:
+        """Return a node with its forward replaced."""
+        main = node.main
+        first = joint.results[0]
+        count = len(code.results) - len(joint.results)
+        word = "held" if code.keeps_more else "kept"  # both forms are measured side by side
+        extra = [self._new(f"{first}_{word}_{place}") for place in range(count)]
+        results = (*joint.results, *extra)
+        self.made[first] = results
+        places = {"primal": joint.primals, "tangent": joint.tangents, "result": results}
+        self._describe(results, code.results, places)
+        run = Op(
+            name=first,
+            target=code.forward,
+            args=reference([joint.primals[place] for place in code.takes]),
+            kwargs={},
+            results=results,
+            returns_many=True,
+            module_path=main.module_path,
+            source=main.source,
+            sequence_nr=main.sequence_nr,
+        )
+        moves = []
+        for place, statistics in enumerate(joint.statistics):
+            buffers = (statistics.mean, statistics.variance)
+            moves.append(
+                Op(
+                    name=f"{extra[2 * place]}_moved",
+                    target=MoveStatistics(statistics.momentum),
+                    args=reference([*buffers, *extra[2 * place : 2 * place + 2]]),
+                    kwargs={},
+                    results=(),
+                    module_path=main.module_path,
+                    source=main.source,
+                    writes=buffers,
+                )
+            )
+        name = f"compiled {node.name}"
+        return replace(node, name=name, ops=(run, *moves, *joint.effects))
+
+    def backward(self, node: SimplifiedNode, joint: Joint, code: CompiledClass) -> SimplifiedNode:
+        """Return a node with its backward replaced."""
+        results = self.made[joint.results[0]]
+        places = {
+            **{"primal": joint.primals, "tangent": joint.tangents},
+            **{"result": results, "gradient": joint.gradients},
+        }
+        self._describe(joint.gradients, code.gradients, places)
+        run = Op(
+            name=joint.gradients[0],
+            target=code.backward,
+            args=reference([places[kind][at] for kind, at in code.takes_back]),
+            kwargs={},
+            results=joint.gradients,
+            returns_many=True,
+            sequence_nr=joint.backward[0].sequence_nr,
+        )
+        return replace(node, backward=(run,))
+
+    def _describe(
+        self, names: Sequence[str], made: Sequence[Made], places: Mapping[str, Sequence[str]]
+    ) -> None:
+        for name, form in zip(names, made, strict=True):
+            home = self._at(form.home, places, names)
+            root = name if home == name else self.infos[home].alias_of
+            known = self.recorded.get(name)
+            wants = known.requires_grad if known is not None else False
+            info = form.info(root, wants, self.is_on_host)
+            # How what comes in lies in its storage was recorded, and is no matter of the class.
+            if known is not None and root == known.alias_of and root != name:
+                info = replace(info, offset=known.offset, storage_bytes=known.storage_bytes)
+            elif home != name:
+                info = replace(info, storage_bytes=self.infos[home].storage_bytes)
+            self.infos[name] = info
+
+    def _at(self, place: Place, places: Mapping[str, Sequence[str]], names: Sequence[str]) -> str:
+        kind, at = place
+        return places[kind][at] if kind in places else names[at]
+
+    def _new(self, name: str) -> str:
+        while name in self.infos:
+            name += "_"
+        self.infos[name] = TensorInfo((), torch.float32, (), False, name, 0, 0)
+        return name
