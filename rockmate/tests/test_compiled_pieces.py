@@ -22,14 +22,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rkgb.compiled.rewrite as rewriting
+import rockmate.pipeline.keeping as choosing
 from rkgb.compiled.classes import NotCompiledError
-from rkgb.engine import Sample
+from rkgb.costs import Measured
+from rkgb.engine import Sample, measure
 from rockmate import Rockmate
 from rockmate.comparison.eager import StepResult, run_step
 from rockmate.comparison.rounding import compare_rounded
 from rockmate.errors import SelfTestError, UnknownChoiceError
+from rockmate.pipeline.planned import Planned
+from rockmate.pipeline.self_test import self_test
 
 Result = list[Tensor]
+# By FLOPs no form of a piece is faster than the other: one is compiled.
+CHEAP: dict[str, Any] = {"cost": "flops"}
 
 
 class Block(nn.Module):
@@ -199,7 +205,7 @@ def test_bits_do_not_depend_on_the_budget(
     for share in (1.0, 0.85, 0.7):
         budget = int(share * peaks[0]) if peaks else 1.0
         own = copy.deepcopy(model)
-        rk = Rockmate(own, data, budget, compile=True)
+        rk = Rockmate(own, data, budget, compile=True, **CHEAP)
         assert rk.measured_peak_bytes == rk.plan.peak_bytes <= rk.budget_bytes
         assert rk.plan.compiled.compiled >= 6
         assert rk.plan.compiled.compiled_now == 0 or not peaks  # none for another budget
@@ -212,6 +218,51 @@ def test_bits_do_not_depend_on_the_budget(
 
 
 @pytest.mark.slow
+def test_pieces_keep_more_where_there_is_room_to_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def faster(*given: Any) -> Measured:
+        """Measure, and find every piece faster that keeps more."""
+        found = measure(*given)
+        costs = {k: replace(c, time_ms=0) if "_keeping" in k else c for k, c in found.costs.items()}
+        return replace(found, costs=costs)
+
+    monkeypatch.setattr(choosing, "measure", faster)
+    torch.manual_seed(0)
+    model, data = language()
+    ours: list[Result] = []
+    kept: list[int] = []
+    peaks: list[int] = []
+    for budget in (1.0, 0.7, 0.5):
+        own = copy.deepcopy(model)
+        rk = Rockmate(own, data, budget, compile=True)
+        assert rk.measured_peak_bytes == rk.plan.peak_bytes <= rk.budget_bytes
+        kept.append(rk.plan.compiled.keeping)
+        peaks.append(rk.plan.peak_bytes)
+        ours.append(train(rk, own, data))
+    assert kept[0] > kept[1] >= kept[2]
+    assert peaks[0] > peaks[1] > peaks[2]
+    own = copy.deepcopy(model)
+    rk = Rockmate(own, data, 1.0, compile=True, **CHEAP)
+    assert rk.plan.compiled.keeping == 0
+    assert rk.plan.compiled.compiled_now == 0  # the first form is the same
+    assert rk.plan.peak_bytes < peaks[0]
+    ours.append(train(rk, own, data))
+    assert all(same_bits(ours[0], other) for other in ours)
+
+    def strict(planned: Planned, *rest: Any) -> Any:
+        if planned.network.kept:
+            raise SelfTestError("other bits")
+        return self_test(planned, *rest)
+
+    planning = sys.modules["rockmate.pipeline.plan_module"]  # the stage has a function of that name
+    monkeypatch.setattr(planning, "self_test", strict)
+    rk = Rockmate(copy.deepcopy(model), data, 1.0, compile=True)
+    assert rk.plan.compiled.keeping == 0
+    assert rk.measured_peak_bytes == rk.plan.peak_bytes
+
+
+@pytest.mark.slow
 def test_every_piece_of_a_network_with_skips_is_compiled() -> None:
     torch.manual_seed(0)
     model, x = Skips(), torch.randn(2, 3, 16, 16)
@@ -221,7 +272,7 @@ def test_every_piece_of_a_network_with_skips_is_compiled() -> None:
     peaks: list[int] = []
     for share in (1.0, 0.85):
         own = copy.deepcopy(model)
-        rk = Rockmate(own, x, int(share * peaks[0]) if peaks else 1.0, compile=True)
+        rk = Rockmate(own, x, int(share * peaks[0]) if peaks else 1.0, compile=True, **CHEAP)
         assert rk.plan.compiled.compiled == rk.plan.compiled.nodes >= 8
         assert rk.measured_peak_bytes == rk.plan.peak_bytes <= rk.budget_bytes
         ours.append(train(rk, own, (x,)))
@@ -241,7 +292,7 @@ def test_autocast_around() -> None:
     for budget in (1.0, 0.75):
         own = copy.deepcopy(model)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            rk = Rockmate(own, x, budget, compile=True)
+            rk = Rockmate(own, x, budget, compile=True, **CHEAP)
         ours.append(train(AroundHalf(rk), own, (x,)))
         assert len(rk.plans) == 1
         assert rk.plan.compiled.compiled >= 6
@@ -253,7 +304,7 @@ def test_autocast_around() -> None:
 def test_equal_layers_are_compiled_once_and_the_report_names_what_is_not() -> None:
     torch.manual_seed(0)
     model, data = language()
-    rk = Rockmate(model, data, 0.8, compile=True)
+    rk = Rockmate(model, data, 0.8, compile=True, **CHEAP)
     report = rk.plan.compiled
     assert report.classes < report.compiled < report.nodes
     assert {name for _, name, _ in report.eager} >= {"embedding", "empty_strided+bernoulli_+div_"}
@@ -293,7 +344,7 @@ def test_gradients_that_arrive_otherwise_and_accumulate() -> None:
     ours = []
     for budget in (1.0, 0.7):
         own = copy.deepcopy(model)
-        rk = Rockmate(own, x, budget, compile=True)
+        rk = Rockmate(own, x, budget, compile=True, **CHEAP)
         ours.append(gradients(rk, own))
     assert same_bits(*ours)
     for a, b in zip(ours[0], eager, strict=True):
@@ -315,7 +366,7 @@ def test_under_ddp_and_at_another_length(tmp_path: Path) -> None:
     try:
         for budget, wrapped in ((1.0, False), (0.7, False), (0.7, True)):
             own = copy.deepcopy(model)
-            rk = Rockmate(own, long, budget, compile=True)
+            rk = Rockmate(own, long, budget, compile=True, **CHEAP)
             run = nn.parallel.DistributedDataParallel(rk) if wrapped else rk
             for x in (long, short):
                 run(x).square().mean().backward()

@@ -68,8 +68,9 @@ class Rockmate(nn.Module):
             submodule around that part runs whole; `plan.opaque` names them.
         compile: let inductor compile runs of neighbouring operations. Results then have the same
             bits under every budget, and are eager's up to rounding: `plan.compiled` says what is
-            compiled, and how far off the self-test found a step. Needs a C++ compiler (CPU) or
-            Triton (GPU), and some seconds for each kind of piece.
+            compiled, and how far off the self-test found a step. Norms and the like are computed
+            again in the backward of a piece, or kept for it where the budget leaves room. Needs a
+            C++ compiler (CPU) or Triton (GPU), and some seconds for each kind of piece.
         plan: path of a file that `save_plan` wrote: its plan serves, nothing is searched or
             measured, and what differs from when it was made is refused in words.
         cache: a folder of plans between two starts; False for none. Usual: `ROCKMATE_CACHE`, a

@@ -33,6 +33,8 @@ class Network:
     asked: Problem  # in bytes that are asked of it
     fixed: frozenset[int] = frozenset()  # nodes that are never run again: other bits would come
     compiled: CompiledGraph | None = None  # where pieces of it are
+    kept: frozenset[int] = frozenset()  # of these, what keeps more for its backward
+    rebuilding: Network | None = None  # the same where nothing does
 
     @property
     def opaque(self) -> tuple[str, ...]:

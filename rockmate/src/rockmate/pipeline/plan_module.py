@@ -26,10 +26,11 @@ from rkgb.run import RunnableGraph
 from rockmate import planners
 from rockmate.comparison.deterministic import deterministic_algorithms
 from rockmate.comparison.eager import Keep, StepResult
-from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
+from rockmate.errors import InfeasibleBudgetError, SelfTestError, UnsupportedModuleError
 from rockmate.files.plan_file import SavedPlan
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.pipeline.follow import Call
+from rockmate.pipeline.keeping import Keeping, keeping_of
 from rockmate.pipeline.network import Network, network_of
 from rockmate.pipeline.planned import (
     Planned,
@@ -155,9 +156,15 @@ def _planned_anew(
     compiled: CompiledGraph | None = None
     if settings.compile:
         with phases.phase("inductor"):
-            compiled = compile_pieces(B_to_D(basic), phases.note)
+            both = settings.cost == "measured"  # else nothing says that one form is faster
+            compiled = compile_pieces(B_to_D(basic), phases.note, both=both)
             recorded = runnable(compiled.graph)
     network = network_of(model, recorded, given, settings, phases, compiled=compiled)
+    keeping: Keeping | None = None
+    if compiled is not None:
+        with phases.phase("measurement"):
+            keeping = keeping_of(network, model, given)
+        network = network if keeping is None else keeping.network  # measured again beside the other
     eager: StepResult | None = None
     if settings.self_test or fraction is not None:
         with phases.phase("eager"):
@@ -171,24 +178,37 @@ def _planned_anew(
         budget_bytes = int(fraction * peak_of(eager, network.problem))
     assert budget_bytes is not None
 
-    def make(blocks_bytes: int) -> Planned:
+    def make(blocks_bytes: int, keeping: Keeping | None) -> Planned:
         return _planned(
-            *(network, given, budget_bytes, eager, settings, phases, call.blocks, blocks_bytes)
+            *(network, given, budget_bytes, eager, settings, phases, call.blocks),
+            *(keeping, blocks_bytes),
         )
 
-    return _tested(make, call, eager) if settings.self_test else make(0)
+    return _tested(make, keeping, call, eager) if settings.self_test else make(0, keeping)
 
 
-def _tested(make: Callable[[int], Planned], call: Call, eager: StepResult | None) -> Planned:
+def _tested(
+    make: Callable[[int, Keeping | None], Planned],
+    keeping: Keeping | None,
+    call: Call,
+    eager: StepResult | None,
+) -> Planned:
     """Return a plan that has passed the self-test, made anew where whole blocks go over the budget.
 
-    `make` plans with so many bytes set aside.
+    `make` plans with so many bytes set aside, and with what pieces may keep.
     """
     aside_bytes = 0
     for _ in range(_MOST_TRIES):
-        planned = make(aside_bytes)
+        planned = make(aside_bytes, keeping)
         with call.phases.phase("self_test"):
-            ours, found = self_test(planned, call.model, call.sample, eager)
+            try:
+                ours, found = self_test(planned, call.model, call.sample, eager)
+            except SelfTestError as error:
+                if planned.network.rebuilding is None:
+                    raise
+                _log.warning("pieces keep no more than they must: %s", error)
+                keeping, aside_bytes = None, 0
+                continue
             device_of(call.sample.device).give_back()
         planned = replace(planned, measured_peak_bytes=ours.allocated_peak_bytes, comparison=found)
         over_bytes = ours.allocated_peak_bytes - planned.budget_bytes
@@ -260,10 +280,13 @@ def _planned(
     settings: Settings,
     phases: Phases,
     blocks: KnownBlocks,
+    keeping: Keeping | None,
     blocks_bytes: int = 0,
 ) -> Planned:
     problem = network.problem
     plan = _plan_within(problem, budget_bytes, settings, phases, blocks, blocks_bytes)
+    if keeping is not None:
+        network, plan = keeping.filled(plan)
     plan = without_reruns(network, plan)
     return replace(
         compiled_plan(network, plan, given, budget_bytes, phases),

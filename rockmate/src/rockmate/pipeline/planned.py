@@ -174,6 +174,7 @@ def compiled_part(planned: Planned) -> CompiledPart | None:
         compiled=compiled.count,
         classes=len(set(compiled.classes) - {""}),
         compiled_now=compiled.compiled_now,
+        keeping=len(planned.network.kept),
         seconds=planned.seconds.get("inductor", 0.0),
         eager=tuple((e.module_path, e.name, e.why) for e in compiled.eager),
         agreement=planned.comparison,

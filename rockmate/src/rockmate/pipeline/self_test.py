@@ -140,8 +140,9 @@ def _test_of_compiled(
     ours = _planned_step(planned, model, sample, "nothing" if eager is None else "fingerprints")
     if eager is None:
         return ours, "the eager step does not fit, so that nothing was compared"
-    if planned.executor.planned.program.runs_again:
-        free = replace(planned, executor=Executor(unplanned_executable(network)))
+    if planned.executor.planned.program.runs_again or network.rebuilding is not None:
+        network = network.rebuilding or network
+        free = replace(planned, network=network, executor=Executor(unplanned_executable(network)))
         again = _planned_step(free, model, sample, "fingerprints")
         refuse(
             differences(again, ours),

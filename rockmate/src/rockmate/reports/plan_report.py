@@ -26,12 +26,15 @@ class CompiledPart:
     seconds: float  # of compiling, or of finding out that all is known
     eager: tuple[tuple[str, str, str], ...]
     agreement: str  # how near to eager the self-test found a step; '' without one
+    keeping: int = 0  # nodes that keep what others compute again in their backward
 
     def __str__(self) -> str:
         lines = [
             f"compiled: {self.compiled} of {self.nodes} nodes, of {self.classes} kinds, "
             f"{self.compiled_now} of them now, in {self.seconds:.1f} s"
         ]
+        if self.keeping:
+            lines.append(f"  {self.keeping} of them keep norms and the like for their backward")
         if self.agreement:
             lines.append(f"  {self.agreement}")
         kinds: dict[tuple[str, str], list[str]] = {}

@@ -1,0 +1,153 @@
+"""Compiled pieces that keep more for their backward, where a plan leaves room for it.
+
+A piece computes norms and what works element by element again in its backward. Its other form
+keeps them: the same bits, a faster backward, more bytes from forward to backward. A plan is made
+for the first form, which fits wherever anything does. What is left of the budget then goes to
+those pieces whose other form gains most time for its bytes; the simulator judges every choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import Tensor, nn
+
+from rkgb.compiled import freeing
+from rkgb.costs import Measured
+from rkgb.engine import Sample, external_values, measure, runnable
+from rockmate.pipeline.network import Network, assembled
+from rockmate.schedules.plan import Plan, make_plan
+from rockmate.schedules.simulate import simulate
+
+_LEAST_GAIN = 0.01  # of the time of a piece: less is noise of the measurement
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """A compiled network, and its pieces' costs in both forms."""
+
+    network: Network
+    measured: Measured
+    external: Mapping[str, Tensor]
+
+    def filled(self, plan: Plan) -> tuple[Network, Plan]:
+        """Return the network and the plan in which pieces keep more, as far as there is room."""
+        if not self._worth_it:
+            return self.network, plan
+        best = self._trial(plan, (self.network, plan), self._worth_it)
+        if best is not None:
+            return best
+        best = self.network, plan
+        for nodes in self._kinds():
+            before = best
+            fit, too_many, count = 0, len(nodes) + 1, len(nodes)
+            while too_many - fit > 1:
+                trial = self._trial(plan, before, nodes[:count])
+                if trial is None:
+                    too_many = count
+                else:
+                    fit, best = count, trial
+                count = (fit + too_many) // 2
+        return best
+
+    def _trial(
+        self, plan: Plan, before: tuple[Network, Plan], nodes: Collection[int]
+    ) -> tuple[Network, Plan] | None:
+        """Let more nodes keep more than before; None where it does not fit, or gains nothing."""
+        network = self._with(before[0].kept | {*nodes})
+        if simulate(network.problem, plan.steps).peak_bytes > plan.budget_bytes:
+            return None
+        found = _plan_of(network, plan)
+        return (network, found) if found.time_ms < before[1].time_ms else None
+
+    def _kinds(self) -> list[list[int]]:
+        """Return the nodes of each kind, most gain for a byte first.
+
+        The last ones come first, as what they keep is kept for the shortest time.
+        """
+        codes = self.network.compiled.classes if self.network.compiled is not None else ()
+        kinds: dict[str, list[int]] = {}
+        for index in sorted(self._worth_it, reverse=True):
+            kinds.setdefault(codes[index], []).append(index)
+        return sorted(kinds.values(), key=lambda nodes: -self._worth(nodes[0]))
+
+    @cached_property
+    def _worth_it(self) -> frozenset[int]:
+        before = self.network.problem.nodes
+        return frozenset(
+            index
+            for index, gain in self._gains_ms.items()
+            if gain > _LEAST_GAIN * (before[index].fwd_time_ms + before[index].bwd_time_ms)
+        )
+
+    @cached_property
+    def _every(self) -> Network:
+        assert self.network.compiled is not None
+        return self._with(frozenset(self.network.compiled.keeping))
+
+    @cached_property
+    def _gains_ms(self) -> Mapping[int, float]:
+        assert self.network.compiled is not None
+        before, after = self.network.problem.nodes, self._every.problem.nodes
+        return {
+            i: before[i].fwd_time_ms
+            + before[i].bwd_time_ms
+            - after[i].fwd_time_ms
+            - after[i].bwd_time_ms
+            for i in self.network.compiled.keeping
+        }
+
+    def _worth(self, index: int) -> float:
+        """Return the milliseconds that a node gains for each byte that it keeps more."""
+        kept = [
+            sum(s.size_bytes for s in problem.storages if s.producer == index)
+            for problem in (self._every.problem, self.network.problem)
+        ]
+        return self._gains_ms[index] / max(1, kept[0] - kept[1])
+
+    def _with(self, nodes: Collection[int]) -> Network:
+        compiled = self.network.compiled
+        assert compiled is not None
+        recorded = runnable(compiled.with_kept(nodes))
+        graph = freeing(recorded.graph)
+        network = assembled(graph, recorded, self.measured, self.external, compiled)
+        return replace(network, kept=frozenset(nodes), rebuilding=self.network)
+
+
+def keeping_of(network: Network, model: nn.Module, sample: Sample) -> Keeping | None:
+    """Measure both forms of a network's pieces side by side; None where there is one only."""
+    compiled = network.compiled
+    if compiled is None or not compiled.keeping:
+        return None
+    graph = freeing(runnable(compiled.with_kept(compiled.keeping)).graph)
+    infos = {**network.graph.dataflow.infos, **graph.dataflow.infos}
+    basic = replace(graph.dataflow.basic, infos=infos)
+    external = external_values(basic, model, sample.leaves)
+    nodes = [g.nodes[index] for index in compiled.keeping for g in (network.graph, graph)]
+    both = measure(basic, [op for n in nodes for op in (*n.ops, *n.backward)], external)
+    known = network.measured
+    measured = replace(
+        known,
+        costs={**known.costs, **both.costs},
+        callees={**known.callees, **both.callees},
+        unsteady=known.unsteady | both.unsteady,
+    )
+    network = assembled(network.graph, network.recorded, measured, external, compiled)
+    return Keeping(network, measured, external)
+
+
+def _plan_of(network: Network, plan: Plan) -> Plan:
+    """Return the plan of the same steps where pieces keep more."""
+    problem = network.problem
+    found = make_plan(problem, plan.steps, plan.budget_bytes, plan.planner)
+    # Without recomputation nothing is faster; else what was proven was of other pieces.
+    bound_ms = None if found.overhead_ms else found.base_time_ms
+    return replace(
+        found,
+        tried=plan.tried,
+        bound_ms=bound_ms,
+        plan_seconds=plan.plan_seconds,
+        status="feasible" if found.overhead_ms else plan.status,
+    )
