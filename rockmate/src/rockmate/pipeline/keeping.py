@@ -14,7 +14,6 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from rkgb.compiled import freeing
 from rkgb.costs import Measured
 from rkgb.engine import Sample, external_values, measure, runnable
 from rockmate.pipeline.network import Network, assembled
@@ -111,8 +110,7 @@ class Keeping:
         compiled = self.network.compiled
         assert compiled is not None
         recorded = runnable(compiled.with_kept(nodes))
-        graph = freeing(recorded.graph)
-        network = assembled(graph, recorded, self.measured, self.external, compiled)
+        network = assembled(recorded.graph, recorded, self.measured, self.external, compiled)
         return replace(network, kept=frozenset(nodes), rebuilding=self.network)
 
 
@@ -121,7 +119,7 @@ def keeping_of(network: Network, model: nn.Module, sample: Sample) -> Keeping | 
     compiled = network.compiled
     if compiled is None or not compiled.keeping:
         return None
-    graph = freeing(runnable(compiled.with_kept(compiled.keeping)).graph)
+    graph = runnable(compiled.with_kept(compiled.keeping)).graph
     infos = {**network.graph.dataflow.infos, **graph.dataflow.infos}
     basic = replace(graph.dataflow.basic, infos=infos)
     external = external_values(basic, model, sample.leaves)
