@@ -12,7 +12,7 @@ from rkgb.costs.node_facts import Cost, NodeFacts
 from rkgb.costs.op_costs import FlopCost, OpCost, cost_of_piece, op_key
 from rkgb.costs.plain_step import plain_peak_bytes
 from rkgb.costs.rounds import Timing
-from rkgb.costs.scaled import measure_others, measure_resized
+from rkgb.costs.scaled import foresee_resized, measure_others, measure_resized
 
 __all__ = [
     "Cost",
@@ -26,6 +26,7 @@ __all__ = [
     "cost_of_piece",
     "foresee",
     "foresee_as_recorded",
+    "foresee_resized",
     "measure_others",
     "measure_resized",
     "op_key",

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from rkgb.costs.foreseen import Foreseen, foresee
 from rkgb.costs.measure import Measured, measure
-from rkgb.costs.op_costs import FlopCost, OpCost, op_key
+from rkgb.costs.op_costs import FlopCost, OpCost, kinds_of, named, op_key
 from rkgb.elements.op import Op
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
@@ -77,4 +78,41 @@ def measure_others(
         costs={**known.costs, **costs},
         callees={**known.callees, **found.callees},
         unsteady=known.unsteady | found.unsteady,
+    )
+
+
+def foresee_resized(
+    basic: BasicGraph,
+    ops: Sequence[Op],
+    known: Foreseen,
+    known_ops: Sequence[Op],
+    known_infos: Mapping[str, TensorInfo],
+) -> Foreseen:
+    """Return what each kind among `ops` will cost, where those of the same step are `known`.
+
+    `known_ops` are of that step at another size. An operation is found again by its name and its
+    kernel; one that has none there takes time like the rest. Workspaces are foreseen.
+    """
+    source, recorded_ms, work_ms = FlopCost(), 0.0, 0.0
+    pace: dict[tuple[str, str], float] = {}
+    for op in known_ops:
+        found = known.costs[op_key(op, known_infos)].time_ms
+        work = source.time_ms(op, known_infos)
+        pace[op.name, op.target_name] = found / work
+        recorded_ms, work_ms = recorded_ms + found, work_ms + work
+    usual = recorded_ms / (work_ms or 1.0)
+    foreseen, costs, missing = foresee(basic, ops), {}, {}
+    for key, op in kinds_of(basic, ops).items():
+        cost = foreseen.costs[key]
+        if (op.name, op.target_name) not in pace:
+            missing[key] = op
+        now_ms = cost.time_ms * pace.get((op.name, op.target_name), usual)
+        costs[key] = replace(cost, time_ms=now_ms)
+    lacking = sum(foreseen.costs[key].time_ms for key in missing)
+    work_ms = sum(cost.time_ms for cost in foreseen.costs.values())
+    return replace(
+        foreseen,
+        costs=costs,
+        missing=tuple(map(named, missing.values())),
+        missing_share=lacking / (work_ms or 1.0),
     )
