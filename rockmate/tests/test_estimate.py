@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,55 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     json.dumps(found.to_dict())
     few = rockmate.largest_batch(model, sample, memory, device="cpu", at_most=7)
     assert (few.plain, few.batch, few.overhead) == (7, 7, 0.0)
+
+
+def _rows(count: int) -> Tensor:
+    return torch.randn(count, 16)
+
+
+def test_the_times_of_a_largest_batch_are_in_proportion_to_recorded_ones() -> None:
+    model = Net(layers=3)
+    costs = rkgb.make_all_graphs(model, _rows(64), cost="flops").costs
+    slow = {key: replace(one, time_ms=10 * one.time_ms) for key, one in costs.costs.items()}
+    recorded = {64: rkgb.RecordedCosts(slow, "cpu", "2.13")}
+    how = {"device": "cpu", "at_most": 96}
+    counted = rockmate.largest_batch(model, _rows, 70_000, **how)
+    found = rockmate.largest_batch(model, _rows, 70_000, **how, cost=recorded)
+    assert (found.plain, found.batch) == (counted.plain, counted.batch)
+    assert found.plain < 64 < found.batch
+    assert found.estimate.step_ms == pytest.approx(
+        10 * counted.estimate.problem.base_time_ms, rel=0.02
+    )
+    assert found.overhead == pytest.approx(counted.overhead, rel=0.02)
+    assert "recorded on cpu with torch 2.13, in proportion to a batch of 64" in str(found)
+    assert "counted in FLOPs" in str(counted)
+    few = rockmate.largest_batch(model, _rows, "1GB", device="cpu", at_most=64, cost=recorded)
+    assert few.estimate.times.endswith("with torch 2.13"), "its own costs"
+
+
+def test_a_kind_of_operation_that_is_slow_is_slow_at_other_batches(
+    measured: rockmate.Rockmate,
+) -> None:
+    costs = rkgb.make_all_graphs(Net(layers=3), _rows(64), cost="flops").costs
+    heavy = {key: replace(one, time_ms=one.flops / 1e3) for key, one in costs.costs.items()}
+    recorded = {64: rkgb.RecordedCosts(heavy, "cpu", "2.13")}
+    found = rockmate.largest_batch(
+        Net(layers=3), _rows, "1GB", device="cpu", at_most=128, cost=recorded
+    )
+    linear = [node for node in found.estimate.problem.nodes if "addmm" in (node.op or node.name)]
+    expected = [2 * 128 * 16 * 16 / 1e3] * 3  # but that bytes, few of which double, count too
+    assert [node.fwd_time_ms for node in linear] == pytest.approx(expected, rel=0.05)
+    with pytest.raises(PlanMismatchError, match="have none for"):  # they are of 64
+        rockmate.largest_batch(
+            *(Net(layers=3), _rows, "1GB"),
+            **{"device": "cpu", "at_most": 2, "cost": {8: measured.plan_file()}},
+        )
+
+
+@pytest.mark.parametrize("cost", ["time", "net.plan.json", {}, {0: "flops"}, {"8": "x"}, 3])
+def test_costs_of_a_batch_come_with_the_batch(cost: Any) -> None:
+    with pytest.raises(UnknownChoiceError, match="choose flops, or costs by the batch"):
+        rockmate.largest_batch(Net(), _rows, "1GB", device="cpu", cost=cost)
 
 
 def test_where_not_even_one_sample_fits() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import rkgb
+import rockmate
 from rockmate import Rockmate
 from rockmate.progress import Phases
 
@@ -69,6 +70,28 @@ def test_an_error_closes_the_bar_and_names_its_phase(capsys: pytest.CaptureFixtu
     phases.close("nor is this")
     assert capsys.readouterr().err == ""
     assert set(phases.seconds) == {"first"}
+
+
+def test_estimates_show_their_phases(capsys: pytest.CaptureFixture[str]) -> None:
+    model, sample = nn.Linear(4, 4), torch.randn(8, 4)
+    said = rockmate.estimate(model, sample, device="cpu", points=1, progress=True)
+    shown = capsys.readouterr().err
+    assert all(f"estimate: {phase}" in shown for phase in ("recording", "costs", "bytes"))
+    assert "100%" in last_line(shown)
+    assert said.curve
+    shown = capsys.readouterr().err
+    assert "curve: smallest budget" in shown
+    assert "100%" in last_line(shown)
+    found = rockmate.largest_batch(
+        model, lambda n: torch.randn(n, 4), 900, device="cpu", at_most=9, progress=True
+    )
+    shown = capsys.readouterr().err
+    assert f"search: batch {found.batch}" in shown
+    assert "100%" in last_line(shown)
+    assert rockmate.estimate(model, sample, device="cpu", progress=False).curve
+    with pytest.raises(rkgb.TraceError):
+        rockmate.estimate(model, torch.randn(8, 5), device="cpu", progress=True)
+    assert "failed: recording" in last_line(capsys.readouterr().err)
 
 
 def test_an_error_between_two_phases_closes_the_bar(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Seconds of planning: its phases, on a progress bar where the user wants one, and their parts.
+"""Seconds of planning and of estimates: phases on a progress bar, if wanted, and their parts.
 
 The parts of planning (options, chain, simulation) are entered from many places. Handing a timer
 through all of them would put it into every signature, so `timed` adds to whoever collects.
@@ -38,18 +38,20 @@ class Phases:
     begins on a line of its own.
     """
 
-    def __init__(self, shares: Mapping[str, float], *, show: bool | None) -> None:
+    def __init__(
+        self, shares: Mapping[str, float], *, show: bool | None, title: str = "planning"
+    ) -> None:
         self.seconds: dict[str, float] = {}
         self._shares = shares
         self._done: dict[str, float] = {}  # of each phase, a fraction
-        self._now = ""
+        self._now, self._title = "", title
         self._bar: Any = None
         if shows_by_default() if show is None else show:
             from tqdm import tqdm
 
             self._bar = tqdm(
                 total=100,
-                desc="planning",
+                desc=title,
                 bar_format="{desc:<26} {bar:30} {percentage:3.0f}% [{elapsed}<{remaining}]",
                 leave=True,
                 smoothing=0,  # the mean: phases differ too much for anything else
@@ -60,13 +62,13 @@ class Phases:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._end("planning failed")
+            self._end(f"{self._title} failed")
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time what is inside under `name`."""
         self._now = name
-        self._show(f"planning: {name.replace('_', ' ')}")
+        self._show(f"{self._title}: {name.replace('_', ' ')}")
         began = time.perf_counter()
         try:
             yield
@@ -82,7 +84,7 @@ class Phases:
     def note(self, text: str, fraction: float = 0.0) -> None:
         """Show what the current phase is doing, and how much of it is done."""
         self._done[self._now] = max(fraction, self._done.get(self._now, 0.0))
-        self._show(f"planning: {text}"[:26])
+        self._show(f"{self._title}: {text}"[:26])
 
     def close(self, text: str) -> None:
         """Fill the bar and leave it with `text`."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
 from rkgb import RecordedCosts
-from rkgb.costs import Foreseen, OpCost
+from rkgb.costs import Foreseen, OpCost, foresee_as_recorded, foresee_resized
+from rkgb.elements import Op, TensorInfo
+from rkgb.graphs import BasicGraph
 from rockmate.errors import PlanFileError, PlanMismatchError, UnknownChoiceError
 from rockmate.files.plan_file import PlanFile
 from rockmate.pipeline.identity import kind_digest
@@ -25,22 +27,48 @@ class Recorded:
     words: str
     find: Callable[[str], OpCost | None]
 
-    def refuse(self, foreseen: Foreseen) -> None:
-        """Refuse a step of which the costs say too little.
+    def of(self, basic: BasicGraph, ops: Sequence[Op], recording: BasicGraph) -> Foreseen:
+        """Return what each kind among `ops` costs; they are made of a `recording`.
 
         Raises:
-            PlanMismatchError: the operations without costs do more than a tenth of the work;
-                `differences` are all of them.
+            PlanMismatchError: the operations without costs do more than a tenth of the work.
         """
-        missing = foreseen.missing
-        if foreseen.missing_share > _MOST_MISSING:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise PlanMismatchError(
-                f"the costs ({self.words}) have none for {', '.join(missing[:3])}{more}: they are "
-                "of another network, shape or device. Record costs of this call, or estimate with "
-                "cost='flops'",
-                missing,
-            )
+        found = foresee_as_recorded(basic, ops, self.find, recording)
+        _refuse_others(found, self.words)
+        return found
+
+
+@dataclass(frozen=True)
+class InProportion:
+    """Costs that are known of one step, for the same step at other sizes."""
+
+    words: str
+    known: Foreseen
+    known_ops: Sequence[Op]
+    known_infos: Mapping[str, TensorInfo]
+
+    def of(self, basic: BasicGraph, ops: Sequence[Op], _: BasicGraph) -> Foreseen:
+        """Return what each kind among `ops` costs, in proportion.
+
+        Raises:
+            PlanMismatchError: the operations without costs do more than a tenth of the work.
+        """
+        found = foresee_resized(basic, ops, self.known, self.known_ops, self.known_infos)
+        _refuse_others(found, self.words)
+        return found
+
+
+def _refuse_others(foreseen: Foreseen, words: str) -> None:
+    """Refuse a step of which the costs say too little; `differences` are all that they lack."""
+    missing = foreseen.missing
+    if foreseen.missing_share > _MOST_MISSING:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise PlanMismatchError(
+            f"the costs ({words}) have none for {', '.join(missing[:3])}{more}: they are "
+            "of another network, shape or device. Record costs of this call, or estimate with "
+            "cost='flops'",
+            missing,
+        )
 
 
 def _of_plans(file: PlanFile) -> Recorded:

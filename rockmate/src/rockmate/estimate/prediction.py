@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch import nn
 
 from rockmate import planners
 from rockmate.estimate.costs_from_file import Cost, recorded_costs
-from rockmate.estimate.sizes import Sizes, sizes_of
+from rockmate.estimate.sizes import Sizes, check_optimizer, sizes_of
 from rockmate.problems.problem import Problem
+from rockmate.progress import Phases
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.report import format_bytes
 from rockmate.schedules.simulate import simulate
@@ -56,6 +57,7 @@ class Estimate:
     device: str
     points: int
     times: str = "FLOPs"
+    progress: bool | None = field(default=None, repr=False, compare=False)
 
     @property
     def problem(self) -> Problem:
@@ -105,11 +107,18 @@ class Estimate:
     @cached_property
     def curve(self) -> tuple[Point, ...]:
         """Extra time over budget, from the budget that costs nothing down to the smallest."""
-        high, low = self._enough_bytes, self.smallest_budget_bytes
+        phases = Phases({"smallest budget": 1, "budgets": 2}, show=self.progress, title="curve")
+        with phases.phase("smallest budget"):
+            high, low = self._enough_bytes, self.smallest_budget_bytes
         shares = [1 - (i + 1) / self.points for i in range(self.points)]
         budgets = [low + round(share * (high - low)) for share in shares]
-        found = [Point(high, 0.0, 0.0)]
-        return (*found, *map(self.at, dict.fromkeys(b for b in budgets if b < high)))
+        found, asked = [Point(high, 0.0, 0.0)], dict.fromkeys(b for b in budgets if b < high)
+        with phases.phase("budgets"):
+            for budget in asked:
+                phases.note(f"budget {len(found)} of {len(asked)}", (len(found) - 1) / len(asked))
+                found.append(self.at(budget))
+        phases.close("curve of extra time")
+        return tuple(found)
 
     def at(self, budget: Budget) -> Point:
         """Return the extra time within a budget: bytes, text, or a fraction of a plain step's peak.
@@ -198,6 +207,7 @@ def estimate(
     device: torch.device | str | None = None,
     points: int = 4,
     cost: Cost = "flops",
+    progress: bool | None = None,
 ) -> Estimate:
     """Return what training `model` on `sample` will take, without running anything.
 
@@ -214,6 +224,8 @@ def estimate(
         cost: what extra time is counted in: "flops", or costs that were recorded for this call,
             perhaps on another machine: the path of a file that `rk.save_plan` wrote, an
             `rkgb.RecordedCosts`, or the path of one. They also say the workspace of every kernel.
+        progress: show a bar with phase and time left, also when the curve is first asked for; by
+            default in a terminal and a notebook.
 
     Example:
         >>> with torch.device("meta"):
@@ -230,9 +242,15 @@ def estimate(
     """
     where = usual_device(device)
     recorded = recorded_costs(cost)
-    sizes = sizes_of(model, sample, kwargs, optimizer=optimizer, device=where, recorded=recorded)
-    times = "FLOPs" if recorded is None else recorded.words
-    return Estimate(sizes, type(model).__name__, optimizer, str(where), max(1, points), times)
+    check_optimizer(optimizer)
+    phases = Phases({"recording": 3, "costs": 2, "bytes": 1}, show=progress, title="estimate")
+    with phases:
+        sizes = sizes_of(
+            model, sample, kwargs, optimizer=optimizer, device=where, costs=recorded, phases=phases
+        )
+    phases.close("estimate")
+    name, times = type(model).__name__, "FLOPs" if recorded is None else recorded.words
+    return Estimate(sizes, name, optimizer, str(where), max(1, points), times, progress)
 
 
 def usual_device(device: torch.device | str | None) -> torch.device:

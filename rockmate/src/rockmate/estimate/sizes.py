@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.capture import record_sizes
-from rkgb.costs import foresee, foresee_as_recorded, plain_peak_bytes
+from rkgb.capture import SizedStep, record_sizes
+from rkgb.costs import Foreseen, foresee, plain_peak_bytes
 from rkgb.elements import flatten
 from rkgb.engine import B_to_D, D_to_S, bind_inputs, node_facts, operations, runnable
-from rkgb.graphs import PLANNED_PASSES
+from rkgb.graphs import PLANNED_PASSES, SimplifiedGraph
 from rockmate.errors import UnknownChoiceError, UnsupportedModuleError
-from rockmate.estimate.costs_from_file import Recorded
+from rockmate.estimate.costs_from_file import InProportion, Recorded
 from rockmate.pipeline.network_problem import problem_of
 from rockmate.problems.problem import Problem
+from rockmate.progress import Phases
 from rockmate.runtime.plain import plain
 
 # Tensors of the size of each parameter that an optimizer keeps.
@@ -72,6 +73,50 @@ def check_optimizer(name: str) -> None:
         raise UnknownChoiceError("optimizer", name, OPTIMIZERS)
 
 
+@dataclass(frozen=True)
+class PricedStep:
+    """A step that was recorded without content, and what each of its operations will cost."""
+
+    recording: SizedStep
+    graph: SimplifiedGraph
+    foreseen: Foreseen
+
+    def in_proportion(self, words: str) -> InProportion:
+        """Return its costs for the same step at other sizes; `words` say where they are from."""
+        infos = self.graph.dataflow.infos
+        return InProportion(words, self.foreseen, operations(self.graph), infos)
+
+
+def priced_step(
+    model: nn.Module,
+    sample: Any,
+    kwargs: Mapping[str, Any] | None,
+    device: torch.device,
+    costs: Recorded | InProportion | None = None,
+    phases: Phases | None = None,
+) -> PricedStep:
+    """Return a step of `model` on `device`, with costs by FLOPs or those that are given.
+
+    Raises:
+        UnsupportedModuleError: nothing requires a gradient.
+        PlanMismatchError: the costs are for another call.
+        rkgb.TraceError: the step cannot be recorded without content; it says why and where.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UnsupportedModuleError(
+            f"no parameter of {type(model).__name__} requires a gradient, so there is no training "
+            "to estimate. Set requires_grad."
+        )
+    phases = phases or Phases({}, show=False)
+    with phases.phase("recording"), plain():
+        step = record_sizes(model, sample, kwargs, device)
+        graph = runnable(D_to_S(B_to_D(step.basic), passes=PLANNED_PASSES)).graph
+    basic, ops = graph.dataflow.basic, operations(graph)
+    with phases.phase("costs"):
+        foreseen = foresee(basic, ops) if costs is None else costs.of(basic, ops, step.basic)
+    return PricedStep(step, graph, foreseen)
+
+
 def sizes_of(
     model: nn.Module,
     sample: Any,
@@ -79,32 +124,22 @@ def sizes_of(
     *,
     optimizer: str,
     device: torch.device,
-    recorded: Recorded | None = None,
+    costs: Recorded | InProportion | None = None,
+    phases: Phases | None = None,
 ) -> Sizes:
-    """Return what training `model` on `sample` holds on `device`; costs may be `recorded`.
+    """Return what training `model` on `sample` holds on `device`; `costs` may be recorded ones.
 
     Raises:
         UnknownChoiceError: the optimizer is not known.
-        UnsupportedModuleError: nothing requires a gradient.
-        PlanMismatchError: the recorded costs are for another call.
-        rkgb.TraceError: the step cannot be recorded without content; it says why and where.
+        UnsupportedModuleError, PlanMismatchError, rkgb.TraceError: see `priced_step`.
     """
     check_optimizer(optimizer)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UnsupportedModuleError(
-            f"no parameter of {type(model).__name__} requires a gradient, so there is no training "
-            "to estimate. Set requires_grad."
-        )
-    with plain():
-        step = record_sizes(model, sample, kwargs, device)
-    graph = runnable(D_to_S(B_to_D(step.basic), passes=PLANNED_PASSES)).graph
-    basic, ops = graph.dataflow.basic, operations(graph)
-    if recorded is None:
-        foreseen = foresee(basic, ops)
-    else:
-        foreseen = foresee_as_recorded(basic, ops, recorded.find, step.basic)
-        recorded.refuse(foreseen)
-    problem = problem_of(graph, node_facts(graph, foreseen.costs), step.external)
+    phases = phases or Phases({}, show=False)
+    priced = priced_step(model, sample, kwargs, device, costs, phases)
+    step, foreseen = priced.recording, priced.foreseen
+    with phases.phase("bytes"):
+        facts = node_facts(priced.graph, foreseen.costs)
+        problem = problem_of(priced.graph, facts, step.external)
     plain_bytes = plain_peak_bytes(step.basic, step.held_bytes, foreseen.costs, step.external)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients_bytes = _bytes(trained)
