@@ -112,12 +112,22 @@ def test_a_page_is_asked_of_the_plan(
         (("plan", "no_such_module:net", "1MiB"), "ModuleNotFoundError"),
         (("estimate", "rockmate_factories:none"), "has no attribute 'none'"),
         (("estimate", "rockmate_factories:raises"), "raised RuntimeError: no data here"),
-        (("estimate", "rockmate_factories:odd"), "returned a Linear; return a tuple"),
-        (("estimate", "rockmate_factories:number"), "is a int, and no function"),
+        (("estimate", "rockmate_factories:odd"), "returned type Linear; return a tuple"),
+        (("estimate", "rockmate_factories:number"), "is of type int, and no function"),
         (("show", "none.json"), "cannot read the plan file"),
         (("show", "rockmate_factories.py"), "found no JSON"),
         (("compare", "none.json", "none.json"), "cannot read"),
         (("report", "rockmate_factories.py", "--out", "x.html"), "found no JSON"),
+        (
+            ("estimate", "rockmate_factories:net", "--device", "toaster"),
+            "device 'toaster' is unknown",
+        ),
+        (
+            ("estimate", "rockmate_factories:net", "--device", "cuda:99"),
+            "device 'cuda:99' is unknown",
+        ),
+        (("plan", "no_such_module:net", "1MiB", "--out", "no/a.json"), "there is no folder 'no'"),
+        (("plan", "no_such_module:net", "1MiB", "--out", "."), "it is a folder"),
     ],
 )
 def test_bad_input_is_said_in_one_line(run: Run, words: tuple[str, ...], text: str) -> None:

@@ -41,6 +41,8 @@ def _estimate(chosen: argparse.Namespace) -> Result:
 
 
 def _plan(chosen: argparse.Namespace) -> Result:
+    if chosen.out:
+        _check_folder(chosen.out)  # before the time that planning takes
     model, sample = made_by(chosen.factory)
     budget = int(chosen.budget) if chosen.budget.isdigit() else chosen.budget
     rk = Rockmate(model, sample, budget, effort=chosen.effort, cost=chosen.cost)
@@ -66,12 +68,26 @@ def _show(chosen: argparse.Namespace) -> Result:
 
 def _report(chosen: argparse.Namespace) -> Result:
     saved = PlanFile.load(chosen.file).plans[0]
+    _check_folder(chosen.out)
     html = getattr(_report_of(saved), "html", None)
     if html is None:
         raise RockmateError("this installation has no pages about plans; print one with `show`")
     html(chosen.out)
     size = Path(chosen.out).stat().st_size
     return f"written to {chosen.out} ({format_bytes(size)})", {"file": chosen.out, "bytes": size}
+
+
+def _check_folder(out: str) -> None:
+    """Refuse a file that has no folder.
+
+    Raises:
+        RockmateError: there is none, or the file is a folder itself.
+    """
+    path = Path(out)
+    if not path.parent.is_dir():
+        raise RockmateError(f"cannot write {out!r}: there is no folder {str(path.parent)!r}")
+    if path.is_dir():
+        raise RockmateError(f"cannot write {out!r}: it is a folder. Name a file in it")
 
 
 def _report_of(saved: SavedPlan) -> PlanReport:

@@ -35,7 +35,7 @@ def made_by(name: str, *, meta: bool = False) -> tuple[nn.Module, Any]:
     except Exception as error:
         raise FactoryError(f"cannot import {name!r}: {type(error).__name__}: {error}") from error
     if not callable(found):
-        raise FactoryError(f"{name!r} is a {type(found).__name__}, and no function")
+        raise FactoryError(f"{name!r} is of type {type(found).__name__}, and no function")
     try:
         with torch.device("meta") if meta else contextlib.nullcontext():
             made = found()
@@ -48,4 +48,4 @@ def made_by(name: str, *, meta: bool = False) -> tuple[nn.Module, Any]:
 
 def _told(made: Any) -> str:
     kind = type(made).__name__
-    return f"a {kind} of {len(made)}" if isinstance(made, (tuple, list)) else f"a {kind}"
+    return f"a {kind} of {len(made)}" if isinstance(made, (tuple, list)) else f"type {kind}"

@@ -88,7 +88,7 @@ def largest_batch(
     Raises:
         InfeasibleBudgetError: not even one sample fits; `.minimum_bytes` is what it would take.
         BudgetFormatError: the memory cannot be read, or is a fraction.
-        UnknownChoiceError: the optimizer or the cost is not known.
+        UnknownChoiceError: the optimizer or the cost is not known, or the device is not here.
         PlanMismatchError: the recorded costs are not for the batch that they are said to be for.
         PlanFileError, rkgb.InvalidGraphError: a file of costs cannot be read.
     """

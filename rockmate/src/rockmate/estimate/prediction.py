@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rockmate import planners
+from rockmate.errors import UnknownChoiceError
 from rockmate.estimate.costs_from_file import Cost, recorded_costs
 from rockmate.estimate.sizes import Sizes, check_optimizer, sizes_of
 from rockmate.problems.problem import Problem
@@ -236,7 +237,7 @@ def estimate(
     Raises:
         rkgb.DataDependentError: the forward looks at values, which are not there.
         rkgb.TraceError: the step cannot be recorded.
-        UnknownChoiceError: the optimizer or the cost is not known.
+        UnknownChoiceError: the optimizer or the cost is not known, or the device is not here.
         PlanMismatchError: the recorded costs are for another call.
         PlanFileError, rkgb.InvalidGraphError: the file of costs cannot be read.
     """
@@ -254,7 +255,18 @@ def estimate(
 
 
 def usual_device(device: torch.device | str | None) -> torch.device:
-    """Return the device that a step is to run on: the one asked for, the first GPU, or the CPU."""
-    if device is not None:
-        return torch.device(device)
-    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    """Return the device that a step is to run on: the one asked for, the first GPU, or the CPU.
+
+    Raises:
+        UnknownChoiceError: no device has this name, or there is none here.
+    """
+    there = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if device is None:
+        return torch.device(there[0] if there else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise UnknownChoiceError("device", device, ["cpu", *there]) from None
+    if found.type == "cuda" and (found.index or 0) >= len(there):
+        raise UnknownChoiceError("device", str(device), ["cpu", *there])
+    return found
