@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,23 @@ def test_agrees_with_intervals(backend: str) -> None:
         if result.steps is not None:
             assert result.objective == pytest.approx(reference.objective)
             simulate(problem, result.steps, budget_bytes=budget)
+
+
+def test_the_limit_of_cbc_is_time_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock, a busy machine ended it before it had found the optimum."""
+    import pulp
+
+    command, asked = pulp.COIN_CMD, {}
+
+    def made(*args: Any, **options: Any) -> Any:
+        asked.update(options)
+        return command(*args, **options)
+
+    monkeypatch.setattr(pulp, "COIN_CMD", made)
+    problem = random_problem(200, 4)
+    budget = simulate(problem, no_recomputation(problem)).peak_bytes
+    assert solve_ilp(problem, budget, backend="cbc", time_limit_s=60).status == "optimal"
+    assert (asked["timeMode"], asked["timeLimit"]) == ("cpu", 60)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -19,7 +19,7 @@ from rockmate.solvers.result import Solver, SolverResult
 
 BACKENDS = ("cp-sat", "cbc", "highs", "gurobi")
 
-# The 0/1 programs count seconds of the clock: CBC has no other limit.
+# The 0/1 programs count seconds, CBC those of the processor: they have no limit of work in common.
 _SECONDS_PER_UNIT = 10.0
 
 

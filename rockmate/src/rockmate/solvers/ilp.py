@@ -300,7 +300,10 @@ def _cbc(pulp: Any, time_limit_s: float | None) -> Any:
     """CBC: the one that comes with PuLP 3, else the one on the search path."""
     bundled = getattr(pulp, "PULP_CBC_CMD", None)
     path = getattr(bundled, "pulp_cbc_path", None)
-    solver = pulp.COIN_CMD(path=path, msg=False, timeLimit=time_limit_s, gapRel=0.0, threads=1)
+    # Seconds of the processor: where others take the core away, as much work is done within them.
+    solver = pulp.COIN_CMD(
+        path=path, msg=False, timeLimit=time_limit_s, timeMode="cpu", gapRel=0.0, threads=1
+    )
     if not solver.available():
         raise SolverUnavailableError(
             "ILP backend 'cbc' needs the CBC program, which this PuLP does not bring. Use another "
