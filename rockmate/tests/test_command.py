@@ -70,6 +70,9 @@ def test_a_plan_is_made_shown_and_compared(run: Run, tmp_path: Path) -> None:
     assert "inputs: float32[64, 16]" in text
     code, text, _ = run("show", "a.json", "--json")
     assert json.loads(text)["plans"][0]["operations"] == 12
+    code, text, _ = run("report", "a.json", "--out", "a.html")
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert (code, "Sequential within" in page, "not run" in page) == (0, True, False)
     code, text, _ = run("compare", "a.json", "a.json")
     assert (code, "the same plan" in text) == (0, True)
     code, text, _ = run("compare", "a.json", "b.json", "--json")

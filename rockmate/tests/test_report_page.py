@@ -17,9 +17,10 @@ from torch import nn
 
 from rockmate import Rockmate
 from rockmate.planning import Problem, make_plan, no_recomputation, simulate
+from rockmate.reports import page
 from rockmate.reports.charts import Chart, thinned, ticks
 from rockmate.reports.curve import overhead_curve
-from rockmate.reports.modules import module_rows
+from rockmate.reports.modules import ModuleRow, module_rows
 from rockmate.reports.plan_report import OpaquePiece, PlanReport
 from rockmate.testing.wrapping import wrap
 
@@ -111,6 +112,16 @@ def test_rows_of_modules_add_up(wrapped: Rockmate) -> None:
         total = sum(getattr(row, name) for row in rows)
         assert total <= held <= total + state
     assert any("{0..3}" in row.where for row in rows), "equal layers are one row"
+
+
+def test_a_module_that_keeps_more_than_plain_pytorch_says_so(
+    wrapped: Rockmate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [ModuleRow("more", 2048, 1024, 0, 0.0), ModuleRow("less", 1024, 2048, 1, 1.0)]
+    monkeypatch.setattr(page, "module_rows", lambda *_: rows)
+    text = wrapped.plan.html(tmp_path / "plan.html", points=1).read_text(encoding="utf-8")
+    assert "2 KiB<br>plain: 1 KiB" in text
+    assert "1 KiB<br>of 2 KiB" in text
 
 
 def test_the_curve_falls_and_stays_above_the_bound(wrapped: Rockmate) -> None:

@@ -57,7 +57,9 @@ def _plan(chosen: argparse.Namespace) -> Result:
 def _show(chosen: argparse.Namespace) -> Result:
     file = PlanFile.load(chosen.file)
     head = [f"{file.model}, planned with:", *(f"  {k}: {v}" for k, v in _short(file).items())]
-    parts = [f"inputs: {', '.join(saved.inputs)}\n{_report_of(saved)}" for saved in file.plans]
+    parts = [
+        f"inputs: {', '.join(saved.inputs)}\n{_report_of(file, saved)}" for saved in file.plans
+    ]
     data = {
         "model": file.model,
         "made_with": dict(file.made_with),
@@ -67,9 +69,9 @@ def _show(chosen: argparse.Namespace) -> Result:
 
 
 def _report(chosen: argparse.Namespace) -> Result:
-    saved = PlanFile.load(chosen.file).plans[0]
+    file = PlanFile.load(chosen.file)
     _check_folder(chosen.out)
-    html = getattr(_report_of(saved), "html", None)
+    html = getattr(_report_of(file, file.plans[0]), "html", None)
     if html is None:
         raise RockmateError("this installation has no pages about plans; print one with `show`")
     html(chosen.out)
@@ -90,8 +92,11 @@ def _check_folder(out: str) -> None:
         raise RockmateError(f"cannot write {out!r}: it is a folder. Name a file in it")
 
 
-def _report_of(saved: SavedPlan) -> PlanReport:
-    return PlanReport(saved.problem, saved.plan, "", saved.pieces)
+def _report_of(file: PlanFile, saved: SavedPlan) -> PlanReport:
+    measured = saved.measured_peak_bytes
+    return PlanReport(
+        saved.problem, saved.plan, "", saved.pieces, file.model, measured_peak_bytes=measured
+    )
 
 
 def _compare(chosen: argparse.Namespace) -> Result:

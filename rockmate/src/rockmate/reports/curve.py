@@ -36,7 +36,7 @@ def overhead_curve(problem: Problem, found: Plan, *, points: int = 7) -> list[Cu
     """
     everything = simulate(problem, no_recomputation(problem)).peak_bytes
     least = min(low_memory_plan(problem)[1], found.peak_bytes)
-    wanted = {least + (everything - least) * k // (points - 1) for k in range(points)}
+    wanted = {least + (everything - least) * k // max(1, points - 1) for k in range(points)}
     plans = {budget: _quick(problem, budget) for budget in wanted - {found.budget_bytes}}
     plans[min(found.budget_bytes, everything)] = found
     bounds_ms: dict[int, float] = {}

@@ -196,11 +196,13 @@ def _modules_section(rows: Sequence[ModuleRow]) -> str:
     shown = []
     for row in rows[:_MOST_ROWS]:
         share = row.kept_bytes / row.plain_bytes if row.plain_bytes else 0.0
+        # A plan may keep here what plain PyTorch does not, in the place of more elsewhere.
+        word = "of" if row.kept_bytes <= row.plain_bytes else "plain:"
         shown.append(
             [
                 html.escape(row.where or "(top)"),
                 _bar(share)
-                + f"{_short_bytes(row.kept_bytes)}<br>of {_short_bytes(row.plain_bytes)}",
+                + f"{_short_bytes(row.kept_bytes)}<br>{word} {_short_bytes(row.plain_bytes)}",
                 f"×{row.runs}<br>{format_ms(row.recompute_ms)}" if row.runs else "",
             ]
         )
