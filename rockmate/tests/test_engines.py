@@ -174,7 +174,7 @@ class LlamaLayer(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-def parallelized(model: Any, *, sequence: bool) -> None:
+def parallelized(model: Any, *, sequence: bool, mesh: Any = None) -> None:
     """Spread the layers over two processes: columns and rows of weights, and parts of sequences."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
@@ -185,7 +185,7 @@ def parallelized(model: Any, *, sequence: bool) -> None:
         parallelize_module,
     )
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh or init_device_mesh("cpu", (2,))
     here = Shard(1) if sequence else Replicate()
     plan: dict[str, Any] = {n: ColwiseParallel(input_layouts=here) for n in ("q", "k", "v")}
     plan |= {n: ColwiseParallel(input_layouts=here) for n in ("gate", "up")}
@@ -202,6 +202,27 @@ def parallelized(model: Any, *, sequence: bool) -> None:
         parallelize_module(layer, mesh, plan)
 
 
+def assert_trained_alike(model: nn.Module, twin: nn.Module, sample: tuple[Tensor, Tensor]) -> None:
+    """Hold three steps of both to each other, in what this process has of them."""
+
+    def train(net: nn.Module) -> list[Tensor]:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        seen = []
+        for _ in range(3):
+            loss = net(*sample)
+            loss.backward()
+            seen.append(loss.detach())
+            seen += [_own(p.grad).clone() for p in net.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [_own(p).detach().clone() for p in net.parameters()]
+        return seen
+
+    expected, found = train(twin), train(model)
+    assert len(found) == len(expected) > 6
+    assert all(map(torch.equal, found, expected))
+
+
 def tensor_parallel(rank: int, kind: str) -> None:
     torch.manual_seed(0)
     model = Llama(layers=3)
@@ -214,30 +235,8 @@ def tensor_parallel(rank: int, kind: str) -> None:
     plan = rockmate.apply_to_blocks(model, (ids, targets), 0.7, cost="flops", compare=False)
     assert plan.overhead_ms > 0
 
-    def train(net: nn.Module) -> list[Tensor]:
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        seen = []
-        for _ in range(3):
-            loss = net(ids, targets)
-            loss.backward()
-            seen.append(loss.detach())
-            seen += [_own(p.grad).clone() for p in net.parameters()]
-            optimizer.step()
-            optimizer.zero_grad()
-            seen += [_own(p).detach().clone() for p in net.parameters()]
-        return seen
-
-    def peak(net: nn.Module) -> int:
-        def step(_: Any = None) -> None:
-            net(ids, targets).backward()
-
-        step()  # threads of gloo let go of what they send a moment late: the least of some
-        return min(trace_memory(step, CPU).peak_bytes for _ in range(6))
-
-    expected, found = train(twin), train(model)
-    assert len(found) == len(expected) > 6
-    assert all(map(torch.equal, found, expected)), kind
-    ours, plain = _largest(peak(model)), _largest(peak(twin))
+    assert_trained_alike(model, twin, (ids, targets))
+    ours, plain = (_largest(_peak(net, (ids, targets))) for net in (model, twin))
     print(f"{kind} {rank}: plain {plain}, budget {plan.budget_bytes}, peak {ours}")
     assert ours <= plan.budget_bytes
     assert ours < 0.9 * plain
@@ -247,11 +246,47 @@ def tensor_parallel(rank: int, kind: str) -> None:
     assert torch.equal(loss, twin(ids[:2], targets[:2]))
 
 
+def sharded_and_parallel(rank: int) -> None:
+    """On a mesh of two dimensions: layers spread over one, and sharded over the other."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    model = Llama(layers=3)
+    twin = eager_copy(model)
+    for net in (model, twin):
+        parallelized(net, sequence=False, mesh=mesh["tensor"])
+        for layer in net.layers:
+            fully_shard(layer, mesh=mesh["data"])
+        fully_shard(net, mesh=mesh["data"])
+    ids, targets = tokens(4, 24, 40)
+    ids = (ids + mesh["data"].get_local_rank()) % 40
+    plan = rockmate.apply_to_blocks(model, (ids, targets), 0.7, cost="flops", compare=False)
+    assert plan.overhead_ms > 0
+    kept: list[Any] = [None] * 4
+    torch.distributed.all_gather_object(kept, [row.overhead for row in plan.rows])
+    assert all(row == kept[0] for row in kept)
+    assert_trained_alike(model, twin, (ids, targets))
+    ours, plain = (_largest(_peak(net, (ids, targets))) for net in (model, twin))
+    print(f"rank {rank}: plain {plain}, budget {plan.budget_bytes}, peak {ours}")
+    assert ours <= plan.budget_bytes
+    assert ours < 0.9 * plain
+
+
 def _largest(own_bytes: int) -> int:
-    """Return the largest of both processes, so that both fail or none."""
-    rows: list[Any] = [None, None]
+    """Return the largest of all processes, so that all fail or none."""
+    rows: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(rows, own_bytes)
     return max(rows)
+
+
+def _peak(net: nn.Module, sample: tuple[Tensor, Tensor]) -> int:
+    def step(_: Any = None) -> None:
+        net(*sample).backward()
+
+    step()  # threads of gloo let go of what they send a moment late: the least of some
+    return min(trace_memory(step, CPU).peak_bytes for _ in range(6))
 
 
 def _own(tensor: Any) -> Tensor:
@@ -272,8 +307,8 @@ def tensor_parallel_fails(rank: int) -> None:
     options = planning.module_options
     if rank:
         planning.module_options = _no_solver
-    error: Any = RuntimeError if rank else rockmate.RockmateError
-    with pytest.raises(error, match="no solver here"):
+    text = "process 1 of those that plan this model failed: RuntimeError: no solver here"
+    with pytest.raises(rockmate.RockmateError, match=text):
         rockmate.apply_to_blocks(model, (ids, targets), 0.7, cost="flops", compare=False)
     planning.module_options = options
     model(ids, targets).backward()  # still usable
@@ -297,3 +332,8 @@ def tensor_parallel_fails(rank: int) -> None:
 )
 def test_two_processes(work: str) -> None:
     print(*run_in_processes(__file__, *work.split()))
+
+
+@pytest.mark.nightly
+def test_four_processes() -> None:
+    print(*run_in_processes(__file__, "sharded_and_parallel", world=4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 import rockmate
 from rkgb.engine import trace_memory
+from rockmate.blockwise import planning
+from rockmate.blockwise.team import Team
 from rockmate.testing.nets import TinyGPT, eager_copy, tokens
 from rockmate.testing.processes import run_in_processes
 
@@ -139,13 +142,59 @@ def all_fail_together(rank: int) -> None:
     # What cannot be planned on one process is refused on all of them, after the step.
     if rank:
         model.blocks[1].mlp.append(Writing())  # type: ignore[union-attr, operator, index]
-    with pytest.raises(Exception, match="" if rank else "process 1 of those"):
+    with pytest.raises(rockmate.RockmateError, match="process 1 of those") as refused:
         rockmate.apply_to_blocks(model, (ids, targets), enough, cost="flops", compare=False)
+    assert_same_on_all(str(refused.value))
     if rank:
         del model.blocks[1].mlp[-1]  # type: ignore[union-attr, index]
+    # What one process asks wrongly, before anything runs.
+    for wrong in ({"effort": "none"}, {"blocks": ["layers"]}, {"in_flight": 0}):
+        options: dict[str, Any] = wrong if rank else {}
+        with pytest.raises(rockmate.RockmateError, match="process 1 of those") as refused:
+            rockmate.apply_to_blocks(model, (ids, targets), enough, **options)
+        assert_same_on_all(str(refused.value))
+    # What is found while the memory of a step is looked at, which the others go on with.
+    order = planning.Planner._refuse_another_order
+    if rank:
+        planning.Planner._refuse_another_order = _refuses  # type: ignore[method-assign]
+    with pytest.raises(
+        rockmate.RockmateError, match="failed: ValueError: another order"
+    ) as refused:
+        rockmate.apply_to_blocks(model, (ids, targets), enough, cost="flops", compare=False)
+    assert_same_on_all(str(refused.value))
+    planning.Planner._refuse_another_order = order  # type: ignore[method-assign]
     model(ids, targets).backward()  # still usable
     plan = rockmate.apply_to_blocks(model, (ids, targets), enough, cost="flops", compare=False)
     assert plan.measured_peak_bytes <= enough
+
+
+def fails_in_a_step(rank: int) -> None:
+    """One process leaves a step and lives on; the other waits in it, as long as its group does."""
+    torch.distributed.barrier()
+    group = torch.distributed.new_group(timeout=timedelta(seconds=8))
+    team = Team.of(nn.Linear(1, 1), group)
+    assert team.place == rank
+    text = "process 1 of those that plan this model failed: RuntimeError: no data here"
+    with pytest.raises(rockmate.RockmateError, match=f"^{text}$"):
+        step_of(rank, team)
+    torch.distributed.barrier()
+
+
+def step_of(rank: int, team: Team) -> None:
+    with team.in_step():
+        if rank:
+            raise RuntimeError("no data here")
+        torch.distributed.all_reduce(torch.ones(4), group=team.groups[0])
+
+
+def assert_same_on_all(text: str) -> None:
+    rows: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(rows, text)
+    assert set(rows) == {text}
+
+
+def _refuses(*_: Any) -> None:
+    raise ValueError("another order")
 
 
 class Writing(nn.Module):
@@ -171,3 +220,8 @@ def test_four_processes() -> None:
 @pytest.mark.nightly
 def test_one_error_for_all_processes() -> None:
     run_in_processes(__file__, "all_fail_together")
+
+
+@pytest.mark.slow
+def test_an_error_in_a_step_reaches_those_who_wait() -> None:
+    run_in_processes(__file__, "fails_in_a_step")

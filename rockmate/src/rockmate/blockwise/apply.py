@@ -86,11 +86,17 @@ def apply_to_blocks(
         PlanFileError, PlanMismatchError: `plan` is no such file, or is for something else; the same
             on all processes.
         InfeasibleBudgetError: no choice fits; `.minimum_bytes` is the smallest budget that does.
-        RockmateError, rkgb.RkgbError: a block cannot be run exactly. The model is as it was.
+        RockmateError, rkgb.RkgbError: a block cannot be run exactly. The model is as it was. Where
+            several processes plan together, all raise the same; in a step that others wait in, they
+            do so when their collective gives up, with the time-out of the process group.
     """
-    check_choices(cost=cost, effort=effort, backend=backend)
-    _refuse(model, in_flight)
-    amount, fraction = parse_budget(budget)
+    _refuse_model(model)
+    team = Team.of(model, process_group)
+    with team.together():
+        check_choices(cost=cost, effort=effort, backend=backend)
+        _refuse(model, in_flight)
+        amount, fraction = parse_budget(budget)
+        call = bind_inputs(sample, kwargs)
     settings = Settings(
         _PLACEHOLDER,
         effort=effort,
@@ -100,15 +106,14 @@ def apply_to_blocks(
         share=False,  # the team agrees on the options; a block may be planned in a forward
         cache=False,  # the options of a block are no plan
     )
-    call = bind_inputs(sample, kwargs)
-    team = Team.of(model, process_group)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     name = class_name(model)
     file = None if plan is None else shared_file(os.fspath(plan), team, name, device)
     if file is not None:
         settings = replace(settings, cost="flops")  # the times are in the file
     remove(model)
-    found = find_blocks(model, blocks)
+    with team.together():
+        found = find_blocks(model, blocks)
     began = time.perf_counter()
     views = {path: plain_view(block) for path, block in found.items()}
     planner = Planner(model, views, settings, team=team, in_flight=in_flight, saved=file)
@@ -158,7 +163,7 @@ class _Nothing:
     table = None
 
 
-def _refuse(model: nn.Module, in_flight: int) -> None:
+def _refuse_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise UnsupportedModuleError(
             f"a {type(model).__name__} was given where a torch.nn.Module written in Python is "
@@ -174,6 +179,9 @@ def _refuse(model: nn.Module, in_flight: int) -> None:
             "DistributedDataParallel was given, whose reducer must not see the steps that planning "
             "runs. Plan the module in it first, and wrap that."
         )
+
+
+def _refuse(model: nn.Module, in_flight: int) -> None:
     if in_flight < 1:
         raise ValueError(f"in_flight {in_flight} is no number of forwards; give 1 or more.")
     for path, module in model.named_modules():

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from rockmate.blockwise.rehearsal import Call
+from rockmate.blockwise.rehearsal import Call, Mark
 from rockmate.errors import UnsupportedModuleError
 from rockmate.keys.input_signature import key_of
 from rockmate.keys.sharded import own_class
+from rockmate.options.module_choice import ModuleCall
 from rockmate.options.options import BlockOption
 from rockmate.pipeline import Planned, plan_module
 from rockmate.pipeline.planned import planned_executable
@@ -89,3 +90,29 @@ def refuse_shards_inside(model: nn.Module) -> None:
                 "parameters are there only while it runs itself, which a plan of the whole block "
                 "cannot wait for. Shard whole blocks, or name smaller ones."
             )
+
+
+def call_of(
+    path: str, kind: Kind, number: int, spots: Mapping[str, Mark], place: int
+) -> ModuleCall:
+    """Return a block of a measured step, `place` in the order of forwards, with its options."""
+    option = kind.options[number]
+    end, start = spots[f"F{place} ends"], spots[f"F{place} begins"]
+    back, done = spots[f"B{place} begins"], spots[f"B{place} ends"]
+    bottom = back.bytes - option.saved_bytes - kind.arrived_bytes
+    more_forward = start.next_peak_bytes - start.bytes - option.fwd_peak_bytes
+    more_backward = back.next_peak_bytes - bottom - option.bwd_peak_bytes
+    if more_backward > 0:  # gradients wait; with another option the peak may come after all of them
+        more_backward = max(more_backward, kind.gathered_bytes)
+    return ModuleCall(
+        name=path,
+        options=kind.options,
+        reference=number,
+        more_bytes=tuple(o.saved_bytes - option.saved_bytes for o in kind.options),
+        forward_start_bytes=start.bytes,
+        after_forward_bytes=end.next_peak_bytes,
+        backward_base_bytes=bottom,
+        after_backward_bytes=done.next_peak_bytes,
+        more_forward_bytes=max(0, more_forward),
+        more_backward_bytes=max(0, more_backward),
+    )

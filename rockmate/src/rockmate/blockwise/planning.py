@@ -9,15 +9,16 @@ test     one step: each new option against plain PyTorch, bit by bit, where a bl
 measure  one step: the peak of the whole; chosen anew, by what was seen, if it is over the budget
 
 A step of a sharded model is work for all processes. So an error in a block waits until the step is
-over, and is then raised by all of them. Between the steps they exchange what they have found: the
-options are those of the first, each simulates them on its own sizes, and the largest bytes count.
+over, and is then raised by all of them; one in the middle of what they do together ends the step
+(see team.py). Between the steps they exchange what they have found: the options are those of the
+first, each simulates them on its own sizes, and the largest bytes count.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,19 +26,18 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.engine import Sample
-from rockmate.blockwise.kinds import Kind, recorded_block, refuse_shards_inside
+from rockmate.blockwise.kinds import Kind, call_of, recorded_block, refuse_shards_inside
 from rockmate.blockwise.lockstep import LockstepForward
-from rockmate.blockwise.rehearsal import END, TURN, Call, Mark, Marker, marked, run_step, trace_step
+from rockmate.blockwise.rehearsal import END, TURN, Call, Marker, marked, run_step, trace_step
 from rockmate.blockwise.saved_blocks import numbers_for, over_budget, steps_for
 from rockmate.blockwise.team import Team
-from rockmate.errors import InfeasibleBudgetError, PlanMismatchError, UnsupportedModuleError
+from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
 from rockmate.files.blocks_file import BlocksFile
 from rockmate.keys.input_signature import ambient, in_order, key_of
 from rockmate.keys.module_state import without_hooks
-from rockmate.keys.sharded import is_sharded, own_class, settled_call, whole_parts
+from rockmate.keys.sharded import is_sharded, local_part, own_class, settled_call, whole_parts
 from rockmate.options.module_choice import (
     Choice,
-    ModuleCall,
     StepMemory,
     choose,
     largest,
@@ -103,6 +103,7 @@ class Planner:
         self.numbers: dict[str, int] = {}  # of their options
         self.forwards: dict[str, PlannedForward] = {}
         self.error: Exception | None = None
+        self.is_meeting = False  # in a block, in the middle of what all processes do together
         self.tested: set[tuple[int, int]] = set()
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
@@ -157,13 +158,9 @@ class Planner:
 
     def _followed(self, file: BlocksFile, call: Call, room: Callable[[int], int]) -> Chosen:
         """Return what a file says, once a step has shown that it fits here, on all processes."""
-        error: Exception | None = None
-        try:
+        with self.team.together():
             kinds = {path: self.kind_of[path] for path in self.order}
             numbers = numbers_for(file, kinds, self.in_flight)
-        except PlanMismatchError as found:
-            error = found
-        self.team.raise_together(error)
         self._take(numbers)
         if self.settings.self_test:
             self._run(call, self._test)
@@ -183,8 +180,12 @@ class Planner:
     def _run(self, call: Call, work: Callable[..., Any]) -> None:
         """Run one step in which `work` stands in for every block; raise what has failed in it."""
         with self._in_place({p: _Intercepted(p, view, work) for p, view in self.views.items()}):
-            run_step(self.model, call, self.device)
+            self._step(call)
         self.team.raise_together(self.error)
+
+    def _step(self, call: Call) -> None:
+        with self.team.in_step():
+            run_step(self.model, call, self.device)
 
     def _share_options(self) -> None:
         """Let all processes have the options of the first, each with its own bytes."""
@@ -199,8 +200,9 @@ class Planner:
                 "blocks each. Give all of them samples of one kind."
             )
         self.team.raise_together(error)
-        for kind, options in zip(kinds, found[0][1], strict=True):
-            kind.take(options)
+        with self.team.together():
+            for kind, options in zip(kinds, found[0][1], strict=True):
+                kind.take(options)
 
     @contextlib.contextmanager
     def _in_place(self, forwards: Mapping[str, PlannedForward]) -> Any:
@@ -226,12 +228,10 @@ class Planner:
             forward = self._forward(block.path, kind, kind.least)
             self.forwards[block.path] = forward
         except Exception as error:  # others wait in the collectives of this step
-            self.error = error
+            self._remember(error)
         if self._all_are_well(block) and isinstance(forward, LockstepForward):
-            try:
+            with self._meeting(block.model):
                 forward.prepare([(args, kwargs)])
-            except Exception as error:
-                self.error = error
         return self._go_on(block, args, kwargs)
 
     def _all_are_well(self, block: _Intercepted) -> bool:
@@ -250,10 +250,28 @@ class Planner:
         """Run a block as it is planned; plain once something has failed."""
         if self._all_are_well(block):
             try:
-                return self.forwards[block.path](args, kwargs)
+                with self._meeting(block.model):
+                    return self.forwards[block.path](args, kwargs)
             except Exception as error:
-                self.error = error
+                self._remember(error)
         return block.model.forward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _meeting(self, model: nn.Module) -> Iterator[None]:
+        """While active, a block is run in which processes may meet."""
+        self.is_meeting = bool(whole_parts(model))
+        yield
+        self.is_meeting = False  # but not after an error, which has left it in the middle
+
+    def _remember(self, error: Exception) -> None:
+        """Let an error wait until the step is over, where the others can get there.
+
+        Raises:
+            Exception: the error, where the others are in the middle of a block.
+        """
+        if self.is_meeting:
+            raise error
+        self.error = error
 
     def _test(self, block: _Intercepted, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Hold the chosen option of a block to plain PyTorch, and run it."""
@@ -270,10 +288,11 @@ class Planner:
                 with plain():
                     given = Sample.of(bare, args, in_order(kwargs))
                     problem = planned.network.problem
-                    eager = eager_step(bare, given, problem, "fingerprints", planned.effects)
-                    self_test(planned, bare, given, eager)
+                    with self._meeting(bare):
+                        eager = eager_step(bare, given, problem, "fingerprints", planned.effects)
+                        self_test(planned, bare, given, eager)
         except Exception as error:  # others wait in the collectives of this step
-            self.error = error
+            self._remember(error)
         return self._go_on(block, args, kwargs)
 
     def _kind(
@@ -288,7 +307,8 @@ class Planner:
             bare = without_hooks(model, type(model))
             whole = whole_parts(bare)
             settings = replace(self.settings, budget=_EVERYTHING, self_test=False, opaque=whole)
-            recorded = recorded_block(bare, (args, ordered), settings)
+            with self._meeting(bare):
+                recorded = recorded_block(bare, (args, ordered), settings)
             fixed, count = recorded.network.fixed, len(recorded.problem.nodes)
             if self.saved is not None:
                 shape = count, recorded.problem.backward_order
@@ -300,7 +320,7 @@ class Planner:
                     first, rest = option.steps[:count], option.steps[count:]
                     kept = (step for step in rest if step.kind == "B" or step.node not in fixed)
                     options.append(replace(option, steps=(*first, *kept)))
-            wanted = [p for p in model.parameters() if p.requires_grad and shards]
+            wanted = [local_part(p) for p in model.parameters() if p.requires_grad and shards]
             gathered = sum(p.numel() * p.element_size() for p in wanted)
             self.kinds[key] = Kind(recorded, tuple(options), gathered, bool(whole))
         return self.kinds[key]
@@ -321,10 +341,11 @@ class Planner:
     def _take(self, numbers: Mapping[str, int]) -> None:
         """Let every block run an option from now on."""
         self.numbers = dict(numbers)
-        self.forwards = {
-            path: self._forward(path, self.kind_of[path], number)
-            for path, number in numbers.items()
-        }
+        with self.team.together():
+            self.forwards = {
+                path: self._forward(path, self.kind_of[path], number)
+                for path, number in numbers.items()
+            }
 
     # ------------------------------------------------------------------ memory
 
@@ -336,19 +357,20 @@ class Planner:
         marker, times = Marker(), _MANY_STEPS if self.team.groups else 1
         with self._in_place(self.forwards), contextlib.ExitStack() as stack:
             if any(not forward.plans.families for forward in self.forwards.values()):
-                run_step(self.model, call, self.device)  # each records its program
+                self._step(call)  # each records its program
             for place, path in enumerate(self.order):
                 executor = next(iter(self.forwards[path].plans)).executor
                 stack.enter_context(marked(executor, place, marker))
-            peak, marks = trace_step(self.model, call, self.device, marker, times)
+            with self.team.in_step():
+                peak, marks = trace_step(self.model, call, self.device, marker, times)
         calls = []
         spots = {mark.name: mark for mark in marks}
-        self._refuse_another_order([mark.name for mark in marks])
-        for place, path in enumerate(self.order):
-            kind = self.kind_of[path]
-            calls.append(_call_of(path, kind, self.numbers[path], spots, place))
-        turn = spots[TURN]
-        before = next(m for m in marks if m.name == "begin").next_peak_bytes
+        with self.team.together():
+            self._refuse_another_order([mark.name for mark in marks])
+            for place, path in enumerate(self.order):
+                kind = self.kind_of[path]
+                calls.append(call_of(path, kind, self.numbers[path], spots, place))
+        turn, before = spots[TURN], spots["begin"].next_peak_bytes
         memory = StepMemory(tuple(calls), before, turn.next_peak_bytes, turn.bytes, self.in_flight)
         return peak, largest(self.team.gather(memory))
 
@@ -375,31 +397,6 @@ class Planner:
                 minimum_bytes=least,
             )
         return choice
-
-
-def _call_of(
-    path: str, kind: Kind, number: int, spots: Mapping[str, Mark], place: int
-) -> ModuleCall:
-    option = kind.options[number]
-    end, start = spots[f"F{place} ends"], spots[f"F{place} begins"]
-    back, done = spots[f"B{place} begins"], spots[f"B{place} ends"]
-    bottom = back.bytes - option.saved_bytes - kind.arrived_bytes
-    more_forward = start.next_peak_bytes - start.bytes - option.fwd_peak_bytes
-    more_backward = back.next_peak_bytes - bottom - option.bwd_peak_bytes
-    if more_backward > 0:  # gradients wait; with another option the peak may come after all of them
-        more_backward = max(more_backward, kind.gathered_bytes)
-    return ModuleCall(
-        name=path,
-        options=kind.options,
-        reference=number,
-        more_bytes=tuple(o.saved_bytes - option.saved_bytes for o in kind.options),
-        forward_start_bytes=start.bytes,
-        after_forward_bytes=end.next_peak_bytes,
-        backward_base_bytes=bottom,
-        after_backward_bytes=done.next_peak_bytes,
-        more_forward_bytes=max(0, more_forward),
-        more_backward_bytes=max(0, more_backward),
-    )
 
 
 def _trains(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
