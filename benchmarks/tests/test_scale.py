@@ -10,9 +10,9 @@ from rockmate.planning import peak_of
 
 def test_more_ranks_hold_less_and_recompute_less() -> None:
     size = scale.Size(4, 64, 4, 2, 128, 100, 64, 1)
-    costs = scale.Costs()
-    parts = scale.parts_of(size, costs)
-    many = [scale.Ranks(count, size, parts, costs) for count in scale.RANKS]
+    rates, recorded = scale.Rates(), scale.record(size, 16, cost="flops")
+    parts = scale.parts_of(size, recorded, rates)
+    many = [scale.Ranks(count, size, parts, rates) for count in scale.RANKS]
     held = [ranks.resident_bytes for ranks in many]
     assert held == sorted(held, reverse=True)
     assert all(h * r.count >= 16 * parts.parameters for h, r in zip(held, many, strict=True))
@@ -22,7 +22,7 @@ def test_more_ranks_hold_less_and_recompute_less() -> None:
     assert least < keeping_all
     room = held[0] + (least + keeping_all) // 2
     tight = [
-        scale.row_of(scale.Ranks(r.count, replace(size, device_bytes=room), parts, costs))
+        scale.row_of(scale.Ranks(r.count, replace(size, device_bytes=room), parts, rates))
         for r in many
     ]
     for row in tight:
@@ -33,4 +33,4 @@ def test_more_ranks_hold_less_and_recompute_less() -> None:
     extra = [row["extra_time"] for row in tight]
     assert extra[0] > 0  # type: ignore[operator]
     assert extra == sorted(extra, reverse=True)  # type: ignore[type-var]
-    assert "| 512 |" in scale.table(tight, parts, size, costs, 1.0)
+    assert "| 512 |" in scale.table(tight, many[0], recorded, 1.0)
