@@ -78,11 +78,18 @@ class Trials:
         stream, state, contents = RngState.save(device), ModuleState(module), BufferContents(module)
         trials: list[_Trial] = []
         strangers: list[str] = []
+        gradients = [(buffer, buffer.grad) for buffer in self.twin.buffers()]
 
         def again() -> None:
             stream.restore()
             state.restore()
             contents.restore()
+            for buffer, _ in gradients:  # as the first step finds it: the next one adds in place
+                buffer.grad = None
+
+        def put_back() -> None:
+            for buffer, gradient in gradients:
+                buffer.grad = gradient
 
         def first(span: Any) -> None:
             trials.append(self._trial(call, tensors, span, strangers))
@@ -93,6 +100,7 @@ class Trials:
         trace = trace_memory(first, device)
         if strangers:
             again()
+            put_back()
             return self.piece(
                 replace(call, parameters=(*call.parameters, *strangers)), module, tensors
             )
@@ -107,6 +115,7 @@ class Trials:
         state.restore()
         contents.restore()
         end.restore()
+        put_back()
         one, two = trials
         self._refuse_foreign(call, one, two)
         taken = {storage_id(t): place for place, t in enumerate(tensors)}
@@ -130,7 +139,9 @@ class Trials:
                 # Below zero where what is held goes while gradients are made.
                 spans[1].added_peak_bytes - one.made_bytes[1],
             ),
-            freeing_workspace_bytes=freed.added_peak_bytes - one.made_bytes[1],
+            # What a transform has saved is not seen, and may hold what comes in.
+            freeing_workspace_bytes=(spans[1] if one.transforms else freed).added_peak_bytes
+            - one.made_bytes[1],
             time_ms=(min(one.time_ms[0], two.time_ms[0]), min(one.time_ms[1], two.time_ms[1])),
             flops=(total // 3, total - total // 3),
         ), two.made
