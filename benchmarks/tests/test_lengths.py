@@ -10,6 +10,7 @@ from harness.experiment import read_rows
 from steps import lengths
 
 
+@pytest.mark.slow
 def test_a_tiny_loop_is_measured_step_by_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,7 @@ def test_hooks_on_the_root_are_called() -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["deepcopy", "pickle", "torch.save"])
 def test_copies_and_files(form: str) -> None:
     model, twin, sample = applied("tied", "1MiB")

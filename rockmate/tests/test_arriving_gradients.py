@@ -259,6 +259,7 @@ class Loop(nn.Module):
         return self.out(torch.stack(states, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell, nn.RNNCell])
 @pytest.mark.parametrize("budget", [1.0, 0.75])
 def test_cells_in_loops_give_eagers_bits(kind: type[nn.Module], budget: float) -> None:

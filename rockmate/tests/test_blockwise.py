@@ -32,6 +32,7 @@ def planned(
     return model, twin, sample, plan
 
 
+@pytest.mark.slow
 def test_a_step_stays_in_the_budget_with_the_same_bits() -> None:
     model, twin, sample, plan = planned(compare=True)
     assert [row.path for row in plan.rows] == ["blocks.0", "blocks.1", "blocks.2"]

@@ -87,6 +87,7 @@ def alike(
 # ---------------------------------------------------------------------- flags
 
 
+@pytest.mark.slow
 def test_flags_set_one_by_one_are_what_counts() -> None:
     model, twin = pair()
     x = torch.randn(6, 8)
@@ -147,6 +148,7 @@ def test_where_nothing_wants_a_gradient_the_original_runs() -> None:
 # ---------------------------------------------------------------------- attributes and layers
 
 
+@pytest.mark.slow
 def test_what_is_set_on_the_wrapper_reaches_the_model() -> None:
     model, twin = pair()
     x = torch.randn(6, 8)
@@ -222,6 +224,7 @@ class Adapter(nn.Module):
         return self.base(x) + self.up(self.down(x)) * self.scaling["default"]
 
 
+@pytest.mark.slow
 def test_adapters_precision_and_methods_after_wrapping() -> None:
     model, twin = pair()
     x = torch.randn(6, 8)
@@ -331,6 +334,7 @@ def test_the_log_says_what_was_planned_and_why(caplog: pytest.LogCaptureFixture)
     assert len(rk.plans) == len(str(rk.plans).splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_several_samples_are_planned_ahead() -> None:
     model, twin = pair()
     small, large = torch.randn(4, 8), torch.randn(64, 8)

@@ -188,6 +188,7 @@ def test_a_restarted_rank_gets_the_plan_again(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_a_plan_of_blocks_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model: Any = TinyGPT(layers=2, width=16, vocab=40, length=16)

@@ -134,6 +134,7 @@ def test_they_train_with_the_bits_of_eager_within_the_budget(name: str) -> None:
     assert_trains_like(wrapped, eager_copy(model), sample)
 
 
+@pytest.mark.slow
 def test_the_refusal_of_the_u_shaped_operator_names_what_one_backward_needs() -> None:
     problem = captured("uno")
     needs = []

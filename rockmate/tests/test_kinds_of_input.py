@@ -39,6 +39,7 @@ def test_the_plan_used_least_recently_is_dropped() -> None:
     assert len(wrapped.plans) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gpt", "mixer"])
 def test_other_precisions(name: str, dtype: torch.dtype) -> None:
@@ -94,6 +95,7 @@ def test_channels_last_inputs() -> None:
     assert_trains_like(wrap(model, (pixels, labels), 0.8), twin, (pixels, labels))
 
 
+@pytest.mark.slow
 def test_frozen_parameters_and_adapters() -> None:
     model, sample = network("gpt")
     for name, parameter in model.named_parameters():

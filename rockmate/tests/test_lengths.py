@@ -111,6 +111,7 @@ def test_a_number_and_then_a_size_that_change() -> None:
         assert rk.plans[-1].how == how
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [90, 150])
 def test_a_plan_at_another_size_is_nearly_as_good_as_one_that_is_searched_for(length: int) -> None:
     problem, known = gpt_problem(4, attention="naive"), KnownBlocks()

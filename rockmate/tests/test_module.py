@@ -109,6 +109,7 @@ def test_outputs_keep_their_types() -> None:
     assert torch.equal(ours, model(input_ids=ids, labels=other).loss)
 
 
+@pytest.mark.slow
 def test_the_plan_prints_as_a_table() -> None:
     model, sample = network("gpt")
     text = str(wrap(model, sample, 0.6).plan)
@@ -144,6 +145,7 @@ def test_budgets_are_read(given: Any, meant: Any) -> None:
     assert parse_budget(given) == meant
 
 
+@pytest.mark.slow
 def test_reserve_is_kept_free() -> None:
     model, sample = network("gpt")
     full = wrap(model, sample, 0.8)

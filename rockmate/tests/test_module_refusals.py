@@ -289,6 +289,7 @@ def test_an_output_changed_before_backward_is_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.slow
 def test_an_exception_in_backward_leaves_a_module_that_works() -> None:
     model, sample = network("gpt")
     twin = eager_copy(model)

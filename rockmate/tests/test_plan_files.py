@@ -97,6 +97,7 @@ def test_calls_of_another_kind_are_planned_and_saved_beside(
     assert [row.peak_bytes for row in again.plans] == [row.peak_bytes for row in rk.plans]
 
 
+@pytest.mark.slow
 def test_the_file_is_not_needed_once_it_was_read(model: nn.Module, path: Path) -> None:
     rk = wrap(copy.deepcopy(model), TOKENS, 0.6, plan=path)
     for other in (copy.deepcopy(rk), pickle.loads(pickle.dumps(rk))):

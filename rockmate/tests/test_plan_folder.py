@@ -75,6 +75,7 @@ def test_the_second_start_plans_nothing(tmp_path: Path, planned: list[str]) -> N
     assert third.plans[0].how == "planned"
 
 
+@pytest.mark.slow
 def test_whatever_matters_is_another_plan(tmp_path: Path, planned: list[str]) -> None:
     wrap(Net(), SAMPLE, "1MiB", cache=tmp_path)
     wrap(Net(), SAMPLE, "2MiB", cache=tmp_path)
@@ -144,6 +145,7 @@ def test_each_platform_has_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert CacheFolder.chosen(None) == CacheFolder(usual_folder())
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_or_written_is_no_error(tmp_path: Path, planned: list[str]) -> None:
     (tmp_path / "file").write_text("")
     wrap(Net(), SAMPLE, "1MiB", cache=tmp_path / "file")

@@ -27,6 +27,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_within_their_budgets(name: str) -> None:
     problem = NETWORKS[name]
@@ -59,6 +60,7 @@ def test_the_smallest_budget_works_and_one_byte_less_is_refused(seed: int) -> No
     assert exhaustive_search(problem, least - 1, ascending=True, max_runs=3) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "unet"])
 def test_the_smallest_budget_of_networks_ignores_times(name: str) -> None:
     problem = NETWORKS[name]
@@ -83,6 +85,7 @@ def test_the_refusal_names_the_node() -> None:
         plan(NETWORKS["gpt"], 1000)
 
 
+@pytest.mark.slow
 def test_two_plannings_agree() -> None:
     problem = gpt_problem(2)
     budget = int(0.7 * keeping_all(problem))
@@ -135,6 +138,7 @@ def test_a_solver_of_whole_graphs_may_find_what_was_known(planner: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_whole_portfolio_is_at_least_as_good_as_its_parts() -> None:
     problem = NETWORKS["resnet"]
     budget = int(0.75 * keeping_all(problem))

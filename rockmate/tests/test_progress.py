@@ -117,6 +117,7 @@ def test_a_bar_shows_what_is_done_inside_a_phase(capsys: pytest.CaptureFixture[s
     phases.close("planned")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("terminal", "rank", "shown"),
     [(True, None, True), (True, "0", True), (True, "1", False), (False, None, False)],

@@ -78,6 +78,7 @@ def test_gaps_in_the_layers_are_spelled_out() -> None:
     assert single.where == "blocks.0.mlp"
 
 
+@pytest.mark.slow
 def test_the_table() -> None:
     problem = gpt_problem(6)
     budget = int(0.6 * simulate(problem, no_recomputation(problem)).peak_bytes)

@@ -94,6 +94,7 @@ def test_planning_leaves_the_module_alone(name: str) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_gradients_accumulate_and_hooks_fire_as_often_as_in_eager() -> None:
     model, sample = build("gpt")
     twin = eager_copy(model)
@@ -115,6 +116,7 @@ def test_gradients_accumulate_and_hooks_fire_as_often_as_in_eager() -> None:
     assert_same_gradients(model, twin)
 
 
+@pytest.mark.slow
 def test_gradients_are_ready_during_backward_not_after() -> None:
     model, sample = build("gpt")
     wrapped = wrap(model, sample, 0.6)
@@ -193,6 +195,7 @@ def test_inputs_that_require_gradients_get_them() -> None:
     assert torch.equal(*grads)
 
 
+@pytest.mark.slow
 def test_forward_without_backward_leaks_nothing() -> None:
     import gc
     import weakref

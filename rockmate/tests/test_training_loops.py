@@ -43,6 +43,7 @@ def alike(run: Callable[[nn.Module], Any], name: str, budget: Any = 0.8) -> None
     same_state(model, twin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_accumulation_clipping_and_zero_grad(set_to_none: bool) -> None:
     _, sample = network("gpt")
@@ -77,6 +78,7 @@ def test_several_optimizers() -> None:
     alike(run, "resnet")
 
 
+@pytest.mark.slow
 def test_optimizer_step_inside_backward() -> None:
     _, sample = network("gpt")
 
@@ -144,6 +146,7 @@ def test_two_losses_one_after_the_other() -> None:
         torch.set_rng_state(end)
 
 
+@pytest.mark.slow
 def test_a_second_backward_stays_in_the_budget() -> None:
     model, sample = network("gpt")
     twin = eager_copy(model)
@@ -327,6 +330,7 @@ class _Bomb(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("count", [3, 40, 90])
 def test_an_exception_anywhere_leaves_a_module_that_works(

@@ -234,6 +234,7 @@ def in_a_noisy_process(share: float, planted: str, kind: str, *more: str) -> tup
     return ran.stdout, ran.stderr
 
 
+@pytest.mark.slow
 def test_gradients_that_eager_cannot_repeat_are_held_to_its_noise() -> None:
     out, err = in_a_noisy_process(2**-22, "right", "backward")
     assert out.startswith("planned")
@@ -247,12 +248,14 @@ def test_a_wrong_gradient_is_found_among_noisy_ones() -> None:
     assert "the gradient of parameter '0.0.weight' (by 1.0e-02 of its norm)" in out
 
 
+@pytest.mark.slow
 def test_what_differs_by_more_than_rounding_is_refused() -> None:
     out, _ = in_a_noisy_process(10.0, "right", "backward")
     assert out.startswith("refused")
     assert "They differ between two eager steps already" in out
 
 
+@pytest.mark.slow
 def test_what_gives_other_bits_the_second_time_is_never_run_again() -> None:
     out, _ = in_a_noisy_process(2**-22, "right", "forward")
     assert out.startswith("planned")

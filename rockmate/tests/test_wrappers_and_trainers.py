@@ -33,6 +33,7 @@ def same_parameters(first: nn.Module, second: nn.Module) -> None:
 # ---------------------------------------------------------------------- one process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inside_activation_checkpointing(reentrant: bool) -> None:
     model, (pixels, labels) = network("mixer")
@@ -171,6 +172,7 @@ def assert_ends_as_eager(train: Callable[[nn.Module], None]) -> Rockmate:
     return wrapped
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_hugging_face_trainer() -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is a test extra")

@@ -99,6 +99,7 @@ def test_recorded_stages_may_forget_their_input(make, shape):
         rotor.simulate(chk.chain, keeping)
 
 
+@pytest.mark.slow
 def test_tight_limits_are_met_by_retention_intervals_when_installed():
     pytest.importorskip("ortools", reason="the extra 'intervals' is not installed")
     twin = mlp(4, 64, dropout=0.2)

@@ -345,6 +345,7 @@ class TinyAuxiliary(nn.Module):
         return (x, self.fc(x.mean((2, 3)))) if self.training else x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["resnet", "vgg_bn", "densenet", "inception"])
 def test_models_train_bit_equal_below_their_plain_peak(family):
     make, shape = PAIRS[family]
