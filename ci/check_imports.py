@@ -76,6 +76,7 @@ LAYERS = {
         "options",
         "planners comparison",
         "reports settings",
+        "networks",
         "pipeline planning",
         "estimate plan_cache",
         "planned_forward forward_of_planned",

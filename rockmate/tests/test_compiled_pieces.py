@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rkgb.compiled.rewrite as rewriting
-import rockmate.pipeline.keeping as choosing
+import rockmate.networks.keeping as choosing
 from rkgb.compiled.classes import NotCompiledError
 from rkgb.costs import Measured
 from rkgb.engine import Sample, measure
@@ -30,8 +30,8 @@ from rockmate import Rockmate
 from rockmate.comparison.eager import StepResult, run_step
 from rockmate.comparison.rounding import compare_rounded
 from rockmate.errors import SelfTestError, UnknownChoiceError
-from rockmate.pipeline.planned import Planned
-from rockmate.pipeline.self_test import self_test
+from rockmate.networks.planned import Planned
+from rockmate.networks.self_test import self_test
 
 Result = list[Tensor]
 # By FLOPs no form of a piece is faster than the other: one is compiled.

@@ -127,7 +127,7 @@ def test_every_kernel_of_attention_trains_as_eager_does(
 
 
 def test_a_wrong_gradient_is_found(place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    import rockmate.pipeline.self_test as testing
+    import rockmate.networks.self_test as testing
 
     model, sample = network_on(place, "tied")
     real = testing.run_step

@@ -14,7 +14,7 @@ from torch import nn
 
 from rkgb.engine import Sample, device_of
 from rockmate import InfeasibleBudgetError, Rockmate
-from rockmate.pipeline.self_test import self_test
+from rockmate.networks.self_test import self_test
 from rockmate.schedules.simulate import simulate
 from rockmate.testing.nets import measured_peak_bytes, network_on
 

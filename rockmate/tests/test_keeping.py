@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rockmate.pipeline.keeping import Keeping
+from rockmate.networks.keeping import Keeping
 from rockmate.problems.problem import Node, Problem, Storage
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.plan import Plan, make_plan

@@ -14,8 +14,8 @@ from rkgb.engine import Sample
 from rkgb.testing.caching_allocator import AllocatorRules
 from rkgb.testing.fake_cuda import FakeCuda, fake_cuda
 from rockmate import InfeasibleBudgetError, Rockmate
-from rockmate.pipeline import Planned
-from rockmate.pipeline.self_test import self_test
+from rockmate.networks import Planned
+from rockmate.networks.self_test import self_test
 from rockmate.schedules.simulate import simulate
 from rockmate.testing.kernels import without_onednn
 from rockmate.testing.nets import (
@@ -193,7 +193,7 @@ class Abs(nn.Module):
 layer = Abs if kind == "forward" else nn.ReLU
 net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), layer()) for _ in range(5)))
 if planted:
-    import rockmate.pipeline.self_test as pipeline
+    import rockmate.networks.self_test as pipeline
     real = pipeline.run_step
 
     def wrong(call, twin, sample, **options):

@@ -17,7 +17,7 @@ from rockmate.errors import UnsupportedModuleError
 from rockmate.files.plan_file import PlanFile
 from rockmate.forward_of_planned import ForwardOfPlanned
 from rockmate.keys.sharded import own_class
-from rockmate.pipeline import compiled_part
+from rockmate.networks import compiled_part
 from rockmate.plan_cache import PlanRows
 from rockmate.planned_forward import PlannedForward
 from rockmate.reports.plan_report import PlanReport

@@ -13,7 +13,7 @@ from rockmate.keys.input_signature import for_any_number, told, unlike
 from rockmate.keys.module_state import ModuleState
 
 if TYPE_CHECKING:
-    from rockmate.pipeline import Planned
+    from rockmate.networks import Planned
 
 
 @dataclass(frozen=True, slots=True)

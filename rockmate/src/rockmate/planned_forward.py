@@ -29,9 +29,9 @@ from rockmate.files.plan_file import PlanFile
 from rockmate.keys.input_signature import ambient, in_order, key_of
 from rockmate.keys.module_state import ExternalValues, ModuleWatch, Snapshot, without_hooks
 from rockmate.keys.sharded import settled_call, whole_parts
+from rockmate.networks import Planned
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.pipeline import (
-    Planned,
     Shelf,
     eager_peak_bytes,
     is_follower,

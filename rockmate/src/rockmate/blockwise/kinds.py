@@ -12,10 +12,11 @@ from rockmate.blockwise.rehearsal import Call, Mark
 from rockmate.errors import UnsupportedModuleError
 from rockmate.keys.input_signature import key_of
 from rockmate.keys.sharded import own_class
+from rockmate.networks import Planned
+from rockmate.networks.planned import planned_executable
 from rockmate.options.module_choice import ModuleCall
 from rockmate.options.options import BlockOption
-from rockmate.pipeline import Planned, plan_module
-from rockmate.pipeline.planned import planned_executable
+from rockmate.pipeline import plan_module
 from rockmate.planners.module_options import options_of
 from rockmate.runtime.execute import Executor
 from rockmate.runtime.plain import plain

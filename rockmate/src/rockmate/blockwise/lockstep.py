@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rockmate.errors import UnsupportedModuleError
 from rockmate.keys.module_state import Snapshot
-from rockmate.pipeline import Planned
+from rockmate.networks import Planned
 from rockmate.plan_cache import Family, Key
 from rockmate.planned_forward import Call, PlannedForward
 

@@ -36,6 +36,7 @@ from rockmate.files.blocks_file import BlocksFile
 from rockmate.keys.input_signature import ambient, in_order, key_of
 from rockmate.keys.module_state import without_hooks
 from rockmate.keys.sharded import is_sharded, local_part, own_class, settled_call, whole_parts
+from rockmate.networks.self_test import eager_step, self_test
 from rockmate.options.module_choice import (
     Choice,
     StepMemory,
@@ -45,7 +46,6 @@ from rockmate.options.module_choice import (
     peak_of,
     smallest_budget,
 )
-from rockmate.pipeline.self_test import eager_step, self_test
 from rockmate.planned_forward import PlannedForward
 from rockmate.planners.module_options import module_options, options_of
 from rockmate.runtime.plain import is_plain, plain

@@ -19,8 +19,8 @@ from rkgb.engine import B_to_D, D_to_S, Sample, record, runnable
 from rkgb.graphs import PLANNED_PASSES, BasicGraph, same_but_for_numbers
 from rkgb.run import RunnableGraph
 from rockmate.keys.input_signature import InputSignature
+from rockmate.networks.planned import Planned, with_other_numbers
 from rockmate.options.known_blocks import KnownBlocks
-from rockmate.pipeline.planned import Planned, with_other_numbers
 from rockmate.pipeline.resized import can_be_resized, resized
 from rockmate.pipeline.versions import ExpectedKind, versions_like
 from rockmate.progress import Phases

@@ -28,17 +28,14 @@ from rockmate.comparison.deterministic import deterministic_algorithms
 from rockmate.comparison.eager import Keep, StepResult
 from rockmate.errors import InfeasibleBudgetError, SelfTestError, UnsupportedModuleError
 from rockmate.files.plan_file import SavedPlan
-from rockmate.options.known_blocks import KnownBlocks
-from rockmate.pipeline.follow import Call
-from rockmate.pipeline.keeping import Keeping, keeping_of
-from rockmate.pipeline.network import Network, network_of
-from rockmate.pipeline.planned import (
+from rockmate.networks.keeping import Keeping, keeping_of
+from rockmate.networks.network import Network, network_of
+from rockmate.networks.planned import (
     Planned,
     compiled_plan,
     without_reruns,
 )
-from rockmate.pipeline.saved_plan import budget_for, network_from, plan_for
-from rockmate.pipeline.self_test import (
+from rockmate.networks.self_test import (
     eager_step,
     over_budget,
     own_copy,
@@ -46,6 +43,9 @@ from rockmate.pipeline.self_test import (
     refuse_wrong_prediction,
     self_test,
 )
+from rockmate.options.known_blocks import KnownBlocks
+from rockmate.pipeline.follow import Call
+from rockmate.pipeline.saved_plan import budget_for, network_from, plan_for
 from rockmate.pipeline.shelf import Asked, NoShelf, Shelf
 from rockmate.planners.module_options import plan_keeping
 from rockmate.problems.problem import Problem

@@ -17,9 +17,9 @@ from rkgb.engine import Sample, device_of
 from rkgb.graphs import SimplifiedGraph, SimplifiedNode, same_but_for_sizes
 from rkgb.run import RunnableGraph
 from rockmate import planners
+from rockmate.networks.network import network_of
+from rockmate.networks.planned import Planned, compiled_plan, without_reruns
 from rockmate.options.known_blocks import KnownBlocks
-from rockmate.pipeline.network import network_of
-from rockmate.pipeline.planned import Planned, compiled_plan, without_reruns
 from rockmate.pipeline.versions import Version, versions_like
 from rockmate.planners.module_options import replan_keeping
 from rockmate.problems.problem import Problem

@@ -17,9 +17,9 @@ from rkgb.run import RunnableGraph
 from rockmate.errors import PlanFileError, PlanMismatchError
 from rockmate.files.differences import of_inputs, of_mappings, of_problems
 from rockmate.files.plan_file import KindCost, PlanFile, SavedPlan
+from rockmate.networks.network import Network, assembled
+from rockmate.networks.planned import Planned
 from rockmate.pipeline.identity import input_texts, kind_digest, made_with, recording_digest
-from rockmate.pipeline.network import Network, assembled
-from rockmate.pipeline.planned import Planned
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.report import format_bytes

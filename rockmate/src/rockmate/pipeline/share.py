@@ -35,8 +35,8 @@ from rkgb.engine import operations
 from rkgb.torch_api import group_store
 from rockmate.errors import InfeasibleBudgetError, PlanSharingError
 from rockmate.files.plan_file import PlanFile, SavedPlan
+from rockmate.networks.planned import Planned
 from rockmate.pipeline.identity import cache_key, made_with
-from rockmate.pipeline.planned import Planned
 from rockmate.pipeline.saved_plan import differences, mismatch, plan_file_of, refuse_elsewhere
 from rockmate.pipeline.shelf import Asked, Shelf
 

@@ -17,8 +17,8 @@ from rkgb.run import RunnableGraph
 from rockmate.errors import PlanFileError
 from rockmate.files.cache_folder import CacheFolder
 from rockmate.files.plan_file import PlanFile, SavedPlan
+from rockmate.networks.planned import Planned
 from rockmate.pipeline.identity import cache_key, recording_digest
-from rockmate.pipeline.planned import Planned
 from rockmate.pipeline.saved_plan import differences, mismatch, plan_file_of, refuse_elsewhere
 from rockmate.settings import Settings
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from rkgb.graphs import BackwardKind, BasicGraph, SimplifiedGraph, Tangent
-from rockmate.pipeline.planned import Planned
+from rockmate.networks.planned import Planned
 from rockmate.runtime.executable import Executable, plain_strides
 
 

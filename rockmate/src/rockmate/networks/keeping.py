@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rkgb.costs import Measured
 from rkgb.engine import Sample, external_values, measure, runnable
-from rockmate.pipeline.network import Network, assembled
+from rockmate.networks.network import Network, assembled
 from rockmate.schedules.plan import Plan, make_plan
 from rockmate.schedules.simulate import simulate
 

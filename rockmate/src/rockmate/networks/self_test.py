@@ -18,8 +18,8 @@ from rockmate.comparison.deterministic import why_bits_may_differ
 from rockmate.comparison.eager import Keep, StepResult, differences, run_step
 from rockmate.comparison.rounding import coarsest_type, compare_rounded
 from rockmate.errors import SelfTestError
-from rockmate.pipeline.network import first_unsteady
-from rockmate.pipeline.planned import Planned, unplanned_executable
+from rockmate.networks.network import first_unsteady
+from rockmate.networks.planned import Planned, unplanned_executable
 from rockmate.problems.problem import Problem
 from rockmate.runtime.execute import Executor
 from rockmate.schedules.baselines import no_recomputation

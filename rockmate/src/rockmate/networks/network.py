@@ -14,7 +14,7 @@ from rkgb.engine import Sample, device_of, external_values, measure, node_facts,
 from rkgb.graphs import SimplifiedGraph
 from rkgb.opaque import RunPiece
 from rkgb.run import RunnableGraph
-from rockmate.pipeline.network_problem import problem_of
+from rockmate.networks.network_problem import problem_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.schedules.opaque_piece import OpaquePiece

@@ -33,9 +33,9 @@ from rkgb.run import Outcomes, RunnableGraph, without_idle_steps
 from rockmate.errors import InfeasibleBudgetError, RockmateError
 from rockmate.keys.input_signature import InputSignature
 from rockmate.keys.module_state import without_hooks
-from rockmate.pipeline.likely import likely_kinds
-from rockmate.pipeline.network import Network, assembled
-from rockmate.pipeline.network_problem import problem_of
+from rockmate.networks.likely import likely_kinds
+from rockmate.networks.network import Network, assembled
+from rockmate.networks.network_problem import problem_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.reports.plan_report import CompiledPart

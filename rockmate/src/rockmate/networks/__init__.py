@@ -1,0 +1,11 @@
+"""From a recorded step to a network that is measured, and a plan that runs and was tested.
+
+Gets a recording and a plan; gives a `Network`, whose problem planners solve, and a `Planned`, whose
+`run` is a forward within the budget. Read network.py (recorded and measured), network_problem.py
+(as a problem), planned.py (compiled), keeping.py (what compiled pieces may keep more), likely.py
+(which gradients may come) and self_test.py (one step against plain PyTorch).
+"""
+
+from rockmate.networks.planned import Planned, compiled_part
+
+__all__ = ["Planned", "compiled_part"]
