@@ -1,12 +1,13 @@
 """Submodules that cannot be recorded: each is one operation that runs the user's Python.
 
 Gets a submodule and the arguments of one call; gives a forward operation and a backward operation
-for the recording, and runs them in a step. Read piece.py (what such an operation is), then
-inner_graph.py (what autograd keeps between the two), module_state.py (what Python changes),
-trial.py (what a call costs) and adding.py (its gradients).
+for the recording, and runs them in a step. Read call.py (a call, and how it is run), piece.py (its
+operations), then inner_graph.py (what autograd keeps between the two), module_state.py (what Python
+changes), trial.py (what a call costs) and adding.py (its gradients).
 """
 
+from rkgb.opaque.call import is_inside
 from rkgb.opaque.module_state import PythonRandom, StartOfCall
-from rkgb.opaque.piece import RunPiece, is_inside, running_on
+from rkgb.opaque.piece import RunPiece, running_on
 
 __all__ = ["PythonRandom", "RunPiece", "StartOfCall", "is_inside", "running_on"]

@@ -18,16 +18,18 @@ from rkgb.elements.spread import settled
 from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import SideEffectError, TraceError
-from rkgb.opaque.module_state import BufferContents, ModuleState
-from rkgb.opaque.piece import (
+from rkgb.opaque.call import (
     Call,
     Kind,
-    Piece,
     Place,
-    added,
-    gradients_of,
     result_tensors,
     run_call,
+)
+from rkgb.opaque.module_state import BufferContents, ModuleState
+from rkgb.opaque.piece import (
+    Piece,
+    added,
+    gradients_of,
 )
 from rkgb.torch_api.patches import Patches
 

@@ -1,0 +1,156 @@
+"""A call of a submodule as the sample's step made it, and the same call run again on tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkgb.elements.spread import memory_of
+from rkgb.elements.tensor_info import storage_id
+from rkgb.elements.trees import Structure, flatten
+from rkgb.graphs.basic import Region, autocast_as
+from rkgb.opaque.inner_graph import InnerGraph
+from rkgb.torch_api.torch_private import back_to_autograd
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    sparse: tuple[int, int] | None = None  # dimensions and entries of a sparse tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Kind:
+        if tensor.is_sparse:
+            entries = (tensor.sparse_dim(), tensor._nnz())
+            return cls(tuple(tensor.shape), (), tensor.dtype, entries)
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def made(self, device: torch.device) -> Tensor:
+        """Return some tensor of this kind."""
+        if not self.sparse:
+            made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+            return made.fill_(0.5)
+        dims, entries = self.sparse
+        places = torch.zeros(dims, entries, dtype=torch.int64, device=device)
+        values = torch.full((entries, *self.shape[dims:]), 0.5, dtype=self.dtype, device=device)
+        return torch.sparse_coo_tensor(places, values, self.shape)
+
+    def fitting(self, tensor: Tensor) -> Tensor | None:
+        """Return the tensor, lying in memory so; None if its shape or type is another."""
+        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
+            return None
+        if self.sparse or tensor.is_sparse:  # with as many entries as there are this time
+            return tensor
+        if tensor.stride() == self.stride or tensor.numel() <= 1 or memory_of(tensor) is not tensor:
+            return tensor
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device)
+        return made.copy_(tensor)
+
+
+class Place:
+    """Stands for a tensor among the leaves of a result."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a submodule as the sample's step made it."""
+
+    path: str
+    kind: str  # name of the module's class
+    number: int  # of the call, since a module may be called more than once
+    structure: Structure  # of (args, kwargs)
+    leaves: tuple[Any, ...]  # plain values; None in the places of tensors
+    places: tuple[int, ...]  # of the tensors among the leaves
+    wanting: tuple[bool, ...]  # which tensors require a gradient
+    parameters: tuple[str, ...]  # of the whole model, that may get a gradient
+    grad_mode: bool
+    autocast: Region | None
+    function: Any = None  # of autograd, that is called instead of the submodule
+
+    def __str__(self) -> str:
+        return f"'{self.path or '(root)'}' ({self.kind})"
+
+    def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = self.structure.unflatten(leaves)
+        return args, kwargs
+
+
+def run_call(
+    call: Call, model: nn.Module, tensors: Sequence[Tensor]
+) -> tuple[Any, InnerGraph, list[Tensor], Any]:
+    """Run a submodule on leaves of its own.
+
+    Returns its result, its graph, the leaves that are inputs, and its (args, kwargs) afterwards.
+    """
+    module = model.get_submodule(call.path)
+    inner = InnerGraph(inputs={storage_id(t): place for place, t in enumerate(tensors)})
+    with back_to_autograd(), torch.set_grad_enabled(call.grad_mode), autocast_as(call.autocast):
+        inputs = []
+        for tensor, wants in zip(tensors, call.wanting, strict=True):
+            inputs.append(inner.entering(tensor) if wants else tensor.detach())
+            if not wants:
+                inner.ends.append(None)
+        with _own_parameters(model, module, call.parameters) as parameters:
+            inner.ends += [parameters[name] for name in call.parameters]
+            args, kwargs = call.arguments(inputs)
+            with inner.saving():
+                run = module if call.function is None else call.function.apply
+                result = run(*args, **kwargs)
+    return result, inner, inputs, (args, kwargs)
+
+
+@contextlib.contextmanager
+def _own_parameters(
+    model: nn.Module, module: nn.Module, names: Sequence[str]
+) -> Iterator[Mapping[str, Tensor]]:
+    """Let a module compute with new leaves on its parameters' memory.
+
+    Hooks on the user's parameters are called once, by the step, and not in here as well.
+    """
+    wanted = {id(model.get_parameter(name)): name for name in names}
+    made: dict[str, Any] = {}
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    for part in module.modules():
+        for own, parameter in part._parameters.items():
+            name = wanted.get(id(parameter))
+            if parameter is None or name is None:
+                continue
+            if name not in made:
+                made[name] = nn.Parameter(parameter.detach())
+            replaced.append((part._parameters, own, parameter))
+            part._parameters[own] = made[name]
+    for name in names:
+        made.setdefault(name, model.get_parameter(name))
+    try:
+        yield made
+    finally:
+        for table, own, parameter in replaced:
+            table[own] = parameter
+
+
+def is_inside(path: str, around: str) -> bool:
+    """Whether a module is another one, or in it, by their paths."""
+    return not around or path == around or path.startswith(f"{around}.")
+
+
+def result_tensors(result: Any) -> list[Tensor]:
+    """Return the tensors among the leaves of a result."""
+    return [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
