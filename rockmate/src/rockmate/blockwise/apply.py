@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from rockmate.blockwise.report import BlockRow, BlocksPlan
 from rockmate.blockwise.saved_blocks import blocks_file, shared_file
 from rockmate.blockwise.team import Team
 from rockmate.errors import RockmateError, UnsupportedModuleError
+from rockmate.files.blocks_file import BlocksFile
 from rockmate.in_place import remove
 from rockmate.keys.module_state import without_hooks
 from rockmate.keys.sharded import own_class
@@ -125,11 +126,24 @@ def apply_to_blocks(
         assert asked is not None
         return asked - reserve
 
+    chosen = _put_on(found, lambda: planner.plan(call, room))
+    seconds = {"blocks": time.perf_counter() - began}
+    made = _report(chosen, reserve, in_flight, seconds)
+    if file is not None:
+        return _as_saved(made, file)
+    made = replace(made, file=blocks_file(made, chosen.kinds, chosen.choice.options, name, device))
+    if not compare:
+        return replace(made, why_no_free_plan="compare=False")
+    return _compared(model, call, made, replace(settings, budget=made.budget_bytes - reserve))
+
+
+def _put_on(found: Mapping[str, nn.Module], choose: Callable[[], Chosen]) -> Chosen:
+    """Put the forwards that are chosen on the blocks, which are as they were after an error."""
     with torch.inference_mode(False), torch.enable_grad():
         for block in found.values():
             dressed(block, _Nothing())  # type: ignore[arg-type]
         try:
-            chosen = planner.plan(call, room)
+            chosen = choose()
         except BaseException:
             for block in found.values():
                 remove(block)
@@ -139,18 +153,7 @@ def apply_to_blocks(
             vars(block)["_rockmate"] = chosen.forwards[path]
         else:  # not called, or not trained
             remove(block)
-    seconds = {"blocks": time.perf_counter() - began}
-    made = _report(chosen, reserve, in_flight, seconds)
-    if file is not None:
-        rows = (
-            replace(row, overhead_ms=block.overhead_ms, base_time_ms=block.base_time_ms)
-            for row, block in zip(made.rows, file.blocks, strict=True)
-        )
-        return replace(made, rows=tuple(rows), file=file, why_no_free_plan="a saved plan serves")
-    made = replace(made, file=blocks_file(made, chosen.kinds, chosen.choice.options, name, device))
-    if not compare:
-        return replace(made, why_no_free_plan="compare=False")
-    return _compared(model, call, made, replace(settings, budget=made.budget_bytes - reserve))
+    return chosen
 
 
 _PLACEHOLDER = 1  # every block gets a budget of its own
@@ -217,6 +220,15 @@ def _report(
         in_flight=in_flight,
         seconds=seconds,
     )
+
+
+def _as_saved(plan: BlocksPlan, file: BlocksFile) -> BlocksPlan:
+    """Return a plan with the times that its file holds."""
+    rows = (
+        replace(row, overhead_ms=block.overhead_ms, base_time_ms=block.base_time_ms)
+        for row, block in zip(plan.rows, file.blocks, strict=True)
+    )
+    return replace(plan, rows=tuple(rows), file=file, why_no_free_plan="a saved plan serves")
 
 
 def _compared(model: nn.Module, call: Call, plan: BlocksPlan, settings: Settings) -> BlocksPlan:
