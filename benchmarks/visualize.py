@@ -32,6 +32,7 @@ from steps.figure import draw_step
 
 FIGURES: dict[str, tuple[str, Callable[[list[Row]], Figure]]] = {
     "overhead": ("performance", draw_overhead),
+    "compiled": ("compiled", draw_overhead),
     "planning": ("planning", draw_planning),
     "timeline": ("timeline", draw_timeline),
     "throughput": ("throughput", draw_throughput),

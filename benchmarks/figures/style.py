@@ -20,6 +20,7 @@ MIB = 2**20
 STYLES = {
     "plain": ("#555555", "X", "plain PyTorch"),
     "rockmate": ("#0072B2", "o", "Rockmate"),
+    "rockmate-compiled": ("#56B4E9", "o", "Rockmate, compile=True"),
     "rotor": ("#E69F00", "s", "rotor"),
     "checkpoint": ("#009E73", "^", "torch.utils.checkpoint"),
     "selective": ("#CC79A7", "v", "selective checkpointing"),
@@ -28,6 +29,7 @@ STYLES = {
     "checkmate": ("#D55E00", "D", "Checkmate: one ILP over the graph"),
 }
 TITLES = {
+    "gpt": "GPT, 8 layers",
     "gpt2-small": "GPT-2, 12 layers",
     "gpt2-medium": "GPT-2, 24 layers",
     "gpt2-large": "GPT-2, 36 layers",
@@ -41,6 +43,7 @@ TITLES = {
     "unet": "U-Net",
     "fno": "FNO",
 }
+_LEGEND_COLUMN = 2.8  # inches of the longest entry
 plt.rcParams.update(
     {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
 )
@@ -99,7 +102,8 @@ def handles_of(families: Iterable[str], markers: bool = True) -> list[Any]:
 
 
 def legend_below(figure: Figure, families: Iterable[str], columns: int = 3) -> None:
-    """Put one legend under all panels, where no line can run."""
+    """Put one legend under all panels, where no line can run; narrow figures have fewer columns."""
+    columns = min(columns, max(1, int(figure.get_figwidth() / _LEGEND_COLUMN)))
     figure.legend(
         handles=handles_of(families), loc="outside lower center", ncols=columns, fontsize=8.5
     )

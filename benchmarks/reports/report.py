@@ -40,6 +40,7 @@ def benchmark_results(results: Path) -> str:
     """Return what the README of the benchmarks shows."""
     found = {
         "Performance": tables.performance_table(results),
+        "Compiled pieces and `torch.compile`": tables.compiled_table(results),
         "Planning": tables.planning_table(results),
         "Phases of planning": tables.phases_table(results),
         "What the executor costs": step_table(results),

@@ -107,6 +107,25 @@ def performance_table(results: Path) -> str:
     return markdown_table(header, lines) + "\n" + measured_where(rows)
 
 
+def compiled_table(results: Path) -> str:
+    """Return peak, FLOPs and time of compiled pieces under a budget, and of `torch.compile`."""
+    rows = of_size(read_rows(results / "compiled.csv"))
+    lines = [
+        [
+            f"{row['network']}, {row['strategy']} {row['budget']}".strip(),
+            f"{int(row['peak_bytes']) / MIB:.2f} MiB",
+            f"{100 * int(row['peak_bytes']) / int(row['plain_peak_bytes']):.0f} %",
+            f"×{float(row['flops_ratio']):.4f}",
+            f"×{float(row['time_ratio']):.2f}",
+        ]
+        for row in rows
+    ]
+    if not lines:
+        return ""
+    header = ["network and strategy", "peak", "of plain", "FLOPs", "time"]
+    return markdown_table(header, lines) + "\n" + measured_where(rows)
+
+
 def planning_table(results: Path) -> str:
     """Return seconds of planning, of every planner and network."""
     rows = [row for row in read_rows(results / "planning.csv") if row["size"] == "cpu"]

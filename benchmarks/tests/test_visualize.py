@@ -41,7 +41,7 @@ def row(table: str, network: str, strategy: str, budget: str = "", **values: obj
 def rows_of(table: str) -> list[Row]:
     """Return rows like those of a run, with every status that the figure shows."""
     made = []
-    if table == "performance":
+    if table in ("performance", "compiled"):
         for network, (i, strategy) in itertools.product(style.TITLES, enumerate(STRATEGIES)):
             for share in (0.35, 0.5, 0.7):
                 ratio = 1.9 - share + 0.07 * i
@@ -130,6 +130,22 @@ def test_no_text_covers_another(name: str, table: str) -> None:
     style.stamp(figure, rows)
     try:
         assert style.overlapping(figure) == []
+        for legend in figure.legends:
+            box = legend.get_window_extent()
+            assert box.x0 >= 0
+            assert box.x1 <= figure.bbox.width
+    finally:
+        plt.close(figure)
+
+
+def test_the_legend_of_a_narrow_figure_has_fewer_columns() -> None:
+    rows = [r for r in rows_of("compiled") if r["network"] in ("gpt", "unet")]
+    figure = visualize.FIGURES["compiled"][1](rows)
+    try:
+        figure.draw_without_rendering()
+        box = figure.legends[0].get_window_extent()
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.width
     finally:
         plt.close(figure)
 
