@@ -72,6 +72,23 @@ def test_planning_leaves_the_model_as_it_was_and_is_undone() -> None:
     assert_trains_like(model, twin, sample)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler
+@pytest.mark.parametrize("order", ["planned first", "compiled first"])
+def test_blocks_may_be_compiled(order: str) -> None:
+    """Around a planned block, torch.compile runs it as it is; taken off and put on, it stays so."""
+    model, sample = network("gpt")
+    twin = eager_copy(model)
+    if order == "compiled first":
+        for block in model.blocks:
+            block.compile(backend="eager")
+    rockmate.apply_to_blocks(model, sample, 0.6, cost="flops", compare=False)
+    if order == "planned first":
+        for block in model.blocks:
+            block.compile(backend="eager")
+    assert_trains_like(model, twin, sample)
+
+
 def test_hooks_on_blocks_fire_as_without() -> None:
     model, twin, sample, _ = planned(self_test=False)
     counts = []
