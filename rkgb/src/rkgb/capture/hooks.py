@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from rkgb.elements.effects import Effect, Look
+from rkgb.elements.effect import Effect, Look
 from rkgb.errors import SideEffectError
 from rkgb.recording.recorder import Recorder
 

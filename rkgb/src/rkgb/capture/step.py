@@ -22,7 +22,7 @@ from rkgb.capture.hooks import HookWatch
 from rkgb.capture.pieces import PieceRecorder
 from rkgb.capture.saved_by_autograd import saving
 from rkgb.capture.twin import twin_of
-from rkgb.elements.effects import Check, Effect, Write
+from rkgb.elements.effect import Check, Effect, Write
 from rkgb.elements.op import Ref
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rkgb.elements.effects import Effect
+from rkgb.elements.effect import Effect
 from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo

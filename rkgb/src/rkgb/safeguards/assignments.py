@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rkgb.elements.effects import Assign
+from rkgb.elements.effect import Assign
 from rkgb.elements.trees import holds_tensors
 from rkgb.errors import SideEffectError
 from rkgb.opaque.module_state import CONTAINERS

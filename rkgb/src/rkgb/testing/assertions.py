@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.device.rng import RngState
-from rkgb.elements.effects import Assign
+from rkgb.elements.effect import Assign
 from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import flatten
