@@ -2,7 +2,7 @@
 
 Gets the arguments and results of calls; gives frozen facts. Read op.py (one operation), then
 tensor_info.py (one tensor), numbers.py (Python numbers of a call), trees.py and sample.py
-(arguments and results taken apart), effects.py (what a forward leaves behind besides its result),
+(arguments and results taken apart), effect.py (what a forward leaves behind besides its result),
 compiled_call.py (a compiled target).
 """
 
