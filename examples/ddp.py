@@ -57,6 +57,8 @@ def main(arguments: list[str] | None = None) -> tuple[nn.Module, list[float]]:
     if rank == 0:
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; {len(others)} ranks agree")
         print(rk.plan.summary())
+    del ddp  # its reducer holds the group, whose threads must end first
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return rk, losses
 

@@ -59,10 +59,8 @@ def test_an_example_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert model.measured_peak_bytes <= model.budget_bytes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SPREAD)
-def test_an_example_of_two_processes_runs(name: str) -> None:
-    run = subprocess.run(
+def two_processes(name: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", "2", str(EXAMPLES / f"{name}.py"), "--tiny"),
@@ -73,5 +71,13 @@ def test_an_example_of_two_processes_runs(name: str) -> None:
         timeout=300,
         check=False,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPREAD)
+def test_an_example_of_two_processes_runs(name: str) -> None:
+    run = two_processes(name)
+    if run.returncode and "terminate called without an active exception" in run.stderr:
+        run = two_processes(name)  # now and then gloo ends a process that has done all its work
     assert run.returncode == 0, run.stderr[-3000:]
     assert {"ddp": "2 ranks agree", "fsdp2": "rank 1: plain"}[name] in run.stdout

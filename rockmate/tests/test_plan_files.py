@@ -20,7 +20,7 @@ from torch import nn
 from rkgb.testing.fake_cuda import fake_cuda
 from rockmate import PlanFileError, PlanMismatchError, Rockmate, planners
 from rockmate.files.plan_file import PlanFile
-from rockmate.pipeline import network
+from rockmate.networks import network
 from rockmate.schedules.simulate import simulate
 from rockmate.testing.nets import TinyGPT, assert_same_gradients
 from rockmate.testing.wrapping import wrap

@@ -18,7 +18,7 @@ from rkgb.engine import Sample
 from rockmate import Rockmate, planners
 from rockmate.files.cache_folder import CacheFolder, usual_folder
 from rockmate.files.plan_file import PlanFile
-from rockmate.pipeline import network
+from rockmate.networks import network
 from rockmate.pipeline.identity import cache_key
 from rockmate.settings import Settings
 from rockmate.testing.wrapping import wrap as planned_by_all

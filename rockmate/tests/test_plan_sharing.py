@@ -15,7 +15,8 @@ from torch import nn
 
 import rockmate
 from rockmate import InfeasibleBudgetError, PlanSharingError, planners
-from rockmate.pipeline import network, share
+from rockmate.networks import network
+from rockmate.pipeline import share
 from rockmate.pipeline.share import Exchange, SharedShelf
 from rockmate.pipeline.shelf import NoShelf
 from rockmate.testing.nets import assert_same_gradients, eager_copy
