@@ -147,12 +147,12 @@ def run(task: Task, device: torch.device, budget: float) -> Comparison:
     plain_model = task.make_model().to(device)
     our_model = copy.deepcopy(plain_model)
     start = RandomState.now()
-    rockmate = Rockmate(our_model, task.batches[0], budget=budget, progress=True, cache=False)
-    print(f"\n{rockmate.schedules.plan}\n")
-    phases = rockmate.planning_seconds
+    planned = Rockmate(our_model, task.batches[0], budget=budget, progress=True, cache=False)
+    print(f"\n{planned.plan}\n")
+    phases = planned.planning_seconds
     print("planning: " + ", ".join(f"{name} {took:.1f} s" for name, took in phases.items()))
 
-    plain, ours = Training(plain_model, task, start), Training(rockmate, task, start)
+    plain, ours = Training(plain_model, task, start), Training(planned, task, start)
     print("\n  step  loss, plain     loss, Rockmate")
     for number, batch in enumerate(task.batches, start=1):
         for training in (plain, ours):
@@ -170,11 +170,11 @@ def run(task: Task, device: torch.device, budget: float) -> Comparison:
     outcome = Comparison(
         task,
         identical,
-        rockmate.schedules.plan.budget_bytes,
-        rockmate.schedules.plan.peak_bytes,
+        planned.plan.budget_bytes,
+        planned.plan.peak_bytes,
         plain.memory,
         ours.memory,
-        rockmate.schedules.plan.overhead_percent,
+        planned.plan.overhead_percent,
         100 * (median_ratio(ours.step_ms, plain.step_ms) - 1),
         sum(phases.values()),
     )
@@ -275,7 +275,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", type=torch.device)
     parser.add_argument("--steps", default=16, type=int, help="training steps of each network")
     parser.add_argument("--budget", default=0.5, type=float, help="fraction of the plain peak")
-    parser.add_argument("--only", choices=["gpt2", "resnet18"])
+    parser.add_argument("--only", choices=["gpt2", "resnet50"])
     parser.add_argument("--out", default=meter.RESULTS / "latest", type=Path)
     options = parser.parse_args()
     if options.steps <= max(TRACED):
