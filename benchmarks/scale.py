@@ -43,7 +43,7 @@ from rockmate.planning import (
 )
 
 RESULTS = Path(__file__).parent / "results"
-RECORDED = Path(__file__).parent / "results" / "scale_costs.json"
+RECORDED = RESULTS / "scale_costs.json"
 TABLE = Path(__file__).parents[1] / "docs" / "scale.md"
 GIB = 2**30
 RANKS = (8, 64, 512)

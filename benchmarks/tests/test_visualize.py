@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 import visualize
 from figures import style
@@ -123,6 +124,13 @@ def step_rows() -> list[Row]:
     return made
 
 
+def assert_legends_lie_inside(figure: Figure) -> None:
+    for legend in figure.legends:
+        box = legend.get_window_extent()
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.width
+
+
 @pytest.mark.parametrize(("name", "table"), [(n, t) for n, (t, _) in visualize.FIGURES.items()])
 def test_no_text_covers_another(name: str, table: str) -> None:
     rows = rows_of(table)
@@ -130,10 +138,7 @@ def test_no_text_covers_another(name: str, table: str) -> None:
     style.stamp(figure, rows)
     try:
         assert style.overlapping(figure) == []
-        for legend in figure.legends:
-            box = legend.get_window_extent()
-            assert box.x0 >= 0
-            assert box.x1 <= figure.bbox.width
+        assert_legends_lie_inside(figure)
     finally:
         plt.close(figure)
 
@@ -143,9 +148,8 @@ def test_the_legend_of_a_narrow_figure_has_fewer_columns() -> None:
     figure = visualize.FIGURES["compiled"][1](rows)
     try:
         figure.draw_without_rendering()
-        box = figure.legends[0].get_window_extent()
-        assert box.x0 >= 0
-        assert box.x1 <= figure.bbox.width
+        assert figure.legends
+        assert_legends_lie_inside(figure)
     finally:
         plt.close(figure)
 

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from rkgb.capture.pieces import Link, PieceRecorder
 from rkgb.elements.trees import flatten
-from rkgb.opaque.call import (
-    Place,
-)
+from rkgb.opaque.call import Place
 from rkgb.torch_api.torch_private import latest_sequence_nr
 
 Function = torch.autograd.Function

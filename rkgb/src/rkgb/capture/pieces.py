@@ -13,17 +13,9 @@ from rkgb.elements.spread import memory_of
 from rkgb.elements.trees import flatten
 from rkgb.errors import RkgbError
 from rkgb.graphs.basic import BasicGraph, ambient_autocast
-from rkgb.opaque.call import (
-    Call,
-    Kind,
-)
+from rkgb.opaque.call import Call, Kind
 from rkgb.opaque.module_state import ModuleState
-from rkgb.opaque.piece import (
-    Piece,
-    RunPiece,
-    RunPieceBackward,
-    running_on,
-)
+from rkgb.opaque.piece import Piece, RunPiece, RunPieceBackward, running_on
 from rkgb.opaque.trial import BrokenPieceError, Trials
 from rkgb.recording.recorder import Recorder
 from rkgb.torch_api.torch_private import current_autograd_node, latest_sequence_nr

@@ -23,12 +23,8 @@ from rkgb.elements.sample import Sample
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import RkgbError, SideEffectError
 from rkgb.graphs.basic import BackwardKind, BasicGraph
-from rkgb.opaque.call import (
-    is_inside,
-)
-from rkgb.opaque.piece import (
-    RunPiece,
-)
+from rkgb.opaque.call import is_inside
+from rkgb.opaque.piece import RunPiece
 from rkgb.opaque.trial import BrokenPieceError
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.places import Places

@@ -14,9 +14,7 @@ from rkgb.device.chosen import device_of
 from rkgb.elements.op import Op
 from rkgb.graphs.basic import HandOver
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
-from rkgb.opaque.piece import (
-    RunPiece,
-)
+from rkgb.opaque.piece import RunPiece
 from rkgb.run.node_storages import NodeStorage, dying_in_backward, storages_of
 from rkgb.run.program import rerun_state
 

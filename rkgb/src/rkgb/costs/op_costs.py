@@ -19,10 +19,7 @@ from rkgb.elements.compiled_call import CompiledCall
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
-from rkgb.opaque.piece import (
-    RunPiece,
-    RunPieceBackward,
-)
+from rkgb.opaque.piece import RunPiece, RunPieceBackward
 from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
 
 

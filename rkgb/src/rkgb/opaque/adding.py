@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from rkgb.elements.op import Op, Ref
-from rkgb.opaque.piece import (
-    RunPieceBackward,
-)
+from rkgb.opaque.piece import RunPieceBackward
 
 _ADDS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 

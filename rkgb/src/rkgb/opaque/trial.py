@@ -18,19 +18,9 @@ from rkgb.elements.spread import settled
 from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import SideEffectError, TraceError
-from rkgb.opaque.call import (
-    Call,
-    Kind,
-    Place,
-    result_tensors,
-    run_call,
-)
+from rkgb.opaque.call import Call, Kind, Place, result_tensors, run_call
 from rkgb.opaque.module_state import BufferContents, ModuleState
-from rkgb.opaque.piece import (
-    Piece,
-    added,
-    gradients_of,
-)
+from rkgb.opaque.piece import Piece, added, gradients_of
 from rkgb.torch_api.patches import Patches
 
 _UNSEEN_BYTES = 64  # at most, of numbers that autograd wraps into tensors and saves by itself

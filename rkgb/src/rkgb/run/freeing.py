@@ -12,9 +12,7 @@ from dataclasses import replace
 from rkgb.elements.compiled_call import CompiledCall
 from rkgb.elements.op import Op
 from rkgb.graphs.simplified import SimplifiedGraph
-from rkgb.opaque.piece import (
-    RunPieceBackward,
-)
+from rkgb.opaque.piece import RunPieceBackward
 from rkgb.run.node_storages import dying_in_backward, storages_of
 
 FREEING = (CompiledCall, RunPieceBackward)  # they say of arguments that they free them

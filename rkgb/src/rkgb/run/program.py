@@ -18,9 +18,7 @@ from rkgb.device.chosen import device_of
 from rkgb.elements.op import BATCH_NORMS, Op, Ref, map_refs
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
-from rkgb.opaque.piece import (
-    RunPiece,
-)
+from rkgb.opaque.piece import RunPiece
 from rkgb.run.freeing import FREEING
 from rkgb.run.node_storages import dying_in_backward, storages_of
 from rkgb.run.statements import (

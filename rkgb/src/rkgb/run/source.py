@@ -56,9 +56,7 @@ from rkgb.elements.compiled_call import CompiledCall
 from rkgb.elements.numbers import Number
 from rkgb.elements.op import Op, Ref
 from rkgb.graphs.simplified import SimplifiedGraph
-from rkgb.opaque.piece import (
-    RunPieceBackward,
-)
+from rkgb.opaque.piece import RunPieceBackward
 from rkgb.run.freeing import FREEING
 from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
 from rkgb.torch_api.kernel_choice import calling_with, switch_forward

@@ -14,9 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rkgb.errors import TraceError, UnsupportedOpError
-from rkgb.opaque.call import (
-    is_inside,
-)
+from rkgb.opaque.call import is_inside
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parents[1])
