@@ -236,4 +236,6 @@ def _same_bits(first: Any, second: Any) -> bool:
         return all(map(_same_bits, first, second))
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return True
+    if first.dtype == torch.uint8:  # a library's notes for its backward: not all of it is written
+        return True
     return torch.equal(first, second) or bool(((first == second) | (first != first)).all())
