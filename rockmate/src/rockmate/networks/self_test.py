@@ -85,9 +85,12 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def peak_of(eager: StepResult | None, problem: Problem) -> int:
-    """Return what a fraction as budget refers to: measured where eager fits, else simulated."""
+    """Return what a fraction as budget refers to: measured where eager fits, else simulated.
+
+    It is measured in whole blocks of the allocator, as the budget and `measured_peak_bytes` are.
+    """
     if eager is not None:
-        return eager.peak_bytes
+        return eager.allocated_peak_bytes
     return simulate(problem, no_recomputation(problem)).peak_bytes
 
 

@@ -75,7 +75,7 @@ class Call:
 
     def with_expected_gradients(self) -> Planned | None:
         """Return a plan that follows, made for the gradients that came last; None if none does."""
-        if not can_be_resized(self.settings, self.sample):
+        if not can_be_resized(self.settings):
             return None
         expected = ExpectedKind.after(self.known)
         if expected is None or expected.is_usual:

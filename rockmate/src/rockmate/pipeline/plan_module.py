@@ -12,7 +12,7 @@ self_test    one step of the planned module against the twin, bits and bytes
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,13 +40,13 @@ from rockmate.networks.self_test import (
     over_budget,
     own_copy,
     peak_of,
-    refuse_wrong_prediction,
     self_test,
 )
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.pipeline.follow import Call
 from rockmate.pipeline.saved_plan import budget_for, network_from, plan_for
 from rockmate.pipeline.shelf import Asked, NoShelf, Shelf
+from rockmate.pipeline.within_blocks import within_blocks
 from rockmate.planners.module_options import plan_keeping
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases, stopwatch
@@ -54,8 +54,6 @@ from rockmate.schedules.plan import Plan
 from rockmate.settings import Settings, parse_budget
 
 _log = logging.getLogger("rockmate")
-# How often a plan may be made anew because the allocator hands out more than it is asked for.
-_MOST_TRIES = 5
 _FOR_BLOCKS = (
     " and for blocks of the allocator that are larger than what lies in them (less with "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)"
@@ -178,46 +176,30 @@ def _planned_anew(
         budget_bytes = int(fraction * peak_of(eager, network.problem))
     assert budget_bytes is not None
 
-    def make(blocks_bytes: int, keeping: Keeping | None) -> Planned:
+    def make(keeping: Keeping | None, within_bytes: int, blocks_bytes: int) -> Planned:
         return _planned(
-            *(network, given, budget_bytes, eager, settings, phases, call.blocks),
+            *(network, given, within_bytes, eager, settings, phases, call.blocks),
             *(keeping, blocks_bytes),
         )
 
-    return _tested(make, keeping, call, eager) if settings.self_test else make(0, keeping)
+    if not settings.self_test:
+        return make(keeping, budget_bytes, 0)
+    attempt = partial(_tested, call, eager)
+    try:
+        return within_blocks(partial(make, keeping), attempt, model, given, budget_bytes, 0)
+    except SelfTestError as error:
+        if keeping is None:
+            raise
+        _log.warning("pieces keep no more than they must: %s", error)
+    return within_blocks(partial(make, None), attempt, model, given, budget_bytes, 0)
 
 
-def _tested(
-    make: Callable[[int, Keeping | None], Planned],
-    keeping: Keeping | None,
-    call: Call,
-    eager: StepResult | None,
-) -> Planned:
-    """Return a plan that has passed the self-test, made anew where whole blocks go over the budget.
-
-    `make` plans with so many bytes set aside, and with what pieces may keep.
-    """
-    aside_bytes = 0
-    for _ in range(_MOST_TRIES):
-        planned = make(aside_bytes, keeping)
-        with call.phases.phase("self_test"):
-            try:
-                ours, found = self_test(planned, call.model, call.sample, eager)
-            except SelfTestError as error:
-                if planned.network.rebuilding is None:
-                    raise
-                _log.warning("pieces keep no more than they must: %s", error)
-                keeping, aside_bytes = None, 0
-                continue
-            device_of(call.sample.device).give_back()
-        planned = replace(planned, measured_peak_bytes=ours.allocated_peak_bytes, comparison=found)
-        over_bytes = ours.allocated_peak_bytes - planned.budget_bytes
-        if over_bytes <= 0:
-            return planned
-        refuse_wrong_prediction(planned, call.model, ours)
-        _log.info("%d bytes over the budget in whole blocks: planning again", over_bytes)
-        aside_bytes = planned.blocks_bytes + 2 * over_bytes
-    raise over_budget(planned, call.model)
+def _tested(call: Call, eager: StepResult | None, planned: Planned) -> tuple[Planned, StepResult]:
+    with call.phases.phase("self_test"):
+        ours, found = self_test(planned, call.model, call.sample, eager)
+        device_of(call.sample.device).give_back()
+    measured_bytes = ours.allocated_peak_bytes
+    return replace(planned, measured_peak_bytes=measured_bytes, comparison=found), ours
 
 
 def _planned_before(saved: SavedPlan, asked: Asked, phases: Phases) -> Planned:
@@ -290,7 +272,7 @@ def _planned(
     plan = without_reruns(network, plan)
     return replace(
         compiled_plan(network, plan, given, budget_bytes, phases),
-        eager_peak_bytes=eager.peak_bytes if eager is not None else None,
+        eager_peak_bytes=eager.allocated_peak_bytes if eager is not None else None,
         blocks_bytes=blocks_bytes,
     )
 
@@ -302,7 +284,7 @@ def eager_peak_bytes(model: nn.Module, sample: Any, kwargs: Mapping[str, Any] | 
     given = given.with_leaves(tuple(map(own_copy, given.leaves)))
     eager = eager_step(model, given, None, "nothing")
     if eager is not None:
-        return eager.peak_bytes
+        return eager.allocated_peak_bytes
     settings = Settings(budget=1.0, cost="flops")
     phases = Phases(PHASES, show=False)
     recorded = runnable(D_to_S(B_to_D(record(model, given)), passes=PLANNED_PASSES))

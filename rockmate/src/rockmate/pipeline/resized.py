@@ -2,7 +2,8 @@
 
 The recording is a real one, so the program is exact and its bytes are known. What solvers would
 search for follows from the plans for other sizes (`planners.replan`). The step is not tried against
-plain PyTorch again: one of the same operations has been.
+plain PyTorch again: one of the same operations has been. Where the allocator hands out whole
+blocks, one planned step is run beforehand to see what they take.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from rkgb.engine import Sample, device_of
 from rkgb.graphs import SimplifiedGraph, SimplifiedNode, same_but_for_sizes
 from rkgb.run import RunnableGraph
 from rockmate import planners
+from rockmate.comparison.eager import StepResult
+from rockmate.errors import InfeasibleBudgetError
 from rockmate.networks.network import network_of
 from rockmate.networks.planned import Planned, compiled_plan, without_reruns
+from rockmate.networks.self_test import self_test
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.pipeline.versions import Version, versions_like
+from rockmate.pipeline.within_blocks import has_blocks, within_blocks
 from rockmate.planners.module_options import replan_keeping
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases, stopwatch
@@ -40,40 +45,58 @@ def resized(
 ) -> Planned | None:
     """Return a plan that follows from `known` ones; None where none does."""
     like = _same_in_other_sizes(known, recorded)
-    if like is None or not can_be_resized(settings, sample):
+    if like is None or not can_be_resized(settings):
         return None
     alike = [other for other in known if other.family is like.planned.family]
     old = like.planned.network
     network = network_of(model, recorded, sample, settings, phases, like=(old.measured, like.graph))
     budget_bytes, _ = parse_budget(settings.budget)
     assert budget_bytes is not None
-    room = budget_bytes - settings.reserve_bytes
-    with phases.phase("planning"), stopwatch() as parts:
-        pairs = [(other.problem, other.plan.steps) for other in alike]
-        plan = _replanned(network.problem, room, pairs, settings, blocks)
-    phases.seconds.update(parts)
-    if plan is None:
-        return None
-    plan = without_reruns(network, plan)
-    with phases.phase("compilation"):
-        planned = compiled_plan(network, plan, sample, budget_bytes, phases)
+    pairs = [(other.problem, other.plan.steps) for other in alike]
     is_foreseen = like.graph is not old.graph or like.planned.other_gradients is not None
-    return replace(
-        planned,
-        how="resized",
-        family=like.planned.family,
-        other_gradients=partial(_planned_anew, room, settings, blocks) if is_foreseen else None,
-    )
+
+    def make(within_bytes: int, blocks_bytes: int) -> Planned:
+        room_bytes = within_bytes - settings.reserve_bytes - blocks_bytes
+        with phases.phase("planning"), stopwatch() as parts:
+            plan = _replanned(network.problem, room_bytes, pairs, settings, blocks)
+        phases.seconds.update(parts)
+        if plan is None:
+            raise _NothingFollowsError
+        plan = without_reruns(network, plan)
+        with phases.phase("compilation"):
+            planned = compiled_plan(network, plan, sample, budget_bytes, phases)
+        anew = partial(_planned_anew, room_bytes, settings, blocks) if is_foreseen else None
+        return replace(
+            planned,
+            how="resized",
+            family=like.planned.family,
+            other_gradients=anew,
+            blocks_bytes=blocks_bytes,
+        )
+
+    def attempt(planned: Planned) -> tuple[Planned, StepResult]:
+        with phases.phase("self_test"):
+            ours, _ = self_test(planned, model, sample, None)
+            device_of(sample.device).give_back()
+        return replace(planned, measured_peak_bytes=ours.allocated_peak_bytes), ours
+
+    try:
+        if not (settings.self_test and has_blocks(sample)):
+            return make(budget_bytes, 0)
+        aside_bytes = like.planned.blocks_bytes
+        return within_blocks(make, attempt, model, sample, budget_bytes, aside_bytes)
+    except (_NothingFollowsError, InfeasibleBudgetError):
+        return None
 
 
-def can_be_resized(settings: Settings, sample: Sample) -> bool:
-    """Whether plans may follow from those for other sizes.
+class _NothingFollowsError(Exception):
+    """No plan for another size serves here."""
 
-    A budget that is still a fraction, and a device whose allocator hands out whole blocks (what it
-    takes is only seen when it is tried), are for the long way.
-    """
+
+def can_be_resized(settings: Settings) -> bool:
+    """Whether plans may follow from those for other sizes: not while the budget is a fraction."""
     budget_bytes, _ = parse_budget(settings.budget)
-    return budget_bytes is not None and device_of(sample.device).block_bytes(1) == 1
+    return budget_bytes is not None
 
 
 def _replanned(
