@@ -18,7 +18,7 @@ SOURCES := $(wildcard */pyproject.toml) $(CORE) rotor/setup.py constraints.txt M
 .DEFAULT_GOAL := help
 .PHONY: help install build format lint typecheck test test-all test-nightly test-changed test-rkgb test-rotor test-rockmate imports \
 	versions check isolated readme docs demo planning step bench bench-smoke bench-paper \
-	bench-solvers gpu gpu-paper oldest test-oldest figures core-wheels dist clean
+	bench-solvers gpu gpu-paper oldest test-oldest test-cuda-rules figures core-wheels dist clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -71,6 +71,13 @@ $(OLDEST): Makefile | $(INSTALLED)
 	.venv-oldest/bin/python ci/site_behind.py .venv
 	@touch $(OLDEST)
 oldest: $(OLDEST) ## a second environment with the oldest torch that is supported
+# The tests of bits and bytes once more, with the CPU counting as CUDA does.
+CUDA_RULES_TESTS := $(addprefix rkgb/tests/test_,recorded_bits.py memory.py overwrite.py program.py) \
+	$(addprefix rockmate/tests/test_,training_bits.py any_valid_plan.py arriving_gradients.py shared_uses.py \
+	what_a_forward_leaves.py) \
+	$(addprefix rotor/tests/test_,checkpointable.py checkpointable_backward.py)
+test-cuda-rules: $(INSTALLED) ## bits and bytes once more, as if the CPU were a CUDA device
+	$(PYTEST) -q --cuda-rules -m "not slow and not nightly" $(CUDA_RULES_TESTS) $(PYTEST_ARGS)
 test-oldest: $(OLDEST) ## bits, bytes and capture with the oldest torch that is supported
 	.venv-oldest/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not nightly" $(OLDEST_TESTS) $(PYTEST_ARGS)
 test-rkgb: $(INSTALLED) ## tests of rkgb

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -37,3 +39,30 @@ _declare_missing_operators()
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # set in the processes of `pytest -n 2`
     torch.set_num_threads(1)  # the processes share the cores; each with all of them would be slower
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cuda-rules",
+        action="store_true",
+        help="run every test as if the CPU were a CUDA device, with its blocks and threads",
+    )
+
+
+@pytest.fixture(autouse=True)
+def _rules_of_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not request.config.getoption("--cuda-rules"):
+        yield
+        return
+    if "rotor" in request.path.relative_to(request.config.rootpath).parts:
+        from rotor.fake_cuda import fake_cuda as fake_cuda_of_rotor
+
+        with fake_cuda_of_rotor():
+            yield
+    else:
+        from rkgb.testing.caching_allocator import AllocatorRules
+        from rkgb.testing.fake_cuda import fake_cuda
+
+        # A library takes its workspace once; a test that plans nothing must not see it come.
+        with fake_cuda(AllocatorRules.shrunk(64), workspace_bytes=0):
+            yield

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from rkgb.capture.record import make_B
 from rkgb.costs.measure import measure
 from rkgb.costs.op_costs import op_key
+from rkgb.device.chosen import device_of
 from rkgb.device.memory import trace_memory
 from rkgb.device.rng import RngState
 from rkgb.elements.op import Op
@@ -286,7 +287,8 @@ def test_between_forward_and_backward_only_what_is_saved_is_alive_and_nothing_af
     def run(span: Any) -> None:
         with span("forward"):
             driven.forward()
-        kept = {id(k): storage_bytes(k.cpu) for k in driven.saved if isinstance(k, RngState)}
+        states = [k for k in driven.saved if isinstance(k, RngState)]
+        kept = {id(k): device_of(CPU).random_state_bytes for k in states}
         for tensor in (*driven.outputs, *driven.saved):
             if isinstance(tensor, Tensor) and storage_id(tensor) not in old:
                 kept[storage_id(tensor)] = storage_bytes(tensor)

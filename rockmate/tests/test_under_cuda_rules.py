@@ -127,6 +127,42 @@ def test_what_blocks_take_beyond_the_plan_is_set_aside_and_planned_again(
             wrapped(model, sample, refused.value.minimum_bytes)
 
 
+def test_the_smallest_budget_that_is_named_holds_in_whole_blocks() -> None:
+    model, sample = network("lstm")
+    with fake_cuda(AllocatorRules.shrunk(16)):
+        with pytest.raises(InfeasibleBudgetError, match="in whole blocks") as refused:
+            wrapped(model, sample, 1000)
+        smallest = refused.value.minimum_bytes
+        module = wrapped(model, sample, smallest)
+        assert module.measured_peak_bytes == smallest
+        with pytest.raises(InfeasibleBudgetError) as again:
+            wrapped(model, sample, smallest - 1)
+        assert again.value.minimum_bytes == smallest
+
+
+def test_a_fraction_is_of_the_blocks_of_a_plain_step() -> None:
+    """Tensors of a few bytes lie in blocks of 512: the whole of a plain step is enough."""
+    model, sample = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(2, 2)
+    with fake_cuda(workspace_bytes=0):
+        module = wrapped(model, sample, 1.0)
+        assert module.eager_peak_bytes == module.budget_bytes
+        assert module.budget_bytes % 512 == 0
+        assert module.measured_peak_bytes is not None
+        assert module.measured_peak_bytes <= module.budget_bytes
+
+
+def test_a_plan_for_another_size_is_tried_in_whole_blocks() -> None:
+    model, sample = network("gpt")
+    longer, shorter = ([t[:, :length] for t in sample] for length in (24, 17))
+    with fake_cuda(SHRUNK, own_thread=False):
+        module = wrapped(model, longer, 0.6)
+        module(*shorter).backward()
+        assert [plan.how for plan in module.plans] == ["planned", "resized"]
+        *_, plan = module._rockmate.plans
+        assert plan.measured_peak_bytes is not None
+        assert plan.measured_peak_bytes <= module.budget_bytes
+
+
 def test_an_eager_step_that_will_not_fit_is_not_tried(caplog: pytest.LogCaptureFixture) -> None:
     model, sample = network("gpt")
     with fake_cuda(memory_bytes=1 << 20) as device:
