@@ -285,8 +285,10 @@ def _peak(net: nn.Module, sample: tuple[Tensor, Tensor]) -> int:
     def step(_: Any = None) -> None:
         net(*sample).backward()
 
-    step()  # threads of gloo let go of what they send a moment late: the least of some
-    return min(trace_memory(step, CPU).peak_bytes for _ in range(6))
+    # Threads of gloo let go of what they send a moment late, on a busy machine nearly always: the
+    # least of many steps is what the plan takes.
+    step()
+    return min(trace_memory(step, CPU).peak_bytes for _ in range(24))
 
 
 def _own(tensor: Any) -> Tensor:
@@ -320,14 +322,9 @@ def tensor_parallel_fails(rank: int) -> None:
     [
         "pipelines",
         "data_parallel",
-        *(
-            pytest.param(work, marks=pytest.mark.nightly)
-            for work in (
-                "tensor_parallel features",
-                "tensor_parallel sequence",
-                "tensor_parallel_fails",
-            )
-        ),
+        "tensor_parallel sequence",
+        pytest.param("tensor_parallel features", marks=pytest.mark.nightly),
+        pytest.param("tensor_parallel_fails", marks=pytest.mark.nightly),
     ],
 )
 def test_two_processes(work: str) -> None:
