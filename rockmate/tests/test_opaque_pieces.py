@@ -346,6 +346,49 @@ def test_a_module_that_runs_whole_trains_within_its_plain_peak(looks_back: bool)
     assert all(map(equal, found, expected))
 
 
+class _Again(torch.autograd.Function):
+    """Runs a module again in its backward, which calls autograd and adds to `.grad` itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inner: nn.Module) -> Tensor:
+        ctx.inner, ctx.x = inner, x.detach()  # which autograd does not see
+        return x + inner(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            x = ctx.x.requires_grad_()
+            torch.autograd.backward(ctx.inner(x), grads[0])
+        return grads[0] + x.grad, None
+
+
+class RunningAgain(nn.Module):
+    """A block as packages for reversible networks have them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        wide, narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.inner = nn.Sequential(wide, nn.Tanh(), narrow)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _Again.apply(x, self.inner)  # type: ignore[no-untyped-call]
+        return result
+
+
+def test_a_backward_that_calls_autograd_trains_within_the_plain_peak() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), RunningAgain(16), nn.Linear(16, 16))
+    sample = torch.randn(64, 16)
+    rk = Rockmate(copy.deepcopy(model), sample, 1.0)
+    assert rk.plan.opaque == ("2",)
+    # What `ctx` holds is foreseen; the gradients that it adds to are no memory of the step.
+    assert rk.measured_peak_bytes == rk.plan.peak_bytes
+    assert rk.plan.peak_bytes <= rk.budget_bytes == rk.eager_peak_bytes
+    found, expected = train(rk, sample), train(model, sample)
+    assert len(found) == len(expected)
+    assert all(map(equal, found, expected))
+
+
 class Passing(nn.Module):
     """Gives its gradient on as it comes."""
 

@@ -7,14 +7,17 @@ runs it.
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rkgb.capture.pieces import Link, PieceRecorder
 from rkgb.elements.trees import flatten
+from rkgb.errors import SideEffectError
 from rkgb.opaque.call import Place
 from rkgb.torch_api.torch_private import latest_sequence_nr
 
@@ -63,6 +66,13 @@ def run_functions_whole(
 def _forward(pieces: PieceRecorder, kind: type[Function]) -> Any:
     def forward(ctx: Any, *args: Any) -> Any:
         number = latest_sequence_nr()  # of the node that this call is
+        if any(_leads_to_module(arg) for arg in args):
+            error = SideEffectError(
+                f"cannot run {kind.__name__} as one operation: it is given a module, which every "
+                "step must look up anew."
+            )
+            error.module_path = pieces.recorder.places.here()[0]
+            raise error
         with torch.enable_grad():
             piece, made, link = pieces.function(kind, args, number)
         ctx.set_materialize_grads(False)
@@ -74,6 +84,36 @@ def _forward(pieces: PieceRecorder, kind: type[Function]) -> Any:
         return piece.result(made)
 
     return forward
+
+
+def _leads_to_module(value: Any, depth: int = 4) -> bool:
+    """Whether an argument is, or calls, a module: here that of a copy, at a step the user's."""
+    if isinstance(value, nn.Module):
+        return True
+    if depth == 0 or isinstance(value, (Tensor, type)):
+        return False
+    inside: list[Any] = []
+    match value:
+        case functools.partial():
+            inside = [value.func, *value.args, *value.keywords.values()]
+        case types.MethodType():
+            inside = [value.__self__]
+        case types.FunctionType():
+            inside = [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
+        case list() | tuple():
+            inside = list(value)
+        case dict():
+            inside = list(value.values())
+        case _:
+            inside = list(getattr(value, "__dict__", {}).values())
+    return any(_leads_to_module(part, depth - 1) for part in inside)
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
 
 
 def _own_places(args: Sequence[Any]) -> list[int | None]:

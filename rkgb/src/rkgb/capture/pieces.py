@@ -18,7 +18,11 @@ from rkgb.opaque.module_state import ModuleState
 from rkgb.opaque.piece import Piece, RunPiece, RunPieceBackward, running_on
 from rkgb.opaque.trial import BrokenPieceError, Trials
 from rkgb.recording.recorder import Recorder
-from rkgb.torch_api.torch_private import current_autograd_node, latest_sequence_nr
+from rkgb.torch_api.torch_private import (
+    current_autograd_node,
+    latest_sequence_nr,
+    without_saved_hooks,
+)
 
 
 class PieceRecorder:
@@ -102,8 +106,9 @@ class PieceRecorder:
         self, call: Call, module: nn.Module, tensors: Sequence[Tensor]
     ) -> tuple[Piece, list[Tensor]]:
         try:
-            # torch.cond compiles, and a compiler takes along what it finds.
-            with self.recorder.unwatched():
+            # torch.cond compiles, and a compiler takes along what it finds. What autograd saves in
+            # a backward inside is the call's own too: under a recording's hooks it would stay.
+            with self.recorder.unwatched(), without_saved_hooks():
                 found = self._run(call, module, tensors)
         except RkgbError:
             raise

@@ -22,8 +22,7 @@ from rkgb.opaque.call import Call, Kind, Place, result_tensors, run_call
 from rkgb.opaque.module_state import BufferContents, ModuleState
 from rkgb.opaque.piece import Piece, added, gradients_of
 from rkgb.torch_api.patches import Patches
-
-_UNSEEN_BYTES = 64  # at most, of numbers that autograd wraps into tensors and saves by itself
+from rkgb.torch_api.torch_private import weak_storage
 
 
 class BrokenPieceError(TraceError):
@@ -71,6 +70,7 @@ class Trials:
         trials: list[_Trial] = []
         strangers: list[str] = []
         gradients = [(buffer, buffer.grad) for buffer in self.twin.buffers()]
+        added_to = [p for p in self.twin.parameters() if p.grad is None]
 
         def again() -> None:
             stream.restore()
@@ -82,6 +82,8 @@ class Trials:
         def put_back() -> None:
             for buffer, gradient in gradients:
                 buffer.grad = gradient
+            for parameter in added_to:
+                parameter.grad = None
 
         def first(span: Any) -> None:
             trials.append(self._trial(call, tensors, span, strangers))
@@ -90,6 +92,17 @@ class Trials:
             self._trial(call, tensors, span, [], frees=True)
 
         trace = trace_memory(first, device)
+        inside = [id(p) for p in added_to if p.grad is not None]
+        if inside:
+            # A backward inside the backward adds to them itself. They are no memory of the step.
+            again()
+            trials.clear()
+            trace = trace_memory(first, device)
+        fewer = self._without(call, inside, trials[0])
+        if fewer != call.parameters:
+            again()
+            put_back()
+            return self.piece(replace(call, parameters=fewer), module, tensors)
         if strangers:
             again()
             put_back()
@@ -99,6 +112,8 @@ class Trials:
         writes = contents.changed()
         again()
         total = self._flops(call, tensors)
+        again()
+        hidden = self._hidden(call, tensors)
         again()
         freed = trace_memory(freeing, device).spans[1]
         again()
@@ -114,7 +129,7 @@ class Trials:
         spans = trace.spans
         held = one.held_bytes
         unseen = spans[0].end_bytes - spans[0].start_bytes - one.made_bytes[0] - held
-        held += max(0, unseen if one.transforms else min(unseen, _UNSEEN_BYTES))
+        held += max(0, unseen)
         return Piece(
             call=call,
             results=one.results,
@@ -123,7 +138,7 @@ class Trials:
             lies_in=tuple(taken.get(storage_id(t), -1) for t in one.made),
             differentiable=one.differentiable,
             gradients=one.gradients,
-            needs=one.needs,
+            needs=tuple(sorted({*one.needs, *hidden})),
             buffer_bytes=sum(b.nbytes for b in module.buffers()) if writes else 0,
             held_bytes=held,
             workspace_bytes=(
@@ -137,6 +152,34 @@ class Trials:
             time_ms=(min(one.time_ms[0], two.time_ms[0]), min(one.time_ms[1], two.time_ms[1])),
             flops=(total // 3, total - total // 3),
         ), two.made
+
+    def _without(self, call: Call, inside: Sequence[int], trial: _Trial) -> tuple[str, ...]:
+        """Return the parameters that may get a gradient in another way than by the call itself."""
+        came = trial.gradients[len(call.places) :]
+        return tuple(
+            name
+            for name, kind in zip(call.parameters, came, strict=True)
+            if kind is not None or id(self.twin.get_parameter(name)) not in inside
+        )
+
+    def _hidden(self, call: Call, tensors: Sequence[Tensor]) -> list[tuple[str, int]]:
+        """Return the inputs and results that a call holds where autograd does not see it.
+
+        As attributes of a Function's `ctx`: found by running it on copies and letting go of these.
+        """
+        own = [tensor.detach().clone() for tensor in tensors]
+        result, inner, inputs, given = run_call(call, self.twin, own)
+        made = result_tensors(result)
+        inner.finish(inputs, made)
+        resident = {storage_id(t) for t in (*self.twin.parameters(), *self.twin.buffers())}
+        watched = {
+            (kind, place): weak_storage(storage_of(t))
+            for kind, found in (("result", made), ("input", own))
+            for place, t in enumerate(found)
+            if not t.is_sparse and storage_id(t) not in resident
+        }
+        del result, inputs, given, made, own
+        return [place for place, storage in watched.items() if not storage.expired()]
 
     def _flops(self, call: Call, tensors: Sequence[Tensor]) -> int:
         """Count, or return 0 where the counter does not know an operation."""
