@@ -346,6 +346,33 @@ def test_a_module_that_runs_whole_trains_within_its_plain_peak(looks_back: bool)
     assert all(map(equal, found, expected))
 
 
+class Dropping(nn.Module):
+    """Leaves one of its layers out, by a value that follows from its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        side = self.left if x.mean().item() > 0 else self.right
+        return torch.tanh(side(x)) * x.sum().item()
+
+
+def test_layers_that_the_sample_left_out_take_no_room_beside_the_whole_module() -> None:
+    torch.manual_seed(0)
+    model, sample = Dropping(), torch.randn(256, 64)
+    rk = Rockmate(copy.deepcopy(model), sample, 1.0)
+    assert rk.plan.opaque == ("",)
+    assert rk.plan.peak_bytes <= rk.budget_bytes == rk.eager_peak_bytes
+    for x in (sample, -sample, sample):  # the other way, and back
+        rk.zero_grad(), model.zero_grad()
+        rk(x).sum().backward()
+        model(x).sum().backward()
+        for mine, its in zip(rk.parameters(), model.parameters(), strict=True):
+            assert equal(mine.grad, its.grad)
+
+
 class _Again(torch.autograd.Function):
     """Runs a module again in its backward, which calls autograd and adds to `.grad` itself."""
 

@@ -227,6 +227,9 @@ class Link:
             name = self.piece.call.parameters[place - count]
             parameter = self.owner.twin.get_parameter(name)
             # At another step it may get one: an expert that the sample did not reach.
+            if kind is None and not self.piece.call.path:
+                # But beside the whole module there is nothing that could make room for it.
+                return parameter.detach()
             if kind is None or memory_of(parameter) is not parameter:
                 return torch.full_like(parameter, 0.5)
         return None if kind is None else kind.made(device)
