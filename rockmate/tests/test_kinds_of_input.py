@@ -153,3 +153,38 @@ def test_loading_weights_and_changing_precision_of_the_data_in_place() -> None:
     wrapped(*sample).backward()
     other(*sample).backward()
     assert_same_gradients(model, other)
+
+
+class Asking(nn.Module):
+    """Asks whether its arguments are one object, as attention does of query, key and value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Linear(16, 32)
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        if query is key:
+            first, second = self.packed(query).chunk(2, -1)
+        else:
+            weights, biases = self.packed.weight.chunk(2), self.packed.bias.chunk(2)
+            first = nn.functional.linear(query, weights[0], biases[0])
+            second = nn.functional.linear(key, weights[1], biases[1])
+        return first.tanh() * second
+
+
+@pytest.mark.parametrize("together_first", [True, False])
+def test_arguments_that_are_one_object_are_told_from_those_that_are_not(
+    together_first: bool,
+) -> None:
+    torch.manual_seed(0)
+    model = Asking()
+    twin = copy.deepcopy(model)
+    x, y = torch.randn(8, 16), torch.randn(8, 16)
+    calls = [(x, x), (x, y), (y, y)] if together_first else [(x, y), (x, x), (y, x)]
+    wrapped = wrap(model, calls[0], "1MiB")
+    for arguments in calls:
+        wrapped(*arguments).square().sum().backward()
+        twin(*arguments).square().sum().backward()
+        assert_same_gradients(model, twin)
+    assert len(wrapped.plans) == 2
+    assert "the same object as input 0" in str(wrapped.plans)

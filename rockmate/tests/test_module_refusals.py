@@ -240,6 +240,16 @@ def test_what_is_no_module_is_refused() -> None:
         wrap(lambda x: x, torch.randn(3, 4), "1MiB")  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("path", ["(root)", "1"])
+def test_modules_made_by_torch_jit_are_refused(path: str) -> None:
+    traced = torch.jit.trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4))
+    model = traced if path == "(root)" else nn.Sequential(nn.Linear(4, 4), traced)
+    with pytest.raises(UnsupportedModuleError, match=r"made by torch\.jit") as caught:
+        wrap(model, torch.randn(3, 4), "1MiB")
+    assert path in str(caught.value)
+
+
 def test_a_call_that_the_model_itself_refuses() -> None:
     wrapped = wrap(nn.Linear(4, 4), torch.randn(3, 4), "1MiB")
     with pytest.raises(RuntimeError, match="dtype"):  # as without us

@@ -305,11 +305,17 @@ def plain_of(model: Any) -> nn.Module:
         model = model._orig_mod
     if isinstance(model, Rockmate):
         return model._rockmate.model
-    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+    if not isinstance(model, nn.Module):
         raise UnsupportedModuleError(
             f"a {type(model).__name__} was given where a torch.nn.Module written in Python is "
             "needed. Put it into the forward of one."
         )
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModuleError(
+                f"module '{path or '(root)'}' ({type(module).__name__}) was made by torch.jit, and "
+                "runs no Python that could be recorded. Use the module that it was made from."
+            )
     return model
 
 

@@ -67,8 +67,8 @@ class RecordedStep:
         self.model, self.device, self.keep_content = model, sample.device, keep_content
         twin = twin_of(model)
         self.twin, self.originals = twin.module, twin.originals
-        # Two inputs may be one object now and two at the next step: each has its own name.
-        self.sample = sample.detached(apart=True)
+        # Python may ask whether two inputs are one object, which is in the keys of plans.
+        self.sample = sample.detached()
         if numbers is not None:
             self.sample = self.sample.with_leaves(numbers.begin(self.sample.leaves))
         self.places = Places(self.twin)

@@ -74,18 +74,18 @@ class Sample:
         args, kwargs = self.structure.unflatten(leaves)
         return Sample(args, kwargs, leaves, self.structure, self.device)
 
-    def detached(self, *, apart: bool = False) -> Sample:
+    def detached(self) -> Sample:
         """Return the sample with every tensor a new leaf on the same memory.
 
-        A tensor that is given twice stays one object, or with `apart` becomes two. Autocast treats
-        the new leaves as it treats the old tensors.
+        A tensor that is given twice stays one object. Autocast treats the new leaves as it treats
+        the old tensors.
         """
         made: dict[int, Tensor] = {}
 
-        def leaf(place: int, value: Any) -> Any:
+        def leaf(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            key = place if apart else id(value)
+            key = id(value)
             if key not in made:
                 new = value.detach()
                 if is_cast_anew(value):
@@ -94,7 +94,7 @@ class Sample:
                 made[key] = new.requires_grad_(value.requires_grad)
             return made[key]
 
-        return self.with_leaves(tuple(map(leaf, range(len(self.leaves)), self.leaves)))
+        return self.with_leaves(tuple(map(leaf, self.leaves)))
 
     @property
     def tensors(self) -> list[Tensor]:

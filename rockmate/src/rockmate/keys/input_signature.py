@@ -77,8 +77,25 @@ def key_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], H
             kinds.append((kind, leaf.hex()))  # 0.0 is not -0.0, and nan is nan
         else:
             leaves, structure = flatten((tuple(args), dict(kwargs)))
-            return leaves, _Tree(structure, tuple(map(_worth, leaves)))
-    return leaves, (len(args), tuple(kwargs), tuple(kinds))
+            return leaves, _Tree(structure, _told_apart(leaves, list(map(_worth, leaves))))
+    return leaves, (len(args), tuple(kwargs), _told_apart(leaves, kinds))
+
+
+def _told_apart(leaves: Sequence[Any], kinds: list[Any]) -> tuple[Hashable, ...]:
+    """Say of a tensor that is given again where it was first: `key is value` decides in Python."""
+    if len(set(map(id, leaves))) < len(leaves):
+        first: dict[int, int] = {}
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and first.setdefault(id(leaf), place) != place:
+                kinds[place] = (*kinds[place], _Again(first[id(leaf)]))
+    return tuple(kinds)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """The tensor is the same object as an input before it."""
+
+    place: int
 
 
 def for_any_number(key: Hashable) -> Hashable | None:
@@ -174,5 +191,6 @@ def _told(kind: Any) -> str:
     usual = torch.empty(shape, device="meta").stride()
     text = f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
     text += f" with strides {strides}" if strides != usual else ""
+    text += f", the same object as input {kind[-1].place}" if isinstance(kind[-1], _Again) else ""
     more = f", {requires_grad}" if isinstance(requires_grad, str) else ""
     return text + (f" requiring a gradient{more}" if requires_grad else "")
