@@ -19,7 +19,7 @@ from rotor.runtime.boundary import Tensors, pack
 from rotor.runtime.execute import run_program
 from rotor.runtime.measure import Measurement, Timer, measure_module
 from rotor.runtime.program import Program
-from rotor.runtime.stages import flatten
+from rotor.runtime.stages import flatten, modules_inside, parameters_of
 from rotor.schedules.chain import Chain
 from rotor.schedules.report import plan_text, save_timeline
 from rotor.schedules.schedule import Schedule
@@ -94,7 +94,7 @@ class Checkpointable(nn.Module):
         self._timer = timer
         self._plans: dict[Hashable, _Plan] = {}
         self._current: Hashable = None
-        self.__dict__["_planned_modules"] = list(module.modules())
+        self.__dict__["_planned_modules"] = modules_inside(module)
         if input is not None:
             self.measure(input)
             if self.mem_limit is not None:
@@ -160,8 +160,9 @@ class Checkpointable(nn.Module):
         plan.schedule, plan.program, plan.limit_bytes = checked, program, None
 
     def _measure(self, value: Any) -> _Plan:
-        self._forget_plans_of_other_modules()
-        key = self._signature(_tensors_of(value))
+        modules = modules_inside(self._sequential)
+        self._forget_plans_of_other_modules(modules)
+        key = _signature(_tensors_of(value), modules, parameters_of(modules))
         measurement = measure_module(
             self._sequential, value, preserve_rng=self.preserve_rng_state, timer=self._timer
         )
@@ -227,13 +228,17 @@ class Checkpointable(nn.Module):
         if not self.training or not torch.is_grad_enabled():
             return self._sequential(input)
         tensors = _tensors_of(input)
-        if not any(t.requires_grad for t in (*tensors, *self.parameters())):
+        modules = modules_inside(self._sequential)
+        parameters = parameters_of(modules)
+        if not any(t.requires_grad for t in (*tensors, *parameters)):
             return self._sequential(input)
-        return run_program(self._program_for(input, tensors), input)
+        key = _signature(tensors, modules, parameters)
+        return run_program(self._program_for(key, input, tensors, modules), input)
 
-    def _program_for(self, value: Any, tensors: Tensors) -> Program:
-        self._forget_plans_of_other_modules()
-        key = self._signature(tensors)
+    def _program_for(
+        self, key: Hashable, value: Any, tensors: Tensors, modules: list[nn.Module]
+    ) -> Program:
+        self._forget_plans_of_other_modules(modules)
         plan = self._plans.get(key)
         if plan is None and self._plans and self.new_inputs == "error":
             raise NotMeasuredError(
@@ -253,24 +258,11 @@ class Checkpointable(nn.Module):
         assert plan.program is not None
         return plan.program
 
-    def _forget_plans_of_other_modules(self) -> None:
+    def _forget_plans_of_other_modules(self, present: list[nn.Module]) -> None:
         # A module that was exchanged, at any depth, would otherwise run in its old form.
-        present = list(self._sequential.modules())
         if present != self._planned_modules:
             self._plans.clear()
             self.__dict__["_planned_modules"] = present
-
-    def _signature(self, tensors: Tensors) -> Hashable:
-        inputs = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors)
-        parameters = tuple((p.dtype, p.device, p.requires_grad) for p in self.parameters())
-        flags = tuple(module.training for module in self.modules())
-        kinds = sorted({"cpu", *(t.device.type for t in tensors)})
-        autocast = tuple(
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in kinds
-            if torch.is_autocast_enabled(kind)
-        )
-        return inputs, parameters, flags, autocast
 
     def train(self, mode: bool = True) -> Checkpointable:
         """Set the mode, of the given module too: it is the same one."""
@@ -350,6 +342,23 @@ class Checkpointable(nn.Module):
             plan.measurement.chain, plan.schedule, plan.measurement.held_bytes, plan.limit_bytes
         )
         return f"{head})\n{text}"
+
+
+def _signature(
+    tensors: Tensors, modules: list[nn.Module], parameters: list[nn.Parameter]
+) -> Hashable:
+    """Return what a plan depends on; asked at every step."""
+    inputs = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors)
+    kinds = sorted({"cpu", *(t.device.type for t in tensors)})
+    autocast = tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
+    )
+    return (
+        inputs,
+        tuple([(p.dtype, p.device, p.requires_grad) for p in parameters]),
+        tuple([module.training for module in modules]),
+        autocast,
+    )
 
 
 def _tensors_of(value: Any) -> Tensors:

@@ -51,7 +51,9 @@ class _Recorded:
 
     edges: list[GradientEdge | None]
     leaves: list[torch.Tensor | GradientEdge]
-    inputs: _Inputs | None = None  # where the graph finds what it has not been allowed to keep
+    inputs: _Inputs | None = (
+        None  # where the graph finds what it has not been allowed to keep
+    )
 
 
 class _Inputs:
@@ -96,6 +98,7 @@ class _FirstRun:
     rng: RngState | None
     buffers: list[torch.Tensor]
     versions: list[int]
+    runs_left: int  # the last of them may write to the buffers kept here
 
 
 class Session:
@@ -112,6 +115,7 @@ class Session:
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in {"cpu", *(device.type for device in program.devices)}
         }
+        self._casts = any(enabled for enabled, _ in self._autocast.values())
         self._flags = {k: [m.training for m in program.modules[k]] for k in program.rerun}
         self._last_reuse = self._find_last_reuse()
         # Autograd adds gradients one by one: a sum that waits must not be passed by others.
@@ -148,6 +152,8 @@ class Session:
 
     def run_plainly(self, k: int, inputs: Tensors) -> Tensors:
         """Run stage k, of which everything is kept: autograd does the rest."""
+        if not self._casts:
+            return self._call(k, inputs)
         with self._autocast_state():
             return self._call(k, inputs)
 
@@ -184,6 +190,7 @@ class Session:
             rng=RngState.now(self.program.devices) if self.program.preserve_rng else None,
             buffers=[current_buffer(*where).clone() for where in stage.mutated_buffers],
             versions=[parameter._version for parameter in self.parameters[k]],
+            runs_left=self.program.rerun[k],
         )
 
     def _run(self, op: Op, inputs: Tensors) -> Tensors:
@@ -246,9 +253,12 @@ class Session:
             if first.rng is not None:
                 stack.enter_context(preserved_rng(self.program.devices))
                 first.rng.restore()
+            first.runs_left -= 1
             if stage.mutated_buffers:
-                copies = [value.clone() for value in first.buffers]
-                stack.enter_context(replaced_buffers(list(stage.mutated_buffers), copies))
+                values = first.buffers
+                if first.runs_left:
+                    values = [value.clone() for value in values]
+                stack.enter_context(replaced_buffers(list(stage.mutated_buffers), values))
             stack.enter_context(training_flags(self.program.modules[k], self._flags[k]))
             stack.enter_context(self._autocast_state())
             yield

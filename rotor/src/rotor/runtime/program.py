@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ class Program:
     stages: tuple[RunStage, ...]
     forward: tuple[Op, ...]
     backward: tuple[tuple[Op, ...], ...]  # [k]: what runs between B(k+1) and the end of B(k)
-    rerun: frozenset[int]
+    rerun: dict[int, int]  # how often each stage that runs again does so
     plain: frozenset[int]  # stages that keep everything: they run as they are, under autograd
     modules: tuple[tuple[nn.Module, ...], ...]  # [k]: those inside of stage k
     devices: tuple[torch.device, ...]
@@ -63,7 +64,7 @@ class Program:
             if isinstance(op, Backward):
                 groups.append(tuple(group))
                 group = []
-        again = frozenset(op.stage for op in rest if not isinstance(op, Backward))
+        again = dict(Counter(op.stage for op in rest if not isinstance(op, Backward)))
         modules = tuple(tuple(stage.code.submodules()) for stage in stages)
         back = tuple(reversed(groups))
         plain = frozenset(

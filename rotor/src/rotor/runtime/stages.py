@@ -37,7 +37,7 @@ class CodeStage:
 
     def submodules(self) -> Iterator[nn.Module]:
         """All modules inside, each once."""
-        return iter(dict.fromkeys(inner for module in self.modules for inner in module.modules()))
+        return iter(dict.fromkeys(i for module in self.modules for i in modules_inside(module)))
 
     def buffers(self) -> list[tuple[nn.Module, str]]:
         """Every buffer as (owner, name)."""
@@ -47,6 +47,18 @@ class CodeStage:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+
+
+def modules_inside(module: nn.Module) -> list[nn.Module]:
+    """Return a module and all that it contains, each once: `modules()`, without their names."""
+    found: dict[nn.Module, None] = {}
+    todo: list[nn.Module | None] = [module]
+    while todo:
+        inner = todo.pop()
+        if inner is not None and inner not in found:
+            found[inner] = None
+            todo.extend(reversed(inner._modules.values()))
+    return list(found)
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
