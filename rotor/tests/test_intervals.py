@@ -7,11 +7,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rotor import InfeasibleBudgetError, simulate, solve, solve_table
+from rotor import InfeasibleBudgetError, Schedule, simulate, solve, solve_table
+from rotor.schedules.ops import B, Fc, Fe, Fn
 from rotor.solver.intervals import (
     MAX_STAGES,
     METHOD,
     IntervalsUnavailableError,
+    _run_late,
     improve_with_intervals,
     solve_intervals,
 )
@@ -87,6 +89,15 @@ def test_inputs_are_kept_where_the_executor_needs_them():
         assert free.makespan_ms <= keeping.makespan_ms
         forgotten += "Fe*" in str(free)
     assert forgotten > 0
+
+
+def test_what_runs_again_does_so_as_late_as_memory_allows():
+    chain = random_chain(random.Random(0), 3)
+    early = [Fc(0), Fn(1), Fe(2), Fe(0), B(2), Fe(1), B(1), B(0)]
+    late = [Fc(0), Fn(1), Fe(2), B(2), Fe(0), Fe(1), B(1), B(0)]
+    schedule = Schedule.from_ops(chain, early, METHOD)
+    assert list(_run_late(chain, schedule, schedule.peak_bytes).ops) == late
+    assert list(_run_late(chain, schedule, 0).ops) == early
 
 
 def test_same_answer_every_time():

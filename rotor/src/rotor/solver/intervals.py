@@ -26,7 +26,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from rotor.errors import InfeasibleBudgetError, RotorError
+from rotor.errors import InfeasibleBudgetError, InvalidScheduleError, RotorError
 from rotor.schedules.chain import Chain
 from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
 from rotor.schedules.schedule import Schedule
@@ -132,7 +132,7 @@ def _search(
     # The checker has the last word. Sizes round up, so that the peak is never above the budget.
     schedule = Schedule.from_ops(chain, model.ops(solver), METHOD)
     assert schedule.peak_bytes <= budget_bytes
-    return schedule
+    return _run_late(chain, schedule, budget_bytes)
 
 
 class _Model:
@@ -306,6 +306,30 @@ class _Model:
                         order.append((self._backward_time(k), Backward(k, o)))
         order.sort(key=lambda pair: pair[0])
         return _forget_early(_without_idle_runs([op for _, op in order]))
+
+
+def _run_late(chain: Chain, schedule: Schedule, budget_bytes: int) -> Schedule:
+    """Move what runs again behind backwards that need none of it, where the memory allows.
+
+    A stage that is kept, and whose backward follows the one after it at once, needs no Function.
+    """
+    ops = list(schedule.ops)
+    start = len(chain)  # of the forwards that a backward has before it
+    for position in range(start, len(ops)):
+        if not isinstance(ops[position], Backward):
+            continue
+        if start < position < len(ops) - 1:
+            moved = [*ops[:start], ops[position], *ops[start:position], *ops[position + 1 :]]
+            try:
+                later = Schedule.from_ops(chain, moved, schedule.method)
+            except InvalidScheduleError:
+                later = None
+            if later is not None and later.peak_bytes <= budget_bytes:
+                ops, schedule = moved, later
+                start += 1
+                continue
+        start = position + 1
+    return schedule
 
 
 def _without_idle_runs(ops: list[Op]) -> list[Op]:
