@@ -68,6 +68,14 @@ def test_bytes_of_a_checkpointed_run():
     assert timeline.rows[1].after_bytes == 100  # x[1] has been forgotten
 
 
+def test_forgetting_an_input_has_a_price_of_its_own():
+    option = Option(1, 1.0, 2.0, 0, 0, forget_time_ms=0.5)
+    chain = Chain(tuple(Stage(name, (option,), 1, 1, 1.0, 1) for name in "ab"))
+    kept = [Fc(0), Fe(1), B(1), Fe(0), B(0)]
+    forgotten = [Fc(0), Fe(1, forget_input=True), Fe(0), B(1), B(0)]
+    assert simulate(chain, kept).makespan_ms + 0.5 == simulate(chain, forgotten).makespan_ms
+
+
 def test_bytes_of_a_stage_that_forgets_its_input():
     ops = [Fc(0), Fe(1, forget_input=True), B(1), Fe(0), B(0)]
     with pytest.raises(InvalidScheduleError, match=r"x\[1\] is not held"):

@@ -17,9 +17,10 @@ from rotor.limit import MemoryLimit, parse_limit
 from rotor.planning import Choice, free_limit_bytes, in_bytes, schedule_within
 from rotor.runtime.boundary import Tensors, pack
 from rotor.runtime.execute import run_program
-from rotor.runtime.measure import Measurement, Timer, measure_module
+from rotor.runtime.measure import Measurement, measure_module
 from rotor.runtime.program import Program
 from rotor.runtime.stages import flatten, modules_inside, parameters_of
+from rotor.runtime.timing import Timer
 from rotor.schedules.chain import Chain
 from rotor.schedules.report import plan_text, save_timeline
 from rotor.schedules.schedule import Schedule

@@ -1,6 +1,6 @@
 """What runs schedules on modules, and what measures the stages of a chain.
 
 Gets a Sequential and a schedule, gives outputs and gradients under autograd. Read `device`,
-`memory` and `rng`, then `boundary`, `stages`, `joining` and `measure` (how a module becomes a
-chain), then `program`, `gradients` and `execute` (how a schedule runs).
+`memory` and `rng`, then `boundary`, `stages` and `joining`, then `program`, `gradients` and
+`execute` (how a schedule runs), then `timing` and `measure` (how a module becomes a chain).
 """

@@ -51,12 +51,12 @@ class _Recorded:
 
     edges: list[GradientEdge | None]
     leaves: list[torch.Tensor | GradientEdge]
-    inputs: _Inputs | None = (
+    inputs: InputsMadeAgain | None = (
         None  # where the graph finds what it has not been allowed to keep
     )
 
 
-class _Inputs:
+class InputsMadeAgain:
     """Stands in a graph for the inputs of its stage, which are dropped and made again."""
 
     def __init__(self, inputs: Tensors) -> None:
@@ -205,7 +205,7 @@ class Session:
             tensor.detach().requires_grad_(need)
             for tensor, need in zip(inputs, self._needs[k], strict=False)
         ]
-        source = _Inputs(inputs) if recording and _forgets_input(op) else None
+        source = InputsMadeAgain(inputs) if recording and _forgets_input(op) else None
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             if source is not None:

@@ -2,7 +2,7 @@
 
 Stages are measured one at a time, in forward order, each on the output of the one before, so that
 a module whose activations do not fit in memory together can still be measured. Memory comes from
-the allocator (see `memory`), time from a clock that the caller may replace.
+the allocator (see `memory`), time from a clock that the caller may replace (see `timing`).
 
 The module is left as it was: parameters, gradients, buffers, random state and train/eval flags.
 """
@@ -13,30 +13,31 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from rotor.errors import StageError
-from rotor.runtime.boundary import Layout, Tensors, is_differentiable, pack, unpack
+from rotor.runtime.boundary import Layout, Tensors, is_differentiable, pack
 from rotor.runtime.device import device_of, is_known
-from rotor.runtime.execute import run_program
-from rotor.runtime.gradients import stage_gradients
 from rotor.runtime.joining import call_stage, join_modules
 from rotor.runtime.memory import MemoryMeter, share_storage, storage_bytes
-from rotor.runtime.program import Program, RunStage
+from rotor.runtime.program import RunStage
 from rotor.runtime.rng import RngState, preserved_rng
 from rotor.runtime.stages import CodeStage, current_buffer, flatten, replaced_buffers
+from rotor.runtime.timing import (
+    Prices,
+    StageBackward,
+    StageTimes,
+    Timer,
+    as_leaves,
+    in_rounds,
+    time_stage,
+    untimed,
+)
 from rotor.schedules.chain import Chain, Option, Stage
-from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad
-
-Timer: TypeAlias = Callable[[Callable[[], object]], float]
-"""Runs a call and returns how long it took, in milliseconds."""
-
-TIMED_RUNS = 3  # the fastest counts: whatever disturbs a run makes it longer
-ENOUGH_MS = 500.0  # of one stage: a run that is long is disturbed little
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,17 @@ def measure_module(
         _follow(probes, inputs, layout, lambda probe, flow: probe.weigh(meter, *flow))
     for probe in probes:
         probe.read(meter)
-    clock = timer or device_of(device).time
     with _harmless(module, device):
-        _follow(probes, inputs, layout, lambda probe, flow: probe.time(clock, *flow))
+        _follow(probes, inputs, layout, lambda probe, flow: probe.compare_kernels(*flow))
+    clock = timer or device_of(device).time
+
+    def time_all() -> list[StageTimes]:
+        with _harmless(module, device):
+            _follow(probes, inputs, layout, lambda probe, flow: probe.time(clock, *flow))
+        return [probe.times for probe in probes]
+
+    for probe, times in zip(probes, zip(*in_rounds(time_all), strict=True), strict=True):
+        probe.prices = Prices.of(times, always_record=probe.always_record)
     return _assemble(probes, device, preserve_rng)
 
 
@@ -145,37 +154,6 @@ def _follow(
         flow = visit(probe, flow)
 
 
-def _leaves(inputs: Tensors) -> Tensors:
-    # Whole numbers cannot be leaves that refuse to be overwritten, so they are copied.
-    return tuple(t.detach().requires_grad_() if is_differentiable(t) else t.clone() for t in inputs)
-
-
-class _Backward:
-    """The recorded graph of one run of a stage, and the call that runs its backward."""
-
-    def __init__(self, code: CodeStage, leaves: Tensors, outputs: Tensors) -> None:
-        self.code = code
-        self.leaves = leaves
-        recorded = [t for t in outputs if t.requires_grad]
-        self.edges = [get_gradient_edge(t) for t in recorded]
-        self.grads = [torch.ones_like(t) for t in recorded]
-        self.wanted = [t for t in (*leaves, *code.parameters()) if t.requires_grad]
-
-    def __call__(self) -> tuple[torch.Tensor | None, ...]:
-        if not self.edges or not self.wanted:
-            return ()
-        try:
-            return stage_gradients(self.edges, self.wanted, self.grads)
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            raise StageError(
-                f"stage {self.code.name} overwrites a tensor that its own backward needs, and "
-                f"plain PyTorch fails in the same way: {error}. Use inplace=False in it.",
-                self.code.name,
-            ) from error
-
-
 class _Probe:
     """The measurements of one stage."""
 
@@ -194,7 +172,8 @@ class _Probe:
         self.hands_on_input = False
         self.output_bytes = self.grad_bytes = self.input_grad_bytes = 0
         self.saved = self.fwd_overhead = self.bwd_overhead = self.forward_peak = 0
-        self.fwd_ms = self.bwd_ms = self.forward_ms = 0.0
+        self.times: StageTimes  # of the last round
+        self.prices: Prices
 
     def label(self, what: str) -> str:
         """A name for the meter that no other stage has."""
@@ -203,7 +182,7 @@ class _Probe:
     def warm_up(self, inputs: Tensors, layout: Layout) -> tuple[Tensors, Layout]:
         """Run everything once, unmeasured; return the stage's output."""
         rng = RngState.now([self.device])
-        self._time_once(_untimed, inputs, layout)
+        self.time(untimed, inputs, layout)
         rng.restore()
         return call_stage(self.code, inputs, layout, recording=False)
 
@@ -213,7 +192,7 @@ class _Probe:
         rng = RngState.now([self.device])
         buffers = code.buffers()
         originals = [current_buffer(*where) for where in buffers]
-        leaves = _leaves(inputs)
+        leaves = as_leaves(inputs)
         copies = [value.clone() for value in originals]
         with replaced_buffers(buffers, copies):
             outputs, _ = meter.run(
@@ -234,7 +213,7 @@ class _Probe:
             self.grad_bytes = sum(
                 t.numel() * t.element_size() for t in outputs if is_differentiable(t)
             )
-            backward = _Backward(code, leaves, outputs)
+            backward = StageBackward(code, leaves, outputs)
             alive = list(outputs)
             del outputs
             # Before B(k) the executor has dropped x[k+1], unless it is the chain's output.
@@ -260,62 +239,29 @@ class _Probe:
         self.bwd_overhead = max(record.kept_bytes + released + backward.peak_bytes - self.saved, 0)
         self.forward_peak = max(forward.peak_bytes, self.output_bytes)
 
-    def time(self, clock: Timer, inputs: Tensors, layout: Layout) -> tuple[Tensors, Layout]:
-        """Time the stage's forward with and without recording and its backward."""
+    def compare_kernels(self, inputs: Tensors, layout: Layout) -> tuple[Tensors, Layout]:
+        """Find out whether the stage must record to give the same bits; return its output."""
         rng = RngState.now([self.device])
-        rounds: list[tuple[float, float, float, float]] = []
-        while len(rounds) < TIMED_RUNS and sum(map(sum, rounds)) < ENOUGH_MS:
-            rounds.append(self._time_once(clock, inputs, layout))
-        self.fwd_ms, self.bwd_ms, self.forward_ms, whole_ms = (
-            min(times) for times in zip(*rounds, strict=True)
-        )
-        # A stage that runs again is a Function, and has a graph of its own: of a small stage that
-        # is a good part of its time, and belongs to what running it again costs.
-        self.forward_ms = max(self.forward_ms, whole_ms - self.fwd_ms - self.bwd_ms)
-        rng.restore()
         outputs, next_layout = call_stage(self.code, inputs, layout, recording=False)
         rng.restore()
-        recorded, _ = call_stage(self.code, _leaves(inputs), layout, recording=True)
+        recorded, _ = call_stage(self.code, as_leaves(inputs), layout, recording=True)
         if not all(torch.equal(a, b) for a, b in zip(outputs, recorded, strict=True)):
             # Some kernels (LSTM on the CPU) are others without grad, and differ in the last bits.
             self.always_record = True
-            self.forward_ms = max(self.forward_ms, self.fwd_ms)
             self.forward_peak = max(self.forward_peak, self.saved + self.fwd_overhead)
         return tuple(tensor.detach() for tensor in recorded), next_layout
 
-    def _time_once(
-        self, clock: Timer, inputs: Tensors, layout: Layout
-    ) -> tuple[float, float, float, float]:
-        """Return the times of forward, backward, unrecorded forward, and of all as the executor."""
-        leaves = _leaves(inputs)
-        results: list[tuple[Tensors, Layout]] = []
-        forward_ms = clock(
-            lambda: results.append(call_stage(self.code, inputs, layout, recording=False))
-        )
-        results.clear()
-        fwd_ms = clock(
-            lambda: results.append(call_stage(self.code, leaves, layout, recording=True))
-        )
-        backward = _Backward(self.code, leaves, results.pop()[0])
-        bwd_ms = clock(backward)
-        return fwd_ms, bwd_ms, forward_ms, clock(self._rerun(leaves, layout))
-
-    def _rerun(self, leaves: Tensors, layout: Layout) -> Callable[[], object]:
-        """Return a step of this stage alone, with a forward more."""
+    def time(self, clock: Timer, inputs: Tensors, layout: Layout) -> tuple[Tensors, Layout]:
+        """Time the stage once in every form."""
+        rng = RngState.now([self.device])
         stage = RunStage(self.code, self.mutated, self.detached_outputs)
-        ops = (ForwardCheckpoint(0), ForwardEnableGrad(0), Backward(0))
-        program = Program.build((stage,), ops, (self.device,), self.preserve_rng)
-
-        def step() -> None:
-            outputs, _ = pack(run_program(program, unpack(leaves, layout)))
-            _Backward(self.code, leaves, outputs)()
-
-        return step
-
-
-def _untimed(call: Callable[[], object]) -> float:
-    call()
-    return 0.0
+        self.times = time_stage(
+            clock, stage, inputs, layout, self.device, preserve_rng=self.preserve_rng
+        )
+        rng.restore()
+        recording = self.always_record
+        outputs, next_layout = call_stage(self.code, inputs, layout, recording=recording)
+        return tuple(tensor.detach() for tensor in outputs), next_layout
 
 
 def _is_written(where: tuple[nn.Module, str], copy: torch.Tensor, original: torch.Tensor) -> bool:
@@ -365,10 +311,11 @@ def _assemble(probes: list[_Probe], device: torch.device, preserve_rng: bool) ->
         outside = probe.output_bytes - output
         option = Option(
             saved_bytes=probe.saved - outside,
-            fwd_time_ms=probe.fwd_ms,
-            bwd_time_ms=probe.bwd_ms,
+            fwd_time_ms=probe.prices.record,
+            bwd_time_ms=probe.prices.backward,
             fwd_overhead_bytes=probe.fwd_overhead,
             bwd_overhead_bytes=probe.bwd_overhead,
+            forget_time_ms=probe.prices.forget,
         )
         inward = 0 if following is None else following.input_grad_bytes
         stages.append(
@@ -377,7 +324,7 @@ def _assemble(probes: list[_Probe], device: torch.device, preserve_rng: bool) ->
                 options=(option,),
                 output_bytes=output,
                 output_grad_bytes=max(probe.grad_bytes, inward),
-                forward_time_ms=probe.forward_ms,
+                forward_time_ms=probe.prices.forward,
                 forward_peak_bytes=probe.forward_peak - outside,
             )
         )

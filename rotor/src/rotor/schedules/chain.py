@@ -22,6 +22,7 @@ class Option:
     fwd_overhead_bytes: int  # peak during forward, above input + saved
     bwd_overhead_bytes: int  # peak during backward, above input + saved + output gradient
     key: Hashable = None  # the caller's handle; the solver never looks at it
+    forget_time_ms: float = 0.0  # what it costs more to keep all of it but the input (Fe*)
 
     def __post_init__(self) -> None:
         _require_bytes(
@@ -30,7 +31,12 @@ class Option:
             fwd_overhead_bytes=self.fwd_overhead_bytes,
             bwd_overhead_bytes=self.bwd_overhead_bytes,
         )
-        _require_times("option", fwd_time_ms=self.fwd_time_ms, bwd_time_ms=self.bwd_time_ms)
+        _require_times(
+            "option",
+            fwd_time_ms=self.fwd_time_ms,
+            bwd_time_ms=self.bwd_time_ms,
+            forget_time_ms=self.forget_time_ms,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ class _Replay:
         if op.forget_input and self.held.pop(("x", op.stage), None) is None:
             raise self.fail(op, f"x[{op.stage}] belongs to a saved stage and cannot be forgotten.")
         self.output_made |= op.stage == self.last
-        return peak, option.fwd_time_ms
+        return peak, option.fwd_time_ms + (option.forget_time_ms if op.forget_input else 0.0)
 
     def run_backward(self, op: Backward) -> tuple[int, float]:
         if op.stage != self.next_backward:

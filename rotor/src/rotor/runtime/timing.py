@@ -1,0 +1,166 @@
+"""What every form costs in time in which a schedule may run a stage: the least of several rounds.
+
+A round visits all stages, so that a stage's runs lie apart, as those of a step do. Whatever
+disturbs a run makes it longer, and hardly any two rounds are disturbed at the same stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from rotor.errors import StageError
+from rotor.runtime.boundary import Layout, Tensors, is_differentiable, pack, unpack
+from rotor.runtime.execute import InputsMadeAgain, run_program
+from rotor.runtime.gradients import stage_gradients
+from rotor.runtime.joining import call_stage
+from rotor.runtime.program import Program, RunStage
+from rotor.runtime.stages import CodeStage
+from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad
+
+Timer: TypeAlias = Callable[[Callable[[], object]], float]
+"""Runs a call and returns how long it took, in milliseconds."""
+
+MIN_ROUNDS = 3
+MAX_ROUNDS = 8
+TOLERANCE = 0.02  # the least sum of all stages and the second least agree that differ by no more
+PATIENCE_MS = 2000.0  # then no further round begins: what is long is disturbed little
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Milliseconds of one stage in one round."""
+
+    forward: float  # not recorded
+    record: float
+    backward: float
+    again: float  # the executor's step of the stage with one forward more
+    emptied: float  # recorded without the input, and backward
+
+    @property
+    def total(self) -> float:
+        """All that was timed."""
+        return self.forward + self.record + self.backward + self.again + self.emptied
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Milliseconds of the operations of a schedule on one stage."""
+
+    forward: float  # Fn, Fc
+    record: float  # Fe
+    backward: float
+    forget: float  # what Fe* takes more than Fe
+
+    @classmethod
+    def of(cls, rounds: Sequence[StageTimes], *, always_record: bool) -> Prices:
+        """Return the prices that the rounds of a stage give."""
+        record = min(times.record for times in rounds)
+        backward = min(times.backward for times in rounds)
+        forward = min(times.forward for times in rounds)
+        if always_record:
+            forward = max(forward, record)
+        # A stage that runs again is a Function, and has a graph of its own: of a small stage that
+        # is a good part of its time, and belongs to what running it again costs.
+        apart = max(0.0, min(times.again for times in rounds) - forward - record - backward)
+        hooks = max(0.0, min(times.emptied for times in rounds) - record - backward)
+        return cls(forward + apart, record, backward, hooks + apart)
+
+
+def in_rounds(visit_all: Callable[[], Sequence[StageTimes]]) -> list[Sequence[StageTimes]]:
+    """Visit all stages until the least times of each are near the second least; return all."""
+    rounds: list[Sequence[StageTimes]] = []
+    spent_ms = 0.0
+    while len(rounds) < MAX_ROUNDS and spent_ms <= PATIENCE_MS:
+        rounds.append(visit_all())
+        spent_ms += sum(times.total for times in rounds[-1])
+        if len(rounds) >= MIN_ROUNDS:
+            stages = [sorted(times.total for times in of) for of in zip(*rounds, strict=True)]
+            least = sum(stage[0] for stage in stages)
+            if sum(stage[1] for stage in stages) <= least * (1 + TOLERANCE):
+                break
+    return rounds
+
+
+def time_stage(
+    clock: Timer,
+    stage: RunStage,
+    inputs: Tensors,
+    layout: Layout,
+    device: torch.device,
+    *,
+    preserve_rng: bool,
+) -> StageTimes:
+    """Time a stage in every form that a schedule may ask for."""
+    code, leaves = stage.code, as_leaves(inputs)
+    results: list[tuple[Tensors, Layout]] = []
+    forward_ms = clock(lambda: results.append(call_stage(code, inputs, layout, recording=False)))
+    results.clear()
+    record_ms = clock(lambda: results.append(call_stage(code, leaves, layout, recording=True)))
+    backward = StageBackward(code, leaves, results.pop()[0])
+    backward_ms = clock(backward)
+
+    program = Program.build(
+        (stage,), (ForwardCheckpoint(0), ForwardEnableGrad(0), Backward(0)), (device,), preserve_rng
+    )
+
+    def run_again() -> None:
+        outputs, _ = pack(run_program(program, unpack(leaves, layout)))
+        edges = [get_gradient_edge(t) for t in outputs if t.requires_grad]
+        del outputs
+        if edges and backward.wanted:
+            stage_gradients(edges, backward.wanted, backward.grads)
+
+    again_ms = clock(run_again)
+    source = InputsMadeAgain(leaves)
+
+    def record_emptied() -> None:
+        with saved_tensors_hooks(source.pack, source.unpack):
+            results.append(call_stage(code, leaves, layout, recording=True))
+
+    emptied_ms = clock(record_emptied)
+    source.now = leaves
+    emptied_ms += clock(StageBackward(code, leaves, results.pop()[0]))
+    return StageTimes(forward_ms, record_ms, backward_ms, again_ms, emptied_ms)
+
+
+def untimed(call: Callable[[], object]) -> float:
+    """Run a call, for what it leaves behind."""
+    call()
+    return 0.0
+
+
+def as_leaves(inputs: Tensors) -> Tensors:
+    """Return the same values as the beginning of a graph."""
+    # Whole numbers cannot be leaves that refuse to be overwritten, so they are copied.
+    return tuple(t.detach().requires_grad_() if is_differentiable(t) else t.clone() for t in inputs)
+
+
+class StageBackward:
+    """The recorded graph of one run of a stage, and the call that runs its backward."""
+
+    def __init__(self, code: CodeStage, leaves: Tensors, outputs: Tensors) -> None:
+        self.code = code
+        self.leaves = leaves
+        recorded = [t for t in outputs if t.requires_grad]
+        self.edges = [get_gradient_edge(t) for t in recorded]
+        self.grads = [torch.ones_like(t) for t in recorded]
+        self.wanted = [t for t in (*leaves, *code.parameters()) if t.requires_grad]
+
+    def __call__(self) -> tuple[torch.Tensor | None, ...]:
+        if not self.edges or not self.wanted:
+            return ()
+        try:
+            return stage_gradients(self.edges, self.wanted, self.grads)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise StageError(
+                f"stage {self.code.name} overwrites a tensor that its own backward needs, and "
+                f"plain PyTorch fails in the same way: {error}. Use inplace=False in it.",
+                self.code.name,
+            ) from error
