@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +172,30 @@ def test_a_compiled_class_saves_its_inputs_themselves_and_asserts_sizes() -> Non
         wrong = [t.t().contiguous().t() if t.dim() == 2 and t.shape[0] > 1 else t for t in args]
         with pytest.raises(AssertionError, match="stride"):
             code.backward(*wrong)
+
+
+def test_a_second_start_takes_code_from_inductors_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    shift = random.random()  # nothing that an earlier run has left in the cache
+
+    class Shifted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x * x + shift)
+
+    generated = []
+
+    def generate(*args: Any, **options: Any) -> Any:
+        generated.append(args)
+        return as_ever(*args, **options)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch._inductor import compile_fx
+    as_ever = compile_fx.fx_codegen_and_compile
+    monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", generate)
+    joint = joint_of(grouped(Shifted(), torch.randn(4, 8, requires_grad=True)), 0)
+    for _ in range(2):
+        compile_joint(joint, CPU)
+        assert len(generated) == 2  # both halves
 
 
 @pytest.mark.slow

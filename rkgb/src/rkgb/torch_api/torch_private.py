@@ -327,10 +327,14 @@ def set_sdpa_priority_order(order: tuple[int, ...]) -> None:
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Return a mode in which tensors are made without memory."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    """Return a mode in which tensors are made without memory.
 
-    return FakeTensorMode()
+    Without an environment for shapes, inductor would not look into its cache on disk.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv())
 
 
 def refuse_missing_compiler(device: torch.device) -> None:
@@ -451,6 +455,8 @@ def compiled_by_inductor(
 
     (output,) = graph.graph.find_nodes(op="output")
     output.meta["user_visible_output_idxs"] = list(range(kept))
+    # Part of the key of inductor's cache, where these are not.
+    graph.meta["rkgb"] = (kept, torch.get_num_threads(), repr(kernel_flags()))
     code: Any = compile_fx_inner(
         graph,
         list(inputs),
