@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rkgb import SideEffectError
 from rockmate import Rockmate
+from rockmate.testing.nets import assert_same_gradients
 
 
 class Masked(nn.Module):
@@ -152,3 +154,60 @@ def test_arguments_and_results_of_the_users_own_types() -> None:
         ours.value.backward()
         theirs.value.backward()
         assert torch.equal(model.linear.weight.grad, twin.linear.weight.grad)  # type: ignore[arg-type]
+
+
+class Store:
+    """A cache of one's own: it says nothing of the tensors that it holds."""
+
+    def __init__(self) -> None:
+        self.items: list[Tensor] = []
+        self.rows = 0
+
+    def update(self, x: Tensor) -> Tensor:
+        self.items.append(x)
+        self.rows += len(x)
+        return torch.cat(self.items)
+
+
+class Filling(nn.Module):
+    """Puts what it computes into its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, store: Store, *, notes: dict[str, Any]) -> Tensor:
+        every = store.update(self.first(x))
+        notes["count"] = notes.get("count", 0) + 1
+        notes["norms"] = every.norm(dim=1)
+        return self.second(every).tanh()
+
+
+def test_arguments_that_a_forward_fills_are_filled() -> None:
+    torch.manual_seed(0)
+    model = Filling()
+    twin = copy.deepcopy(model)
+
+    def batch(step: int) -> tuple[Tensor, Store, dict[str, Any]]:
+        torch.manual_seed(step)
+        store = Store()
+        store.update(torch.randn(4, 16))
+        return torch.randn(32, 16), store, {"weight": torch.ones(())}
+
+    x, store, notes = batch(0)
+    wrapped = Rockmate(model, (x, store), "1MiB", kwargs={"notes": notes})
+    assert (len(store.items), list(notes)) == (1, ["weight"]), "planning leaves them alone"
+    for step in range(3):
+        x, ours, our_notes = batch(step)
+        _, plain, plain_notes = batch(step)
+        wrapped(x, ours, notes=our_notes).sum().backward()
+        twin(x, plain, notes=plain_notes).sum().backward()
+        assert_same_gradients(model, twin)
+        assert (ours.rows, our_notes["count"]) == (plain.rows, plain_notes["count"]) == (36, 1)
+        assert all(map(torch.equal, ours.items, plain.items))
+        assert torch.equal(our_notes["norms"], plain_notes["norms"])
+    assert len(wrapped.plans) == 1
+    empty = Store()
+    with pytest.raises(SideEffectError, match="puts tensors into an argument, a Store"):
+        Rockmate(model, (x, empty), "1MiB", kwargs={"notes": {}})
+    assert empty.items == []

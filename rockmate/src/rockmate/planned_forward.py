@@ -115,7 +115,7 @@ class PlannedForward:
             external = self._values(snapshot, planned).now(tuple(leaves))
         if planned.may_go_another_way:
             return self._with_pieces(planned, external, leaves, args, kwargs)
-        return planned.run(self.model, external, leaves)
+        return planned.run(self.model, external, leaves, call=(args, kwargs))
 
     def _with_pieces(
         self,
@@ -128,7 +128,7 @@ class PlannedForward:
         """Run a plan with submodules that run whole; the plain module where one comes otherwise."""
         start = StartOfCall(self.model, planned.signature.device)
         try:
-            return planned.run(self.model, external, leaves)
+            return planned.run(self.model, external, leaves, call=(args, kwargs))
         except (OpaquePieceError, OtherWayError) as error:
             start.restore()
             result = self.model.forward(*args, **kwargs)  # or the user's own error

@@ -40,6 +40,7 @@ from rkgb.recording.watch import (
     refused_calls,
     transparent_checkpoints,
 )
+from rkgb.safeguards.arguments import Arguments
 from rkgb.safeguards.assignments import AssignsError, Hidden, assigned
 from rkgb.safeguards.explain import explained
 from rkgb.safeguards.side_effects import KeptState, Printed
@@ -232,6 +233,7 @@ class RecordedStep:
                     "copy: x = x.clone()."
                 )
             found.append((Write(place), copy))
+        found += self.arguments.refilled()
         return [*found, *self.hidden.effects(), *self.hooks.looks]
 
     def _sample(self) -> Sample:
@@ -252,6 +254,7 @@ class RecordedStep:
             CallWatch(self.recorder),
         ):
             sample = self._sample()
+            self.arguments = Arguments(sample)
             return self.twin(*sample.args, **sample.kwargs)
 
     def _taken_apart(self, result: Any) -> tuple[list[Any], Structure]:

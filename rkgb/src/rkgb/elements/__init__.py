@@ -7,7 +7,7 @@ compiled_call.py (a compiled target).
 """
 
 from rkgb.elements.compiled_call import CompiledCall
-from rkgb.elements.effect import Assign, Check, Effect, Look, Write
+from rkgb.elements.effect import Assign, Check, Effect, Look, Refill, Write
 from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.spread import is_running, settled
@@ -23,6 +23,7 @@ __all__ = [
     "Numbers",
     "Op",
     "Ref",
+    "Refill",
     "Structure",
     "TensorInfo",
     "UnknownTreeError",

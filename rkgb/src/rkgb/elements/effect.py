@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.elements.tensor_info import storage_id
+from rkgb.elements.trees import refilled
 from rkgb.errors import OtherWayError
 
 
@@ -67,6 +68,21 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class Refill:
+    """An argument that is a container or an object, and holds something else after the forward.
+
+    A cache, mostly, which gets the keys and values of this call.
+    """
+
+    place: int | str  # of the argument: its position, or its keyword
+
+    def apply(self, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> None:
+        """Let the argument of this call hold that."""
+        old = args[self.place] if isinstance(self.place, int) else kwargs[self.place]
+        refilled(old, value)
+
+
+@dataclass(frozen=True, slots=True)
 class Check:
     """An assert, or an `if` that raises, on a value that the forward computes."""
 
@@ -86,4 +102,4 @@ class Check:
             )
 
 
-Effect = Assign | Look | Write | Check
+Effect = Assign | Look | Write | Refill | Check

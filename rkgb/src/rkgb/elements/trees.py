@@ -8,6 +8,7 @@ attributes, and made anew of the same type with the same attributes: its `__init
 from __future__ import annotations
 
 import copy
+import operator
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,6 +171,34 @@ def holds_tensors(value: Any) -> bool:
         found += (getattr(item, name) for name in _attributes(item))
         stack += ((part, depth + 1) for part in found)
     return False
+
+
+def refilled(old: Any, new: Any) -> Any:
+    """Return `old`, made to hold what `new` holds; or `new`, where `old` cannot be changed."""
+    plain = isinstance(new, (Tensor, *_PLAIN, *_CLOSED))
+    if old is new or plain or type(old) is not type(new):
+        return new
+    if isinstance(old, tuple):
+        parts = list(map(refilled, old, new))
+        if len(old) == len(new) and all(map(operator.is_, parts, old)):
+            return old
+        return new
+    if isinstance(old, dict):
+        content = {k: refilled(old[k], v) if k in old else v for k, v in dict.items(new)}
+        dict.clear(old)
+        dict.update(old, content)
+    elif isinstance(old, list):
+        kept = [refilled(a, b) for a, b in zip(old, new, strict=False)]
+        list.__setitem__(old, slice(None), [*kept, *list.__getitem__(new, slice(len(kept), None))])
+    names = tuple(_attributes(new))
+    for name in set(_attributes(old)).difference(names):
+        object.__delattr__(old, name)
+    for name in names:
+        value = getattr(new, name)
+        if hasattr(old, name):
+            value = refilled(getattr(old, name), value)
+        object.__setattr__(old, name, value)
+    return old
 
 
 @dataclass(frozen=True, slots=True)

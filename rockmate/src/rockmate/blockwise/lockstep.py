@@ -69,4 +69,4 @@ class LockstepForward(PlannedForward):
         kwargs: Mapping[str, Any],
     ) -> Any:
         # No plain run after a failure: its collectives would be more than the others'.
-        return planned.run(self.model, external, leaves)
+        return planned.run(self.model, external, leaves, call=(args, kwargs))

@@ -14,7 +14,7 @@ from rkgb import RkgbError
 from rkgb.capture import for_same_numbers, no_collection
 from rkgb.compiled import compile_variant
 from rkgb.costs import Measured, measure_others, op_key
-from rkgb.elements import Assign, Check, Effect, Look, Numbers, Op, Ref, Structure, Write
+from rkgb.elements import Assign, Check, Effect, Look, Numbers, Op, Ref, Refill, Structure, Write
 from rkgb.engine import (
     Sample,
     compile_step,
@@ -133,10 +133,12 @@ class Planned:
         leaves: Sequence[Any],
         *,
         looks: bool = True,
+        call: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
     ) -> Any:
         """Run the planned forward; `model` and `leaves` serve to record other gradients.
 
-        Without `looks`, hooks of submodules that only look are not called.
+        Without `looks`, hooks of submodules that only look are not called. Of a `call` with these
+        arguments, those are changed that the forward changes.
         """
 
         def variant(kind: BackwardKind) -> Executable:
@@ -159,6 +161,9 @@ class Planned:
         for effect, value in zip(self.effects, values, strict=True):
             if isinstance(effect, Write):
                 effect.apply(leaves, value)
+            elif isinstance(effect, Refill):
+                if call is not None:
+                    effect.apply(*call, value)
             elif looks or not isinstance(effect, Look):
                 effect.apply(model, value)
         return result

@@ -1,0 +1,68 @@
+"""Arguments that a forward changes: containers and objects that hold something else afterwards."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+from rkgb.elements.effect import Refill
+from rkgb.elements.sample import Sample
+from rkgb.elements.trees import flatten, holds_tensors, refilled
+from rkgb.errors import SideEffectError
+from rkgb.opaque.trial import BrokenPieceError
+
+_PLAIN = (Tensor, type(None), bool, int, float, str, type, nn.Module)
+
+
+class FilledArgumentError(BrokenPieceError, SideEffectError):
+    """A forward puts tensors into an argument without any, also where more of it runs whole."""
+
+
+class Arguments:
+    """The arguments of a call that tensors can be put into, and what they hold before it."""
+
+    def __init__(self, sample: Sample) -> None:
+        named: list[tuple[int | str, Any]] = [*enumerate(sample.args), *sample.kwargs.items()]
+        own = [(place, value) for place, value in named if not isinstance(value, _PLAIN)]
+        self._before = [(place, value, *flatten(value)) for place, value in own]
+        # They are the user's own, where a sample has copies of all that holds tensors.
+        self._empty = [
+            (leaf, _copy_of(leaf))
+            for leaf in sample.leaves
+            if not isinstance(leaf, _PLAIN) and hasattr(leaf, "__dict__")
+        ]
+
+    def refilled(self) -> list[tuple[Refill, Any]]:
+        """Return those that hold something else now.
+
+        Raises:
+            FilledArgumentError: one held no tensors, and does now. It is as it was.
+        """
+        for value, before in self._empty:
+            if holds_tensors(value):
+                refilled(value, before)
+                raise FilledArgumentError(
+                    f"the forward puts tensors into an argument, a {type(value).__name__} that "
+                    "holds none before. Make it inside of forward, or let it hold some already; "
+                    "models of transformers do without caches with use_cache=False."
+                )
+        found = []
+        for place, value, leaves, structure in self._before:
+            now, other = flatten(value)
+            if other != structure or not all(map(_same, now, leaves)):
+                found.append((Refill(place), value))
+        return found
+
+
+def _copy_of(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # of what cannot be copied nothing can be put back
+        return value
+
+
+def _same(a: Any, b: Any) -> bool:
+    plain = isinstance(a, (bool, int, float, str)) and type(a) is type(b)
+    return a is b or (plain and bool(a == b))
