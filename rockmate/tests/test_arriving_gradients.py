@@ -105,6 +105,7 @@ STEPS_OF: dict[str, tuple[Callable[[], nn.Module], list[Callable[[Any], list[Ten
     "the loss alone": (WithLoss, [lambda out: [out["loss"]]]),
     "expanded": (lambda: Headed(1), [lambda out: [out[0].sum()]]),
     "one of many": (lambda: Headed(5), [only(4), only(0), only(0, 4), only(0, 1, 2, 3, 4)]),
+    "some of many": (lambda: Headed(4), [only(0, 1, 2), only(1, 2), only(0, 2, 3)]),
     "one of two": (lambda: Headed(2), [only(1), only(0), only(0, 1)]),
     "a shared one": (lambda: Headed(2, shared=True), [only(1), only(0, 1), only(0)]),
     "a shared one of many": (lambda: Headed(5, shared=True), [only(4), only(0), only(*range(5))]),

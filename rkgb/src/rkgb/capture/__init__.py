@@ -10,7 +10,7 @@ from rkgb.capture.collector import no_collection
 from rkgb.capture.hooks import may_run_again
 from rkgb.capture.numbered import for_any_number, for_same_numbers
 from rkgb.capture.record import make_B
-from rkgb.capture.sizes import SizedStep, record_sizes
+from rkgb.capture.sizes import SizedStep, record_other_backward, record_sizes
 from rkgb.capture.twin import Twin, twin_of
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "make_B",
     "may_run_again",
     "no_collection",
+    "record_other_backward",
     "record_sizes",
     "twin_of",
 ]

@@ -7,7 +7,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from rkgb.capture.record import record
 from rkgb.capture.twin import cannot_copy, uncopied
 from rkgb.device.chosen import device_of
+from rkgb.elements.op import Op, map_refs
 from rkgb.elements.sample import Sample, bind_inputs
 from rkgb.elements.trees import flatten
-from rkgb.graphs.basic import BasicGraph
+from rkgb.graphs.basic import BackwardKind, BasicGraph
 from rkgb.torch_api.torch_private import without_content
+
+_log = logging.getLogger("rkgb")
 
 
 @contextlib.contextmanager
@@ -57,6 +60,73 @@ def record_sizes(
         DataDependentError: the forward looks at values.
         TraceError: anything else that stops the recording; no part of the model is run whole.
     """
+    with _bare_call(model, inputs, kwargs, device) as (twin, sample):
+        held_bytes: dict[str, int] = {}
+        with sample.device:  # what the forward makes, wherever this was called
+            basic = record(twin, sample, strict=True, held_bytes=held_bytes)
+    parameters = dict(twin.named_parameters(remove_duplicate=False))
+    external: dict[str, Tensor] = {n: parameters[t] for n, t in basic.parameters.items()}
+    named = zip(basic.inputs, sample.leaves, strict=True)
+    external.update((name, leaf) for name, leaf in named if name is not None)
+    return SizedStep(basic, external, held_bytes)
+
+
+def record_other_backward(
+    model: nn.Module, sample: Sample, known: BasicGraph, kind: BackwardKind
+) -> BasicGraph | None:
+    """Return a recording of the step of a `known` one with another backward, for next to no memory.
+
+    It is made without content. None where anything in it differs from what is known of real
+    tensors: an operation of the forward, or a kind of operation that the backward did not have.
+    """
+    try:
+        without = _bare_call(model, sample.args, sample.kwargs, sample.device)
+        with without as (twin, bare), bare.device:
+            found = record(twin, bare, kind, strict=True, known=known, held_bytes={})
+    except Exception as error:  # whatever it is, real tensors will say it again
+        _log.debug("no recording without content: %s", error)
+        return None
+    if not _is_same_forward(found, known) or not _knows_backward(found, known):
+        return None
+    return replace(found, constants=known.constants, reads=known.reads, device=known.device)
+
+
+def _is_same_forward(found: BasicGraph, known: BasicGraph) -> bool:
+    if len(found.ops) != len(known.ops) or {*found.constants} != {*known.constants}:
+        return False
+    alike = (
+        (a.name, a.results, repr(a.args), repr(a.kwargs), a.target)
+        == (b.name, b.results, repr(b.args), repr(b.kwargs), b.target)
+        for a, b in zip(found.ops, known.ops, strict=True)
+    )
+    names = [name for op in known.ops for name in op.results if name]
+    same = all(_geometry(found, n) == _geometry(known, n) for n in (*names, *known.externals))
+    return same and all(alike) and repr(found.outputs) == repr(known.outputs)
+
+
+def _knows_backward(found: BasicGraph, known: BasicGraph) -> bool:
+    """Whether each operation has run on real tensors, and its results lay in memory so."""
+    seen = {_in_and_out(known, op) for op in known.backward}
+    return all(_in_and_out(found, op) in seen for op in found.backward)
+
+
+def _in_and_out(basic: BasicGraph, op: Op) -> tuple[Any, ...]:
+    results = (_geometry(basic, name) if name else None for name in op.results)
+    geometries = (_geometry(basic, name) for name in op.inputs)
+    plain = map_refs((list(op.args), op.kwargs), lambda _: None)
+    return op.target, repr(plain), op.flags, tuple(geometries), tuple(results)
+
+
+def _geometry(basic: BasicGraph, name: str) -> tuple[Any, ...]:
+    info = basic.infos[name]
+    return info.shape, info.stride, info.dtype, info.offset, info.storage_bytes
+
+
+@contextlib.contextmanager
+def _bare_call(
+    model: nn.Module, inputs: Any, kwargs: Mapping[str, Any] | None, device: torch.device | str
+) -> Iterator[tuple[nn.Module, Sample]]:
+    """Give copies of a model and a sample without content; what runs inside has none either."""
     where = device_of(device).where
     with without_content() as mode, warnings.catch_warnings(), _without_log():
         warnings.simplefilter("ignore")  # about copies of what has no content
@@ -83,12 +153,4 @@ def record_sizes(
             raise cannot_copy(model, made, error) from error
         leaves, structure = flatten(bind_inputs(inputs, kwargs))
         args, keywords = structure.unflatten([bare(leaf) for leaf in leaves])
-        sample = Sample.of(twin, args, keywords)
-        held_bytes: dict[str, int] = {}
-        with where:  # what the forward makes, wherever this was called
-            basic = record(twin, sample, strict=True, held_bytes=held_bytes)
-    parameters = dict(twin.named_parameters(remove_duplicate=False))
-    external: dict[str, Tensor] = {n: parameters[t] for n, t in basic.parameters.items()}
-    named = zip(basic.inputs, sample.leaves, strict=True)
-    external.update((name, leaf) for name, leaf in named if name is not None)
-    return SizedStep(basic, external, held_bytes)
+        yield twin, Sample.of(twin, args, keywords)

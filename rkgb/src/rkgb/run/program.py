@@ -54,6 +54,22 @@ def lower_step(
     return _Lowering(sg, steps, spare_bytes).run()
 
 
+def for_backward_alone(program: StepProgram) -> StepProgram:
+    """Return the program of a forward that runs once more, whose outputs the user has already.
+
+    They go after their last use, unless the backward reads them.
+    """
+    idle = set(program.outputs).difference(program.saved, program.externals)
+    lines: list[Statement] = []
+    for statement in reversed(program.forward):
+        uses = dict.fromkeys((*made_by(statement), *read_by(statement)))
+        if last := tuple(name for name in uses if name in idle):
+            lines.append(Drop(last))
+            idle.difference_update(last)
+        lines.append(statement)
+    return replace(program, forward=tuple(reversed(lines)), outputs=())
+
+
 def without_idle_steps(sg: SimplifiedGraph, steps: Sequence[Step]) -> tuple[Step, ...]:
     """Return the steps of a plan for more gradients without what `sg` does not need.
 

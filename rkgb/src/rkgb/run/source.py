@@ -58,6 +58,7 @@ from rkgb.elements.op import Op, Ref
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.opaque.piece import RunPieceBackward
 from rkgb.run.freeing import FREEING
+from rkgb.run.program import for_backward_alone
 from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
 from rkgb.torch_api.kernel_choice import calling_with, switch_forward
 
@@ -85,6 +86,8 @@ class CompiledStep:
     # the gradients of each `Give`, in order, as a list that the caller empties.
     backward: Callable[..., Iterator[list[Tensor]]]
     source: str
+    # The forward once more, for its backward alone: it returns no outputs.
+    forward_again: Callable[..., tuple[list[Tensor], list[Any]]]
 
 
 def compile_step(sg: SimplifiedGraph, program: StepProgram, callee: Callee) -> CompiledStep:
@@ -105,7 +108,14 @@ def compile_step(sg: SimplifiedGraph, program: StepProgram, callee: Callee) -> C
     def backward(*given: Any) -> Any:
         return (named() if is_profiled_by_user() else plain)["backward"](*given)
 
-    return CompiledStep(program, forward, backward, source)
+    @functools.cache
+    def again() -> Any:
+        return _functions(sg, for_backward_alone(program), callee)[0]["forward"]
+
+    def forward_again(*given: Any) -> Any:
+        return again()(*given)
+
+    return CompiledStep(program, forward, backward, source, forward_again)
 
 
 def _functions(

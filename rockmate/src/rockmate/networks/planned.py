@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from rkgb import RkgbError
-from rkgb.capture import for_same_numbers, no_collection
+from rkgb.capture import for_same_numbers, no_collection, record_other_backward
 from rkgb.compiled import compile_variant
 from rkgb.costs import Measured, measure_others, op_key
 from rkgb.elements import Assign, Check, Effect, Look, Numbers, Op, Ref, Refill, Structure, Write
@@ -27,7 +27,7 @@ from rkgb.engine import (
     record,
     runnable,
 )
-from rkgb.graphs import BackwardKind, SimplifiedGraph, autocast_as
+from rkgb.graphs import BackwardKind, BasicGraph, SimplifiedGraph, autocast_as
 from rkgb.opaque import RunPiece
 from rkgb.run import Outcomes, RunnableGraph, without_idle_steps
 from rockmate.errors import InfeasibleBudgetError, RockmateError
@@ -122,7 +122,7 @@ class Planned:
         for kind in likely_kinds(basic):
             try:
                 if kind not in variants:
-                    variants[kind] = _variant(self, model, leaves, kind)
+                    variants[kind] = _variant(self, model, leaves, kind, in_a_step=False)
             except RkgbError as error:  # it may never be asked for
                 _log.debug("cannot record the backward for %s: %s", kind, error)
 
@@ -267,15 +267,33 @@ def leaves_of(graph: SimplifiedGraph) -> tuple[str, ...]:
 
 
 def _variant(
-    planned: Planned, model: nn.Module, leaves: Sequence[Any], kind: BackwardKind
+    planned: Planned,
+    model: nn.Module,
+    leaves: Sequence[Any],
+    kind: BackwardKind,
+    *,
+    in_a_step: bool = True,
 ) -> Executable:
-    """Return the executable for gradients that arrive otherwise, from a recording of their own."""
+    """Return the executable for gradients that arrive otherwise, from a recording of their own.
+
+    Where that would not fit beside what a step holds, it is made without content, if it can be.
+    """
     sample = planned.signature.sample_of(leaves)
     _log.info("recording another backward: %s", kind)
     with autocast_as(planned.signature.autocast), plain(), no_collection():
         bare = without_hooks(model, type(model))
         known = planned.network.graph.dataflow.basic
-        basic = record(bare, sample, kind, opaque=known.opaque, known=known)
+        needed = _recording_bytes(known, kind) if in_a_step else 0
+        is_tight = needed > planned.budget_bytes
+        basic = record_other_backward(bare, sample, known, kind) if is_tight else None
+        if basic is None:
+            if is_tight:
+                _log.warning(
+                    "gradients have come as never before, and their backward has to be recorded on "
+                    "real tensors: this step may take about %d bytes, and the budget is %d",
+                    *(needed, planned.budget_bytes),
+                )
+            basic = record(bare, sample, kind, opaque=known.opaque, known=known)
         if known.numbers is not None:
             basic = for_same_numbers(basic, known.numbers, bare, sample)
     network, measured = planned.network, planned.network.measured
@@ -290,6 +308,20 @@ def _variant(
     steps = without_idle_steps(graph, planned.plan.steps)
     every = leaves_of(planned.network.graph)
     return executable(graph, steps, measured, leaves=every)
+
+
+def _recording_bytes(known: BasicGraph, kind: BackwardKind) -> int:
+    """Return about what is held while another backward is recorded in the midst of a step.
+
+    Outputs and their gradients, of the step and of the recording, and what its widest nodes use.
+    """
+    infos = known.infos
+    outputs = {infos[name].alias_of: infos[name].storage_bytes for name in known.output_names}
+    asked = (root for root, t in zip(known.roots, kind.tangents, strict=True) if t is not None)
+    gradients = sum(infos[root].size_bytes for root in asked)
+    made = ([n for n in op.results if n] for op in (*known.ops, *known.backward))
+    widest = max((sum(infos[n].size_bytes for n in names) for names in made), default=0)
+    return 2 * (sum(outputs.values()) + gradients) + 4 * widest
 
 
 def _within_budget(
