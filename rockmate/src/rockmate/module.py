@@ -310,7 +310,8 @@ def plain_of(model: Any) -> nn.Module:
             f"a {type(model).__name__} was given where a torch.nn.Module written in Python is "
             "needed. Put it into the forward of one."
         )
-    for path, module in model.named_modules():
+    whole = "_modules" in vars(model)  # of a copy that is being made, nothing may be there yet
+    for path, module in model.named_modules() if whole else [("", model)]:
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedModuleError(
                 f"module '{path or '(root)'}' ({type(module).__name__}) was made by torch.jit, and "
