@@ -5,8 +5,8 @@ import pytest
 from rotor.runtime.timing import MAX_ROUNDS, MIN_ROUNDS, PATIENCE_MS, Prices, StageTimes, in_rounds
 
 
-def times(factor=1.0, *, again=5.5, emptied=3.4):
-    return StageTimes(*(factor * ms for ms in (0.9, 1.0, 2.0, again, emptied)))
+def times(factor=1.0, *, first=1.2, again=5.5, emptied=3.4):
+    return StageTimes(*(factor * ms for ms in (first, 0.9, 1.0, 2.0, again, emptied)))
 
 
 def counted(lengths):
@@ -32,13 +32,13 @@ def test_long_stages_are_visited_once():
     assert counted(lambda turn: (PATIENCE_MS, 1)) == 1
 
 
-def test_the_price_of_running_again_has_the_graph_of_its_own():
+def test_prices_have_a_graph_of_its_own_and_fetching_in_them():
     prices = Prices.of([times(), times(2.0)], always_record=False)
-    assert (prices.record, prices.backward) == (1.0, 2.0)
-    assert prices.forward == pytest.approx(0.9 + (5.5 - 3.9))
+    assert (prices.record, prices.backward) == (pytest.approx(1.0 + 0.3), 2.0)
+    assert prices.forward == pytest.approx(0.9 + 0.3 + (5.5 - 3.9))
     assert prices.forget == pytest.approx((3.4 - 3.0) + (5.5 - 3.9))
 
 
 def test_noise_makes_no_price_negative_and_a_recording_stage_pays_for_it():
-    prices = Prices.of([times(again=1.0, emptied=1.0)], always_record=True)
+    prices = Prices.of([times(first=0.5, again=1.0, emptied=1.0)], always_record=True)
     assert (prices.forward, prices.forget) == (1.0, 0.0)

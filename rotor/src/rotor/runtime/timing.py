@@ -35,7 +35,8 @@ PATIENCE_MS = 2000.0  # then no further round begins: what is long is disturbed 
 class StageTimes:
     """Milliseconds of one stage in one round."""
 
-    forward: float  # not recorded
+    first: float  # not recorded, before anything else ran on the stage's parameters
+    forward: float  # the same once more
     record: float
     backward: float
     again: float  # the executor's step of the stage with one forward more
@@ -44,7 +45,8 @@ class StageTimes:
     @property
     def total(self) -> float:
         """All that was timed."""
-        return self.forward + self.record + self.backward + self.again + self.emptied
+        forwards = self.first + self.forward + self.record
+        return forwards + self.backward + self.again + self.emptied
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +63,15 @@ class Prices:
         """Return the prices that the rounds of a stage give."""
         record = min(times.record for times in rounds)
         backward = min(times.backward for times in rounds)
-        forward = min(times.forward for times in rounds)
-        if always_record:
-            forward = max(forward, record)
+        forward_warm = min(times.forward for times in rounds)
+        forward = max(forward_warm, record) if always_record else forward_warm
         # A stage that runs again is a Function, and has a graph of its own: of a small stage that
         # is a good part of its time, and belongs to what running it again costs.
         apart = max(0.0, min(times.again for times in rounds) - forward - record - backward)
         hooks = max(0.0, min(times.emptied for times in rounds) - record - backward)
-        return cls(forward + apart, record, backward, hooks + apart)
+        # In a step, other stages have run since, and a forward has to fetch its parameters.
+        fetch = max(0.0, min(times.first for times in rounds) - forward_warm)
+        return cls(forward + apart + fetch, record + fetch, backward, hooks + apart)
 
 
 def in_rounds(visit_all: Callable[[], Sequence[StageTimes]]) -> list[Sequence[StageTimes]]:
@@ -98,7 +101,11 @@ def time_stage(
     """Time a stage in every form that a schedule may ask for."""
     code, leaves = stage.code, as_leaves(inputs)
     results: list[tuple[Tensors, Layout]] = []
-    forward_ms = clock(lambda: results.append(call_stage(code, inputs, layout, recording=False)))
+
+    def forward() -> None:
+        results[:] = [call_stage(code, inputs, layout, recording=False)]
+
+    first_ms, forward_ms = clock(forward), clock(forward)
     results.clear()
     record_ms = clock(lambda: results.append(call_stage(code, leaves, layout, recording=True)))
     backward = StageBackward(code, leaves, results.pop()[0])
@@ -125,7 +132,7 @@ def time_stage(
     emptied_ms = clock(record_emptied)
     source.now = leaves
     emptied_ms += clock(StageBackward(code, leaves, results.pop()[0]))
-    return StageTimes(forward_ms, record_ms, backward_ms, again_ms, emptied_ms)
+    return StageTimes(first_ms, forward_ms, record_ms, backward_ms, again_ms, emptied_ms)
 
 
 def untimed(call: Callable[[], object]) -> float:
