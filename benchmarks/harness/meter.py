@@ -69,7 +69,7 @@ def trace_memory(step: Callable[[], object], device: torch.device) -> MemoryTrac
 
 
 def timed_ms(step: Callable[[], object], device: torch.device) -> float:
-    """Run `step` once and return its time: of the thread where it is one on a CPU, else by the wall.
+    """Run `step` once and return its time: on a CPU with one thread, what this thread took.
 
     Where other programs share a core, their time is not the step's.
     """
