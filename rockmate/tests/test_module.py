@@ -126,6 +126,17 @@ def test_import_stays_light() -> None:
     assert found.stdout.strip() == "[]"
 
 
+def test_planning_leaves_the_compiler_of_torch_alone() -> None:
+    code = (
+        "import sys, torch, rockmate, rotor; from torch import nn; "
+        "model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(2, 4); "
+        "rockmate.Rockmate(model, x, 1.0, cache=False); rotor.Checkpointable(model, x); "
+        "print(sorted({'torch._dynamo', 'torch._inductor'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"  # it takes most of a second to import
+
+
 # ---------------------------------------------------------------------- budgets
 
 

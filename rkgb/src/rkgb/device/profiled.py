@@ -1,13 +1,13 @@
 """Memory of a run on a CPU, which has no counters.
 
-Its allocator reports every allocation to `torch.profiler`, kernels' workspace included; that is the
-only cheap source that sees it.
+Its allocator reports every allocation to torch's profiler, kernels' workspace included; that is the
+only cheap source that sees it. `torch.profiler.profile` is left alone, though it is the usual door:
+it looks for inductor's settings, and so imports the whole compiler, which takes most of a second.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,26 +24,21 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 def profiled(run: Callable[[Span], object]) -> Any:
     """Call `run(span)` and return what the profiler has seen of it."""
-    from torch.profiler import ProfilerActivity, profile, record_function
+    from torch.autograd.profiler import profile, record_function
 
     def span(name: str) -> AbstractContextManager[None]:
         return record_function(PREFIX + name)
 
     global _meters
-    with warnings.catch_warnings():
-        # Some releases of torch say once that a second cycle would forget the first: we run one.
-        warnings.filterwarnings("ignore", message=".*Profiler clears events")
-        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        profiler.start()
-    _meters += 1
-    try:
-        result = run(span)
-    finally:
-        _meters -= 1
-        profiler.stop()
+    untyped: Any = profile
+    with untyped(profile_memory=True, use_kineto=True) as session:
+        _meters += 1
+        try:
+            result = run(span)
+        finally:
+            _meters -= 1
     del result
-    seen: Any = profiler.profiler
-    return seen.kineto_results
+    return session.kineto_results
 
 
 def is_profiled_by_user() -> bool:

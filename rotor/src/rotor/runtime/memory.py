@@ -1,7 +1,8 @@
 """How much memory a call takes: CUDA allocator counters, or the profiler's events on the CPU.
 
 On a CPU torch has no allocator statistics, and resident set size sees neither reuse nor small
-tensors. The `[memory]` events of `torch.profiler` see every tensor and every kernel's workspace.
+tensors. The `[memory]` events of torch's profiler see every tensor and every kernel's workspace.
+`torch.profiler.profile`, the usual door to it, is left alone: it imports torch's whole compiler.
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 from rotor.runtime.device import device_of
 
@@ -44,18 +44,16 @@ class MemoryMeter:
         self._device = device_of(device)
         self._usage: dict[str, Usage] = {}
         self._labels: list[str] = []
-        self._profile: profile | None = None
+        self._profile: Any = None  # torch gives it no types
 
     def __enter__(self) -> MemoryMeter:
         gc.collect()  # garbage freed during a call would look like memory that it gave back
         if not self._device.has_counters:
             # Otherwise the profiler's library writes a line to stderr at every start and stop.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-            with warnings.catch_warnings():
-                # Some releases of torch say once that a second cycle would forget the first.
-                warnings.filterwarnings("ignore", message=".*Profiler clears events")
-                self._profile.start()
+            untyped: Any = profile
+            self._profile = untyped(profile_memory=True, use_kineto=True)
+            self._profile.__enter__()
         return self
 
     def __exit__(
@@ -66,7 +64,7 @@ class MemoryMeter:
     ) -> None:
         if self._profile is None:
             return
-        self._profile.stop()
+        self._profile.__exit__(kind, error, trace)
         if error is None:
             self._read_events(self._profile)
         self._profile = None
@@ -92,10 +90,7 @@ class MemoryMeter:
         self._usage[label] = Usage(after.peak_bytes - before, after.now_bytes - before)
         return result
 
-    def _read_events(self, finished: profile) -> None:
-        recorded = finished.profiler
-        assert recorded is not None
-        assert recorded.kineto_results is not None
+    def _read_events(self, recorded: Any) -> None:
         changes: list[tuple[int, int]] = []
         spans: dict[int, tuple[int, int]] = {}
         events: Iterable[Any] = recorded.kineto_results.events()
