@@ -14,8 +14,9 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from rkgb.costs import Measured
-from rkgb.engine import Sample, external_values, measure, runnable
+from rkgb.costs import Measured, op_key
+from rkgb.engine import Sample, external_values, measure, operations, runnable
+from rkgb.graphs import SimplifiedGraph
 from rockmate.networks.network import Network, assembled
 from rockmate.schedules.plan import Plan, make_plan
 from rockmate.schedules.simulate import simulate
@@ -23,12 +24,12 @@ from rockmate.schedules.simulate import simulate
 _LEAST_GAIN = 0.01  # of the time of a piece: less is noise of the measurement
 
 
-@dataclass(frozen=True)
+@dataclass
 class Keeping:
     """A compiled network, and its pieces' costs in both forms."""
 
     network: Network
-    measured: Measured
+    measured: Measured  # grows: what a node can free depends on what others keep
     external: Mapping[str, Tensor]
 
     def filled(self, plan: Plan) -> tuple[Network, Plan]:
@@ -110,6 +111,7 @@ class Keeping:
         compiled = self.network.compiled
         assert compiled is not None
         recorded = runnable(compiled.with_kept(nodes))
+        self.measured = _measured_too(self.measured, recorded.graph, self.external)
         network = assembled(recorded.graph, recorded, self.measured, self.external, compiled)
         return replace(network, kept=frozenset(nodes), rebuilding=self.network)
 
@@ -124,16 +126,28 @@ def keeping_of(network: Network, model: nn.Module, sample: Sample) -> Keeping | 
     basic = replace(graph.dataflow.basic, infos=infos)
     external = external_values(basic, model, sample.leaves)
     nodes = [g.nodes[index] for index in compiled.keeping for g in (network.graph, graph)]
-    both = measure(basic, [op for n in nodes for op in (*n.ops, *n.backward)], external)
-    known = network.measured
-    measured = replace(
-        known,
-        costs={**known.costs, **both.costs},
-        callees={**known.callees, **both.callees},
-        unsteady=known.unsteady | both.unsteady,
-    )
+    both = [op for n in nodes for op in (*n.ops, *n.backward)]
+    measured = _together(network.measured, measure(basic, both, external))
     network = assembled(network.graph, network.recorded, measured, external, compiled)
     return Keeping(network, measured, external)
+
+
+def _measured_too(
+    known: Measured, graph: SimplifiedGraph, external: Mapping[str, Tensor]
+) -> Measured:
+    """Return what is known, and what operations of a graph cost about which nothing is."""
+    basic = graph.dataflow.basic
+    missing = [op for op in operations(graph) if op_key(op, basic.infos) not in known.costs]
+    return _together(known, measure(basic, missing, external)) if missing else known
+
+
+def _together(known: Measured, more: Measured) -> Measured:
+    return replace(
+        known,
+        costs={**known.costs, **more.costs},
+        callees={**known.callees, **more.callees},
+        unsteady=known.unsteady | more.unsteady,
+    )
 
 
 def _plan_of(network: Network, plan: Plan) -> Plan:
