@@ -16,7 +16,7 @@ from rkgb.engine import Sample, device_of, external_values
 from rockmate.comparison.agreement import agree, refuse
 from rockmate.comparison.deterministic import why_bits_may_differ
 from rockmate.comparison.eager import Keep, StepResult, differences, run_step
-from rockmate.comparison.rounding import coarsest_type, compare_rounded
+from rockmate.comparison.rounding import coarsest_type, compare_rounded, nudge
 from rockmate.errors import SelfTestError
 from rockmate.networks.network import first_unsteady
 from rockmate.networks.planned import Planned, unplanned_executable
@@ -152,11 +152,17 @@ def _test_of_compiled(
             name,
             "These are the bits of its compiled pieces without recomputation",
         )
+
+    def run_nudged() -> StepResult:
+        twin = nudge(without_looks(twin_of(model).module, planned.effects))
+        return run_step(twin, twin, _own_copies(sample, planned.effects))
+
     found = compare_rounded(
         eager,
         _planned_step(planned, model, sample, "values"),
         name,
         coarsest_type(network.graph.dataflow.infos.values()),
+        run_nudged,
     )
     _log.info("%s: %s", name, found)
     return ours, found
