@@ -175,3 +175,44 @@ def test_a_piece_that_fails_channels_last_is_tried_as_recorded(
     infos = compiled.graph.dataflow.infos
     assert all(infos[name].stride == info.stride for name, info in dataflow.infos.items())
     assert len(tried) > len(compiled.graph.nodes) // 2
+
+
+def test_few_classes_of_many_pixels_stay_eager() -> None:
+    class Ends(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            many = torch.arange(16 * 9).reshape(2, 8, 9) % 9
+            few = functional.cross_entropy(x, many % 2)
+            return few + functional.cross_entropy(y, many) + functional.softmax(x[0, :, 0], 1).sum()
+
+    pixels = torch.randn(2, 2, 8, 9, requires_grad=True), torch.randn(2, 9, 8, 9).requires_grad_()
+    plain = D_to_S(B_to_D(make_B(Ends(), pixels)), passes=PLANNED_PASSES)
+    refused = [n.main.target_name for n in plain.nodes if "classes" in refusal(n, plain)]
+    named = [n.main.target_name for n in plain.nodes]
+    assert refused == ["_log_softmax", "nll_loss2d_forward"]
+    assert named.count("_log_softmax") == 2
+    assert "_softmax" in named  # over the innermost axis
+
+
+@needs_mkldnn
+def test_what_reads_for_a_last_convolution_of_one_by_one_lies_as_recorded() -> None:
+    class Head(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.body, self.head = (
+                nn.Conv2d(3, 4, 3, padding=1),
+                nn.Conv2d(4, 2, size, padding=size // 2),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.relu(self.body(x)))
+
+    def laid(size: int) -> bool:
+        sg, compiled = grouped(Head(size))
+        return bool(channels_last(sg, compiled))
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert [laid(1), laid(3)] == [False, True]
+    finally:
+        torch.set_num_threads(threads)

@@ -47,6 +47,13 @@ _KNOWN = frozenset(
 _POOLS = {"max_pool2d_with_indices": 1, "avg_pool2d": 1}
 _POOLS |= {f"{name}_backward": place + 1 for name, place in _POOLS.items()}
 _LARGEST_WINDOW = 25
+# Where the axis of classes stands, and the input that has it. Eager treats many pixels at once;
+# inductor one after the other where it writes out the few classes of each.
+_OVER_CLASSES = {
+    **{"_softmax": 0, "_softmax_backward_data": 0, "_log_softmax": 0},
+    **{"_log_softmax_backward_data": 0, "nll_loss2d_forward": 0, "nll_loss2d_backward": 1},
+}
+_FEW_CLASSES = 8  # inductor's own bound
 _NOT_VIEWS = frozenset(("as_strided", "empty_strided", "real", "imag", "view_as_real"))
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -94,6 +101,8 @@ def _refusal_of(op: Op, sg: SimplifiedGraph) -> str:
         return "is not among those whose compiled form is known to repeat its bits"
     if name in _POOLS and not _takes_small_windows(op):
         return f"takes windows of more than {_LARGEST_WINDOW} elements, or with gaps"
+    if name in _OVER_CLASSES and _has_few_classes(op, sg):
+        return f"is faster as it is, over {_FEW_CLASSES} classes or less of many pixels"
     basic = sg.dataflow.basic
     for value in (*op.inputs, *filter(None, op.results)):
         info = infos[value]
@@ -117,6 +126,14 @@ def _takes_small_windows(op: Op) -> bool:
     dilation = op.args[place + 3 : place + 4] if "max" in op.target_name else ()
     count = math.prod(size) if len(size) > 1 else size[0] ** 2
     return count <= _LARGEST_WINDOW and all(n == 1 for sizes in dilation for n in sizes)
+
+
+def _has_few_classes(op: Op, sg: SimplifiedGraph) -> bool:
+    """Whether an operation runs over a short axis that is not the innermost."""
+    info = sg.dataflow.infos[op.args[_OVER_CLASSES[op.target_name]].name]
+    place = {"_softmax": 1, "_log_softmax": 1}.get(op.target_name, 2)
+    axis = 1 if op.target_name.startswith("nll") else op.args[place] % len(info.shape)
+    return 1 < info.shape[axis] <= _FEW_CLASSES and math.prod(info.shape[axis + 1 :]) > 1
 
 
 def is_heavy(node: SimplifiedNode) -> bool:

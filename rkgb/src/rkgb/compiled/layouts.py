@@ -2,7 +2,9 @@
 
 On a CPU inductor runs convolutions channels last. Where pieces keep to what was recorded, each
 copies its input into that order and its result back again. So what only compiled pieces read and
-make lies channels last from the start; all else lies as recorded.
+make lies channels last from the start; all else lies as recorded. The kernels that oneDNN leaves
+some convolutions to (1 x 1 on one thread) want channels first: where what they make lies as
+recorded anyway, as at the end of a network, so does what their piece reads.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from rkgb.elements.op import Op
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.simplified import SimplifiedGraph
+from rkgb.torch_api.torch_private import convolves_in_onednn
 
 _CONVOLUTIONS = frozenset(("convolution", "convolution_backward"))
 
@@ -33,6 +36,7 @@ def channels_last(sg: SimplifiedGraph, compiled: Collection[int]) -> dict[str, T
     outside |= {h.value for node in sg.nodes for h in node.hand_overs}
     fixed = {infos[name].alias_of for name in outside}
     with_convolution: set[str] = set()
+    first: list[tuple[str, set[str]]] = []  # results that are made channels first, and all beside
     of_root: dict[str, list[str]] = {}
     for index, node in enumerate(sg.nodes):
         ops = (*node.ops, *node.backward)
@@ -40,10 +44,16 @@ def channels_last(sg: SimplifiedGraph, compiled: Collection[int]) -> dict[str, T
         roots = {infos[name].alias_of for name in names}
         if index not in compiled:
             fixed |= roots
-        if any(op.target_name in _CONVOLUTIONS for op in ops):
+        convolutions = [op for op in ops if op.target_name in _CONVOLUTIONS]
+        if convolutions:
             with_convolution |= roots
+        for op in convolutions:
+            if op in node.ops and not _is_for_onednn(op, infos):
+                first.append((infos[op.name].alias_of, roots))
         for name in names:
             of_root.setdefault(infos[name].alias_of, []).append(name)
+    for result, roots in first:
+        fixed |= roots if result in fixed else set()
     laid: dict[str, TensorInfo] = {}
     for root, views in of_root.items():
         if root in with_convolution and root not in fixed:
@@ -62,6 +72,13 @@ def _convolves_channels_last(device: torch.device) -> bool:
     """Whether inductor always does so: elsewhere it depends on the sizes of a whole graph."""
     mkldnn = torch.backends.mkldnn
     return device.type == "cpu" and bool(mkldnn.enabled) and mkldnn.is_available()
+
+
+def _is_for_onednn(op: Op, infos: Mapping[str, TensorInfo]) -> bool:
+    image, weight = (
+        torch.empty(infos[arg.name].shape, dtype=infos[arg.name].dtype) for arg in op.args[:2]
+    )
+    return convolves_in_onednn(image, weight, *op.args[3:])
 
 
 def _mentioned(op: Op) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ __all__ = [
     "backend_flags",
     "binding_places",
     "compiled_by_inductor",
+    "convolves_in_onednn",
     "current_autograd_node",
     "current_dispatch_modes",
     "fake_tensors",
@@ -321,6 +322,16 @@ def sdpa_priority_order() -> tuple[int, ...]:
 def set_sdpa_priority_order(order: tuple[int, ...]) -> None:
     """Let kernels of attention be tried in another order."""
     torch._C._set_sdp_priority_order(list(order))
+
+
+def convolves_in_onednn(image: Tensor, weight: Tensor, *settings: Any) -> bool:
+    """Whether a convolution of these runs in oneDNN; their content is not looked at.
+
+    `settings` are stride, padding, dilation, transposed, output padding, groups.
+    """
+    backend = torch._C._select_conv_backend(image, weight, None, *settings, None)
+    # oneDNN's own is not always named.
+    return not backend.name.startswith(("Slow", "Nnpack", "Winograd", "Empty"))
 
 
 # ---------------------------------------------------------------------- inductor, loaded when used
