@@ -210,7 +210,7 @@ def _writable(
         SideEffectError: it shares its memory with another one, or with itself.
     """
     own = sample.leaves[inputs.index(writes.name)]
-    sharing = sum(storage_id(t) == storage_id(own) for t in sample.tensors)
+    sharing = len({id(t) for t in sample.tensors if storage_id(t) == storage_id(own)})
     strides = torch.empty_like(own, device="meta").stride()
     if sharing == 1 and own.stride() == strides:
         return {writes.name}

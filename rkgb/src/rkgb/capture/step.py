@@ -85,7 +85,7 @@ class RecordedStep:
         self.buffers: dict[str, str] = {}
         self.inputs: list[str | None] = []
         self._name_externals()
-        self.written = [place for place, name in enumerate(self.inputs) if name in written]
+        self.written = [self.inputs.index(name) for name in sorted(written)]
         self.copies: list[Tensor] = []  # of the arguments that are written to
         self.hidden = Hidden(self.twin, hidden)
         self.hooks = HookWatch(self.recorder, self.twin, known.effects if known is not None else ())
@@ -241,7 +241,8 @@ class RecordedStep:
         leaves = list(self.sample.leaves)
         self.copies = [leaves[place].clone() for place in self.written]
         for place, copy in zip(self.written, self.copies, strict=True):
-            leaves[place] = copy
+            own = self.sample.leaves[place]
+            leaves = [copy if leaf is own else leaf for leaf in leaves]
         return self.sample.with_leaves(tuple(leaves)) if self.written else self.sample
 
     def _call(self) -> Any:

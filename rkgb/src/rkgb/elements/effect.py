@@ -58,7 +58,7 @@ class Write:
             OtherWayError: another argument lies in the same memory, and would have changed too.
         """
         own = leaves[self.place]
-        others = [t for k, t in enumerate(leaves) if k != self.place and isinstance(t, Tensor)]
+        others = [t for t in leaves if t is not own and isinstance(t, Tensor)]
         if any(storage_id(other) == storage_id(own) for other in others):
             raise OtherWayError(
                 "the forward changes an argument that shares its memory with another one."

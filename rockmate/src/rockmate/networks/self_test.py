@@ -66,7 +66,8 @@ def own_copy(leaf: Any) -> Any:
 def _own_copies(sample: Sample, effects: Sequence[Effect]) -> Sample:
     """Return the sample with copies of the arguments that a step writes to."""
     written = {effect.place for effect in effects if isinstance(effect, Write)}
-    leaves = (own_copy(leaf) if k in written else leaf for k, leaf in enumerate(sample.leaves))
+    copies = {id(sample.leaves[place]): own_copy(sample.leaves[place]) for place in written}
+    leaves = (copies.get(id(leaf), leaf) for leaf in sample.leaves)
     return sample.with_leaves(tuple(leaves)) if written else sample
 
 
