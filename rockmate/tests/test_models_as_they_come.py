@@ -16,6 +16,7 @@ from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint
 
 from rkgb import TraceError
+from rkgb.engine import trace_memory
 from rockmate import InfeasibleBudgetError, Rockmate
 from rockmate.testing.nets import assert_same_gradients
 from rockmate.testing.wrapping import wrap
@@ -241,6 +242,28 @@ def test_habits(name: str) -> None:
 def test_cond() -> None:
     torch.manual_seed(0)
     assert_trains_alike(Layers(branches, count=2), rows, 1.0)
+
+
+def returned_twice(net: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = net.run(x)
+    return y, y
+
+
+def test_a_tensor_that_is_returned_twice_keeps_the_budget() -> None:
+    """Its two gradients come as one sum, which the user's backward has made."""
+    rk = assert_trains_alike(Layers(returned_twice), rows, 0.7)
+    for parameter in rk.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    (x,) = rows(0)
+
+    def step(_span: Any) -> None:
+        first, second = rk(x)
+        assert first is second
+        (first.sum() + second.sum()).backward()
+
+    scalars_bytes = 64  # sums and their gradients are the user's
+    peak_bytes = trace_memory(step, torch.device("cpu")).peak_bytes
+    assert peak_bytes <= rk.budget_bytes + scalars_bytes
 
 
 def test_a_transform_in_a_submodule_is_planned_as_one_piece() -> None:
