@@ -8,6 +8,8 @@ from matplotlib.figure import Figure
 from figures.style import STYLES, TITLES, family, in_order, legend_below, number, ok
 from harness.points import Row
 
+_WIDEST_PERCENT = 160  # of plain PyTorch's peak; what takes more is not drawn
+
 
 def draw_overhead(rows: list[Row]) -> Figure:
     """Extra time against peak memory, a panel for each network, a line for each strategy."""
@@ -25,6 +27,8 @@ def draw_overhead(rows: list[Row]) -> Figure:
     )
     for axes in panels.flat[len(networks) :]:
         axes.set_visible(False)
+    peaks = (100 * number(row, "peak_bytes") / number(row, "plain_peak_bytes") for row in rows)
+    drawn = [peak for peak in peaks if peak <= _WIDEST_PERCENT]
     for axes, network in zip(panels.flat, networks, strict=False):
         own = [row for row in rows if row["network"] == network]
         for name in in_order(map(family, own), STYLES):
@@ -44,7 +48,7 @@ def draw_overhead(rows: list[Row]) -> Figure:
             axes.plot(x, [p[1] for p in points], color=color, marker=marker, ms=4.5, lw=1.4)
         axes.set_title(TITLES.get(network, network), fontsize=9.5)
         axes.axhline(0, color="0.8", lw=0.8, zorder=0)
-        axes.set_xlim(0, 118)
+        axes.set_xlim(0, max(118, max(drawn, default=0) + 4))
         axes.tick_params(labelbottom=True)
     for axes in panels.flat[max(0, len(networks) - columns) : len(networks)]:
         axes.set_xlabel("peak, % of plain")
