@@ -287,8 +287,8 @@ def test_between_forward_and_backward_only_what_is_saved_is_alive_and_nothing_af
     def run(span: Any) -> None:
         with span("forward"):
             driven.forward()
-        states = [k for k in driven.saved if isinstance(k, RngState)]
-        kept = {id(k): device_of(CPU).random_state_bytes for k in states}
+        state_bytes = device_of(CPU).random_state_bytes
+        kept = {id(k): state_bytes for k in driven.saved if isinstance(k, RngState)}
         for tensor in (*driven.outputs, *driven.saved):
             if isinstance(tensor, Tensor) and storage_id(tensor) not in old:
                 kept[storage_id(tensor)] = storage_bytes(tensor)
