@@ -15,7 +15,7 @@ from rkgb.testing.caching_allocator import AllocatorRules
 from rkgb.testing.fake_cuda import FakeCuda, fake_cuda
 from rockmate import InfeasibleBudgetError, Rockmate
 from rockmate.networks import Planned
-from rockmate.networks.self_test import self_test
+from rockmate.networks.self_test import eager_step, self_test
 from rockmate.schedules.simulate import simulate
 from rockmate.testing.kernels import without_onednn
 from rockmate.testing.nets import (
@@ -170,6 +170,21 @@ def test_an_eager_step_that_will_not_fit_is_not_tried(caplog: pytest.LogCaptureF
         assert module.eager_peak_bytes is None
         assert "does not fit" in caplog.text
         assert device.given_back > 0
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("std::bad_alloc"), RuntimeError("can't allocate memory: 8 bytes")]
+)
+def test_an_eager_step_that_runs_out_of_memory_is_left_out(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def too_large(*_: object, **__: object) -> None:
+        raise error
+
+    model, sample = network("gpt")
+    monkeypatch.setattr("rockmate.networks.self_test.run_step", too_large)
+    assert eager_step(model, Sample.of(model, sample), None, "values") is None
+    assert "does not fit" in caplog.text
 
 
 def test_another_device_is_refused_by_name() -> None:

@@ -44,7 +44,7 @@ def eager_step(
         twin = without_looks(twin_of(model).module, effects)
         try:
             return run_step(twin, twin, _own_copies(sample, effects), keep=keep)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
     _log.warning(
@@ -79,10 +79,12 @@ def without_looks(twin: nn.Module, effects: Sequence[Effect]) -> nn.Module:
     return twin
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    # The CPU's allocator raises a plain RuntimeError.
+def _is_out_of_memory(error: Exception) -> bool:
+    # The CPU's allocator raises a plain RuntimeError. Python and the profiler, which then finds no
+    # memory to write down what it has seen, raise a MemoryError.
     texts = ("allocate memory", "out of memory", "ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or any(t in str(error) for t in texts)
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or any(text in str(error) for text in texts)
 
 
 def peak_of(eager: StepResult | None, problem: Problem) -> int:
