@@ -85,9 +85,25 @@ class Splitting(nn.Module):
         return torch.cat([a.sigmoid() * b, c.flip(0)], -1)[..., 4:12].contiguous().reshape(x.shape)
 
 
+class Overwriting(nn.Module):
+    """Masks are drawn into fresh memory, a half is overwritten, and what was made is added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.line(x).add_(1.0)
+        noise = torch.empty_like(y).uniform_()
+        noise[:, :4].mul_(2.0)
+        z = torch.dropout(torch.relu_(y), 0.3, True) * noise.div_(3.0)
+        return x + z.sigmoid().bernoulli().mul_(z)
+
+
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
+        (Overwriting, (6, 8)),
         (Attending, (3, 5, 8)),
         (Convolving, (2, 4, 6, 6)),
         (Splitting, (6, 4, 8)),
@@ -100,6 +116,13 @@ def test_a_recording_does_not_depend_on_which_kernels_ran(layer: Any, shape: Any
     model = nn.Sequential(*(layer() for _ in range(3)))
     recorded = assert_recorded_as_it_is(model, torch.randn(shape))
     assert recorded.has_repeated
+
+
+def test_what_is_drawn_again_is_random_though_it_is_not_drawn() -> None:
+    model = nn.Sequential(*(nn.Dropout(0.5) for _ in range(3)))
+    x = torch.randn(6, 8, requires_grad=True)
+    drawn = [op.is_random for op in make_B(model, x).ops if op.target_name == "bernoulli_"]
+    assert drawn == [True] * 3
 
 
 def assert_recorded_as_it_is(model: nn.Module, sample: Any) -> Any:
@@ -116,6 +139,7 @@ def assert_recorded_as_it_is(model: nn.Module, sample: Any) -> Any:
     assert [str(op) for op in short.backward] == [str(op) for op in full.backward]
     assert _parts(short) == _parts(full)
     assert short.infos == full.infos
+    assert [op.is_random for op in short.ops] == [op.is_random for op in full.ops]
     return repeated
 
 

@@ -32,8 +32,12 @@ class Blanks:
     ) -> Tensor:
         """Return fresh memory."""
         made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        self._types[storage_id(made)] = dtype
+        self.empty(made)
         return made
+
+    def empty(self, tensor: Tensor) -> None:
+        """Note that the memory of a tensor, which fills it, has no content that matters."""
+        self._types[storage_id(tensor)] = tensor.dtype
 
     def fill(self, tree: Any) -> None:
         """Fill what is blank among the tensors of some arguments."""

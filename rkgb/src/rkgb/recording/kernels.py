@@ -32,6 +32,7 @@ _BLANKS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_e
 # They return a view and do not say so.
 _VIEWS = frozenset(("_unsafe_view", "_reshape_alias"))
 _DYNAMIC, _RANDOM = torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded
+_RESHAPES = torch.Tag.inplace_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Traits:
     written: tuple[tuple[int, str], ...]  # arguments that it overwrites: position and name
     is_blank: bool  # what it returns has no content yet
     is_repeatable: bool  # it returns fresh memory with content, and does nothing else
+    is_overwriting: bool  # it changes the content of its first argument, and does nothing else
     reads_nothing: bool  # it looks at shapes and strides alone, as views do
     like: tuple[Any, bool] | None
 
@@ -76,6 +78,11 @@ def traits_of(func: Any) -> Traits:
         and name not in (BATCH_NORMS | _BLANKS)
         and tags.isdisjoint((_RANDOM, _DYNAMIC))
         and all(result.alias_info is None for result in returns),
+        is_overwriting=func.namespace == "aten"
+        and name not in BATCH_NORMS
+        and tags.isdisjoint((_RESHAPES, _DYNAMIC))
+        and _written_places(func) == [0]
+        and len(returns) == 1,
         reads_nothing=func.namespace == "aten"
         and (
             name in (_BLANKS | _LIKE.keys() | _VIEWS)
@@ -86,6 +93,11 @@ def traits_of(func: Any) -> Traits:
         ),
         like=_LIKE.get(name) if func.namespace == "aten" else None,
     )
+
+
+def _written_places(func: Any) -> list[int]:
+    infos = [argument.alias_info for argument in func._schema.arguments]
+    return [place for place, info in enumerate(infos) if info is not None and info.is_write]
 
 
 def without_generator(generator: torch.Generator) -> None:

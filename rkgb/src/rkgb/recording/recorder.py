@@ -168,10 +168,15 @@ class Recorder(Values, TorchDispatchMode):
         if writes:
             self._refuse_writes(traits.name, writes)
         old = self._snapshots(inputs, writes)
-        if writes or known or given or not traits.is_repeatable or self.repeated is None:
+        is_skipped = False
+        if self.repeated is None or known or given:
             result = self._run(func, args, kwargs)
-        else:
+        elif writes:
+            result, is_skipped = self._overwrite(func, writes, args, kwargs)
+        elif traits.is_repeatable:
             result = self.repeated.run(func, args, kwargs)
+        else:
+            result = self.repeated.compute(func, args, kwargs)
         tensors, many = tensors_returned(result)
         if tensors is None:
             if known:  # a number made from numbers: no operation of the step
@@ -182,7 +187,9 @@ class Recorder(Values, TorchDispatchMode):
                 raise self.reads_data("control flow or a Python number")
             self._note("number", self._op(func, named_args, named_kwargs, ()), result)
             return result
-        is_random = traits.may_be_random and self._has_drawn(func, named_args, named_kwargs)
+        is_random = traits.may_be_random and (
+            is_skipped or self._has_drawn(func, named_args, named_kwargs)
+        )
         writes += tuple(n for n, copy in old.items() if not self._unchanged(n, copy))
         results = self.results_of(traits.name, tensors, may_alias=bool(inputs))
         if self.blank:
@@ -220,6 +227,16 @@ class Recorder(Values, TorchDispatchMode):
         if self.repeated is None:
             return func(*args, **kwargs)
         return self.repeated.compute(func, args, kwargs)
+
+    def _overwrite(
+        self, func: Any, writes: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, bool]:
+        """Run what overwrites; say whether that was left out, as it was done before."""
+        assert self.repeated is not None
+        is_own = not any(map(self.is_resident, writes)) and traits_of(func).is_overwriting
+        if is_own and len(writes) == 1:
+            return self.repeated.overwrite(func, args, kwargs)
+        return self.repeated.compute(func, args, kwargs), False
 
     def _is_check(self, args: tuple[Any, ...]) -> bool:
         """Note that a computed value is looked at only to raise an error: the step looks again."""

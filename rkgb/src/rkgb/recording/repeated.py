@@ -2,7 +2,8 @@
 
 A recording asks where results lie in memory, never what is in them, and kernels do not choose that
 by values. So of twelve equal layers one is computed, and the others get fresh memory of the same
-shapes and strides, and no content until one that runs reads it (`blanks`).
+shapes and strides, and no content until one that runs reads it (`blanks`). A kernel that overwrites
+a tensor (dropout draws its masks so) leaves it without content then.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class RepeatedKernels:
     def __init__(self, blanks: Blanks) -> None:
         self.blanks = blanks
         self._results: dict[tuple[Any, ...], _Result | None] = {}
+        self._overwrites: set[tuple[Any, ...]] = set()
         self.has_repeated = False
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -62,6 +64,25 @@ class RepeatedKernels:
             return self.compute(func, args, kwargs)
         self.has_repeated = True
         return known.made_anew(self.blanks)
+
+    def overwrite(
+        self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> tuple[Any, bool]:
+        """Return what `func` returns, its first argument, and whether nothing was computed.
+
+        The kernel must write to nothing else, and nobody but the step may have that memory.
+        """
+        try:
+            key = (func, torch.is_grad_enabled(), _kind(args), _kind(tuple(kwargs.items())))
+        except _OddError:
+            return self.compute(func, args, kwargs), False
+        first = args[0]
+        if key in self._overwrites and _is_without_content(first):
+            self.has_repeated = True
+            self.blanks.empty(first)
+            return first, True
+        self._overwrites.add(key)
+        return self.compute(func, args, kwargs), False
 
     def compute(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return what `func` returns, with content in whatever it reads."""
