@@ -10,6 +10,7 @@ a backward goes within it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -79,10 +80,15 @@ def without_idle_steps(sg: SimplifiedGraph, steps: Sequence[Step]) -> tuple[Step
     """
     steps = _with_other_backwards(sg, steps)
     storages = [s for part in storages_of(sg) for s in part]
-    fwd = {(user, s.root) for s in storages for user in s.fwd_users}
-    bwd = {(user, s.root) for s in storages for user in s.bwd_users}
-    reads = {"F": fwd, "B": bwd}
-    makes = {s.root: s.producer for s in storages if not s.is_output}
+    reads: dict[Step, set[str]] = defaultdict(set)
+    makes: dict[int, set[str]] = defaultdict(set)
+    for storage in storages:
+        for user in storage.fwd_users:
+            reads["F", user].add(storage.root)
+        for user in storage.bwd_users:
+            reads["B", user].add(storage.root)
+        if not storage.is_output:
+            makes[storage.producer].add(storage.root)
     needed: set[str] = set()
     kept: list[Step] = []
     first = len(sg.nodes)
@@ -91,11 +97,10 @@ def without_idle_steps(sg: SimplifiedGraph, steps: Sequence[Step]) -> tuple[Step
         if kind == "B" and not (sg.nodes[index].backward or sg.nodes[index].hand_overs):
             continue
         if kind == "F" and t >= first:
-            made = {root for root in needed if makes.get(root) == index}
-            if not made:
+            if needed.isdisjoint(makes[index]):
                 continue
-            needed -= made
-        needed |= {root for user, root in reads[kind] if user == index}
+            needed -= makes[index]
+        needed |= reads[kind, index]
         kept.append((kind, index))
     return tuple(reversed(kept))
 
