@@ -80,9 +80,10 @@ class Call:
         expected = ExpectedKind.after(self.known)
         if expected is None or expected.is_usual:
             return None
-        _, recorded = self.record(expected)
-        planned = self.with_other_numbers(recorded)
-        return self.resized(recorded) if planned is None else planned
+        with no_collection():
+            _, recorded = self.record(expected)
+            planned = self.with_other_numbers(recorded)
+            return self.resized(recorded) if planned is None else planned
 
     def with_other_numbers(self, recorded: RunnableGraph) -> Planned | None:
         """Return a plan with the steps of a known one, if only numbers differ."""
@@ -98,10 +99,11 @@ class Call:
 
     def resized(self, recorded: RunnableGraph) -> Planned | None:
         """Return a plan that follows from those for other sizes; None where none does."""
-        planned = resized(
-            *(self.known, self.model, recorded, self.sample),
-            *(self.settings, self.phases, self.blocks),
-        )
+        with no_collection():
+            planned = resized(
+                *(self.known, self.model, recorded, self.sample),
+                *(self.settings, self.phases, self.blocks),
+            )
         if planned is not None:
             self.phases.close("planned before")
         return planned
