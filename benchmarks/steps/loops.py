@@ -53,7 +53,7 @@ class Scale:
 
 TEXT = Scale(layers=12, width=384, texts=8, lengths=range(24, 152, 2), steps=400)
 SMOKE = Scale(layers=2, width=32, texts=4, lengths=(6, 9, 12), steps=6, words=40)
-IMAGES = Scale(layers=4, width=8, texts=2, lengths=range(96, 192, 16), steps=400, budget=0.9)
+IMAGES = Scale(layers=4, width=16, texts=4, lengths=range(96, 192, 16), steps=400, budget=0.9)
 SMALL_IMAGES = Scale(layers=2, width=4, texts=2, lengths=(16, 32), steps=6)
 
 
