@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,20 @@ from torch import Tensor, nn
 
 from rkgb.capture import make_B
 from rkgb.costs import measure_resized, op_key
+from rkgb.costs.op_costs import made_bytes
 from rkgb.device.rng import KeptGenerators
-from rkgb.engine import external_values, measure
+from rkgb.engine import (
+    B_to_D,
+    D_to_S,
+    Sample,
+    external_values,
+    measure,
+    operations,
+    record,
+    runnable,
+)
 from rkgb.graphs import same_but_for_numbers, same_but_for_sizes
+from rkgb.testing.examples import EXAMPLES, example
 from rkgb.torch_api.torch_private import keeps_graph, kernel_flags, same_kinds
 
 
@@ -84,6 +96,30 @@ def test_at_another_size_bytes_are_measured_and_times_scaled() -> None:
         after, true = (m.costs[op_key(large, larger.infos)] for m in (found, exact))
         assert (after.workspace_bytes, after.flops) == (true.workspace_bytes, true.flops)
         assert after.time_ms >= before.time_ms
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_recording_meters_what_a_measurement_finds(name: str) -> None:
+    model, sample = example(name)
+    given = Sample.of(model, sample)
+    graph = runnable(D_to_S(B_to_D(record(model, given, is_metered=True)))).graph
+    basic, ops = graph.dataflow.basic, operations(graph)
+    exact = measure(basic, ops, external_values(basic, model, given.leaves), times=False)
+    metered = [op for op in ops if op.name in basic.metered and basic.metered[op.name].is_of(op)]
+    for op in metered:
+        beside = basic.metered[op.name].peak_bytes - made_bytes(op, basic.infos)
+        assert max(0, beside) == exact.costs[op_key(op, basic.infos)].workspace_bytes, str(op)
+    assert len({op_key(op, basic.infos) for op in metered}) > len(exact.costs) / 5
+
+
+def test_what_overwrites_was_not_metered() -> None:
+    """An operation that is made to overwrite an argument is measured as it is then."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)
+    basic = record(model, Sample.of(model, x), is_metered=True)
+    metered = next(m for m in basic.metered.values() if m.op.target_name == "threshold_backward")
+    assert metered.is_of(metered.op)
+    assert not metered.is_of(replace(metered.op, writes=metered.op.inputs[:1]))
+    assert not metered.is_of(replace(metered.op, args=metered.op.args[::-1]))
 
 
 @pytest.mark.parametrize(

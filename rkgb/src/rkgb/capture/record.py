@@ -73,6 +73,7 @@ def record(
     known: BasicGraph | None = None,
     held_bytes: dict[str, int] | None = None,
     numbers: NumberTrace | None = None,
+    is_metered: bool = False,
 ) -> BasicGraph:
     """Return the recording of one step of `model` on `sample` in the mode the model is in.
 
@@ -87,7 +88,8 @@ def record(
     Hooks that were found to only look are not called again, and what runs whole is not tried again,
     where a recording of the same call is `known`. With `held_bytes`, which is
     filled, tensors have no content (see `record_sizes`). With `numbers`, which is filled, those of
-    the call are followed (see `numbered`).
+    the call are followed (see `numbered`). If it `is_metered`, the recording says what memory its
+    kernels took, where they ran once for equal arguments.
 
     Raises:
         DataDependentError: control flow, a size or a Python number depends on the input's values.
@@ -110,6 +112,7 @@ def record(
                     *(model, sample, kind, paths, functions, guards, places, known),
                     held_bytes=held_bytes,
                     numbers=numbers,
+                    is_metered=is_metered,
                 )
                 if first is not None:
                     _let_go(first)
@@ -155,6 +158,7 @@ def _recorded(
     *,
     held_bytes: dict[str, int] | None = None,
     numbers: NumberTrace | None = None,
+    is_metered: bool = False,
 ) -> BasicGraph:
     """Record once; `places` gets what the attempt has seen of the module."""
     stream = RngState.save(sample.device)
@@ -173,6 +177,7 @@ def _recorded(
             written=written,
             functions=functions,
             numbers=numbers,
+            is_metered=is_metered,
         )
         places.append(step.places)
         refuse_backward_hooks(model, opaque)

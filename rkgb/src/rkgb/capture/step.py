@@ -22,16 +22,19 @@ from rkgb.capture.hooks import HookWatch
 from rkgb.capture.pieces import PieceRecorder
 from rkgb.capture.saved_by_autograd import saving
 from rkgb.capture.twin import twin_of
+from rkgb.device.memory import trace_memory
+from rkgb.device.trace import Span
 from rkgb.elements.effect import Check, Effect, Write
 from rkgb.elements.op import Ref
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 from rkgb.errors import RkgbError, SideEffectError, TraceError
-from rkgb.graphs.basic import BasicGraph
+from rkgb.graphs.basic import BasicGraph, Metered
 from rkgb.opaque.adding import add_in_parts
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.places import Places
 from rkgb.recording.recorder import Recorder
+from rkgb.recording.repeated import KERNEL
 from rkgb.recording.stops import NeedsContentError, NotRecordedError, WritesInputError
 from rkgb.recording.watch import (
     CallWatch,
@@ -64,6 +67,7 @@ class RecordedStep:
         functions: Sequence[type[Function]] = (),
         repeats: bool = True,
         numbers: NumberTrace | None = None,
+        is_metered: bool = False,
     ) -> None:
         self.model, self.device, self.keep_content = model, sample.device, keep_content
         twin = twin_of(model)
@@ -77,6 +81,7 @@ class RecordedStep:
         self.recorder.numbers = numbers
         if keep_content or not repeats:
             self.recorder.repeated = None
+        self.is_metered = is_metered and self.recorder.repeated is not None
         self.pieces = PieceRecorder(self.recorder, self.twin, opaque, known)
         self.places.run_whole(opaque, self.pieces.call)
         self.functions = run_functions_whole(self.pieces, functions)
@@ -91,6 +96,25 @@ class RecordedStep:
         self.hooks = HookWatch(self.recorder, self.twin, known.effects if known is not None else ())
 
     def run(self, asked: AskedKind) -> BasicGraph:
+        """Return the recording; what kernels take is in it where that is metered."""
+        if not self.is_metered:
+            return self._run(asked)
+        found: list[BasicGraph] = []
+
+        def run(span: Span) -> None:
+            assert self.recorder.repeated is not None
+            self.recorder.repeated.span = span
+            found.append(self._run(asked))
+
+        # What is freed there has to be made there: else torch warns that it cannot be counted.
+        before = self.recorder.random_state
+        spans = trace_memory(run, self.device).spans
+        del before
+        highest = [span.added_peak_bytes for span in spans if span.name == KERNEL]
+        metered = zip(self.recorder.metered, highest, strict=True)
+        return replace(found[0], metered={op.name: Metered(op, peak) for op, peak in metered})
+
+    def _run(self, asked: AskedKind) -> BasicGraph:
         printed = Printed(self.twin)
         before = KeptState(self.twin)
         with (

@@ -65,11 +65,13 @@ def measure(
     times: bool = True,
     timing: Timing | None = None,
     callees: Mapping[str, Callable[..., Any]] | None = None,
+    workspaces: Mapping[str, int] | None = None,
 ) -> Measured:
     """Return what each kind among `ops` costs; without `times`, only workspace and FLOPs.
 
     `callees` are known ways to call kinds, which are not looked for again: they have run at these
-    sizes too. The external tensors and the random stream are as before afterwards.
+    sizes too. Known `workspaces` are not measured again. The external tensors and the random stream
+    are as before afterwards.
     """
     every = kinds_of(basic, ops)
     known = {key: cost for key, op in every.items() if (cost := cost_of_piece(op)) is not None}
@@ -86,7 +88,9 @@ def measure(
                 key: known_ways.get(key) or choose_callee(bench.op, bench.arguments)
                 for key, bench in benches.items()
             }
-            workspace = _workspaces(benches, callees, basic, known_ways)
+            workspace = dict(workspaces or {})
+            unknown = {key: bench for key, bench in benches.items() if key not in workspace}
+            workspace |= _workspaces(unknown, callees, basic, known_ways)
             unsteady = _unsteady(benches, callees) if device.is_asynchronous else frozenset()
             least, spread = (
                 rounds(benches, callees, device, timing or Timing())
@@ -170,6 +174,8 @@ def _workspaces(
 ) -> dict[str, int]:
     """Return the workspace of each kind; those that `ran` at these sizes need no first call."""
     order = list(benches)
+    if not order:
+        return {}
 
     def run(span: Any) -> None:
         for key in order:

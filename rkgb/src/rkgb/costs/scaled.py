@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rkgb.costs.foreseen import Foreseen, foresee
 from rkgb.costs.measure import Measured, measure
-from rkgb.costs.op_costs import FlopCost, OpCost, kinds_of, named, op_key
+from rkgb.costs.op_costs import FlopCost, OpCost, kinds_of, made_bytes, named, op_key
 from rkgb.elements.op import Op
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
@@ -29,12 +29,17 @@ def measure_resized(
 ) -> Measured:
     """Return what each kind among `ops` costs, where those of equal operations are known.
 
-    `ops` are `known_ops` at other sizes, one by one (see `same_but_for_sizes`).
+    `ops` are `known_ops` at other sizes, one by one (see `same_but_for_sizes`). What the recording
+    has metered is not run again.
     """
     source = FlopCost()
     first: dict[str, tuple[Op, Op, str]] = {}  # of each kind: it, what it was, and that one's kind
+    metered: dict[str, int] = {}
     for op, old in zip(ops, known_ops, strict=True):
         key = op_key(op, basic.infos)
+        ran = basic.metered.get(op.name)
+        if ran is not None and ran.is_of(op):
+            metered[key] = max(0, ran.peak_bytes - made_bytes(op, basic.infos))
         if key not in first:
             first[key] = op, old, op_key(old, known_infos)
     callees = dict(known.callees)
@@ -42,7 +47,7 @@ def measure_resized(
         if before in known.callees:
             callees[key] = known.callees[before]
     new = [op for key, (op, _, _) in first.items() if key not in known.costs]
-    measured = measure(basic, new, external, times=False, callees=callees)
+    measured = measure(basic, new, external, times=False, callees=callees, workspaces=metered)
     costs: dict[str, OpCost] = {}
     for key, (op, old, before) in first.items():
         if key in known.costs:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -81,6 +81,23 @@ class Read:
         return f"{self.kind} of {self.op} {place}: {str(self.value)[:60]}"
 
 
+@dataclass(frozen=True, slots=True)
+class Metered:
+    """An operation as it was recorded, and what its kernel took at its highest."""
+
+    op: Op
+    peak_bytes: int
+
+    def is_of(self, op: Op) -> bool:
+        """Whether an operation of a graph is still that one: some are made to overwrite."""
+        ours = self.op
+        return ours.target is op.target and (ours.args, ours.kwargs, ours.writes) == (
+            op.args,
+            op.kwargs,
+            op.writes,
+        )
+
+
 @dataclass(frozen=True)
 class BasicGraph:
     """The operations of a forward and its backward, and where every other name comes from."""
@@ -105,6 +122,7 @@ class BasicGraph:
     effects: tuple[Effect, ...] = ()  # with them, the outputs are (result, one value for each)
     reads: tuple[Read, ...] = ()  # what a call must see alike for the recording to hold
     numbers: Numbers | None = None  # of the call, where each call brings its own
+    metered: Mapping[str, Metered] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def externals(self) -> tuple[str, ...]:

@@ -73,13 +73,14 @@ class Recorder(Values, TorchDispatchMode):
         self.guards = guards  # looks at what follows from the inputs are allowed
         # Runs what has run before; None: everything runs, so that all content is what it is.
         self.repeated: RepeatedKernels | None = RepeatedKernels(Blanks(self.names.empty))
+        self.metered: list[Op] = []  # operations around whose kernels there was a span
         self.numbers: NumberTrace | None = None  # of the call, where they are followed
         self._taken: tuple[int, ...] = ()  # by what runs now
         self._paused = False
         self._patches: list[Patches] = []
         self.reads: list[Read] = []
         self.checks: list[tuple[str, str, Tensor]] = []  # path of the module, line, what it saw
-        self._random = RngState.save(device)
+        self.random_state = RngState.save(device)
         self._flags = FlagWatch()
 
     @property
@@ -168,13 +169,13 @@ class Recorder(Values, TorchDispatchMode):
         if writes:
             self._refuse_writes(traits.name, writes)
         old = self._snapshots(inputs, writes)
-        is_skipped = False
+        is_skipped = is_metered = False
         if self.repeated is None or known or given:
             result = self._run(func, args, kwargs)
         elif writes:
             result, is_skipped = self._overwrite(func, writes, args, kwargs)
         elif traits.is_repeatable:
-            result = self.repeated.run(func, args, kwargs)
+            result, is_metered = self.repeated.run(func, args, kwargs)
         else:
             result = self.repeated.compute(func, args, kwargs)
         tensors, many = tensors_returned(result)
@@ -220,6 +221,8 @@ class Recorder(Values, TorchDispatchMode):
             writes=writes,
             flags=self.flags(),
         )
+        if is_metered:
+            self.metered.append(made)
         (self.backward if self.in_backward else self.forward).append(made)
         return result
 
@@ -324,7 +327,7 @@ class Recorder(Values, TorchDispatchMode):
 
     def follow_random(self) -> None:
         """Take note of what has been drawn unrecorded."""
-        self._random = RngState.save(self.device)
+        self.random_state = RngState.save(self.device)
 
     @property
     def is_paused(self) -> bool:
@@ -382,8 +385,8 @@ class Recorder(Values, TorchDispatchMode):
     def _has_drawn(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         with self.paused():
             now = RngState.save(self.device)
-            moved = not now.equals(self._random)
-        self._random = now
+            moved = not now.equals(self.random_state)
+        self.random_state = now
         return moved
 
     # ------------------------------------------------------------------ refusals

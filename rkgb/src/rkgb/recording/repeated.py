@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rkgb.device.trace import Span
 from rkgb.recording.blanks import Blanks
 from rkgb.recording.kernels import traits_of
 
+KERNEL = "kernel"  # the name of spans
 _SMALL = 16  # elements: the content of what is smaller is kept
 _PLAIN = frozenset(
     (bool, int, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
@@ -42,28 +44,38 @@ class RepeatedKernels:
 
     def __init__(self, blanks: Blanks) -> None:
         self.blanks = blanks
+        self.span: Span | None = None  # around each first run, where memory is metered
         self._results: dict[tuple[Any, ...], _Result | None] = {}
         self._overwrites: set[tuple[Any, ...]] = set()
         self.has_repeated = False
 
-    def run(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return what `func` returns, or fresh memory that lies alike.
+    def run(
+        self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> tuple[Any, bool]:
+        """Return what `func` returns, or fresh memory that lies alike; and whether it was metered.
 
         The kernel must write to nothing, draw nothing, and return no views.
         """
         try:
             key = (func, torch.is_grad_enabled(), _kind(args), _kind(tuple(kwargs.items())))
         except _OddError:
-            return self.compute(func, args, kwargs)
+            return self.compute(func, args, kwargs), False
         if key not in self._results:
-            result = self.compute(func, args, kwargs)
+            result = self._first(func, args, kwargs)
             self._results[key] = _result(result, set(_storages((args, kwargs))))
-            return result
+            return result, self.span is not None
         known = self._results[key]
         if known is None:
-            return self.compute(func, args, kwargs)
+            return self.compute(func, args, kwargs), False
         self.has_repeated = True
-        return known.made_anew(self.blanks)
+        return known.made_anew(self.blanks), False
+
+    def _first(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        if self.span is None:
+            return self.compute(func, args, kwargs)
+        self._fill(func, args, kwargs)
+        with self.span(KERNEL):
+            return func(*args, **kwargs)
 
     def overwrite(
         self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
@@ -86,10 +98,13 @@ class RepeatedKernels:
 
     def compute(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return what `func` returns, with content in whatever it reads."""
+        self._fill(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _fill(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> None:
         if not traits_of(func).reads_nothing:
             self.blanks.fill(args)
             self.blanks.fill(kwargs)
-        return func(*args, **kwargs)
 
 
 class _OddError(Exception):

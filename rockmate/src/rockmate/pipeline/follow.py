@@ -15,7 +15,7 @@ from torch import nn
 
 from rkgb import RkgbError
 from rkgb.capture import for_any_number, no_collection
-from rkgb.engine import B_to_D, D_to_S, Sample, record, runnable
+from rkgb.engine import B_to_D, D_to_S, Sample, device_of, record, runnable
 from rkgb.graphs import PLANNED_PASSES, BasicGraph, same_but_for_numbers
 from rkgb.run import RunnableGraph
 from rockmate.keys.input_signature import InputSignature
@@ -69,8 +69,14 @@ class Call:
                 except RkgbError as error:  # it goes another way here
                     _log.debug("pieces are tried out anew: %s", error)
         opaque, strict = self.settings.opaque, self.settings.strict
+        # Where libraries take memory at their first calls, kernels are measured after these.
+        is_metered = bool(self.known) and not device_of(self.sample.device).is_asynchronous
         return record(
-            *(self.model, self.sample, kind), opaque=opaque, strict=strict, guards=self.guards
+            *(self.model, self.sample, kind),
+            opaque=opaque,
+            strict=strict,
+            guards=self.guards,
+            is_metered=is_metered,
         )
 
     def with_expected_gradients(self) -> Planned | None:
