@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from rkgb.device.trace import Change, Mark, MemoryTrace, Span, replay
-from rkgb.torch_api.torch_private import profiler_is_on
+from rkgb.torch_api.torch_private import memory_profile, profiler_is_on
 
 PREFIX = "rkgb::"
 _meters = 0  # that run now
@@ -22,23 +22,22 @@ _meters = 0  # that run now
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-def profiled(run: Callable[[Span], object]) -> Any:
-    """Call `run(span)` and return what the profiler has seen of it."""
-    from torch.autograd.profiler import profile, record_function
+def profiled(run: Callable[[Span], object], *, operations: bool = False) -> Any:
+    """Call `run(span)` and return what the profiler has seen of it: memory, spans, `operations`."""
+    from torch.autograd.profiler import record_function
 
     def span(name: str) -> AbstractContextManager[None]:
         return record_function(PREFIX + name)
 
     global _meters
-    untyped: Any = profile
-    with untyped(profile_memory=True, use_kineto=True) as session:
+    with memory_profile(operations=operations) as results:
         _meters += 1
         try:
             result = run(span)
         finally:
             _meters -= 1
     del result
-    return session.kineto_results
+    return results()
 
 
 def is_profiled_by_user() -> bool:

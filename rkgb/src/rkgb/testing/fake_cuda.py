@@ -80,7 +80,7 @@ class FakeCuda(Device):
     def trace_memory(self, run: Callable[[Span], object]) -> MemoryTrace:
         self.is_tracing = True
         try:
-            seen = _seen_in(profiled(run))
+            seen = _seen_in(profiled(run, operations=True))
         finally:
             self.is_tracing = False
         return self._counted(seen)
