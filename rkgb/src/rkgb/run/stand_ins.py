@@ -13,6 +13,8 @@ from torch import Tensor
 
 from rkgb.elements.tensor_info import TensorInfo
 
+_DRAWN = 1 << 14  # random numbers that are drawn for one tensor
+
 
 class StandIns:
     """Makes each value on demand; values that shared a storage share one here.
@@ -62,7 +64,16 @@ class StandIns:
 
 
 def _filled(tensor: Tensor, random: bool) -> Tensor:
-    if tensor.is_floating_point() or tensor.is_complex():
-        # Valid as probabilities, roots and logarithms.
-        return tensor.uniform_() if random else tensor.fill_(0.5)
-    return tensor.zero_()  # valid as indices
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor.zero_()  # valid as indices
+    if not random:
+        return tensor.fill_(0.5)
+    # Valid as probabilities, roots and logarithms. Drawing numbers takes longer than most
+    # operations on them, so a long tensor repeats its first ones.
+    done, count = min(_DRAWN, tensor.numel()), tensor.numel()
+    tensor[:done].uniform_()
+    while done < count:
+        more = min(done, count - done)
+        tensor[done : done + more].copy_(tensor[:more])
+        done += more
+    return tensor
