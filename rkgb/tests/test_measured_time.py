@@ -173,7 +173,18 @@ def test_a_quiet_machine_is_measured_briefly_and_a_restless_one_not_for_ever(
 def test_rounds_end_when_patience_does(monkeypatch: pytest.MonkeyPatch) -> None:
     falling = NoisyMachine(lambda op: 1e3 / (1 + calls_of(falling)), jitter=0.0, stalls=0.0)
     falling.measured(monkeypatch, "averaging", Timing(patience_ms=1.0))
-    assert calls_of(falling) == 2 * Timing.min_rounds * len(falling.calls)
+    # The calls are long: after the first visit one call is a visit.
+    assert calls_of(falling) == (1 + Timing.min_rounds) * len(falling.calls)
+
+
+def test_a_later_visit_of_a_long_operation_is_one_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quiet = NoisyMachine(lambda op: 2 * Timing.long_ms, jitter=0.0, stalls=0.0)
+    basic, ops, found = quiet.measured(monkeypatch, "averaging")
+    assert set(quiet.calls.values()) == {1 + Timing.min_rounds}
+    for op in ops:
+        assert found.costs[op_key(op, basic.infos)].time_ms == pytest.approx(2 * Timing.long_ms)
 
 
 def test_short_operations_are_called_more_often_within_a_round(
