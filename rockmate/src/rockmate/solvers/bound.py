@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ from rockmate.solvers.interrupts import heard_interrupts
 from rockmate.solvers.result import stages_of
 
 _TIME_LIMIT_MS = 8000
+_LONG_NODES = 1500  # from here on each program takes half a second, so there is one cut
 _INTEGER_NODES = 70  # up to so many nodes the 0/1 program is tried
 _INTEGER_LIMIT = 0.3  # its deterministic seconds, for each number of cuts
 _INTEGER_CUTS = (1, 3, 6)
@@ -53,18 +54,21 @@ _SAFETY = 1e-6  # relative: what the linear program's tolerances may add
 def lower_bound(problem: Problem, budget_bytes: int, *, cuts: int = 2) -> float | None:
     """Return a bound, in ms, under the overhead of every schedule within the budget.
 
-    The best without a cut, with single cuts, and with the best of these together, `cuts` at most.
+    The best without a cut, with single cuts, and with the best of these together, `cuts` at most;
+    of those that are no better than no cut nothing more is to be had.
     0.0 where nothing better is known, infinity where the program proves that no schedule fits.
     """
-    best = _solve(problem, budget_bytes, ()) or 0.0
+    best = uncut = _solve(problem, budget_bytes, ()) or 0.0
+    cuts = cuts if len(problem.nodes) <= _LONG_NODES else min(cuts, 1)
     found: dict[int, float] = {}
     for stage in dict.fromkeys((*_full_stages(problem, cuts), *_heavy_stages(problem, cuts))):
         if best == math.inf:
             return best
         found[stage] = _solve(problem, budget_bytes, (stage,)) or 0.0
         best = max(best, found[stage])
-    strong = sorted(found, key=lambda stage: (-found[stage], stage))
-    for count in range(2, cuts + 1):
+    helping = (stage for stage in found if found[stage] > uncut * (1 + _SAFETY))
+    strong = sorted(helping, key=lambda stage: (-found[stage], stage))
+    for count in range(2, min(cuts, len(strong)) + 1):
         best = max(best, _solve(problem, budget_bytes, sorted(strong[:count])) or 0.0)
     if len(problem.nodes) <= _INTEGER_NODES:
         for count in _INTEGER_CUTS:
@@ -161,13 +165,20 @@ class _Program:
     def _variables(self, count: int) -> list[Any]:
         return [self.variable("") for _ in range(count)]
 
+    def _row(self, terms: Iterable[tuple[Any, float]], *, least: float) -> None:
+        """Add the row `least <= sum of terms`, of (variable, factor); no variable comes twice."""
+        # Sums written as such take several times as long to build as the program to be solved.
+        row = self.solver.Constraint(least, math.inf)
+        for variable, factor in terms:
+            row.SetCoefficient(variable, factor)
+
     def _add_suffixes(self) -> list[list[Any]]:
         suffix: list[list[Any]] = []
         for c in range(self.phases - 1):
             suffix.append(self._variables(len(self.problem.nodes)))
             for k, run in enumerate(suffix[c]):
-                later = [self.again[d][k] for d in range(c, self.phases)]
-                self.solver.Add(run <= self.solver.Sum(later))
+                later = [(self.again[d][k], 1) for d in range(c, self.phases)]
+                self._row([*later, (run, -1)], least=0)
         return [*suffix, self.again[-1]]
 
     def _add_reads(self) -> None:
@@ -183,21 +194,23 @@ class _Program:
             for c in range(self.phases):
                 runs = [again[c]] if self.suffix[c] is again[c] else [again[c], self.suffix[c]]
                 for table in runs:
+                    there = [(held[c][o], 1), (table[made], 1)]
                     if (c in read_in) if table is again[c] else (c <= last):
-                        self.solver.Add(held[c][o] + table[made] >= 1)
+                        self._row(there, least=1)
                     for user in storage.fwd_users:
-                        self.solver.Add(table[user] <= held[c][o] + table[made])
+                        self._row([*there, (table[user], -1)], least=0)
                 if c + 1 < self.phases:
-                    self.solver.Add(held[c + 1][o] <= held[c][o] + again[c][made])
+                    kept = [(held[c][o], 1), (again[c][made], 1), (held[c + 1][o], -1)]
+                    self._row(kept, least=0)
 
     def _add_room(self, budget_bytes: int) -> None:
         """Just before the backward at a cut, what is held then and what it takes must fit."""
-        problem, solver = self.problem, self.solver
+        problem = self.problem
         unit = max(1.0, budget_bytes / 1000)  # bytes in thousandths of the budget: well scaled
         outputs_bytes = sum(row.size_bytes for row in problem.storages if row.is_output)
         room = (budget_bytes - outputs_bytes) / unit
-        sizes = [storage.size_bytes / unit for storage in self.storages]
-        solver.Add(solver.Sum([s * x for s, x in zip(sizes, self.held[0], strict=True)]) <= room)
+        sizes = [-storage.size_bytes / unit for storage in self.storages]
+        self._row(zip(self.held[0], sizes, strict=True), least=-room)
         for c, cut in enumerate(self.cut_stages):
             k = problem.backward_order[cut - 1]
             node = problem.nodes[k]
@@ -205,20 +218,18 @@ class _Program:
             at_cut = self.held[c + 1]  # by keeping it, or by making it in the phase
             for o, storage in enumerate(self.storages):
                 if k in storage.bwd_users:
-                    solver.Add(at_cut[o] >= 1)
-            total = solver.Sum([s * x for s, x in zip(sizes, at_cut, strict=True)])
-            solver.Add(total + own <= room)
+                    self._row([(at_cut[o], 1)], least=1)
+            self._row(zip(at_cut, sizes, strict=True), least=own - room)
 
     def bound_ms(self) -> float | None:
         """Minimize the time of all recomputations."""
         times = [node.fwd_time_ms for node in self.problem.nodes]
         scale = max(sum(times), 1e-9) / 1000
-        runs = [
-            time / scale * run
-            for phase in self.again
-            for time, run in zip(times, phase, strict=True)
-        ]
-        self.solver.Minimize(self.solver.Sum(runs))
+        objective = self.solver.Objective()
+        for phase in self.again:
+            for time, run in zip(times, phase, strict=True):
+                objective.SetCoefficient(run, time / scale)
+        objective.SetMinimization()
         with heard_interrupts():
             status = self.solver.Solve()
         if status == self.infeasible:
