@@ -8,6 +8,7 @@ counts is the exact peak of their steps. What they recompute in vain is then dro
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +28,8 @@ SMALL_BLOCK_NODES = 14  # blocks of at most so many nodes are solved to the opti
 LARGE_BLOCK_NODES = 24  # from here on a box takes so long that a small graph is better solved whole
 _SLOTS = 500
 _HEADROOM = 1.5  # `reserved_bytes` is on the safe side, so look well above the budget
-_MISSES = 16  # candidates in a row that do not fit, after which no larger one is looked at
+_STRIDE = 4  # candidates of which the last is looked at on the way up
+_MISSES = 2  # of these in a row that do not fit, after which no larger one is looked at
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,12 @@ class ChainModel:
             )
         return rotor.Chain(tuple(stages))
 
-    def candidates(self, budget_bytes: int, *, slots: int = _SLOTS) -> list[Steps]:
-        """Return the steps of every schedule worth a look whose exact peak is within the budget."""
+    def candidates(self, budget_bytes: int, *, slots: int = _SLOTS, count: int = 4) -> list[Steps]:
+        """Return the steps of the fastest `count` schedules whose exact peak is within the budget.
+
+        Peaks hardly ever fall where schedules get faster. So a few are looked at on the way up,
+        and every one on the way down from what does not fit.
+        """
         import rotor
 
         inner = max(1, budget_bytes - self.reserved_bytes)
@@ -87,30 +93,42 @@ class ChainModel:
         headroom = max(_HEADROOM, 1.1 * budget_bytes / inner)
         with timed("chain"):
             table = rotor.solve_table(self.chain, inner, slots=slots, headroom=min(headroom, 4.0))
-            schedules = iter(table.candidates(inner))
-        found = []
+        faster = iter(table.candidates(inner))
+        seen: list[Any] = []
+        found: dict[int, Steps | None] = {}
         misses = 0
-        while misses <= _MISSES:
+        while misses < _MISSES:
             with timed("chain"):
-                schedule = next(schedules, None)
-            if schedule is None:
+                more = list(itertools.islice(faster, _STRIDE))
+            if not more:
                 break
-            with timed("simulation"):
-                steps = self.steps_of(schedule)
-                if simulate(self.problem, steps).peak_bytes <= budget_bytes:
-                    found.append(steps)
-                    misses = 0
-                else:
-                    misses += 1
-        return found
+            seen += more
+            found[len(seen) - 1] = fitting = self._fitting(seen[-1], budget_bytes)
+            misses = 0 if fitting else misses + 1
+        fits: list[Steps] = []
+        for place in reversed(range(len(seen))):
+            if place not in found:
+                found[place] = self._fitting(seen[place], budget_bytes)
+            if steps := found[place]:
+                fits.append(steps)
+                if len(fits) == count:
+                    break
+        return fits[::-1]
+
+    def _fitting(self, schedule: Any, budget_bytes: int) -> Steps | None:
+        """Return the steps of a schedule if their exact peak is within the budget."""
+        with timed("simulation"):
+            steps = self.steps_of(schedule)
+            fits = simulate(self.problem, steps).peak_bytes <= budget_bytes
+        return steps if fits else None
 
     def plan(self, budget_bytes: int, *, slots: int = _SLOTS, pruned: int = 4) -> Steps | None:
         """Return the fastest steps found within the budget; None if there are none.
 
         The fastest few candidates are pruned, because the order may change.
         """
-        found = self.candidates(budget_bytes, slots=slots)
-        found = [prune(self.problem, steps, budget_bytes) for steps in found[-pruned:]]
+        found = self.candidates(budget_bytes, slots=slots, count=pruned)
+        found = [prune(self.problem, steps, budget_bytes) for steps in found]
         return min(found, key=lambda steps: simulate(self.problem, steps).overhead_ms, default=None)
 
     def quick_plan(self, budget_bytes: int, *, slots: int, looks: int) -> Steps | None:
@@ -129,12 +147,8 @@ class ChainModel:
         at = inner
         for _ in range(looks):
             schedule = table.at(at)
-            fits = False
-            if schedule is not None:
-                steps = self.steps_of(schedule)
-                with timed("simulation"):
-                    fits = simulate(self.problem, steps).peak_bytes <= budget_bytes
-            if fits:
+            steps = None if schedule is None else self._fitting(schedule, budget_bytes)
+            if steps is not None:
                 best, low = steps, at
             elif schedule is None:
                 low = at
