@@ -42,6 +42,7 @@ Planner: TypeAlias = Callable[[Planning], None]
 GRAINS = (("half blocks", 0), ("blocks", SMALL_BLOCK_NODES), ("double blocks", 26))
 
 _FEW_WINDOWS = 100  # nodes up to which two windows at a time would mostly be the same one
+_LONG_CHAIN = 600  # nodes; segments of so many take a second, and lose to chains by points
 _LONG_PLAN = 3000  # steps; a window costs the more, the more of them are its background
 _HINT_WINDOWS = 16  # of each search that goes before solving the whole graph
 
@@ -150,10 +151,9 @@ def infeasible(problem: Problem, asked: int, steps: Steps, minimum: int) -> Infe
 def _auto(run: Planning) -> None:
     """All that suit the graph, until one is near enough to the bound."""
     problem, effort = run.problem, run.effort
-    _segments(run)
-    if run.best is None and run.fallback is not None:
-        steps = prune(problem, run.fallback, run.budget_bytes)
-        run.consider("low memory", steps, time.perf_counter())
+    is_long = len(problem.nodes) > _LONG_CHAIN
+    if not is_long:
+        _simple(run)
     if len(problem.nodes) <= effort.whole_nodes:
         # What a short search finds is a good hint for the whole graph.
         _search(run, explore, min(effort.windows, _HINT_WINDOWS), 0.1, 0.2)
@@ -163,6 +163,8 @@ def _auto(run: Planning) -> None:
     run.report(0.3, "blocks")
     if not run.is_over():
         _chains(run)
+    if run.best is None:
+        _simple(run)
     if not run.is_over():
         search = improve if len(problem.nodes) > _FEW_WINDOWS else explore
         _search(run, search, effort.windows, 0.6, 0.9, seed=run.seed + 2)
@@ -195,6 +197,14 @@ def _only(make: Callable[[Problem], Steps]) -> Planner:
 def _segments(run: Planning) -> None:
     """The best number of equal segments, each run again before its backward."""
     run.attempt("segments", lambda: best_segments(run.problem, run.budget_bytes))
+
+
+def _simple(run: Planning) -> None:
+    """Equal segments, or else what takes least memory."""
+    _segments(run)
+    if run.best is None and run.fallback is not None:
+        steps = prune(run.problem, run.fallback, run.budget_bytes)
+        run.consider("low memory", steps, time.perf_counter())
 
 
 def _rotor(run: Planning) -> None:

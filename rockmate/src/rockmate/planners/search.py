@@ -24,6 +24,8 @@ from rockmate.solvers.result import recomputed_by_stage, stages_of, steps_of_sta
 
 _SIZES = (16, 24, 36)  # nodes of a window: what CP-SAT solves in a fraction of a second
 _ONE_RUN = 0.4  # share of windows that are one run of neighbouring nodes
+_FIRST_WINDOWS = 12  # where so many gain next to nothing, as on chains of equal blocks, no more do
+_LEAST_GAIN = 1e-4  # of the step
 _AT_ONCE = 2  # windows solved at the same time; the same everywhere, for the same plan everywhere
 
 
@@ -46,7 +48,7 @@ def improve(
     seed: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> Steps:
-    """Return steps that are at least as fast, after trying so many windows.
+    """Return steps that are at least as fast, after trying so many windows, or a few in vain.
 
     `window_limit` is in deterministic seconds, about four of the clock. Deterministic if `stop` is.
     `at_once` windows are solved at the same time, from the same plan: as good as one after the
@@ -72,8 +74,9 @@ def improve(
         )
         return None if result.steps is None else prune(problem, result.steps, budget_bytes)
 
-    for _ in range(0, windows, at_once):
-        if stop() or cost <= 0:
+    hoped = cost - _LEAST_GAIN * problem.base_time_ms
+    for done in range(0, windows, at_once):
+        if stop() or cost <= 0 or (done >= _FIRST_WINDOWS and cost > hoped):
             break
         drawn = [
             window
