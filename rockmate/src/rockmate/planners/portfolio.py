@@ -4,6 +4,7 @@ keep everything → fits: done
 budget below a cheap low-memory plan → smallest feasible budget → refuse, or have a fallback
 small graphs: equal segments → search in windows → whole graph, hinted; done if near the bound
 else: equal segments → chain at both grains → search in windows → bound
+long graphs: the same, with equal segments only where chains find nothing
 
 `PLANNERS` at the end holds every planner by name; a new one is written and added there.
 """
