@@ -43,6 +43,18 @@ def test_the_meter_sees_every_byte(sizes: list[int]) -> None:
     assert trace.peak_bytes == sum(sizes) + 7000
 
 
+def test_it_is_said_that_a_profile_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.autograd.profiler.profile() as seen:
+        torch.ones(3).sum()
+        trace = trace_memory(lambda _: torch.ones(16), CPU)
+    assert trace.peak_bytes == 64
+    assert "seen so far is lost" in caplog.text
+    assert not seen.function_events
+    caplog.clear()
+    trace_memory(lambda _: trace_memory, CPU)
+    assert not caplog.text
+
+
 def test_storage_helpers_follow_views() -> None:
     base = torch.zeros(10)
     assert storage_id(base[2:4]) == storage_id(base)

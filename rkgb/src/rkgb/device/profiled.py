@@ -7,6 +7,7 @@ it looks for inductor's settings, and so imports the whole compiler, which takes
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,6 +16,7 @@ from typing import Any
 from rkgb.device.trace import Change, Mark, MemoryTrace, Span, replay
 from rkgb.torch_api.torch_private import memory_profile, profiler_is_on
 
+_log = logging.getLogger("rkgb")
 PREFIX = "rkgb::"
 _meters = 0  # that run now
 
@@ -30,6 +32,11 @@ def profiled(run: Callable[[Span], object], *, operations: bool = False) -> Any:
         return record_function(PREFIX + name)
 
     global _meters
+    if is_profiled_by_user():
+        _log.warning(
+            "memory is metered by torch's profiler, which is on already: what it has seen so far "
+            "is lost. Let every kind of call be planned before you profile"
+        )
     with memory_profile(operations=operations) as results:
         _meters += 1
         try:
