@@ -13,6 +13,7 @@ from rkgb.graphs.basic import BackwardKind, HandOver, autocast_as
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.watch import no_backward_inside, tensors_of
 from rkgb.safeguards.explain import explained
+from rkgb.torch_api.torch_private import run_backward
 
 # A kind of backward, or what tells it from the usual one; None is the usual one.
 AskedKind = BackwardKind | Callable[[BackwardKind], BackwardKind] | None
@@ -83,9 +84,8 @@ class RecordedBackward:
             hooks = self._watch_leaves(roots)
             recorder.in_backward = True
             try:
-                run = torch.autograd.backward
                 with autocast_as(kind.autocast), no_backward_inside(recorder, roots):
-                    run(roots, given)
+                    run_backward(roots, given)
             except RkgbError:
                 raise
             except Exception as error:

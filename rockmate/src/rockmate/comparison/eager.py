@@ -22,6 +22,7 @@ from rkgb.engine import Sample, trace_memory
 from rkgb.graphs import autocast_as
 from rkgb.opaque import PythonRandom
 from rkgb.recording import transparent_checkpoints
+from rkgb.torch_api import run_backward
 from rockmate.comparison.fingerprint import Fingerprints
 
 Keep = Literal["values", "fingerprints", "nothing"]
@@ -158,7 +159,7 @@ def seed_backward(outputs: Sequence[Tensor]) -> None:
     if tensors:
         roots.append(_Seed.apply(*tensors))  # type: ignore[no-untyped-call]
     with autocast_as(None):  # as users do: the region ends before the backward
-        torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+        run_backward(roots, [torch.ones_like(t) for t in roots])
 
 
 class _Seed(torch.autograd.Function):
