@@ -11,7 +11,7 @@ from rkgb.elements.effect import Assign, Check, Effect, Look, Refill, Write
 from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.spread import is_running, settled
-from rkgb.elements.tensor_info import TensorInfo, storage_bytes, storage_id
+from rkgb.elements.tensor_info import TensorInfo, storage_id
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 
 __all__ = [
@@ -31,6 +31,5 @@ __all__ = [
     "flatten",
     "is_running",
     "settled",
-    "storage_bytes",
     "storage_id",
 ]

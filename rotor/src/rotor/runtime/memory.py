@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
@@ -136,13 +135,3 @@ def share_storage(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor])
     return any(
         t.untyped_storage().nbytes() and t.untyped_storage().data_ptr() in pointers for t in second
     )
-
-
-def peak_resident_bytes() -> int | None:
-    """Return the largest resident set of this process so far, or None where it is not known."""
-    try:
-        import resource
-    except ImportError:  # not a Unix system
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
