@@ -96,12 +96,13 @@ def memory_profile(*, operations: bool) -> Iterator[Callable[[], Any]]:
     """Watch the allocator; afterwards what is yielded returns the profiler's raw results.
 
     Without `operations` only memory and named spans are noted: to note every operation takes a
-    fifth of a step of small ones.
+    fifth of a step of small ones. There is one profiler: if it was on, it begins anew afterwards.
     """
     from torch._C._profiler import RecordScope
     from torch.autograd import profiler
 
     untyped: Any = profiler
+    was_on = profiler_is_on()
     session = untyped.profile(profile_memory=True, use_kineto=True)
     activities = session.kineto_activities
     untyped._prepare_profiler(session.config(create_trace_id=True), activities)
@@ -112,6 +113,9 @@ def memory_profile(*, operations: bool) -> Iterator[Callable[[], Any]]:
         yield lambda: found[0]
     finally:
         found.append(untyped._disable_profiler())
+        if was_on:  # who has started it will stop it
+            untyped._prepare_profiler(session.config(create_trace_id=True), activities)
+            untyped._enable_profiler(session.config(), activities)
 
 
 def _keys_above_kernels() -> Any:
