@@ -112,6 +112,30 @@ def test_a_recording_meters_what_a_measurement_finds(name: str) -> None:
     assert len({op_key(op, basic.infos) for op in metered}) > len(exact.costs) / 5
 
 
+class Checking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if not bool(torch.isfinite(y).all()):
+            raise ValueError("not finite")
+        return self.second(y.tanh()).mean()
+
+
+def test_looks_at_values_do_not_disturb_what_is_metered() -> None:
+    model, x = Checking(), torch.randn(6, 8)
+    plain = record(model, Sample.of(model, x))
+    metered = record(model, Sample.of(model, x), is_metered=True)
+    assert same_but_for_sizes(plain, metered)
+    names = {op.name: op for op in (*metered.ops, *metered.backward)}
+    assert metered.metered
+    assert all(ran.op is names[name] for name, ran in metered.metered.items())
+    for ran in metered.metered.values():
+        assert ran.peak_bytes >= made_bytes(ran.op, metered.infos)
+
+
 def test_what_overwrites_was_not_metered() -> None:
     """An operation that is made to overwrite an argument is measured as it is then."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)

@@ -112,7 +112,8 @@ class RecordedStep:
         del before
         highest = [span.added_peak_bytes for span in spans if span.name == KERNEL]
         metered = zip(self.recorder.metered, highest, strict=True)
-        return replace(found[0], metered={op.name: Metered(op, peak) for op, peak in metered})
+        known = {op.name: Metered(op, peak) for op, peak in metered if op is not None}
+        return replace(found[0], metered=known)
 
     def _run(self, asked: AskedKind) -> BasicGraph:
         printed = Printed(self.twin)

@@ -73,7 +73,8 @@ class Recorder(Values, TorchDispatchMode):
         self.guards = guards  # looks at what follows from the inputs are allowed
         # Runs what has run before; None: everything runs, so that all content is what it is.
         self.repeated: RepeatedKernels | None = RepeatedKernels(Blanks(self.names.empty))
-        self.metered: list[Op] = []  # operations around whose kernels there was a span
+        # Around whose kernels there was a span; None is no operation of the step, but a look.
+        self.metered: list[Op | None] = []
         self.numbers: NumberTrace | None = None  # of the call, where they are followed
         self._taken: tuple[int, ...] = ()  # by what runs now
         self._paused = False
@@ -176,6 +177,7 @@ class Recorder(Values, TorchDispatchMode):
             result, is_skipped = self._overwrite(func, writes, args, kwargs)
         elif traits.is_repeatable:
             result, is_metered = self.repeated.run(func, args, kwargs)
+            self.metered += [None] * is_metered
         else:
             result = self.repeated.compute(func, args, kwargs)
         tensors, many = tensors_returned(result)
@@ -222,7 +224,7 @@ class Recorder(Values, TorchDispatchMode):
             flags=self.flags(),
         )
         if is_metered:
-            self.metered.append(made)
+            self.metered[-1] = made
         (self.backward if self.in_backward else self.forward).append(made)
         return result
 
