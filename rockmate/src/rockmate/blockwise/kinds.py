@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -34,6 +34,14 @@ class Kind:
     options: tuple[BlockOption, ...]
     gathered_bytes: int  # gradients that an engine lets wait beside those that are counted
     is_spread: bool = False  # processes talk to each other inside
+    least: int = field(init=False)  # the option that keeps least
+    is_shared: bool = field(init=False, default=False)  # the options are those of the first process
+
+    def __post_init__(self) -> None:
+        numbers = range(len(self.options))
+        self.least = min(
+            numbers, key=lambda n: (self.options[n].saved_bytes, self.options[n].bwd_peak_bytes)
+        )
 
     def planned(self, number: int) -> Planned:
         """Return what runs one of the options."""
@@ -50,17 +58,14 @@ class Kind:
         problem = self.recorded.problem
         return len(problem.nodes), problem.backward_order
 
-    def take(self, steps: Sequence[Steps]) -> None:
-        """Have these options from now on."""
-        self.options = options_of(self.recorded.problem, steps)
+    def take(self, steps: Sequence[Steps], least: int) -> None:
+        """Have these options from now on, of which the first process keeps least with `least`.
 
-    @property
-    def least(self) -> int:
-        """The option that keeps least."""
-        numbers = range(len(self.options))
-        return min(
-            numbers, key=lambda n: (self.options[n].saved_bytes, self.options[n].bwd_peak_bytes)
-        )
+        By the bytes here it may be another: processes differ in sizes, and in what threads that
+        send tensors still held while theirs were measured.
+        """
+        self.options = options_of(self.recorded.problem, steps)
+        self.least, self.is_shared = least, True
 
     @property
     def arrived_bytes(self) -> int:

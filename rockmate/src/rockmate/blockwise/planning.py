@@ -189,20 +189,27 @@ class Planner:
 
     def _share_options(self) -> None:
         """Let all processes have the options of the first, each with its own bytes."""
-        kinds = list(self.kinds.values())
-        steps = [[option.steps for option in kind.options] for kind in kinds]
-        shapes = [kind.shape for kind in kinds]
-        found = self.team.gather((shapes, steps, self.order))
-        error = None
-        if any((there, order) != (shapes, self.order) for there, _, order in found):
-            error = UnsupportedModuleError(
-                f"the processes that share this {type(self.model).__name__} have recorded other "
-                "blocks each. Give all of them samples of one kind."
-            )
-        self.team.raise_together(error)
+        orders = self.team.gather(self.order)
+        self.team.raise_together(self._unlike(any(order != self.order for order in orders)))
+        self._share([kind for kind in self.kinds.values() if not kind.is_shared])
+
+    def _share(self, kinds: Sequence[Kind]) -> None:
+        """Let these kinds have the options of the first process, and its least of them."""
+        mine = [(kind.shape, [o.steps for o in kind.options], kind.least) for kind in kinds]
+        rows = self.team.gather(mine)
+        shapes = [[shape for shape, *_ in row] for row in rows]
+        self.team.raise_together(self._unlike(any(other != shapes[0] for other in shapes)))
         with self.team.together():
-            for kind, options in zip(kinds, found[0][1], strict=True):
-                kind.take(options)
+            for kind, (_, steps, least) in zip(kinds, rows[0], strict=True):
+                kind.take(steps, least)
+
+    def _unlike(self, is_so: bool) -> Exception | None:
+        if not is_so:
+            return None
+        return UnsupportedModuleError(
+            f"the processes that share this {type(self.model).__name__} have recorded other "
+            "blocks each. Give all of them samples of one kind."
+        )
 
     @contextlib.contextmanager
     def _in_place(self, forwards: Mapping[str, PlannedForward]) -> Any:
@@ -223,12 +230,18 @@ class Planner:
                 )
             shards = is_sharded(self.model.get_submodule(block.path))
             kind = self._kind(block.model, args, kwargs, shards=shards)
-            self.kind_of[block.path] = kind
-            self.order.append(block.path)
-            forward = self._forward(block.path, kind, kind.least)
-            self.forwards[block.path] = forward
         except Exception as error:  # others wait in the collectives of this step
             self._remember(error)
+        if self._all_are_well(block):
+            try:
+                if kind.is_spread and not kind.is_shared:
+                    self._share([kind])  # now: it runs its collectives in this step already
+                self.kind_of[block.path] = kind
+                self.order.append(block.path)
+                forward = self._forward(block.path, kind, kind.least)
+                self.forwards[block.path] = forward
+            except Exception as error:
+                self._remember(error)
         if self._all_are_well(block) and isinstance(forward, LockstepForward):
             with self._meeting(block.model):
                 forward.prepare([(args, kwargs)])
@@ -288,9 +301,13 @@ class Planner:
                 with plain():
                     given = Sample.of(bare, args, in_order(kwargs))
                     problem = planned.network.problem
+                    is_spread = self.kind_of[block.path].is_spread
+                    anyone = self.team.anyone if is_spread else bool
                     with self._meeting(bare):
-                        eager = eager_step(bare, given, problem, "fingerprints", planned.effects)
-                        self_test(planned, bare, given, eager)
+                        eager = eager_step(
+                            bare, given, problem, "fingerprints", planned.effects, anyone
+                        )
+                        self_test(planned, bare, given, eager, anyone)
         except Exception as error:  # others wait in the collectives of this step
             self._remember(error)
         return self._go_on(block, args, kwargs)

@@ -71,6 +71,10 @@ class Team:
             found = [item for row in rows for item in row]
         return found
 
+    def anyone(self, is_so: bool) -> bool:
+        """Whether something is so here or in any other process: the same answer in all."""
+        return any(self.gather(is_so))
+
     def raise_together(self, error: Exception | None) -> None:
         """Raise what has failed here or in any other process, the same in all.
 
