@@ -11,7 +11,7 @@ import pytest
 DEMO = Path(__file__).parents[1] / "demo.py"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demo_keeps_its_promises(tmp_path: Path) -> None:
     run = subprocess.run(
         [

@@ -192,8 +192,11 @@ def assert_near(ours: Result, eager: Result, bound: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "bound"),
-    [(language, 1e-5), (pictures, 1e-4), (in_half, 0.03)],
-    ids=["dropout-tied", "batchnorm-in-place", "autocast"],
+    [
+        pytest.param(language, 1e-5, marks=pytest.mark.nightly, id="dropout-tied"),
+        pytest.param(pictures, 1e-4, id="batchnorm-in-place"),
+        pytest.param(in_half, 0.03, marks=pytest.mark.nightly, id="autocast"),
+    ],
 )
 def test_bits_do_not_depend_on_the_budget(
     make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]], bound: float
@@ -219,7 +222,7 @@ def test_bits_do_not_depend_on_the_budget(
     assert_near(ours[0], eager, bound)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pieces_keep_more_where_there_is_room_to_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -322,7 +325,7 @@ def test_equal_layers_are_compiled_once_and_the_report_names_what_is_not() -> No
 # ---------------------------------------------------------------------- gradients
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gradients_that_arrive_otherwise_and_accumulate() -> None:
     losses: list[Callable[[Tensor, Tensor], Tensor]] = [
         lambda x, y: (x * y).sum(),
@@ -355,7 +358,7 @@ def test_gradients_that_arrive_otherwise_and_accumulate() -> None:
         assert (a - b).norm() <= 1e-5 * (b.norm() + 1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_under_ddp_and_at_another_length(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(4)))

@@ -105,11 +105,11 @@ def overhead_of_segments(problem: Problem, budget: int) -> float:
     ("name", "share", "gap"),  # what a machine several times slower than a laptop reaches in time
     [
         ("fno", 0.6, 0.03),
-        ("uno", 0.7, 0.05),
+        pytest.param("uno", 0.7, 0.05, marks=pytest.mark.nightly),
         ("unet of depth 5", 0.7, 0.05),
         ("transformer 6+6", 0.7, 0.03),
-        ("densenet-121", 0.7, 0.03),
-        ("two towers", 0.6, 0.03),
+        pytest.param("densenet-121", 0.7, 0.03, marks=pytest.mark.nightly),
+        pytest.param("two towers", 0.6, 0.03, marks=pytest.mark.nightly),
     ],
 )
 def test_near_the_bound_and_never_behind_plans_of_segments(
@@ -126,7 +126,9 @@ def test_near_the_bound_and_never_behind_plans_of_segments(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["densenet-121", "two towers"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("densenet-121", marks=pytest.mark.nightly), "two towers"]
+)
 def test_they_train_with_the_bits_of_eager_within_the_budget(name: str) -> None:
     torch.manual_seed(0)
     model, sample = NETS[name]()
