@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rkgb.capture import for_any_number
 from rkgb.elements import Numbers
-from rkgb.elements.numbers import Compared, Made, Number
+from rkgb.elements.numbers import Compared, Made, Number, WholeNumber
 from rkgb.engine import Sample, record
 
 
@@ -31,7 +31,8 @@ def numbers_of(compute: Callable[[Tensor, Any], Tensor], t: float = 0.3) -> Numb
     model = Net(compute)
     sample = Sample.of(model, (torch.randn(3, 4), t))
     basic = record(model, sample)
-    made = for_any_number(basic, model, sample)
+    whole = frozenset({1} if type(t) is int else ())
+    made = for_any_number(basic, model, sample, whole)
     assert (made is basic) is (made.numbers is None)
     return made.numbers
 
@@ -47,6 +48,21 @@ def test_scalars_follow_from_the_call_as_python_computes_them() -> None:
     assert numbers is not None
     assert numbers.of((None, 0.7)) == (0.7, 0.7 - 1.0)
     assert numbers.of((None, 0.0)) is None, "torch goes another way"
+
+
+def test_ints_follow_as_ints_and_no_float_is_taken_for_one() -> None:
+    numbers = numbers_of(lambda x, t: x * (2 * t - 1) + t / 4 if t < 300 else x, 3)
+    assert numbers is not None
+    found = numbers.of((None, 7))
+    assert found == (13, 7 / 4)
+    assert found is not None
+    assert list(map(type, found)) == [int, float]
+    assert numbers.of((None, 300)) is None, "Python goes another way"
+    assert numbers.of((None, 7.0)) is None
+    assert numbers.of((None, True)) is None
+    assert numbers_of(lambda x, t: x * 2**t, 3) is None, "a power of ints may be a float"
+    assert numbers_of(lambda x, t: x[:, :t].sum() * x, 3) is None
+    assert numbers_of(lambda x, t: x * [1.0, 2.0, 3.0, 4.0, 5.0][t], 3) is None
 
 
 @pytest.mark.parametrize(
@@ -76,11 +92,17 @@ def test_numbers_that_are_none() -> None:
 
 
 def test_a_number_is_the_value_it_was_recorded_with_and_equal_to_none() -> None:
-    number = Number(0.5, 3)
+    number, whole = Number(0.5, 3), WholeNumber(7, 3)
     assert number + 1 == 1.5
-    assert repr(number) == "0.5"
+    assert whole + 1 == 8
+    assert (repr(number), repr(whole)) == ("0.5", "7")
     assert number != 0.5
+    assert whole != 7
     assert number != Number(0.5, 2)
-    for other in (copy.deepcopy(number), pickle.loads(pickle.dumps(number))):
-        assert other == number
-        assert hash(other) == hash(number)
+    assert whole != WholeNumber(7, 2)
+    assert Number(7.0, 3) != whole
+    for made in (number, whole):
+        for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+            assert type(other) is type(made)
+            assert other == made
+            assert hash(other) == hash(made)

@@ -106,6 +106,82 @@ def test_a_number_in_arithmetic_is_planned_for_once(name: str) -> None:
     assert len(rk.plans) == before, "nothing is recorded for another number"
 
 
+# The same for an int, such as a time step.
+WHOLE: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "times": lambda x, t: t * x * t,
+    "over": lambda x, t: x / t + t / (x + 2),
+    "plus": lambda x, t: t - (x + t) + (x - t),
+    "of ints": lambda x, t: x * (torch.arange(8) * t + t),
+    "full": lambda x, t: x * torch.full((8,), t) + torch.full_like(x, t) + x.new_full((8,), t),
+    "in place": lambda x, t: (x + 1).mul_(t).add_(x, alpha=t).div_(t),
+    "share": lambda x, t: F.dropout(x, t / 1000) * (1 - t / 1000),
+    "arithmetic": lambda x, t: x * (2 * t - 1) + x / (1 + abs(-t)) - t % 701 + t // 0.5,
+    "schedule": lambda x, t: x * min(1.0, t / 1000) * (1 if t > 3 else 2),
+    "power": lambda x, t: (x + 2) ** (t / 100),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_an_int_in_arithmetic_is_planned_for_once(name: str) -> None:
+    rk, twin = pair(WHOLE[name], call={"x": torch.randn(6, 8), "t": 500})
+    x = torch.randn(6, 8)
+    for t in (400, 401, 2, 700, 1):
+        assert_alike(rk, twin, x=x, t=t)
+    assert len(serving(rk)) == 1
+    before = len(rk.plans)
+    for t in (17, 333, 400, 402, 651):
+        assert_alike(rk, twin, x=x, t=t)
+    assert len(rk.plans) == before, "nothing is recorded for another int"
+    for t in (0.25, 0.5, 0.75):
+        assert_alike(rk, twin, x=x, t=t)
+    if name in ("times", "schedule"):
+        assert_alike(rk, twin, x=x, t=True)
+
+
+WHOLE_DECIDING: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "size": lambda x, t: x[:, :t].sum() * x,
+    "dimension": lambda x, t: x.sum(t - 4, keepdim=True) * x,
+    "range": lambda x, t: sum((x * i for i in range(t)), x),
+    "index": lambda x, t: x * [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0][t],
+    "row": lambda x, t: x * x[t - 4],
+    "text": lambda x, t: x * (3 if "5" in f"{t}" else 1),
+    "hash": lambda x, t: x * {5: 2.0}.get(t, 1.0),
+    "power of ints": lambda x, t: x * (2**t + 10 ** (t - 5)),
+    "power": lambda x, t: x**t,
+    "bits": lambda x, t: x * (t & 1) + (t << 1) * x,
+    "float": lambda x, t: x * float(t),
+    "math": lambda x, t: x * math.sqrt(t),
+    "tensor": lambda x, t: x * torch.tensor([t]),
+    "type": lambda x, t: x * (t + 1 if type(t) is int else t),
+    "isinstance": lambda x, t: x * t if isinstance(t, int) else x,
+    "repeat": lambda x, t: x.repeat(t, 1).sum() * x,
+    "shape": lambda x, t: torch.full((t,), 2.0).sum() * x,
+    "steps": lambda x, t: x * (t // 3) + t % 2,
+    "one hot": lambda x, t: x * F.one_hot(torch.arange(6) % t, 8).float(),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_DECIDING)
+def test_an_int_that_decides_more_is_never_taken_for_another(name: str) -> None:
+    rk, twin = pair(WHOLE_DECIDING[name], call={"x": torch.randn(6, 8), "t": 5})
+    x = torch.randn(6, 8)
+    for t in (4, 5, 3, 5, 4, 3, 5):
+        assert_alike(rk, twin, x=x, t=t)
+    assert name == "isinstance" or not serving(rk)
+
+
+def test_an_int_that_changes_beside_one_that_decides() -> None:
+    def compute(x: Tensor, t: Any) -> Tensor:
+        return x[:, : t[0]].sum() * x * t[1] * t[2]
+
+    rk, twin = pair(compute, call={"x": torch.randn(6, 8), "t": [3, 5, 0.5]})
+    x = torch.randn(6, 8)
+    for step in range(12):
+        assert_alike(rk, twin, x=x, t=[3 + (step > 8), step, 0.1 * step])
+    assert len(serving(rk)) == 2, "one for each size"
+    assert len(rk.plans) <= 4
+
+
 # Where the value of a number decides more than scalars, or where nobody sees what is done with it.
 DECIDING: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "math": lambda x, t: x * math.sqrt(abs(t)),
@@ -205,12 +281,12 @@ def test_numbers_in_containers_and_of_other_types() -> None:
     for t in (0.5, 0.75, 0.1):
         assert_alike(rk, twin, x=x, t=t, more={"t": 1.0 - t})
     assert len(serving(rk)) == 1
-    for t in (2, 3, True, np.float64(0.5), 0.5):  # whole numbers may be sizes
+    for t in (2, 3, True, np.float64(0.5), 0.5):  # the last but two are neither float nor int
         assert_alike(rk, twin, x=x, t=t)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for t in (0.5, 0.7, 0.9):
             assert_alike(rk, twin, lambda y: y.float().sum(), x=x, t=t)
-    assert len(serving(rk)) == 3, "in a container, alone, and under autocast"
+    assert len(serving(rk)) == 4, "in a container, alone, as an int, and under autocast"
 
 
 def test_what_is_returned_is_the_calls_own_number() -> None:
@@ -231,7 +307,7 @@ def test_what_is_returned_is_the_calls_own_number() -> None:
         assert type(own) is float
 
 
-NUMBERS = st.floats(-4, 4) | st.sampled_from(SPECIAL)
+NUMBERS = st.floats(-4, 4) | st.sampled_from(SPECIAL) | st.integers(-4, 4)
 EXPRESSIONS = st.recursive(
     st.sampled_from(["t", "s", "0.5", "2", "1.0"]),
     lambda parts: st.one_of(
@@ -268,7 +344,7 @@ def test_any_arithmetic_of_any_numbers(texts: list[str], calls: list[tuple[float
     model = Expressions(*texts)
     twin, x = copy.deepcopy(model), torch.randn(3, 4)
     rk = Rockmate(twin, {"x": x, "t": 0.3, "s": 0.6}, "1MiB", cost="flops", self_test=False)
-    for t, s in [(0.4, 0.7), *calls]:
+    for t, s in [(0.4, 0.7), (2, 0.7), (3, 2), *calls]:
         try:
             model(x, t, s)
         except (ArithmeticError, TypeError, RuntimeError) as error:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from rockmate.keys.input_signature import for_any_number, told, unlike
+from rockmate.keys.input_signature import for_any_number, other_ints, told, unlike
 from rockmate.keys.module_state import ModuleState
 
 if TYPE_CHECKING:
     from rockmate.networks import Planned
+
+
+_MOST_WHOLE = 4  # places of ints that are looked at where a key is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +31,12 @@ class Key:
     def __hash__(self) -> int:  # flags hardly ever change
         return hash((id(self.state), self.inputs))
 
-    def for_any_number(self) -> Key | None:
-        """Return the key of calls that differ in floats only; None where there is no float."""
-        inputs = for_any_number(self.inputs)
+    def for_any_number(self, whole: Collection[int] = ()) -> Key | None:
+        """Return the key of calls that differ in floats, and in the ints in `whole`, only.
+
+        None where there are no such numbers.
+        """
+        inputs = for_any_number(self.inputs, whole)
         return None if inputs is None else replace(self, inputs=inputs)
 
     def unlike(self, other: Key) -> str:
@@ -125,6 +131,9 @@ class PlanCache:
     def __init__(self, most: int) -> None:
         self.most = max(1, most)
         self.families: OrderedDict[Key, Family] = OrderedDict()
+        self._whole: list[frozenset[int]] = [
+            frozenset()
+        ]  # places of ints that plans are for any of
 
     def get(self, key: Key) -> Family | None:
         """Return the family of a key, which has been used last from now on."""
@@ -134,15 +143,30 @@ class PlanCache:
         return family
 
     def for_any_number(self, key: Key, leaves: Sequence[Any]) -> Family | None:
-        """Return the family of a key whose floats are those of no plan, if one is for any."""
-        general = key.for_any_number()
-        family = None if general is None else self.get(general)
-        return family if family is not None and family.takes(leaves) else None
+        """Return the family of a key whose numbers are those of no plan, if one is for any."""
+        for whole in self._whole:
+            general = key.for_any_number(whole)
+            family = None if general is None else self.get(general)
+            if family is not None and family.takes(leaves):
+                return family
+        return None
 
-    def has_like(self, key: Key) -> bool:
-        """Whether there is a plan for calls that differ from a key's in floats only."""
-        general = key.for_any_number()
-        return general is not None and any(k.for_any_number() == general for k in self.families)
+    def ints_unlike(self, key: Key) -> frozenset[int] | None:
+        """Return where calls that differ from a key's in numbers only have other ints.
+
+        None where there is no plan for such.
+        """
+        for other in reversed(self.families):
+            if replace(other, inputs=key.inputs) == key:
+                whole = other_ints(key.inputs, other.inputs)
+                if whole is not None and key.for_any_number(whole) is not None:
+                    return whole
+        return None
+
+    def look_for(self, whole: frozenset[int]) -> None:
+        """Look from now on for plans that are for any ints in these places."""
+        if whole not in self._whole:
+            self._whole = [*self._whole, whole][-_MOST_WHOLE:]
 
     def put(self, key: Key, family: Family) -> bool:
         """Keep a family; return whether others were dropped for it."""

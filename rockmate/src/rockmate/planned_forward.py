@@ -196,8 +196,8 @@ class PlannedForward:
             began = time.perf_counter()
             any_number = self._may_be_for_any_number(key)
             planned = self._planned(call, why, any_number=any_number)
-            if any_number:
-                key, why = self._for_any_number(key, why, planned)
+            if any_number is not None:
+                key, why = self._for_any_number(key, any_number, why, planned)
             seconds = time.perf_counter() - began
             peak = planned.plan.peak_bytes
             budget, again = planned.budget_bytes, planned.plan.overhead
@@ -221,17 +221,24 @@ class PlannedForward:
                 self.watch.forget(self.plans.states())
             return family
 
-    def _may_be_for_any_number(self, key: Key) -> bool:
-        """Whether a call has other numbers than one before, and these may be all that differs."""
-        general = key.for_any_number()
-        tried = self._tried.get(general, 0)
-        return self.plans_alone and tried < _MOST_TRIES and self.plans.has_like(key)
+    def _may_be_for_any_number(self, key: Key) -> frozenset[int] | None:
+        """Return which ints a call has otherwise than one that differs in numbers only.
 
-    def _for_any_number(self, key: Key, why: str, planned: Planned) -> tuple[Key, str]:
+        None where there is none before it, or where a plan for any number was tried in vain.
+        """
+        whole = self.plans.ints_unlike(key) if self.plans_alone else None
+        if whole is None or self._tried.get(key.for_any_number(whole), 0) >= _MOST_TRIES:
+            return None
+        return whole
+
+    def _for_any_number(
+        self, key: Key, whole: frozenset[int], why: str, planned: Planned
+    ) -> tuple[Key, str]:
         """Return the key that was planned for, and why: that of all numbers, if it was."""
-        general = key.for_any_number()
+        general = key.for_any_number(whole)
         assert general is not None
         if planned.numbers is not None:
+            self.plans.look_for(whole)
             return general, "numbers that only enter arithmetic"
         self._tried[general] = self._tried.pop(general, 0) + 1
         while len(self._tried) > self.plans.most:
@@ -265,7 +272,12 @@ class PlannedForward:
         return planned
 
     def _planned(
-        self, call: Call, why: str, *, guards: bool = True, any_number: bool = False
+        self,
+        call: Call,
+        why: str,
+        *,
+        guards: bool = True,
+        any_number: frozenset[int] | None = None,
     ) -> Planned:
         bare = without_hooks(self.model, type(self.model))
         self._tell_of_checkpoints()

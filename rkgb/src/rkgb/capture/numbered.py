@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from rkgb.capture.record import record
-from rkgb.elements.numbers import OPERATIONS, Made, Number, Numbers, values_on
+from rkgb.elements.numbers import OPERATIONS, Made, Numbers, number_at, values_on
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.sample import Sample
 from rkgb.graphs.basic import BackwardKind, BasicGraph
@@ -47,14 +47,16 @@ class FollowedNumbers:
     leaves: tuple[Any, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, sample: Sample, kind: BackwardKind) -> FollowedNumbers | None:
+    def of(
+        cls, model: nn.Module, sample: Sample, kind: BackwardKind, whole: frozenset[int]
+    ) -> FollowedNumbers | None:
         """Record a step with numbers near those of a call; None where one of them decides more."""
-        other = sample.with_leaves(_others(sample.leaves))
-        trace = NumberTrace()
+        other = sample.with_leaves(_others(sample.leaves, whole))
+        trace = NumberTrace(whole)
         try:
             with types_watched(trace):
                 basic = record(model, other, kind, numbers=trace)
-        except Exception as error:  # what a model does with what is no float is not its fault
+        except Exception as error:  # what a model does with what is no number is not its fault
             _log.debug("numbers are not followed: %s", error)
             return None
         decides = trace.escaped or ("values that Python looks at" if basic.reads else "")
@@ -102,12 +104,15 @@ class FollowedNumbers:
         return [tuple(taken.get(op.sequence_nr, ())) for op in self.basic.backward]
 
 
-def for_any_number(basic: BasicGraph, model: nn.Module, sample: Sample) -> BasicGraph:
-    """Return a recording, made on `sample`, for all floats that may stand in the place of its own.
+def for_any_number(
+    basic: BasicGraph, model: nn.Module, sample: Sample, whole: frozenset[int] = frozenset()
+) -> BasicGraph:
+    """Return a recording, made on `sample`, for all numbers that may stand in the place of its own.
 
-    It remains one for these alone where they decide more than scalars.
+    These are its floats, and of its ints the leaves `whole`. It remains one for these alone where
+    they decide more than scalars.
     """
-    followed = FollowedNumbers.of(model, sample, basic.kind)
+    followed = FollowedNumbers.of(model, sample, basic.kind, whole)
     made = None if followed is None else followed.numbered(basic, sample.leaves)
     return basic if made is None else made
 
@@ -119,7 +124,8 @@ def for_same_numbers(
 
     It remains one for the numbers of the sample where that cannot be said.
     """
-    made = for_any_number(basic, model, sample)
+    whole = frozenset(made.parts[0] for made in numbers.tape if made.how == "whole leaf")
+    made = for_any_number(basic, model, sample, whole)
     alike = made.numbers is not None and made.numbers.compared == numbers.compared
     return made if alike else basic
 
@@ -158,7 +164,7 @@ class _Match:
         pairs = ((form, place) for place in taken for form in _FORMS)
         found = [pair for pair in pairs if self._is(pair, ours, theirs)]
         if len(found) == 1:
-            return Number(theirs, self._slot(*found[0]))
+            return number_at(theirs, self._slot(*found[0]))
         if found or not _is_same(ours, theirs):
             raise _UnknownScalarError
         return theirs
@@ -201,10 +207,12 @@ def _step(how: str, constant: float, swapped: bool, x: float) -> Any:
     return OPERATIONS[how](constant, x) if swapped else OPERATIONS[how](x, constant)
 
 
-def _others(leaves: Sequence[Any]) -> tuple[Any, ...]:
+def _others(leaves: Sequence[Any], whole: frozenset[int]) -> tuple[Any, ...]:
     """Return leaves with other numbers, each another one, near those that are finite."""
 
     def other(place: int, leaf: Any) -> Any:
+        if place in whole:
+            return leaf + 1
         if type(leaf) is not float:
             return leaf
         step = _STEP * (1.0 + math.sqrt(2 + place) % 1)
@@ -228,7 +236,7 @@ def _matched(
 
 
 def _tree(ours: Any, theirs: Any, number: Callable[[float, float], float]) -> Any:
-    """Return their arguments with what stands for every float; theirs if that is all the same."""
+    """Return their arguments with what stands for every number; theirs if that is all the same."""
     kind = type(theirs)
     if kind is tuple or kind is list:
         made = kind([_tree(a, b, number) for a, b in zip(ours, theirs, strict=True)])
@@ -236,7 +244,7 @@ def _tree(ours: Any, theirs: Any, number: Callable[[float, float], float]) -> An
     if isinstance(theirs, Mapping):
         named = {name: _tree(ours[name], value, number) for name, value in theirs.items()}
         return named if any(named[name] is not theirs[name] for name in named) else theirs
-    if kind is float and type(ours) is float:
+    if (kind is float or kind is int) and type(ours) is kind:
         return number(ours, theirs)
     if not isinstance(theirs, Ref) and not _is_same(ours, theirs):
         raise _UnknownScalarError

@@ -20,6 +20,9 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
 }
 
+# Numbers of a call on a tape, and their types.
+LEAVES: dict[str, type] = {"leaf": float, "whole leaf": int}
+
 
 class Number(float):
     """A scalar argument that each call brings anew: number `place` of those that a program takes.
@@ -29,6 +32,7 @@ class Number(float):
 
     __slots__ = ("place",)
     place: int
+    kind = float
 
     def __new__(cls, value: float, place: int) -> Number:
         """Return the number at `place`, which was `value` in the recording."""
@@ -49,11 +53,47 @@ class Number(float):
         return Number, (float(self), self.place)
 
 
+class WholeNumber(int):
+    """The same for an int: no slots, which Python has not for ints."""
+
+    place: int
+    kind = int
+
+    def __new__(cls, value: int, place: int) -> WholeNumber:
+        """Return the number at `place`, which was `value` in the recording."""
+        made = super().__new__(cls, value)
+        made.place = place
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is WholeNumber and (int(self), self.place) == (int(other), other.place)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((int(self), self.place))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WholeNumber, (int(self), self.place)
+
+
+def number_at(value: float, place: int) -> Number | WholeNumber:
+    """Return what stands for a number of a program: an int where it is one."""
+    return WholeNumber(value, place) if type(value) is int else Number(value, place)
+
+
+def is_number_of_calls(value: Any) -> bool:
+    """Whether a scalar is one that each call brings anew."""
+    return type(value) is Number or type(value) is WholeNumber
+
+
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A number on a tape: a "leaf" of the call, a "constant", or what an operation makes.
+    """A number on a tape: of the call, a "constant", or what an operation makes.
 
-    `parts` are the number of the leaf, the constant, or the places of the operands on the tape.
+    A "leaf" of the call is a float, a "whole leaf" an int. `parts` are the number of the leaf, the
+    constant, or the places of the operands on the tape.
     """
 
     how: str
@@ -93,20 +133,25 @@ class Numbers:
 
 
 def values_on(tape: Sequence[Made], leaves: Sequence[Any]) -> list[Any] | None:
-    """Return every number on a tape; None where one of them is none, or not a float."""
+    """Return every number on a tape; None where one of them is none, or of another type.
+
+    Of ints only powers may be of another type for other values, and these are not followed.
+    """
     values: list[Any] = []
     for made in tape:
         if made.how == "constant":
             values.append(made.parts[0])
             continue
-        if made.how == "leaf":
+        if made.how in LEAVES:
             value = leaves[made.parts[0]]
+            if type(value) is not LEAVES[made.how]:
+                return None
         else:
             try:
                 value = OPERATIONS[made.how](*[values[place] for place in made.parts])
             except ArithmeticError:
                 return None
-        if type(value) is not float:  # a root of a negative number is complex
+        if type(value) is not float and type(value) is not int:  # roots of negatives are complex
             return None
         values.append(value)
     return values

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rkgb.elements.numbers import Number
+from rkgb.elements.numbers import is_number_of_calls
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
@@ -102,18 +102,24 @@ def _same_target(a: Any, b: Any) -> bool:
     )
 
 
+_SCALARS = ("number", "Optional[number]", "Tensor")
+
+
 @functools.lru_cache(maxsize=4096)
 def _scalars_of(target: Any) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return the names of an operation's arguments, and of those that are scalars."""
+    """Return the names of an operation's arguments, and of those in which a number is a scalar.
+
+    `mul.Tensor` takes one where it takes a tensor.
+    """
     schema = getattr(target, "_schema", None)
     arguments = () if schema is None else schema.arguments
     names = tuple(argument.name for argument in arguments)
-    return names, frozenset(x.name for x in arguments if str(x.type) == "number")
+    return names, frozenset(x.name for x in arguments if str(x.type) in _SCALARS)
 
 
 def _kind(value: Any) -> type:
     kind = type(value)
-    return float if kind is Number else kind
+    return value.kind if is_number_of_calls(value) else kind
 
 
 def _same_value(a: Any, b: Any, is_scalar: bool) -> bool:

@@ -66,6 +66,7 @@ RULES = {name: places for names, places in _TAKING.items() for name in names.spl
 class NumberTrace:
     """What was seen of the numbers of a call in one recording."""
 
+    whole: frozenset[int] = frozenset()  # the leaves that are ints and are followed
     tape: list[Made] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     compared: dict[Compared, None] = field(default_factory=dict)
@@ -76,21 +77,26 @@ class NumberTrace:
         """Return the leaves of a call with tracked numbers; what an earlier try has seen goes."""
         self.tape, self.values, self.compared, self.uses = [], [], {}, {}
         self.escaped = ""
-        return tuple(
-            self.add(Made("leaf", (place,)), leaf) if type(leaf) is float else leaf
-            for place, leaf in enumerate(leaves)
-        )
 
-    def add(self, made: Made, value: float) -> Tracked:
+        def followed(place: int, leaf: Any) -> Any:
+            if place in self.whole:
+                return self.add(Made("whole leaf", (place,)), leaf)
+            return self.add(Made("leaf", (place,)), leaf) if type(leaf) is float else leaf
+
+        return tuple(followed(place, leaf) for place, leaf in enumerate(leaves))
+
+    def add(self, made: Made, value: float) -> Tracked | TrackedWhole:
         """Write a number on the tape."""
         self.tape.append(made)
         self.values.append(value)
-        return Tracked(self, len(self.tape) - 1)
+        kind = TrackedWhole if type(value) is int else Tracked
+        return kind(self, len(self.tape) - 1)
 
     def place_of(self, number: Any) -> int | None:
         """Return the place of a number on the tape, where a constant is put; None: it is none."""
-        if type(number) is Tracked:
-            return number.place
+        if is_tracked(number):
+            place: int = number.place
+            return place
         if type(number) not in (int, float, bool):
             return None
         return self.add(Made("constant", (number,)), number).place
@@ -110,7 +116,8 @@ class NumberTrace:
         except ArithmeticError:  # somebody may expect it
             self.escape(how)
             raise
-        if type(value) is not float:
+        # The sign of an exponent decides whether a power of ints is one.
+        if type(value) is not float and (type(value) is not int or how == "pow"):
             self.escape(how)
             return value
         return self.add(Made(how, tuple(known)), value)
@@ -127,7 +134,7 @@ class NumberTrace:
     def plain(self, tree: Any, found: list[int]) -> Any:
         """Return arguments with plain numbers, and append the places of those that were tracked."""
         kind = type(tree)
-        if kind is Tracked:
+        if is_tracked(tree):
             found.append(tree.place)
             return self.values[tree.place]
         if kind is tuple or kind is list:
@@ -141,7 +148,7 @@ class NumberTrace:
         name = getattr(func, "__name__", "")
         rule = RULES.get(name) if _is_torchs(func, name) else None
         given = [*enumerate(args), *kwargs.items()]
-        taken: list[tuple[Any, Tracked]] = [pair for pair in given if type(pair[1]) is Tracked]
+        taken: list[tuple[Any, Any]] = [pair for pair in given if is_tracked(pair[1])]
         if rule is None or len(taken) < count or any(where not in rule for where, _ in taken):
             self.escape(name or str(func))
             return
@@ -186,22 +193,14 @@ def _is_torchs(func: Callable[..., Any], name: str) -> bool:
     return any(getattr(place, own, None) is func for place, own in places)
 
 
-class Tracked(torch.SymFloat):
-    """A number among the arguments of a call, or what was computed from such.
-
-    Torch's functions take a SymFloat where they take a number, and hand it to modes as it is; to
-    Python it says that it is a float.
-    """
+class _Followed:
+    """A number among the arguments of a call, or what was computed from such."""
 
     def __init__(self, trace: NumberTrace, place: int) -> None:
         vars(self)["trace"], vars(self)["place"] = trace, place
 
     trace: NumberTrace
     place: int
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return float
 
     def __getattribute__(self, name: str) -> Any:
         if name in _OWN:
@@ -212,11 +211,36 @@ class Tracked(torch.SymFloat):
         trace.escape(name)
         return getattr(trace.values[self.place], name)
 
-    def __copy__(self) -> Tracked:
+    def __copy__(self) -> _Followed:
         return self
 
-    def __deepcopy__(self, _memo: Any) -> Tracked:
+    def __deepcopy__(self, _memo: Any) -> _Followed:
         return self
+
+
+class Tracked(_Followed, torch.SymFloat):
+    """A float that is followed.
+
+    Torch's functions take a SymFloat where they take a number, and hand it to modes as it is; to
+    Python it says that it is a float.
+    """
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return float
+
+
+class TrackedWhole(_Followed, torch.SymInt):
+    """An int that is followed, as a SymInt."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return int
+
+
+def is_tracked(value: Any) -> bool:
+    """Whether a value is a number that is followed."""
+    return type(value) is Tracked or type(value) is TrackedWhole
 
 
 def _binary(how: str, *, swapped: bool = False) -> Callable[[Tracked, Any], Any]:
@@ -245,11 +269,11 @@ def _truth(own: Tracked) -> bool:
     return bool(own.trace.compare("ne", own, 0.0))
 
 
-def _methods() -> dict[str, Any]:
+def _methods(kind: type) -> dict[str, Any]:
     kept = {"__init__", "__new__", "__getattribute__", "__class__", "__copy__", "__deepcopy__"}
     kept |= {"__doc__", "__init_subclass__", "__subclasshook__", "__setattr__", "__delattr__"}
     kept |= {"__getstate__"}
-    names = {*dir(float), "__complex__", "__index__"}
+    names = {*dir(kind), "__complex__", "__index__"}
     methods = {
         name: _escaping(name) for name in names if name.startswith("__") and name not in kept
     }
@@ -263,5 +287,6 @@ def _methods() -> dict[str, Any]:
     return {**methods, "__bool__": _truth}
 
 
-for _name, _method in _methods().items():
-    setattr(Tracked, _name, _method)
+for _kind, _of in ((Tracked, float), (TrackedWhole, int)):
+    for _name, _method in _methods(_of).items():
+        setattr(_kind, _name, _method)

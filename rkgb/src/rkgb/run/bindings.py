@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.elements.numbers import Number
+from rkgb.elements.numbers import is_number_of_calls
 from rkgb.elements.op import Op
 from rkgb.torch_api.kernel_choice import calling_with
 from rkgb.torch_api.torch_private import TorchDispatchMode, binding_places
@@ -86,8 +86,8 @@ class _Seen(TorchDispatchMode):
 
 
 def _same(ours: Any, seen: Any) -> bool:
-    if isinstance(ours, Number):  # torch sees its value
-        ours = float(ours)
+    if is_number_of_calls(ours):  # torch sees its value
+        ours = ours.kind(ours)
     if isinstance(ours, Tensor) or isinstance(seen, Tensor):
         return ours is seen
     if isinstance(ours, (list, tuple)) and isinstance(seen, (list, tuple)):

@@ -6,7 +6,7 @@ the program would silently compute something else; so all of them are in the key
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,21 +98,36 @@ class _Again:
     place: int
 
 
-def for_any_number(key: Hashable) -> Hashable | None:
-    """Return the key of calls that differ in floats only; None where there is no float."""
-    kinds = tuple((float, _ANY) if _is_float(kind) else kind for kind in _kinds_in(key))
-    if kinds == _kinds_in(key):
+def for_any_number(key: Hashable, whole: Collection[int]) -> Hashable | None:
+    """Return the key of calls that differ in floats, and in ints in the places `whole`, only.
+
+    None where there is no float, and these are not all ints.
+    """
+    kinds = _kinds_in(key)
+    if any(place >= len(kinds) or not _is_of(int, kinds[place]) for place in whole):
         return None
-    return _Tree(key.structure, kinds) if isinstance(key, _Tree) else (*_shape_of(key), kinds)
+    general = tuple(
+        (int, _ANY) if place in whole else (float, _ANY) if _is_of(float, kind) else kind
+        for place, kind in enumerate(kinds)
+    )
+    if general == kinds:
+        return None
+    return _Tree(key.structure, general) if isinstance(key, _Tree) else (*_shape_of(key), general)
 
 
-def numbers_in(key: Hashable) -> list[float | None]:
-    """Return the floats among the leaves of a call, and None for other leaves."""
-    return [float.fromhex(k[1]) if _is_float(k) else None for k in _kinds_in(key)]  # type: ignore[index]
+def other_ints(key: Hashable, other: Hashable) -> frozenset[int] | None:
+    """Return where two keys have other ints; None where they differ in more than numbers."""
+    ours, theirs = _kinds_in(key), _kinds_in(other)
+    if _shape_of(key) != _shape_of(other) or len(ours) != len(theirs):
+        return None
+    differ = [place for place, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
+    whole = [at for at in differ if _is_of(int, ours[at]) and _is_of(int, theirs[at])]
+    floats = [at for at in differ if _is_of(float, ours[at]) and _is_of(float, theirs[at])]
+    return frozenset(whole) if len(whole) + len(floats) == len(differ) else None
 
 
-def _is_float(kind: Any) -> bool:
-    return isinstance(kind, tuple) and kind[0] is float and kind[1] is not _ANY
+def _is_of(number: type, kind: Any) -> bool:
+    return isinstance(kind, tuple) and len(kind) == 2 and kind[0] is number
 
 
 def unlike(now: Hashable, then: Hashable) -> list[str]:
@@ -183,7 +198,7 @@ def _shape_of(key: Any) -> Any:
 def _told(kind: Any) -> str:
     if isinstance(kind, _Value):
         return repr(kind.value)[:60]
-    if kind == (float, _ANY):
+    if kind in ((float, _ANY), (int, _ANY)):
         return _ANY
     if len(kind) == 2:
         return repr(float.fromhex(kind[1]) if kind[0] is float else kind[1])[:60]

@@ -146,7 +146,9 @@ class Planned:
 
         names = self.executor.expected.program.outputs
         # Not the tensors, which the step would keep alive.
-        numbers = () if self.numbers is None else [x if type(x) is float else None for x in leaves]
+        numbers = (
+            () if self.numbers is None else [x if type(x) in (float, int) else None for x in leaves]
+        )
         made = dict(zip(names, self.executor(external, variant, model, numbers), strict=True))
         results = [
             (made[out.name] if out.name in made else external[out.name])

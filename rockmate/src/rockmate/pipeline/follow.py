@@ -33,8 +33,8 @@ _log = logging.getLogger("rockmate")
 class Call:
     """A call that no plan is for yet, and what is known of others.
 
-    With `any_number`, the plan is to be for all floats in the place of the call's, if these only
-    enter arithmetic; then the step is recorded twice.
+    With `any_number`, the plan is to be for all floats in the place of the call's, and all ints in
+    the place of these leaves, if they only enter arithmetic; then the step is recorded twice.
     """
 
     model: nn.Module
@@ -44,14 +44,14 @@ class Call:
     known: Sequence[Planned]
     blocks: KnownBlocks
     guards: bool
-    any_number: bool = False
+    any_number: frozenset[int] | None = None
 
     def record(self, kind: ExpectedKind | None = None) -> tuple[BasicGraph, RunnableGraph]:
         """Return the recording of the step, and its graph as it is run."""
         with self.phases.phase("capture"), no_collection():
             basic = self._recorded(kind)
-            if self.any_number:
-                basic = for_any_number(basic, self.model, self.sample)
+            if self.any_number is not None:
+                basic = for_any_number(basic, self.model, self.sample, self.any_number)
             return basic, runnable(D_to_S(B_to_D(basic), passes=PLANNED_PASSES))
 
     def _recorded(self, kind: ExpectedKind | None) -> BasicGraph:

@@ -78,15 +78,15 @@ def plan_module(
     *,
     guards: bool = True,
     shelf: Shelf | None = None,
-    any_number: bool = False,
+    any_number: frozenset[int] | None = None,
 ) -> Planned:
     """Plan `model` on `sample` within the budget.
 
     Where the recording is that of a `known` plan but for numbers in it, that plan's steps serve; so
     do those of a plan that lies on the `shelf`, with the costs that were measured then. Where it
     differs in sizes, known steps and what is known of `blocks` are tried first (`follow`).
-    With `any_number`, the plan is for all floats in the place of the sample's, if these only enter
-    arithmetic (`Planned.numbers` says so).
+    With `any_number`, the plan is for all floats in the place of the sample's, and all ints in the
+    place of these leaves, if they only enter arithmetic (`Planned.numbers` says so).
     The module, its buffers and gradients, and the random stream are left as they were.
 
     Raises:
@@ -105,7 +105,7 @@ def plan_module(
     blocks = KnownBlocks() if blocks is None else blocks
     phases = Phases(_phases(settings), show=settings.progress)
     if settings.compile:
-        known, shelf, any_number = (), None, False  # numbers and sizes are compiled in
+        known, shelf, any_number = (), None, None  # numbers and sizes are compiled in
     shelf = NoShelf() if shelf is None else shelf
     call = Call(model, given, settings, phases, known, blocks, guards, any_number)
     # Ranks that share plans ask each other at every call, or at none.
