@@ -1,4 +1,4 @@
-"""Python's search for reference cycles, put off while many objects are made that stay."""
+"""Python's search for reference cycles, put off while it would cost much or do harm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ def no_collection() -> Iterator[None]:
     """While active, Python looks for no cycles.
 
     A capture makes a hundred objects an operation and drops few, and none of its own in a cycle.
-    Each search walks over all that there are, so that they take a third of a long capture.
+    Each search walks over all that there are, so that they take a third of a long capture. While
+    memory is metered, what a search frees would look like memory that the step gave back. What is
+    made in the meantime stays young, so that `Device.give_back` finds the cycles among it.
     """
     was_enabled = gc.isenabled()
     gc.disable()

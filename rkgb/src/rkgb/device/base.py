@@ -86,5 +86,8 @@ class Device(ABC):
         return
 
     def give_back(self) -> None:
-        """Give what nobody uses any more back to the system."""
-        gc.collect()
+        """Give what nobody uses any more back to the system: of cycles, what is young.
+
+        A search of all objects takes 0.2 s in a program with a few libraries.
+        """
+        gc.collect(1)

@@ -8,7 +8,6 @@ bits that the planned module is held to.
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rkgb.capture import no_collection
 from rkgb.device import RngState
 from rkgb.elements import flatten
 from rkgb.engine import Sample, trace_memory
@@ -68,9 +68,8 @@ def run_step(
         del wanting
         results.take(result)
 
-    gc.collect()
     try:
-        with results:
+        with results, no_collection():
             trace = trace_memory(run, device)
         end = RngState.save(device)
     finally:

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from rkgb.capture import no_collection
 from rkgb.compiled import CompiledGraph, compile_pieces
 from rkgb.engine import B_to_D, D_to_S, Sample, device_of, record, runnable
 from rkgb.graphs import PLANNED_PASSES, BasicGraph
@@ -165,7 +166,7 @@ def _planned_anew(
         network = network if keeping is None else keeping.network  # measured again beside the other
     eager: StepResult | None = None
     if settings.self_test or fraction is not None:
-        with phases.phase("eager"):
+        with phases.phase("eager"), no_collection():
             effects = network.graph.dataflow.basic.effects
             keep: Keep = "nothing"
             if settings.self_test:  # what is compiled is compared by its values
@@ -195,7 +196,7 @@ def _planned_anew(
 
 
 def _tested(call: Call, eager: StepResult | None, planned: Planned) -> tuple[Planned, StepResult]:
-    with call.phases.phase("self_test"):
+    with call.phases.phase("self_test"), no_collection():
         ours, found = self_test(planned, call.model, call.sample, eager)
         device_of(call.sample.device).give_back()
     measured_bytes = ours.allocated_peak_bytes
@@ -217,7 +218,7 @@ def _planned_before(saved: SavedPlan, asked: Asked, phases: Phases) -> Planned:
             comparison=saved.comparison,
         )
     if settings.self_test and saved.measured_peak_bytes is None:
-        with phases.phase("self_test"):
+        with phases.phase("self_test"), no_collection():
             eager = eager_step(model, given, network.problem, "fingerprints", planned.effects)
             ours, found = self_test(planned, model, given, eager)
             device_of(given.device).give_back()

@@ -14,6 +14,7 @@ from functools import partial
 
 from torch import nn
 
+from rkgb.capture import no_collection
 from rkgb.engine import Sample, device_of
 from rkgb.graphs import SimplifiedGraph, SimplifiedNode, same_but_for_sizes
 from rkgb.run import RunnableGraph
@@ -75,7 +76,7 @@ def resized(
         )
 
     def attempt(planned: Planned) -> tuple[Planned, StepResult]:
-        with phases.phase("self_test"):
+        with phases.phase("self_test"), no_collection():
             ours, _ = self_test(planned, model, sample, None)
             device_of(sample.device).give_back()
         return replace(planned, measured_peak_bytes=ours.allocated_peak_bytes), ours

@@ -44,9 +44,12 @@ class MemoryMeter:
         self._usage: dict[str, Usage] = {}
         self._labels: list[str] = []
         self._profile: Any = None  # torch gives it no types
+        self._collects = False
 
     def __enter__(self) -> MemoryMeter:
-        gc.collect()  # garbage freed during a call would look like memory that it gave back
+        # Garbage freed during a call would look like memory that it gave back.
+        self._collects = gc.isenabled()
+        gc.disable()
         if not self._device.has_counters:
             # Otherwise the profiler's library writes a line to stderr at every start and stop.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -61,6 +64,8 @@ class MemoryMeter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._collects:
+            gc.enable()
         if self._profile is None:
             return
         self._profile.__exit__(kind, error, trace)
