@@ -36,13 +36,7 @@ def test_the_sample_is_one_of_the_table() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(model, id=model.name, marks=[pytest.mark.nightly] if place % 2 else [])
-        for place, model in enumerate(CHOSEN)
-    ],
-)
+@pytest.mark.parametrize("model", CHOSEN, ids=lambda model: model.name)
 @pytest.mark.parametrize(
     "fraction", [0.6, pytest.param(1.0, marks=pytest.mark.nightly)], ids=["less", "all"]
 )

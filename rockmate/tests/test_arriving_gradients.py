@@ -114,7 +114,7 @@ STEPS_OF: dict[str, tuple[Callable[[], nn.Module], list[Callable[[Any], list[Ten
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS_OF)
-@pytest.mark.parametrize("budget", [0.5, pytest.param(1.0, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("budget", [0.5, 1.0])
 def test_gradients_that_nobody_foresaw_come_within_the_budget(name: str, budget: float) -> None:
     make, kinds = STEPS_OF[name]
     torch.manual_seed(0)
@@ -262,7 +262,7 @@ class Loop(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell, nn.RNNCell])
-@pytest.mark.parametrize("budget", [0.75, pytest.param(1.0, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("budget", [1.0, 0.75])
 def test_cells_in_loops_give_eagers_bits(kind: type[nn.Module], budget: float) -> None:
     torch.manual_seed(0)
     model = Loop(kind(8, 16))

@@ -78,7 +78,7 @@ def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
     "changes",
     [
         {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1},
-        pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.nightly),
+        {"gradient_checkpointing": True},
         {"bf16": True, "load_best_model_at_end": True},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -113,7 +113,7 @@ def test_hugging_face_ends_as_without(tmp_path: Path, changes: dict[str, Any]) -
         assert torch.equal(mine, other)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_hugging_face_resumes(tmp_path: Path) -> None:
     whole = trainer_of(hugging_face_gpt2(), tmp_path / "whole", [])
     whole.train()
@@ -123,7 +123,7 @@ def test_hugging_face_resumes(tmp_path: Path) -> None:
     assert_same(resumed.model, whole.model)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_model_that_comes_later_is_planned_too(tmp_path: Path) -> None:
     quiet = {"eval_strategy": "no", "save_strategy": "no", "bf16": True, "max_steps": 2}
     plain = trainer_of(None, tmp_path, [], model_init=lambda: hugging_face_gpt2(), **quiet)

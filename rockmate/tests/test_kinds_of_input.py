@@ -41,7 +41,7 @@ def test_the_plan_used_least_recently_is_dropped() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", ["gpt", pytest.param("mixer", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["gpt", "mixer"])
 def test_other_precisions(name: str, dtype: torch.dtype) -> None:
     model, sample = network(name)
     model.to(dtype)

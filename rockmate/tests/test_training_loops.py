@@ -332,7 +332,7 @@ class _Bomb(TorchDispatchMode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
-@pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.nightly), 90])
+@pytest.mark.parametrize("count", [3, 40, 90])
 def test_an_exception_anywhere_leaves_a_module_that_works(
     error: type[BaseException], count: int
 ) -> None:

@@ -25,7 +25,6 @@ from rockmate.testing.nets import (
 )
 
 NETS = ["gpt", "resnet", "unet", "lstm", "tied", "transformer", "mixer", "uno"]
-LARGE = ["transformer", "mixer", "uno"]  # whose cells take CI longest
 FRACTIONS = [1.0, 0.85, 0.7, 0.6, 0.5]
 # Tensors of the small networks are then as large, beside blocks, as ones of some MiB.
 SHRUNK = AllocatorRules.shrunk(64)
@@ -53,11 +52,7 @@ def feasible(model: nn.Module, sample: Any, fraction: float, **options: Any) -> 
 @pytest.mark.parametrize(
     ("name", "fraction"),
     [
-        pytest.param(
-            name,
-            fraction,
-            marks=[pytest.mark.nightly] if (i + j) % 5 or name in LARGE else [],
-        )
+        pytest.param(name, fraction, marks=[pytest.mark.nightly] if (i + j) % 5 else [])
         for i, name in enumerate(NETS)
         for j, fraction in enumerate(FRACTIONS)
     ],
@@ -80,10 +75,7 @@ def test_requests_are_as_predicted_and_blocks_within_the_budget(name: str, fract
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.nightly] if n in LARGE else []) for n in NETS],
-)
+@pytest.mark.parametrize("name", NETS)
 def test_training_is_bit_equal_with_backwards_in_another_thread(name: str) -> None:
     model, sample = network(name)
     with fake_cuda(SHRUNK):

@@ -122,9 +122,7 @@ def _free_port():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "work", ["_plain", pytest.param("_static_views", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("work", ["_plain", "_static_views"])
 def test_two_processes_train_as_with_the_plain_module(work):
     port = _free_port()
     code = "import runpy, sys; path, work, rank, port = sys.argv[1:]; "

@@ -11,5 +11,5 @@ from rockmate.settings import Budget
 
 
 def wrap(model: nn.Module, sample: Any, budget: Budget = 0.8, **options: Any) -> Rockmate:
-    """Return `model` wrapped, planned with `cost="flops"`."""
-    return Rockmate(model, sample, budget, cost="flops", **options)
+    """Return `model` wrapped, planned with `cost="flops"`, and fast: few tests are of plans."""
+    return Rockmate(model, sample, budget, **{"cost": "flops", "effort": "fast", **options})
