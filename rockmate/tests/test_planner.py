@@ -12,6 +12,7 @@ from rockmate.planners.planning import Planning
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import checkpoint_segments, no_recomputation
 from rockmate.schedules.simulate import simulate
+from rockmate.solvers import solve_whole
 from rockmate.testing.oracle import exhaustive_search
 from rockmate.testing.problems import gpt_problem, random_problem, resnet_problem, unet_problem
 
@@ -153,6 +154,26 @@ def test_a_single_plan_that_does_not_fit_says_so() -> None:
     with pytest.raises(InfeasibleBudgetError, match="this planner has a single plan") as caught:
         plan(problem, whole - 1, planner="none")
     assert caught.value.minimum_bytes == whole
+
+
+@pytest.mark.slow
+def test_a_plan_outside_the_class_is_no_hint_for_the_whole_graph() -> None:
+    """From such a plan the solver starts nowhere, and took 20 s to say so."""
+    problem = resnet_problem((2, 3, 3))
+    assert 55 < len(problem.nodes) <= 90
+    least = minimum_peak(problem)[1]
+    notes = []
+    for share in (1.02, 1.5):
+        found = plan(problem, int(share * least), effort="fast")
+        found.check(problem)
+        notes += [t.note for t in found.tried if t.planner.startswith("whole graph")]
+        hint = found.steps
+        result = solve_whole(
+            problem, found.budget_bytes, hint=hint, deterministic_limit=0.1, unhinted_limit=0.0
+        )
+        assert result.status == ("unknown" if share < 1.5 else "feasible")
+    assert notes[0] == "unknown"
+    assert len(notes) == 2
 
 
 def test_efforts() -> None:

@@ -15,6 +15,8 @@ class Effort:
     whole_nodes: int  # graphs of up to so many nodes are solved whole
     hinted_nodes: int  # graphs of up to so many nodes, with the best plan of the others as a hint
     whole_limit: float  # deterministic seconds, about four to ten of the clock
+    hinted_limit: float  # the same, where a good plan is there already
+    unhinted_limit: float  # the same, from a plan that the solver cannot start from
     block_limit: float  # the same, for each block and budget
     windows: int  # that the search frees and solves again
     window_limit: float  # deterministic seconds for each of them
@@ -31,6 +33,8 @@ EFFORTS = {
         whole_nodes=55,
         hinted_nodes=90,
         whole_limit=0.15,
+        hinted_limit=0.1,
+        unhinted_limit=0.05,
         block_limit=0.05,
         windows=24,
         window_limit=0.02,
@@ -43,6 +47,8 @@ EFFORTS = {
         whole_nodes=80,
         hinted_nodes=120,
         whole_limit=0.8,
+        hinted_limit=0.3,
+        unhinted_limit=0.2,
         block_limit=0.2,
         windows=60,
         window_limit=0.05,
@@ -55,6 +61,8 @@ EFFORTS = {
         whole_nodes=120,
         hinted_nodes=160,
         whole_limit=2.0,
+        hinted_limit=2.0,
+        unhinted_limit=0.5,
         block_limit=0.5,
         windows=400,
         window_limit=0.1,
@@ -85,6 +93,8 @@ def effort_of(effort: str | float) -> Effort:
         whole_nodes=120,
         hinted_nodes=160,
         whole_limit=2.0,
+        hinted_limit=2.0,
+        unhinted_limit=0.5,
         block_limit=0.05 if effort < _SHORT_SECONDS else 0.2,
         windows=1_000_000,  # the clock ends the search
         window_limit=0.05,

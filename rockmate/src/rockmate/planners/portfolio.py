@@ -45,6 +45,7 @@ GRAINS = (("half blocks", 0), ("blocks", SMALL_BLOCK_NODES), ("double blocks", 2
 _FEW_WINDOWS = 100  # nodes up to which two windows at a time would mostly be the same one
 _LONG_CHAIN = 600  # nodes; segments of so many take a second, and lose to chains by points
 _LONG_PLAN = 3000  # steps; a window costs the more, the more of them are its background
+_FOUND_WITHOUT = 50  # nodes; of smaller graphs the solver finds plans without one to start from
 _HINT_WINDOWS = 16  # of each search that goes before solving the whole graph
 
 
@@ -159,7 +160,9 @@ def _auto(run: Planning) -> None:
         # What a short search finds is a good hint for the whole graph.
         _search(run, explore, min(effort.windows, _HINT_WINDOWS), 0.1, 0.2)
         run.report(0.2, "whole graph")
-        if _solve_whole(run, run.backend, run.best) or run.is_within(effort.small_enough):
+        unhinted = effort.unhinted_limit if len(problem.nodes) > _FOUND_WITHOUT else None
+        is_best = _solve_whole(run, run.best, effort.whole_limit, unhinted)
+        if is_best or run.is_within(effort.small_enough):
             return
     run.report(0.3, "blocks")
     if not run.is_over():
@@ -173,7 +176,7 @@ def _auto(run: Planning) -> None:
         # From a good plan the last step is often a small one, in many places at once.
         run.report(0.9, "whole graph")
         if not run.is_within(effort.close_enough):
-            _solve_whole(run, run.backend, run.best)
+            _solve_whole(run, run.best, effort.hinted_limit, 0.0)
 
 
 def _only(make: Callable[[Problem], Steps]) -> Planner:
@@ -244,18 +247,30 @@ def _asked_whole(run: Planning, backend: str) -> None:
     start = best_segments(run.problem, run.budget_bytes) or run.fallback
     hint = None if start is None else prune(run.problem, start, run.budget_bytes)
     run.forget()
-    _solve_whole(run, backend, hint)
+    _solve_whole(run, hint, run.effort.whole_limit, backend=backend)
 
 
-def _solve_whole(run: Planning, backend: str, hint: Steps | None) -> bool:
-    """Solve the whole graph at once; say whether the answer is proven the best of its class."""
-    begin = time.perf_counter()
+def _solve_whole(
+    run: Planning,
+    hint: Steps | None,
+    limit: float,
+    unhinted_limit: float | None = None,
+    *,
+    backend: str = "",
+) -> bool:
+    """Solve the whole graph at once; say whether the answer is proven the best of its class.
+
+    Without a plan to start from, the solver mostly finds none in any time: a ResNet-50 with nearly
+    too little memory took 20 s.
+    """
+    begin, backend = time.perf_counter(), backend or run.backend
     result = solve_whole(
         run.problem,
         run.budget_bytes,
         backend=backend,
         hint=hint,
-        deterministic_limit=run.effort.whole_limit,
+        deterministic_limit=limit,
+        unhinted_limit=unhinted_limit,
         wall_limit_s=run.seconds_left(),
         seed=run.seed,
     )

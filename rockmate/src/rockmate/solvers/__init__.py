@@ -42,10 +42,13 @@ def solve_whole(
     backend: str = "cp-sat",
     hint: Steps | None = None,
     deterministic_limit: float = 1.0,
+    unhinted_limit: float | None = None,
     wall_limit_s: float | None = None,
     seed: int = 0,
 ) -> SolverResult:
     """Return the best steps that a backend finds for a problem within the budget.
+
+    `unhinted_limit` is the limit of CP-SAT where the hint is none of its schedules.
 
     Raises:
         UnknownChoiceError: there is no such backend.
@@ -59,6 +62,7 @@ def solve_whole(
             budget_bytes,
             hint=hint,
             deterministic_limit=deterministic_limit,
+            unhinted_limit=unhinted_limit,
             wall_limit_s=wall_limit_s,
             seed=seed,
         )

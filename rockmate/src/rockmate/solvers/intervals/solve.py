@@ -26,6 +26,7 @@ background. That is how plans of networks too large for one model are improved.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from rockmate.problems.problem import Problem
 from rockmate.schedules.steps import Steps
@@ -36,6 +37,7 @@ from rockmate.solvers.result import SolverResult, Status, recomputed_ms
 
 __all__ = ["Window", "solve_intervals"]
 
+_HINT_LIMIT = 0.02  # deterministic seconds
 _COST_RANGE = 10_000_000  # integer costs add up to about this
 
 
@@ -48,6 +50,7 @@ def solve_intervals(
     hint: Steps | None = None,
     window: Window | None = None,
     deterministic_limit: float = 5.0,
+    unhinted_limit: float | None = None,
     wall_limit_s: float | None = None,
     workers: int = 1,
     relative_gap: float = 0.0,
@@ -57,8 +60,10 @@ def solve_intervals(
     """Return the best steps found whose peak is at most the budget.
 
     Deterministic with one worker and no wall-clock limit: `deterministic_limit` counts work, one
-    unit being about a second. `objective="peak"` minimises the peak below the budget instead of
-    the time. With more than one worker results can differ between runs.
+    unit being about a second, and `unhinted_limit` where the hint is no schedule of this class
+    (a node runs too often, or sizes rounded up are too large). `objective="peak"` minimises the
+    peak below the budget instead of the time. With more than one worker results can differ between
+    runs.
 
     `linearization` is CP-SAT's `linearization_level`. The planners leave it at 0, no linear
     relaxation, for blocks, whole graphs and windows alike: a full one (2) costs more than its
@@ -86,6 +91,10 @@ def solve_intervals(
     parameters.relative_gap_limit = relative_gap
     if wall_limit_s is not None:
         parameters.max_time_in_seconds = max(0.05, wall_limit_s)
+    if unhinted_limit is not None and not _takes_hint(program.cp, seed):
+        if not unhinted_limit:
+            return SolverResult("unknown", seconds=time.perf_counter() - begin)
+        parameters.max_deterministic_time = unhinted_limit
     code = solver.solve(program.cp)
     seconds = time.perf_counter() - begin
     if code == cp_model.INFEASIBLE:
@@ -100,6 +109,21 @@ def solve_intervals(
         value = recomputed_ms(problem, found)  # exact, where the program's costs are rounded
         bound = value if status == "optimal" else min(bound, value)
     return SolverResult(status, found, value, bound, seconds)
+
+
+def _takes_hint(program: Any, seed: int) -> bool:
+    """Whether the hint of a program is a solution, or part of one that is found at once."""
+    from ortools.sat.python import cp_model
+
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = seed
+    solver.parameters.catch_sigint_signal = False
+    solver.parameters.cp_model_presolve = False
+    solver.parameters.fix_variables_to_their_hinted_value = True
+    solver.parameters.stop_after_first_solution = True
+    solver.parameters.max_deterministic_time = _HINT_LIMIT
+    return solver.solve(program) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
 
 
 class _IntervalProgram:
