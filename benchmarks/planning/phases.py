@@ -156,7 +156,7 @@ def main() -> int:
         for key, value in list(row.items())[1:]:
             print(f"  {key.replace('_', ' '):34} {value:>8}", flush=True)
         meter.write_csv(options.out / "phases.csv", [{**r, **environment} for r in rows])
-    print(f"\nwritten: {options.out / 'planning.csv'}")
+    print(f"\nwritten: {options.out / 'phases.csv'}")
     return 0
 
 
