@@ -226,7 +226,7 @@ def _work(model: UserModel, pipe: Any, fractions: tuple[float, ...]) -> None:
     pipe.send(check(model, fractions))
 
 
-def _import_all() -> None:
+def import_all() -> None:
     """Import what every process needs, once. Nothing may run yet: threads do not survive a fork."""
     for name in ("torch._dynamo", "torch.export", "transformers.modeling_utils", "rockmate"):
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
@@ -295,7 +295,7 @@ def main() -> int:
     options = parser.parse_args()
     # With more threads index_put adds in any order, and plain PyTorch differs from itself.
     torch.set_num_threads(1)
-    _import_all()
+    import_all()
     rows, began = read(), time.monotonic()
     for model in MODELS if not options.table else ():
         key = (model.package, model.name)

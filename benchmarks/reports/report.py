@@ -43,6 +43,7 @@ def benchmark_results(results: Path) -> str:
         "Compiled pieces and `torch.compile`": tables.compiled_table(results),
         "Planning": tables.planning_table(results),
         "Phases of planning": tables.phases_table(results),
+        "Planning of many packages' models": tables.models_table(results),
         "What the executor costs": step_table(results),
         "FLOPs of an 8-layer GPT at fifteen budgets": tables.front_table(results),
         "Throughput": tables.throughput_table(results),

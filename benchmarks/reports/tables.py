@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from harness.meter import markdown_table
 from harness.points import Row
 
 MIB = 2**20
+_LARGE_NODES = 500  # up to which planning has an aim in seconds
 NAMES = {
     "checkpoint": "checkpoint",
     "selective": "selective checkpointing,",
@@ -172,6 +174,30 @@ def phases_table(results: Path) -> str:
     ]
     header = ["network, budget 50 %", "nodes", *(f"{name.replace('_', ' ')}, s" for name in names)]
     header += ["extra time", "gap", "step over plain at 100 %"]
+    return markdown_table(header, lines) + "\n" + measured_where(rows)
+
+
+def models_table(results: Path) -> str:
+    """Return how long the models of many packages take to plan and to be refused."""
+    rows = read_rows(results / "planning_models.csv")
+    if not rows:
+        return ""
+    aims = (("planning_s", "planned", 2.5, 10.0), ("refusal_s", "refused", 3.0, 3.0))
+    lines = []
+    for name, text, middle, most in aims:
+        own = [r for r in rows if r[name] and int(r["nodes"]) <= _LARGE_NODES]
+        seconds = [float(row[name]) for row in own]
+        slowest = max(own, key=lambda row: float(row[name]))
+        lines.append(
+            [
+                text,
+                str(len(own)),
+                f"{statistics.median(seconds):.1f} s (aim {middle})",
+                f"{max(seconds):.1f} s, {slowest['model']}, {slowest['nodes']} nodes (aim {most})",
+                str(sum(s > most for s in seconds)),
+            ]
+        )
+    header = [f"models of up to {_LARGE_NODES} nodes", "models", "median", "slowest", "slower"]
     return markdown_table(header, lines) + "\n" + measured_where(rows)
 
 
