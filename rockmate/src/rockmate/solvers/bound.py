@@ -37,6 +37,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rockmate.parallel import map_in_parallel
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.simulate import simulate
@@ -58,6 +59,11 @@ def lower_bound(problem: Problem, budget_bytes: int, *, cuts: int = 2) -> float 
     of those that are no better than no cut nothing more is to be had.
     0.0 where nothing better is known, infinity where the program proves that no schedule fits.
     """
+    with heard_interrupts():
+        return _lower_bound(problem, budget_bytes, cuts)
+
+
+def _lower_bound(problem: Problem, budget_bytes: int, cuts: int) -> float:
     best = uncut = _solve(problem, budget_bytes, ()) or 0.0
     cuts = cuts if len(problem.nodes) <= _LONG_NODES else min(cuts, 1)
     found: dict[int, float] = {}
@@ -71,9 +77,9 @@ def lower_bound(problem: Problem, budget_bytes: int, *, cuts: int = 2) -> float 
     for count in range(2, min(cuts, len(strong)) + 1):
         best = max(best, _solve(problem, budget_bytes, sorted(strong[:count])) or 0.0)
     if len(problem.nodes) <= _INTEGER_NODES:
-        for count in _INTEGER_CUTS:
-            heavy = sorted(_heavy_stages(problem, count))
-            best = max(best, _solve(problem, budget_bytes, heavy, integer=True) or 0.0)
+        chosen = [sorted(_heavy_stages(problem, count)) for count in _INTEGER_CUTS]
+        solve = functools.partial(_solve, problem, budget_bytes, integer=True)
+        best = max(best, *(found or 0.0 for found in map_in_parallel(solve, chosen)))
     return best
 
 
@@ -230,8 +236,7 @@ class _Program:
             for time, run in zip(times, phase, strict=True):
                 objective.SetCoefficient(run, time / scale)
         objective.SetMinimization()
-        with heard_interrupts():
-            status = self.solver.Solve()
+        status = self.solver.Solve()
         if status == self.infeasible:
             return math.inf
         if self.integer:
