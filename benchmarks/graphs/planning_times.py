@@ -1,7 +1,7 @@
 """How long the models of many packages take to plan, and to be refused.
 
-    $ python -m graphs.planning_times                   # a third of the table of users' models, 5 minutes
-    $ python -m graphs.planning_times --every 1         # all of them
+    $ python -m graphs.planning_times              # a third of the users' models, 4 minutes
+    $ python -m graphs.planning_times --every 1    # all of them
 
 Each is planned at 60 % of its plain peak with the default effort, or at the smallest budget where
 that is less, and then for a tenth of that, which is refused with what would be feasible. Seconds
