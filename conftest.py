@@ -7,6 +7,13 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # set in the processes of `pytest -n 2`
+    # They share the cores; each with all of them would be slower. Said before torch is there, it
+    # holds in every thread, those of autograd for a device among them: a matrix product by two
+    # threads may have other bits than by one.
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 from hypothesis import settings
 
@@ -36,9 +43,6 @@ def _declare_missing_operators() -> None:
 
 
 _declare_missing_operators()
-
-if "PYTEST_XDIST_WORKER" in os.environ:  # set in the processes of `pytest -n 2`
-    torch.set_num_threads(1)  # the processes share the cores; each with all of them would be slower
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
