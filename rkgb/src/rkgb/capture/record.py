@@ -34,7 +34,6 @@ from rkgb.recording.stops import NeedsContentError, ReadsDataError, WritesInputE
 from rkgb.safeguards.assignments import AssignsError
 from rkgb.safeguards.refusals import (
     refuse_backward_hooks,
-    refuse_compiled_modules,
     refuse_hidden_leaves,
     refuse_lazy_modules,
 )
@@ -97,7 +96,6 @@ def record(
         TraceError: anything else that stops the recording; the cause is chained.
     """
     refuse_lazy_modules(model)
-    refuse_compiled_modules(model)
     refuse_hidden_leaves(model)
     stream = RngState.save(sample.device)
     grad_mode = torch.is_grad_enabled()

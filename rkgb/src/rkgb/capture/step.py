@@ -38,10 +38,10 @@ from rkgb.recording.repeated import KERNEL
 from rkgb.recording.stops import NeedsContentError, NotRecordedError, WritesInputError
 from rkgb.recording.watch import (
     CallWatch,
+    as_written,
     no_idle_looks,
     no_reading,
     refused_calls,
-    transparent_checkpoints,
 )
 from rkgb.safeguards.arguments import Arguments
 from rkgb.safeguards.assignments import AssignsError, Hidden, assigned
@@ -271,7 +271,7 @@ class RecordedStep:
         return self.sample.with_leaves(tuple(leaves)) if self.written else self.sample
 
     def _call(self) -> Any:
-        watched, plain = self.places.watching(), transparent_checkpoints()
+        watched, plain = self.places.watching(), as_written()
         with (
             watched,
             plain,

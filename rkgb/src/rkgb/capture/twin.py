@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rkgb.capture.held import hold_copies
 from rkgb.errors import SideEffectError, TraceError
 from rkgb.torch_api.torch_private import mode_of
 
@@ -39,6 +40,7 @@ def twin_of(model: nn.Module) -> Twin:
         twin = copy.deepcopy(model, memo)
     except Exception as error:
         raise cannot_copy(model, memo, error) from error
+    hold_copies(twin, memo)
     kept_alive = memo.get(id(memo), [])  # by deepcopy itself: everything that has a copy
     return Twin(twin, {id(memo[id(old)]): old for old in kept_alive if id(old) in memo})
 

@@ -16,6 +16,7 @@ from rkgb.elements.tensor_info import storage_id
 from rkgb.elements.trees import Structure, flatten
 from rkgb.graphs.basic import Region, autocast_as
 from rkgb.opaque.inner_graph import InnerGraph
+from rkgb.torch_api.compiled_code import uncompiled
 from rkgb.torch_api.torch_private import back_to_autograd
 
 
@@ -111,7 +112,7 @@ def run_call(
         with _own_parameters(model, module, call.parameters) as parameters:
             inner.ends += [parameters[name] for name in call.parameters]
             args, kwargs = call.arguments(inputs)
-            with inner.saving():
+            with inner.saving(), uncompiled():
                 run = module if call.function is None else call.function.apply
                 result = run(*args, **kwargs)
     return result, inner, inputs, (args, kwargs)

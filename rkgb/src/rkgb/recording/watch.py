@@ -20,10 +20,10 @@ from torch.utils import checkpoint as torch_checkpoint
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.stops import NotRecordedError, ReadsDataError
+from rkgb.torch_api.compiled_code import BRANCHES, uncompiled
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.torch_private import pytree
 
-_BRANCHES = ("cond", "while_loop")  # functions that compile what they are given
 _SEEDING = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
 # What a recording would not do again, and what to do instead.
 _NOT_RECORDED = {
@@ -134,12 +134,19 @@ def refused_calls(recorder: Recorder) -> Patches:
         "outside of forward"
     )
     branches = ReadsDataError("control flow", "")
-    places: list[tuple[Any, str, Exception]] = [(torch, name, branches) for name in _BRANCHES]
+    places: list[tuple[Any, str, Exception]] = [(torch, name, branches) for name in BRANCHES]
     places += [(p, name, seeds) for p in (torch, torch.random, torch.cuda) for name in _SEEDING]
     # One function each: torch's compiler, if it is loaded now, compares them.
     return recorder.patched(
         [(p, n, refusing(getattr(p, n), error)) for p, n, error in places if hasattr(p, n)]
     )
+
+
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """While active, the user's code runs as it is written: nothing is compiled, nor run again."""
+    with uncompiled(), transparent_checkpoints():
+        yield
 
 
 @contextlib.contextmanager

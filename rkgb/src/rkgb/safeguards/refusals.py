@@ -109,18 +109,3 @@ def refuse_hidden_leaves(model: nn.Module) -> None:
                     module_path=path,
                     source="",
                 )
-
-
-def refuse_compiled_modules(model: nn.Module) -> None:
-    """Refuse modules that `torch.compile` has made: their kernels are not the recorded ones.
-
-    Raises:
-        TraceError: a module, the model included, is one.
-    """
-    for path, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-            raise TraceError(
-                f"cannot capture {type(model).__name__}: module '{path or '(root)'}' is a "
-                "dynamo-optimized module, made by torch.compile. Wrap the original module, and "
-                "leave compiling out."
-            )

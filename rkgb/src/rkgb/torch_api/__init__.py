@@ -1,11 +1,13 @@
 """What this package takes of torch beyond its documented surface.
 
 Gets nothing from the rest of the package; gives torch's private functions under names of ours, the
-flags by which kernels are chosen, functions of torch replaced for a while, and FLOP formulas that
-torch has none for. When torch changes, read torch_private.py, which alone imports private modules
-(so it is one file, though a long one); then kernel_choice.py.
+flags by which kernels are chosen, functions of torch replaced for a while, the code that compiled
+functions were made from, and FLOP formulas that torch has none for. When torch changes, read
+torch_private.py, which alone imports private modules (so it is one file, though a long one); then
+kernel_choice.py.
 """
 
+from rkgb.torch_api.compiled_code import compiled_modules, is_optimized
 from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
 from rkgb.torch_api.kernel_choice import KernelChoice, RecomputingAs, with_flags
 from rkgb.torch_api.torch_private import (
@@ -28,9 +30,11 @@ __all__ = [
     "EXTRA_FLOP_FORMULAS",
     "KernelChoice",
     "RecomputingAs",
+    "compiled_modules",
     "current_dispatch_modes",
     "group_store",
     "is_cast_anew",
+    "is_optimized",
     "is_transforming",
     "keeps_graph",
     "kernel_flags",

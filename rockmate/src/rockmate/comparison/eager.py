@@ -21,7 +21,7 @@ from rkgb.elements import flatten
 from rkgb.engine import Sample, trace_memory
 from rkgb.graphs import autocast_as
 from rkgb.opaque import PythonRandom
-from rkgb.recording import transparent_checkpoints
+from rkgb.recording import as_written
 from rkgb.torch_api import run_backward
 from rockmate.comparison.fingerprint import Fingerprints
 
@@ -60,7 +60,7 @@ def run_step(
     stream, python = RngState.save(device), PythonRandom()
 
     def run(_span: Any) -> None:
-        with transparent_checkpoints():  # else BatchNorm inside counts the step twice
+        with as_written():  # else BatchNorm inside counts the step twice
             result = flatten(call(*sample.args, **sample.kwargs))[0]
         wanting = [t for t in result if isinstance(t, Tensor) and t.requires_grad]
         # A parameter that is returned gets its gradient from the loss, not from the step.
