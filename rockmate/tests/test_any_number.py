@@ -25,10 +25,12 @@ class Net(nn.Module):
 
     def __init__(self, compute: Callable[[Tensor, Any], Tensor], layers: int = 1) -> None:
         super().__init__()
+        self.t: Any = 0.25
         self.first = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
         self.last, self.compute = nn.Linear(8, 4), compute
 
-    def forward(self, x: Tensor, t: Any = 0.25, more: Any = None) -> Tensor:
+    def forward(self, x: Tensor, t: Any = None, more: Any = None) -> Tensor:
+        t = self.t if t is None else t
         for layer in self.first:
             x = self.compute(layer(x).sin(), t if more is None else more["t"] * t)
         return self.last(x)
@@ -39,8 +41,13 @@ def pair(compute: Callable[[Tensor, Any], Tensor], **options: Any) -> tuple[Rock
     model = Net(compute, options.pop("layers", 1))
     twin = copy.deepcopy(model)
     call = options.pop("call", {"x": torch.randn(6, 8), "t": 0.25})
+    model.t = twin.t = call.pop("set_t", 0.25)
     budget = options.pop("budget", "1MiB")
     return Rockmate(model, call, budget, cost="flops", self_test=False, **options), twin
+
+
+def sample(where: str, t: float = 0.25) -> dict[str, Any]:
+    return {"x": torch.randn(6, 8), where: t}
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -50,7 +57,12 @@ def bits(tensor: Tensor) -> Tensor:
 def assert_alike(
     rk: nn.Module, twin: nn.Module, loss: Callable[[Tensor], Tensor] = Tensor.sum, **call: Any
 ) -> None:
-    """One step each, from one random state: the same bits everywhere, those of nan too."""
+    """One step each, from one random state: the same bits everywhere, those of nan too.
+
+    With `set_t` in place of `t`, the number is set as the attribute of both.
+    """
+    if "set_t" in call:
+        rk.t = twin.t = call.pop("set_t")
     state = torch.get_rng_state()
     ends, found = [], []
     for module in (rk, twin):
@@ -90,19 +102,20 @@ ENTERING: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("where", ["t", "set_t"], ids=["argument", "attribute"])
 @pytest.mark.parametrize("name", ENTERING)
-def test_a_number_in_arithmetic_is_planned_for_once(name: str) -> None:
-    rk, twin = pair(ENTERING[name])
+def test_a_number_in_arithmetic_is_planned_for_once(name: str, where: str) -> None:
+    rk, twin = pair(ENTERING[name], call=sample(where))
     x = torch.randn(6, 8)
     shares = (0.5, 0.75, 0.1)
     for t in (*shares, *SPECIAL):
         wrong = name in ("slope", "power") and t < 0  # in place of an error, no finite gradients
         if not (wrong or (name == "dropout" and not math.isfinite(t))):
-            assert_alike(rk, twin, x=x, t=t)
+            assert_alike(rk, twin, x=x, **{where: t})
     assert len(serving(rk)) == 1
     before = len(rk.plans)
     for t in (0.3, 0.45, 0.26):
-        assert_alike(rk, twin, x=x, t=t)
+        assert_alike(rk, twin, x=x, **{where: t})
     assert len(rk.plans) == before, "nothing is recorded for another number"
 
 
@@ -121,21 +134,22 @@ WHOLE: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("where", ["t", "set_t"], ids=["argument", "attribute"])
 @pytest.mark.parametrize("name", WHOLE)
-def test_an_int_in_arithmetic_is_planned_for_once(name: str) -> None:
-    rk, twin = pair(WHOLE[name], call={"x": torch.randn(6, 8), "t": 500})
+def test_an_int_in_arithmetic_is_planned_for_once(name: str, where: str) -> None:
+    rk, twin = pair(WHOLE[name], call=sample(where, 500))
     x = torch.randn(6, 8)
     for t in (400, 401, 2, 700, 1):
-        assert_alike(rk, twin, x=x, t=t)
+        assert_alike(rk, twin, x=x, **{where: t})
     assert len(serving(rk)) == 1
     before = len(rk.plans)
     for t in (17, 333, 400, 402, 651):
-        assert_alike(rk, twin, x=x, t=t)
+        assert_alike(rk, twin, x=x, **{where: t})
     assert len(rk.plans) == before, "nothing is recorded for another int"
     for t in (0.25, 0.5, 0.75):
-        assert_alike(rk, twin, x=x, t=t)
+        assert_alike(rk, twin, x=x, **{where: t})
     if name in ("times", "schedule"):
-        assert_alike(rk, twin, x=x, t=True)
+        assert_alike(rk, twin, x=x, **{where: True})
 
 
 WHOLE_DECIDING: dict[str, Callable[[Tensor, Any], Tensor]] = {
@@ -161,12 +175,13 @@ WHOLE_DECIDING: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("where", ["t", "set_t"], ids=["argument", "attribute"])
 @pytest.mark.parametrize("name", WHOLE_DECIDING)
-def test_an_int_that_decides_more_is_never_taken_for_another(name: str) -> None:
-    rk, twin = pair(WHOLE_DECIDING[name], call={"x": torch.randn(6, 8), "t": 5})
+def test_an_int_that_decides_more_is_never_taken_for_another(name: str, where: str) -> None:
+    rk, twin = pair(WHOLE_DECIDING[name], call=sample(where, 5))
     x = torch.randn(6, 8)
     for t in (4, 5, 3, 5, 4, 3, 5):
-        assert_alike(rk, twin, x=x, t=t)
+        assert_alike(rk, twin, x=x, **{where: t})
     assert name == "isinstance" or not serving(rk)
 
 
@@ -213,12 +228,13 @@ def _reciprocal(t: Any) -> Any:
         return 7.0
 
 
+@pytest.mark.parametrize("where", ["t", "set_t"], ids=["argument", "attribute"])
 @pytest.mark.parametrize("name", DECIDING)
-def test_a_number_that_decides_more_is_never_taken_for_another(name: str) -> None:
-    rk, twin = pair(DECIDING[name])
+def test_a_number_that_decides_more_is_never_taken_for_another(name: str, where: str) -> None:
+    rk, twin = pair(DECIDING[name], call=sample(where))
     x = torch.randn(6, 8)
     for t in (0.5, 0.75, 0.1, 0.4, 0.3, 0.55, 1.5, 0.5):
-        assert_alike(rk, twin, x=x, t=t)
+        assert_alike(rk, twin, x=x, **{where: t})
     assert name == "caught" or not serving(rk)
 
 

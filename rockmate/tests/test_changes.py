@@ -255,7 +255,7 @@ def test_a_number_on_a_schedule_needs_no_planning(caplog: pytest.LogCaptureFixtu
     rk = wrap(model, (x, 0.7))
     for step in range(5):
         for module in (rk, twin):
-            module.temperature = 1.0 + step / 3
+            module._scales[-1] = 1.0 + step / 3
         alike(rk, twin, x, 2.0 - step / 7)
     assert [row.how for row in rk.plans[1:]] == ["recorded"] * 5
     alike(rk, twin, x, 0.0)
@@ -267,7 +267,7 @@ def test_a_number_on_a_schedule_needs_no_planning(caplog: pytest.LogCaptureFixtu
     assert len(rk.plans) == count
     for step in range(8):
         for module in (rk, twin):
-            module.temperature = 5.0 + step
+            module._scales[-1] = 5.0 + step
         alike(rk, twin, x, 0.7)
     assert rk.plans[0].how == "planned", "numbers do not drive plans out"
     assert len(rk.plans) == 4

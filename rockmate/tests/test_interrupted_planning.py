@@ -74,22 +74,36 @@ def state(model: nn.Module) -> dict[str, Any]:
 
 
 def calls_of(work: Callable[[], object], stop_at: int | None = None) -> int:
-    """Run `work`, and return how many Python functions it calls; stop it at one of them."""
+    """Run `work`, and return how many Python functions it calls; stop it at one of them.
+
+    Python drops what a weak reference's callback raises, a Ctrl-C as well, and goes on: then the
+    next call is the one.
+    """
     count = 0
 
     def watch(_frame: FrameType, event: str, _argument: object) -> None:
         nonlocal count
         if event == "call":
             count += 1
-            if count == stop_at:
+            if stop_at is not None and count >= stop_at:
                 sys.setprofile(None)
                 raise KeyboardInterrupt
 
+    hook = sys.unraisablehook
+
+    def dropped(what: Any) -> None:
+        if what.exc_type is KeyboardInterrupt:
+            sys.setprofile(watch)
+        else:
+            hook(what)
+
+    sys.unraisablehook = dropped
     sys.setprofile(watch)
     try:
         work()
     finally:
         sys.setprofile(None)
+        sys.unraisablehook = hook
     return count
 
 
@@ -99,10 +113,11 @@ def test_interrupted_anywhere_the_module_is_as_it_was() -> None:
     model, sample = Net(), torch.randn(16, 8)
     twin = eager_copy(model)
     planned(eager_copy(model), sample)  # what is imported and registered once
-    total = calls_of(lambda: planned(eager_copy(model), sample))
+    copy = eager_copy(model)
+    total = calls_of(lambda: planned(copy, sample)) * 49 // 50  # a solver's callbacks vary
     before = state(model)
     for place in range(POINTS):
-        stop_at = 1 + place * (total - 2) // POINTS
+        stop_at = 1 + place * (total - 2) // (POINTS - 1)
         with pytest.raises(KeyboardInterrupt):
             calls_of(lambda: planned(model, sample), stop_at)
         after = state(model)
@@ -123,7 +138,7 @@ def test_interrupted_at_the_first_step_it_is_planned_at_the_next(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("rockmate.planned_forward.plan_module", interrupted)
+        patch.setattr("rockmate.plans_of_module.plan_module", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(sample)
     assert isinstance(model, Rockmate)
@@ -142,9 +157,9 @@ def test_the_solver_leaves_ctrl_c_to_python(monkeypatch: pytest.MonkeyPatch) -> 
         return solve(solver, *args)
 
     monkeypatch.setattr(cp_model.CpSolver, "solve", watched)
-    problem = gpt_problem(1)
+    problem = gpt_problem(2)
     everything = simulate(problem, no_recomputation(problem)).peak_bytes
-    plan(problem, int(0.9 * everything), effort="fast")
+    plan(problem, int(0.7 * everything), effort="fast")
     assert catches
     assert not any(catches)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import rkgb
 from rockmate import Rockmate
 from rockmate.testing.nets import (
     assert_same_gradients,
@@ -81,10 +83,82 @@ def test_compile_around_falls_back_to_running_it() -> None:
     assert_same_gradients(model, twin)
 
 
-def test_compiled_modules_inside_are_refused() -> None:
-    model = nn.Sequential(torch.compile(nn.Linear(8, 8), backend="eager"), nn.Tanh())
-    with pytest.raises(rkgb.TraceError, match="dynamo-optimized"):
-        wrap(model, torch.randn(4, 8), "1MiB")
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.act: Callable[[Tensor], Tensor] = torch.tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.act(self.inner(x))
+
+
+def _never(_graph: Any, _inputs: Any) -> Any:
+    raise AssertionError("something is compiled")
+
+
+def _compiled(model: nn.Sequential, how: str) -> None:
+    """Compile something of the model in a way that users do."""
+    layer = model[1]
+    if how == "submodule":
+        model[1] = torch.compile(layer, backend=_never)
+    elif how == "submodule in place":
+        layer.compile(backend=_never)
+    elif how == "model in place":
+        model.compile(backend=_never)
+    elif how == "forward":
+        layer.forward = torch.compile(layer.forward, backend=_never)
+    elif how == "forward of torch's":
+        layer.inner.forward = torch.compile(layer.inner.forward, backend=_never)
+    elif how == "function":
+        layer.act = torch.compile(lambda x: torch.tanh(x) * 2, backend=_never)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("submodule", "submodule in place", "model in place", "forward", "forward of torch's"),
+        *("function", "nothing"),
+    ],
+)
+def test_compiled_parts_run_as_they_are_written(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[_Layer() for _ in range(4)])
+    x = torch.randn(64, 8)
+    twin = eager_copy(model)
+    _compiled(twin, how)
+    _compiled(model, how)
+    with caplog.at_level(logging.INFO, "rockmate"):
+        wrapped = wrap(model, x, 0.7)
+    assert ("torch.compile" in caplog.text) == (how not in ("function", "nothing"))
+    assert not wrapped.plan.opaque
+    assert wrapped.plan.overhead > 0
+    with torch.compiler.set_stance("force_eager"):
+        expected = twin(x)
+        expected.square().sum().backward()
+    result = wrapped(x)
+    result.square().sum().backward()
+    assert torch.equal(result, expected)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_wrapper_is_compiled_apart_from_its_model() -> None:
+    model = _Layer()
+    x = torch.randn(4, 8)
+    expected = model(x)
+    model.compile(backend=_never)
+    wrapped = wrap(model, x, "1MiB")
+    assert torch.equal(wrapped(x), expected)
+    with pytest.raises(Exception, match="something is compiled"):
+        model(x)
+    compiled = model._compiled_call_impl
+    wrapped.compile(backend="eager")
+    assert torch.equal(wrapped(x), expected)
+    assert model._compiled_call_impl is compiled
+    assert wrapped._compiled_call_impl is not compiled
+    assert torch.equal(copy.deepcopy(wrapped)(x), expected)
+    assert len(wrapped.plans) == 1
 
 
 # ---------------------------------------------------------------------- two processes

@@ -1,4 +1,4 @@
-"""`forward` as an attribute of planned classes."""
+"""`forward`, and the call that `compile()` makes, as attributes of planned classes."""
 
 from __future__ import annotations
 
@@ -54,3 +54,17 @@ class ForwardOfPlanned:
         if module._rockmate.forward is None:
             raise AttributeError("forward")
         module._rockmate.forward = None
+
+
+class CompiledCallOfWrapper:
+    """What `wrapper.compile()` makes, apart from what `model.compile()` has made.
+
+    Both would lie in the attributes that they share, and a call of the one would run the other.
+    """
+
+    def __get__(self, module: Any, _: type | None = None) -> Any:
+        planned = getattr(module, "_rockmate", None)
+        return None if planned is None else planned.compiled_call
+
+    def __set__(self, module: Any, value: Any) -> None:
+        module._rockmate.compiled_call = value

@@ -13,13 +13,15 @@ import torch
 from torch import nn
 
 from rkgb.engine import bind_inputs
+from rkgb.torch_api import is_optimized
 from rockmate.errors import UnsupportedModuleError
 from rockmate.files.plan_file import PlanFile
-from rockmate.forward_of_planned import ForwardOfPlanned
+from rockmate.forward_of_planned import CompiledCallOfWrapper, ForwardOfPlanned
 from rockmate.keys.sharded import own_class
 from rockmate.networks import compiled_part
 from rockmate.plan_cache import PlanRows
 from rockmate.planned_forward import PlannedForward
+from rockmate.plans_of_module import INSTEAD
 from rockmate.reports.plan_report import PlanReport
 from rockmate.settings import Budget, SelfTest, Settings, check_choices
 
@@ -69,7 +71,7 @@ class Rockmate(nn.Module):
         compile: let inductor compile runs of neighbouring operations. Results then have the same
             bits under every budget, and are eager's up to rounding: `plan.compiled` says what is
             compiled, and how far off the self-test found a step. Norms and the like are computed
-            again in the backward of a piece, or kept for it where the budget leaves room. Needs a
+            again in the backward of a piece, or kept for it where that makes a step faster. Needs a
             C++ compiler (CPU) or Triton (GPU), and some seconds for each kind of piece.
         plan: path of a file that `save_plan` wrote: its plan serves, nothing is searched or
             measured, and what differs from when it was made is refused in words.
@@ -130,7 +132,7 @@ class Rockmate(nn.Module):
         }
         plain = plain_of(model)
         if plain is not model and not isinstance(model, Rockmate):
-            _log.info("torch.compile around %s is taken off: %s", type(plain).__name__, _INSTEAD)
+            _log.info("torch.compile around %s is taken off: %s", type(plain).__name__, INSTEAD)
         planned = PlannedForward(plain, settings_of(budget, options))
         planned.prepare(calls_of(sample, options))
         object.__setattr__(self, "_rockmate", planned)
@@ -254,7 +256,6 @@ class Rockmate(nn.Module):
 # ---------------------------------------------------------------------- classes and views
 
 
-_INSTEAD = "its operations are planned one by one; compile=True compiles what is planned"
 classes: dict[tuple[Any, Any, bool], Any] = {}
 
 
@@ -275,6 +276,7 @@ def _class_of(cls: Any, base: Any, *, wraps: bool) -> Any:
             space[name] = own
     if wraps:  # its attributes are the model's, so what is its own lies elsewhere
         space["__slots__"] = ("_rockmate",)
+        space["_compiled_call_impl"] = CompiledCallOfWrapper()
     kind = type(base)
     made = classes[cls, base, wraps] = kind(base.__name__, (cls, base), space)
     return made
@@ -301,7 +303,7 @@ def plain_of(model: Any) -> nn.Module:
     Raises:
         UnsupportedModuleError: it is no module written in Python.
     """
-    if type(model).__name__ == "OptimizedModule":  # by torch.compile
+    if is_optimized(model):
         model = model._orig_mod
     if isinstance(model, Rockmate):
         return model._rockmate.model

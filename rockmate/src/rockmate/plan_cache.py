@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
+from rockmate.keys.attributes import Place
 from rockmate.keys.input_signature import for_any_number, other_ints, told, unlike
 from rockmate.keys.module_state import ModuleState
 
@@ -162,6 +163,19 @@ class PlanCache:
                 if whole is not None and key.for_any_number(whole) is not None:
                     return whole
         return None
+
+    def attributes_unlike(self, key: Key) -> tuple[tuple[Place, ...], frozenset[int]]:
+        """Return which attributes and ints are others in a key than in one that differs in numbers.
+
+        No attributes where there is no plan for such a key.
+        """
+        for other in reversed(self.families):
+            if other.autocast == key.autocast and other.flags == key.flags:
+                names = key.state.numbers_unlike(other.state)
+                whole = other_ints(key.inputs, other.inputs)
+                if names and whole is not None:
+                    return names, whole
+        return (), frozenset()
 
     def look_for(self, whole: frozenset[int]) -> None:
         """Look from now on for plans that are for any ints in these places."""

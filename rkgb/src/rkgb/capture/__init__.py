@@ -1,9 +1,9 @@
 """From a module and a sample to one recorded step, or to a refusal that says where and why.
 
 Gets a module and a `Sample`; gives a `BasicGraph`. Read record.py (which submodules run whole),
-then step.py (one step from start to end) with twin.py (the copy that runs), saved_by_autograd.py,
-backward.py, pieces.py, functions.py and hooks.py; sizes.py records without memory, and numbered.py
-once more, so that numbers of the call need not be recorded anew.
+then step.py (one step from start to end) with twin.py and held.py (the copy that runs),
+saved_by_autograd.py, backward.py, pieces.py, functions.py and hooks.py; sizes.py records without
+memory, and numbered.py once more, so that numbers of the call need not be recorded anew.
 """
 
 from rkgb.capture.collector import no_collection

@@ -48,17 +48,25 @@ class FollowedNumbers:
 
     @classmethod
     def of(
-        cls, model: nn.Module, sample: Sample, kind: BackwardKind, whole: frozenset[int]
+        cls,
+        model: nn.Module,
+        sample: Sample,
+        kind: BackwardKind,
+        whole: frozenset[int],
+        own: nn.Module,
     ) -> FollowedNumbers | None:
         """Record a step with numbers near those of a call; None where one of them decides more."""
         other = sample.with_leaves(_others(sample.leaves, whole))
-        trace = NumberTrace(whole)
+        trace = NumberTrace(whole, (model, own))
         try:
             with types_watched(trace):
                 basic = record(model, other, kind, numbers=trace)
         except Exception as error:  # what a model does with what is no number is not its fault
             _log.debug("numbers are not followed: %s", error)
             return None
+        finally:
+            for module in trace.owners:
+                sample.set_attributes(module)
         decides = trace.escaped or ("values that Python looks at" if basic.reads else "")
         if decides:
             _log.debug("numbers decide more than arithmetic: %s", decides)
@@ -105,27 +113,32 @@ class FollowedNumbers:
 
 
 def for_any_number(
-    basic: BasicGraph, model: nn.Module, sample: Sample, whole: frozenset[int] = frozenset()
+    basic: BasicGraph,
+    model: nn.Module,
+    sample: Sample,
+    whole: frozenset[int] = frozenset(),
+    own: nn.Module | None = None,
 ) -> BasicGraph:
     """Return a recording, made on `sample`, for all numbers that may stand in the place of its own.
 
     These are its floats, and of its ints the leaves `whole`. It remains one for these alone where
-    they decide more than scalars.
+    they decide more than scalars. Where `model` has its root only in common with what others know,
+    `own` is that root.
     """
-    followed = FollowedNumbers.of(model, sample, basic.kind, whole)
+    followed = FollowedNumbers.of(model, sample, basic.kind, whole, own or model)
     made = None if followed is None else followed.numbered(basic, sample.leaves)
     return basic if made is None else made
 
 
 def for_same_numbers(
-    basic: BasicGraph, numbers: Numbers, model: nn.Module, sample: Sample
+    basic: BasicGraph, numbers: Numbers, model: nn.Module, sample: Sample, own: nn.Module
 ) -> BasicGraph:
     """Return a recording of another backward, made on `sample`, for all that `numbers` are for.
 
     It remains one for the numbers of the sample where that cannot be said.
     """
     whole = frozenset(made.parts[0] for made in numbers.tape if made.how == "whole leaf")
-    made = for_any_number(basic, model, sample, whole)
+    made = for_any_number(basic, model, sample, whole, own)
     alike = made.numbers is not None and made.numbers.compared == numbers.compared
     return made if alike else basic
 

@@ -76,6 +76,8 @@ class RecordedStep:
         self.sample = sample.detached()
         if numbers is not None:
             self.sample = self.sample.with_leaves(numbers.begin(self.sample.leaves))
+        for module in (self.twin, *([] if numbers is None else numbers.owners)):
+            self.sample.set_attributes(module)
         self.places = Places(self.twin)
         self.recorder = make_recorder(type(model).__name__, self.device, self.places, guards=guards)
         self.recorder.numbers = numbers
@@ -281,7 +283,7 @@ class RecordedStep:
         ):
             sample = self._sample()
             self.arguments = Arguments(sample)
-            return self.twin(*sample.args, **sample.kwargs)
+            return self.twin(*sample.args, **sample.keywords)
 
     def _taken_apart(self, result: Any) -> tuple[list[Any], Structure]:
         try:

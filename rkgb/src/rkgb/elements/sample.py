@@ -14,10 +14,35 @@ from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 from rkgb.errors import TraceError
 from rkgb.torch_api.torch_private import is_cast_anew
 
+_ATTRIBUTE = "~"  # begins keywords that no forward can have
+
+
+def attribute_keyword(path: str, name: str) -> str:
+    """Return the keyword under which a sample holds a number among the attributes of a submodule.
+
+    The submodule gets it as that attribute, and the forward does not see the keyword.
+    """
+    return f"{_ATTRIBUTE}{path}{_ATTRIBUTE}{name}"
+
+
+def attribute_of(keyword: str) -> tuple[str, str] | None:
+    """Return path and name of the attribute that a keyword stands for; None: it is a plain one.
+
+    Examples:
+        >>> attribute_of(attribute_keyword("layer.0", "scale"))
+        ('layer.0', 'scale')
+    """
+    if not keyword.startswith(_ATTRIBUTE):
+        return None
+    path, _, name = keyword[1:].rpartition(_ATTRIBUTE)
+    return path, name
+
 
 @dataclass(frozen=True)
 class Sample:
     """What a module is called with, and the device that both are on.
+
+    Among the keywords may be numbers that the module has as attributes (`attribute_keyword`).
 
     Examples:
         >>> sample = Sample.of(nn.Linear(2, 3), torch.ones(4, 2))
@@ -95,6 +120,22 @@ class Sample:
             return made[key]
 
         return self.with_leaves(tuple(map(leaf, self.leaves)))
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments that the forward gets."""
+        return {name: v for name, v in self.kwargs.items() if attribute_of(name) is None}
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The keyword arguments that stand for attributes."""
+        return {name: v for name, v in self.kwargs.items() if attribute_of(name) is not None}
+
+    def set_attributes(self, model: nn.Module) -> None:
+        """Set on a module the attributes whose numbers are in the sample."""
+        for keyword, value in self.attributes.items():
+            path, name = attribute_of(keyword) or ("", "")
+            vars(model.get_submodule(path))[name] = value
 
     @property
     def tensors(self) -> list[Tensor]:

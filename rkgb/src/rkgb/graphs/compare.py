@@ -18,7 +18,7 @@ from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
 
 _STRUCTURE = (
-    *("hand_overs", "parameters", "buffers", "inputs", "output_names", "roots"),
+    *("hand_overs", "parameters", "buffers", "output_names", "roots"),
     *("tangent_names", "device", "model_name", "opaque", "effects"),
 )
 _Values = Callable[[Any, Any, bool], bool]  # two arguments; is it a scalar of arithmetic?
@@ -39,6 +39,8 @@ def same_but_for_sizes(a: BasicGraph, b: BasicGraph) -> bool:
 
 def _same_program(a: BasicGraph, b: BasicGraph, same: _Values) -> bool:
     if any(_of_steps(getattr(a, name)) != _of_steps(getattr(b, name)) for name in _STRUCTURE):
+        return False
+    if _without_numbers_at_the_end(a.inputs) != _without_numbers_at_the_end(b.inputs):
         return False
     return (
         list(a.constants) == list(b.constants)
@@ -63,6 +65,12 @@ def _of_steps(value: Any) -> Any:
     if isinstance(value, tuple) and value and hasattr(value[0], "leaf"):
         return tuple((h.leaf, h.value) for h in value)
     return value
+
+
+def _without_numbers_at_the_end(inputs: Sequence[str | None]) -> tuple[str | None, ...]:
+    """Return the inputs up to the last tensor: attributes may be given as numbers after it."""
+    count = max((place for place, name in enumerate(inputs, 1) if name is not None), default=0)
+    return tuple(inputs[:count])
 
 
 def _same_operations(first: Sequence[Op], second: Sequence[Op], same: _Values) -> bool:

@@ -53,6 +53,7 @@ _TAKING: dict[str, dict[int | str, Limits]] = {
     "leaky_relu": {1: _SLOPE, "negative_slope": _SLOPE},
     "dropout": {1: _SHARE, "p": _SHARE},
     "layer_norm group_norm": _EPS,
+    "scaled_dot_product_attention": {4: _SHARE, "dropout_p": _SHARE},
 }
 _OWN = ("trace", "place", "__dict__", "__class__", "__copy__", "__deepcopy__")
 _OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))
@@ -67,6 +68,9 @@ class NumberTrace:
     """What was seen of the numbers of a call in one recording."""
 
     whole: frozenset[int] = frozenset()  # the leaves that are ints and are followed
+    # The module itself: attributes among the leaves are followed there, too. A function that was
+    # made with the module in it reads them in no copy.
+    owners: Sequence[Any] = ()
     tape: list[Made] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     compared: dict[Compared, None] = field(default_factory=dict)

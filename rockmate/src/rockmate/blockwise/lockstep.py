@@ -18,7 +18,8 @@ from rockmate.errors import UnsupportedModuleError
 from rockmate.keys.module_state import Snapshot
 from rockmate.networks import Planned
 from rockmate.plan_cache import Family, Key
-from rockmate.planned_forward import Call, PlannedForward
+from rockmate.planned_forward import PlannedForward
+from rockmate.plans_of_module import Call
 
 
 class _NotPlannedError(Exception):

@@ -61,7 +61,7 @@ def run_step(
 
     def run(_span: Any) -> None:
         with as_written():  # else BatchNorm inside counts the step twice
-            result = flatten(call(*sample.args, **sample.kwargs))[0]
+            result = flatten(call(*sample.args, **sample.keywords))[0]
         wanting = [t for t in result if isinstance(t, Tensor) and t.requires_grad]
         # A parameter that is returned gets its gradient from the loss, not from the step.
         seed_backward([t for t in wanting if not t.is_leaf] or wanting)

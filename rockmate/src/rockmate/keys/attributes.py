@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 _PLAIN = (type(None), bool, int, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _OBJECTS = (type, FunctionType, ModuleType, torch.layout, torch.memory_format)
+Place = tuple[str, str]  # of an attribute: path of its module, and name
 _DEPTH = 4  # of containers and objects in each other
 _LONG = 512  # of longer containers only the length and the identity count: vocabularies, data
 

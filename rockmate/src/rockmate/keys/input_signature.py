@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.elements import Structure, flatten
+from rkgb.elements import Structure, attribute_of, flatten
 from rkgb.engine import Sample
 from rkgb.graphs import ambient_autocast
 from rkgb.torch_api import is_cast_anew, kernel_flags
@@ -137,8 +137,20 @@ def unlike(now: Hashable, then: Hashable) -> list[str]:
         return ["arguments put together otherwise"]
     pairs = zip(ours, theirs, strict=True)
     return [
-        f"input {i} was {_told(b)} and is {_told(a)}" for i, (a, b) in enumerate(pairs) if a != b
+        f"{_named(now, i)} was {_told(b)} and is {_told(a)}"
+        for i, (a, b) in enumerate(pairs)
+        if a != b
     ]
+
+
+def _named(key: Any, place: int) -> str:
+    """Return what a leaf is called; numbers of attributes are the last keywords."""
+    if not isinstance(key, _Tree):
+        count, keywords, _ = key
+        attribute = attribute_of(keywords[place - count]) if place >= count else None
+        if attribute is not None:
+            return f"attribute '{attribute[1]}' of module '{attribute[0] or '(root)'}'"
+    return f"input {place}"
 
 
 def told(key: Hashable) -> str:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.capture import may_run_again
+from rkgb.elements import attribute_keyword
 from rkgb.graphs import BasicGraph
 from rkgb.opaque import is_inside
 from rkgb.torch_api import same_kinds
-from rockmate.keys.attributes import Same, Watched
+from rockmate.keys.attributes import Place, Same, Watched
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MORE_OF_HOOKS = (
@@ -31,7 +32,7 @@ _MORE_OF_HOOKS = (
 )
 _TABLES = ("_modules", "_parameters", "_buffers")
 # What nn.Module keeps for itself, and no forward reads.
-_OWN = (frozenset(vars(nn.Module())) - {"training", "_compiled_call_impl"}) | {"_rockmate"}
+_OWN = (frozenset(vars(nn.Module())) - {"training"}) | {"_compiled_call_impl", "_rockmate"}
 # What libraries write on modules for themselves, torch's sharding and compiling among them.
 _OTHERS = ("__", "_fsdp", "_is_fsdp", "_is_torch_compile")
 _MOST_SNAPSHOTS = 8  # of one module in its states: a GAN's discriminator has two
@@ -57,6 +58,23 @@ class ModuleState:
                 found.append(_told(*where, now, then))
         return found
 
+    def numbers_unlike(self, other: ModuleState) -> tuple[Place, ...]:
+        """Return the attributes, by path and name, that are other numbers here than in `other`.
+
+        None of them where more is otherwise.
+        """
+        if self.facts.keys() != other.facts.keys():
+            return ()
+        found = []
+        for where, now in self.facts.items():
+            then = other.facts[where]
+            if now != then:
+                path, what, name = where
+                if what != "attribute" or not (_is_number(now) and _is_number(then)):
+                    return ()
+                found.append((path, name))
+        return tuple(found)
+
 
 class ModuleWatch:
     """A module as it is now: `now()` is taken at every call."""
@@ -65,19 +83,36 @@ class ModuleWatch:
         self.model = model
         self._recent: list[Snapshot] = []
         self._states: dict[tuple[Any, ...], ModuleState] = {}
-        self._ignored: frozenset[str | tuple[str, str]] = frozenset()
+        self._ignored: frozenset[str | Place] = frozenset()
+        self.open: tuple[Place, ...] = ()  # attributes that calls hand over as numbers
 
-    def ignore(self, paths: Sequence[str], names: Sequence[tuple[str, str]] = ()) -> bool:
+    def ignore(self, paths: Sequence[str], names: Sequence[Place] = ()) -> bool:
         """Leave attributes of these submodules, and of those in them, out of states from now on.
 
         They run whole, so nothing of them is frozen. `names` are single attributes, by the path of
         their module, that every step sets anew. Returns whether that is new.
         """
-        new: frozenset[str | tuple[str, str]] = self._ignored | {*paths, *names}
+        new: frozenset[str | Place] = self._ignored | {*paths, *names}
         if new == self._ignored:
             return False
         self._ignored, self._recent = new, []
         return True
+
+    def hand_over(self, names: tuple[Place, ...]) -> None:
+        """Leave these attributes out of states from now on: calls hand over their numbers."""
+        self.open, self._recent = names, []
+
+    def numbers(self, autocast: Hashable) -> dict[str, Any]:
+        """Return the numbers of open attributes by keyword; one that is none is open no more."""
+        while self.open:
+            snapshot = self.now(autocast)
+            found = [snapshot.attribute(*place) for place in self.open]
+            if all(type(value) in (float, int) for value in found):
+                keywords = (attribute_keyword(*place) for place in self.open)
+                return dict(zip(keywords, found, strict=True))
+            pairs = zip(self.open, found, strict=True)
+            self.hand_over(tuple(p for p, value in pairs if type(value) in (float, int)))
+        return {}
 
     def now(self, autocast: Hashable) -> Snapshot:
         """Return the snapshot that still holds, or a new one; the ones used last come first."""
@@ -88,7 +123,7 @@ class ModuleWatch:
             if snapshot.holds(autocast):
                 self._recent = [snapshot, *recent[:place], *recent[place + 1 :]]
                 return snapshot
-        taken = Snapshot(self.model, self._states, self._ignored)
+        taken = Snapshot(self.model, self._states, self._ignored | {*self.open})
         others = [s for s in recent if s.state is not taken.state and s.is_of_the_same(taken)]
         self._recent = [taken, *others][:_MOST_SNAPSHOTS]
         return taken
@@ -109,7 +144,7 @@ class Snapshot:
         self,
         model: nn.Module,
         states: dict[tuple[Any, ...], ModuleState],
-        ignored: frozenset[str | tuple[str, str]] = frozenset(),
+        ignored: frozenset[str | Place] = frozenset(),
     ) -> None:
         self.values: dict[Any, ExternalValues] = {}  # for each executor, where its values are
         self._watched = Watched()
@@ -121,7 +156,7 @@ class Snapshot:
         self._names: list[Any] = []
         self._found: list[Any] = []
         facts: dict[tuple[str, str, str], Hashable] = {}
-        modules = dict(model.named_modules())
+        modules = self._by_path = dict(model.named_modules())
         self._paths = {id(module): path for path, module in modules.items()}
         self._tensor_paths: dict[int, str] = {}
         for path, module in modules.items():
@@ -145,6 +180,11 @@ class Snapshot:
             trains = any(module.training for module in self._modules)
             states[key] = ModuleState(facts, trains, any(t.requires_grad for t in self._tensors))
         self.state = states[key]
+
+    def attribute(self, path: str, name: str) -> Any:
+        """Return what a module has as an attribute of its own; None where it has none."""
+        module = self._by_path.get(path)
+        return None if module is None else vars(module).get(name)
 
     def holds(self, autocast: Hashable) -> bool:
         """Whether everything is as it was; no exception and no new object in the usual case."""
@@ -185,7 +225,7 @@ class Snapshot:
     ) -> None:
         table = vars(module)
         self._tables.append(table)
-        for name, value in table.items():
+        for name, value in sorted(table.items()):  # their order means nothing
             if name in _OWN or name in ignored or name.startswith(_OTHERS):
                 continue
             facts[path, "attribute", name] = self._watched.worth(value)
@@ -289,6 +329,10 @@ def _told(path: str, what: str, name: str, now: Hashable, then: Hashable) -> str
     if what == "hook":
         return f"hooks of {module}"
     return f"{module}{f': {name}' if name else ''} replaced, added or removed"
+
+
+def _is_number(worth: Hashable) -> bool:
+    return isinstance(worth, tuple) and len(worth) == 2 and worth[0] in (float, int)
 
 
 def _value(worth: Hashable) -> str:

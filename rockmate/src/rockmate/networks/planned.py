@@ -297,7 +297,7 @@ def _variant(
                 )
             basic = record(bare, sample, kind, opaque=known.opaque, known=known)
         if known.numbers is not None:
-            basic = for_same_numbers(basic, known.numbers, bare, sample)
+            basic = for_same_numbers(basic, known.numbers, bare, sample, model)
     network, measured = planned.network, planned.network.measured
     if planned.other_gradients is not None:
         graph = network.recorded.with_backward(basic)

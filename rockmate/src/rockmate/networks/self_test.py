@@ -45,7 +45,7 @@ def eager_step(
     needed = 0 if problem is None else simulate(problem, no_recomputation(problem)).peak_bytes
     # A step that fails on a GPU dumps memory, evicts neighbours, and is not always recognised.
     if not anyone(free is not None and needed > _USABLE_SHARE * free):
-        twin = without_looks(twin_of(model).module, effects)
+        twin = without_looks(_twin(model, sample), effects)
         try:
             return run_step(twin, twin, _own_copies(sample, effects), keep=keep)
         except (RuntimeError, MemoryError) as error:
@@ -73,6 +73,12 @@ def _own_copies(sample: Sample, effects: Sequence[Effect]) -> Sample:
     copies = {id(sample.leaves[place]): own_copy(sample.leaves[place]) for place in written}
     leaves = (copies.get(id(leaf), leaf) for leaf in sample.leaves)
     return sample.with_leaves(tuple(leaves)) if written else sample
+
+
+def _twin(model: nn.Module, sample: Sample) -> nn.Module:
+    twin = twin_of(model).module
+    sample.set_attributes(twin)
+    return twin
 
 
 def without_looks(twin: nn.Module, effects: Sequence[Effect]) -> nn.Module:
@@ -117,7 +123,7 @@ def self_test(
         return _planned_step(planned, model, sample, keep)
 
     def run_eager() -> StepResult:
-        twin = without_looks(twin_of(model).module, planned.effects)
+        twin = without_looks(_twin(model, sample), planned.effects)
         return run_step(twin, twin, _own_copies(sample, planned.effects))
 
     if why_bits_may_differ():  # the search for algorithms takes memory, at a first run only
@@ -136,10 +142,10 @@ def self_test(
 
 
 def _planned_step(planned: Planned, model: nn.Module, sample: Sample, keep: Keep) -> StepResult:
-    twin = twin_of(model).module
+    twin = _twin(model, sample)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        leaves = tuple(flatten((args, kwargs))[0])
+        leaves = tuple(flatten((args, {**kwargs, **sample.attributes}))[0])
         basic = planned.network.graph.dataflow.basic
         return planned.run(twin, external_values(basic, twin, leaves), leaves, looks=False)
 
@@ -165,7 +171,7 @@ def _test_of_compiled(
         )
 
     def run_nudged() -> StepResult:
-        twin = nudge(without_looks(twin_of(model).module, planned.effects))
+        twin = nudge(without_looks(_twin(model, sample), planned.effects))
         return run_step(twin, twin, _own_copies(sample, planned.effects))
 
     found = compare_rounded(

@@ -45,13 +45,14 @@ class Call:
     blocks: KnownBlocks
     guards: bool
     any_number: frozenset[int] | None = None
+    own: nn.Module | None = None  # the user's, where `model` is one without its hooks
 
     def record(self, kind: ExpectedKind | None = None) -> tuple[BasicGraph, RunnableGraph]:
         """Return the recording of the step, and its graph as it is run."""
         with self.phases.phase("capture"), no_collection():
             basic = self._recorded(kind)
             if self.any_number is not None:
-                basic = for_any_number(basic, self.model, self.sample, self.any_number)
+                basic = for_any_number(*(basic, self.model, self.sample, self.any_number, self.own))
             return basic, runnable(D_to_S(B_to_D(basic), passes=PLANNED_PASSES))
 
     def _recorded(self, kind: ExpectedKind | None) -> BasicGraph:

@@ -80,6 +80,7 @@ def plan_module(
     guards: bool = True,
     shelf: Shelf | None = None,
     any_number: frozenset[int] | None = None,
+    own: nn.Module | None = None,
 ) -> Planned:
     """Plan `model` on `sample` within the budget.
 
@@ -108,7 +109,7 @@ def plan_module(
     if settings.compile:
         known, shelf, any_number = (), None, None  # numbers and sizes are compiled in
     shelf = NoShelf() if shelf is None else shelf
-    call = Call(model, given, settings, phases, known, blocks, guards, any_number)
+    call = Call(model, given, settings, phases, known, blocks, guards, any_number, own)
     # Ranks that share plans ask each other at every call, or at none.
     followed = None if shelf.is_asked_first else call.with_expected_gradients()
     if followed is not None:
