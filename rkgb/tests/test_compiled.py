@@ -15,10 +15,10 @@ from torch.nn import functional
 import rkgb.compiled.rewrite as rewriting
 from rkgb.capture import make_B
 from rkgb.compiled import keeping
-from rkgb.compiled.classes import NotCompiledError, check_form, compile_joint
-from rkgb.compiled.grouping import merging, refusal, runs_of
-from rkgb.compiled.joint import Joint, joint_of
-from rkgb.compiled.keeping import compile_keeping
+from rkgb.compiled.code.classes import NotCompiledError, check_form, compile_joint
+from rkgb.compiled.code.keeping import compile_keeping
+from rkgb.compiled.pieces.grouping import merging, refusal, runs_of
+from rkgb.compiled.pieces.joint import Joint, joint_of
 from rkgb.costs.op_costs import count_flops
 from rkgb.elements.compiled_call import CompiledCall
 from rkgb.engine import B_to_D, D_to_S

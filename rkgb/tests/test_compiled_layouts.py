@@ -9,10 +9,10 @@ from torch.nn import functional
 
 import rkgb.compiled.rewrite as rewriting
 from rkgb.capture import make_B
-from rkgb.compiled.classes import NotCompiledError, compile_joint
-from rkgb.compiled.grouping import merging, refusal, runs_of
-from rkgb.compiled.joint import joint_of
-from rkgb.compiled.layouts import channels_last, laid_out
+from rkgb.compiled.code.classes import NotCompiledError, compile_joint
+from rkgb.compiled.pieces.grouping import merging, refusal, runs_of
+from rkgb.compiled.pieces.joint import joint_of
+from rkgb.compiled.pieces.layouts import channels_last, laid_out
 from rkgb.engine import B_to_D, D_to_S
 from rkgb.graphs import PLANNED_PASSES, SimplifiedGraph
 from rkgb.graphs.dataflow import DataFlowGraph

@@ -25,7 +25,7 @@ from torch.nn import functional
 import rkgb.compiled.rewrite as rewriting
 import rockmate.networks.keeping as choosing
 from rkgb.capture import twin_of
-from rkgb.compiled.classes import NotCompiledError
+from rkgb.compiled.code.classes import NotCompiledError
 from rkgb.costs import Measured
 from rkgb.engine import Sample, measure
 from rockmate import Rockmate

@@ -28,7 +28,7 @@ named with the reason. Read `grouping`, `layouts`, `joint`, `classes`, `keeping`
 `replacing`.
 """
 
-from rkgb.compiled.classes import NotCompiledError
+from rkgb.compiled.code.classes import NotCompiledError
 from rkgb.compiled.rewrite import CompiledGraph, compile_pieces, compile_variant
 
 __all__ = ["CompiledGraph", "NotCompiledError", "compile_pieces", "compile_variant"]

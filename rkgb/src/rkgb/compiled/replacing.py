@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from rkgb.compiled.classes import CompiledClass, Made, Place
-from rkgb.compiled.joint import Joint, reference
+from rkgb.compiled.code.classes import CompiledClass, Made, Place
+from rkgb.compiled.pieces.joint import Joint, reference
 from rkgb.compiled.statistics import MoveStatistics
 from rkgb.elements.op import Op
 from rkgb.elements.tensor_info import TensorInfo

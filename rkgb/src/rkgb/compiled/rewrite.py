@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from rkgb.compiled.classes import (
+from rkgb.compiled.code.classes import (
     CompiledClass,
     NotCompiledError,
     compile_joint,
 )
-from rkgb.compiled.grouping import merging, refusal, runs_of
-from rkgb.compiled.joint import Joint, joint_of
-from rkgb.compiled.keeping import compile_keeping
-from rkgb.compiled.layouts import channels_last, laid_out
+from rkgb.compiled.code.keeping import compile_keeping
+from rkgb.compiled.pieces.grouping import merging, refusal, runs_of
+from rkgb.compiled.pieces.joint import Joint, joint_of
+from rkgb.compiled.pieces.layouts import channels_last, laid_out
 from rkgb.compiled.replacing import replaced
 from rkgb.device.rng import RngState
 from rkgb.graphs.backward_slices import slice_backward

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rkgb.compiled.classes import CompiledClass, NotCompiledError, compile_joint
-from rkgb.compiled.joint import Joint
+from rkgb.compiled.code.classes import CompiledClass, NotCompiledError, compile_joint
+from rkgb.compiled.pieces.joint import Joint
 from rkgb.elements.tensor_info import storage_id
 from rkgb.run.stand_ins import StandIns
 from rkgb.torch_api.torch_private import straight_to_kernels

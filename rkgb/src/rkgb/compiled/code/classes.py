@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from rkgb.compiled.joint import Joint
+from rkgb.compiled.pieces.joint import Joint
 from rkgb.elements.compiled_call import CompiledCall
 from rkgb.elements.tensor_info import TensorInfo, storage_bytes, storage_id
 from rkgb.graphs.basic import autocast_as

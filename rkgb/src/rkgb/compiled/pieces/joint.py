@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.compiled.grouping import is_effect
+from rkgb.compiled.pieces.grouping import is_effect
 from rkgb.elements.op import BATCH_NORMS, Op, Ref, map_refs
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.simplified import SimplifiedGraph
