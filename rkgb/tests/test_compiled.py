@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+import rkgb.compiled.code.known as knowing
 import rkgb.compiled.rewrite as rewriting
 from rkgb.capture import make_B
-from rkgb.compiled import keeping
-from rkgb.compiled.code.classes import NotCompiledError, check_form, compile_joint
-from rkgb.compiled.code.keeping import compile_keeping
+from rkgb.compiled.code.classes import NotCompiledError, check_form
+from rkgb.compiled.code.compiling import compile_joint
+from rkgb.compiled.code.keeping import check_bits
+from rkgb.compiled.code.known import KnownClasses
 from rkgb.compiled.pieces.grouping import merging, refusal, runs_of
 from rkgb.compiled.pieces.joint import Joint, joint_of
 from rkgb.costs.op_costs import count_flops
@@ -103,14 +107,14 @@ class Counting(nn.Module):
 
 
 def test_what_reads_a_buffer_that_it_updates_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewriting, "compile_joint", _refused)
+    monkeypatch.setattr(knowing, "compile_code", _refused)
     compiled = rewriting.compile_pieces(B_to_D(make_B(Counting(), torch.randn(4, 8))))
     assert "reads a buffer that it updates" in {piece.why for piece in compiled.eager}
 
 
 def test_each_class_is_told_once_and_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewriting, "compile_joint", _refused)
-    monkeypatch.setattr(rewriting, "_known", {})
+    monkeypatch.setattr(knowing, "compile_code", _refused)
+    monkeypatch.setattr(rewriting, "_known", KnownClasses())
     told: list[tuple[str, float]] = []
     model = nn.Sequential(*(Layer() for _ in range(4)))
     rewriting.compile_pieces(
@@ -199,10 +203,11 @@ def test_a_second_start_takes_code_from_inductors_cache(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_the_other_form_keeps_more_and_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_form_keeps_more_and_has_the_same_bits() -> None:
     joint = a_joint()  # a norm, a product
     code = compile_joint(joint, CPU)
-    other = compile_keeping(joint, CPU, code)
+    other = compile_joint(joint, CPU, code)
+    check_bits(joint, CPU, other, code)
     count = len(joint.results)
     kept_bytes = [sum(m.storage_bytes for m in c.results[count:]) for c in (code, other)]
     assert kept_bytes[0] < kept_bytes[1]
@@ -210,15 +215,14 @@ def test_the_other_form_keeps_more_and_has_the_same_bits(monkeypatch: pytest.Mon
     assert repr(code.forward) != repr(other.forward)
     assert code.forward.flops == other.forward.flops
     with pytest.raises(NotCompiledError, match="keeps no more"):
-        compile_keeping(joint, CPU, other)
+        compile_joint(joint, CPU, other)
 
     def off(tensors: list[Tensor]) -> list[Tensor]:
         return [torch.nextafter(t, torch.tensor(9.0)) for t in other.backward.run(tensors)]
 
     rounded = replace(other, backward=CompiledCall(off, "off", "off", "backward", 0))
-    monkeypatch.setattr(keeping, "compile_joint", lambda *_: rounded)
     with pytest.raises(NotCompiledError, match="other bits"):
-        compile_keeping(joint, CPU, code)
+        check_bits(joint, CPU, rounded, code)
 
 
 @pytest.mark.slow
@@ -232,3 +236,95 @@ def test_results_that_share_memory_unlike_the_recording_are_refused() -> None:
     turned = [replace(shared[0], stride=shared[0].stride[::-1], home=("result", 0))]
     with pytest.raises(NotCompiledError, match="lies in memory as"):
         check_form(joint, joint.results, turned)
+
+
+class Gated(nn.Module):
+    """A gated perceptron behind a norm, as language models have it, and heads of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(8)
+        self.q, self.k, self.v = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.gate, self.up = nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False)
+        self.down = nn.Linear(16, 8, bias=False)
+        self.register_buffer("cos", torch.arange(8.0).cos())
+        self.register_buffer("sin", torch.arange(8.0).sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = self.turned(self.q(h)), self.turned(self.k(h)), self.v(h)
+        heads = (t.view(len(x), 4, 2).transpose(0, 1)[None] for t in (q, k, v))
+        attended = functional.scaled_dot_product_attention(*heads)[0]
+        x = x + attended.transpose(0, 1).reshape(len(x), 8)
+        h = self.norm(x)
+        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
+
+    def turned(self, t: Tensor) -> Tensor:
+        half = torch.cat((-t[..., 4:], t[..., :4]), -1)
+        return t * self.cos + half * self.sin
+
+
+def products(sg: SimplifiedGraph) -> list[list[str]]:
+    """What each node has besides views."""
+    kept = ("mm", "silu", "mul", "cat", "add", "_scaled_dot_product_flash_attention_for_cpu")
+    return [[op.target_name for op in node.ops if op.target_name in kept] for node in sg.nodes]
+
+
+def test_products_of_one_input_are_one_piece_and_gates_are_rebuilt() -> None:
+    sg = grouped(Gated(), torch.randn(5, 8, requires_grad=True))
+    heads, attention, gates, out = products(sg)
+    assert heads.count("mm") == 3
+    assert "cat" not in heads, "rotated behind it, by what reads them"
+    assert attention.count("cat") == 2
+    assert "mm" not in attention
+    assert gates.count("mm") == 2
+    assert "silu" not in gates
+    assert out == ["silu", "mul", "mm", "add"]
+
+
+def test_what_leads_to_a_later_product_waits_in_no_circle() -> None:
+    class Crossed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b, c, d = self.layers
+            early = torch.tanh(a(x))  # waits for `c`, behind `b`
+            between = b(x.sin())
+            late = c(early * between) + early
+            return d(torch.tanh(late) * between) + torch.sigmoid(early)
+
+    sg = grouped(Crossed(), torch.randn(5, 8))
+    for index, node in enumerate(sg.nodes):
+        assert all(dep < index for dep in node.deps)
+    names = [[op.target_name for op in node.ops if op.target_name != "t"] for node in sg.nodes]
+    assert ["mm"] in names
+    assert any("tanh" in ops and "mul" in ops and ops.count("mm") == 1 for ops in names)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 99), st.integers(0, 99)), max_size=14))
+def test_pieces_of_any_graph_are_in_no_circle(steps: list[tuple[int, int, int]]) -> None:
+    """Sums, products of matrices and of activations, roots and sines of anything made before."""
+
+    class Anything(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(nn.Parameter(torch.randn(4, 4)) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = [x @ self.weights[0]]
+            for kind, first, second in steps:
+                a, b = made[first % len(made)], made[second % len(made)]
+                weight = self.weights[second % 4]
+                made.append((a @ weight, a * b, a + b, a.sin(), torch.tanh(a) * 2.0)[kind])
+            return torch.stack(made).sum(0)
+
+    sg = grouped(Anything(), torch.randn(3, 4))
+    plain = D_to_S(sg.dataflow, passes=PLANNED_PASSES)
+    but = [i for i, node in enumerate(plain.nodes) if refusal(node, plain)]
+    runs = runs_of(plain, but)
+    assert len({index for run in runs for index in run}) == sum(map(len, runs))
+    merged = len(plain.nodes) - sum(len(run) - 1 for run in runs)
+    assert len(sg.nodes) == merged, "a circle would have joined more"

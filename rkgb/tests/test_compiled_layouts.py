@@ -7,9 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import rkgb.compiled.code.known as knowing
 import rkgb.compiled.rewrite as rewriting
 from rkgb.capture import make_B
-from rkgb.compiled.code.classes import NotCompiledError, compile_joint
+from rkgb.compiled.code.classes import NotCompiledError
+from rkgb.compiled.code.compiling import compile_joint
+from rkgb.compiled.code.known import KnownClasses
 from rkgb.compiled.pieces.grouping import merging, refusal, runs_of
 from rkgb.compiled.pieces.joint import joint_of
 from rkgb.compiled.pieces.layouts import channels_last, laid_out
@@ -167,8 +170,8 @@ def test_a_piece_that_fails_channels_last_is_tried_as_recorded(
         tried.append(True)
         raise NotCompiledError("not here")
 
-    monkeypatch.setattr(rewriting, "compile_joint", fails)
-    monkeypatch.setattr(rewriting, "_known", {})
+    monkeypatch.setattr(knowing, "compile_code", fails)
+    monkeypatch.setattr(rewriting, "_known", KnownClasses())
     dataflow = dataflow_of(Skip())
     compiled = rewriting.compile_pieces(dataflow)
     assert not compiled.count

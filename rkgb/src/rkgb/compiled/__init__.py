@@ -9,8 +9,9 @@ and what the first makes for the second is a value like any other.
       │                                                        │
       │   joint: the recorded operations of forward and backward, as a function of what comes in
       │                                                        │
-      │   classes: equal joints once ─ traced, functional ─ min-cut ─ forward ─ run on stand-ins:
+      │   compiling: equal joints once ─ traced, functional ─ min-cut ─ forward ─ run on stand-ins:
       │            strides and storages as they are ─ backward for these ─ run: the same
+      │   known: the first size of a form has code of its own, the second makes code for all sizes
       │                                                        │
       └──── rewrite: the operations of each run replaced, facts about values to match ──► S graph
 
@@ -24,8 +25,8 @@ that a recomputation leaves out.
 
 What a piece returns is checked against the recording before it is used: shape, type, strides, and
 which values share memory. What does not compile, or does not fit, stays as it was recorded, and is
-named with the reason. Read `grouping`, `layouts`, `joint`, `classes`, `keeping`, `rewrite`,
-`replacing`.
+named with the reason. Read `pieces/` (`grouping`, `layouts`, `joint`, `formulas`), then `code/`
+(`halves`, `compiling`, `classes`, `sizes`, `known`, `keeping`), `rewrite`, `replacing`.
 """
 
 from rkgb.compiled.code.classes import NotCompiledError

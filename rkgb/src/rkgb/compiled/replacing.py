@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from rkgb.compiled.code.classes import CompiledClass, Made, Place
+from rkgb.compiled.code.classes import CompiledClass, Made
+from rkgb.compiled.code.halves import Place
 from rkgb.compiled.pieces.joint import Joint, reference
 from rkgb.compiled.statistics import MoveStatistics
 from rkgb.elements.op import Op

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
-
-from rkgb.compiled.code.classes import (
-    CompiledClass,
-    NotCompiledError,
-    compile_joint,
-)
-from rkgb.compiled.code.keeping import compile_keeping
+from rkgb.compiled.code.classes import CompiledClass
+from rkgb.compiled.code.keeping import check_bits
+from rkgb.compiled.code.known import KnownClasses
 from rkgb.compiled.pieces.grouping import merging, refusal, runs_of
 from rkgb.compiled.pieces.joint import Joint, joint_of
 from rkgb.compiled.pieces.layouts import channels_last, laid_out
@@ -24,15 +20,12 @@ from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.passes import PLANNED_PASSES
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
-from rkgb.torch_api.torch_private import kernel_flags, refuse_missing_compiler
+from rkgb.torch_api.torch_private import refuse_missing_compiler
 
 _log = logging.getLogger("rkgb")
 Note = Callable[[str, float], None]  # what is being done, and the fraction that is behind it
-# Compiled classes of this process, by everything that their code depends on. A second budget, a
-# second layer and a second module of the same kind compile nothing.
-_known: dict[object, CompiledClass | str] = {}
-_known_keeping: dict[object, CompiledClass | str] = {}  # their other partition
-_MOST_KNOWN = 1024
+_known = KnownClasses()
+_known_keeping = KnownClasses()  # their other partition
 
 
 @dataclass(frozen=True)
@@ -87,7 +80,7 @@ def compile_pieces(
     refuse_missing_compiler(dg.basic.device)
     plain = D_to_S(dg, passes=PLANNED_PASSES)
     eager = {i: why for i, node in enumerate(plain.nodes) if (why := refusal(node, plain))}
-    before = len(_known)
+    before = _known.compiled
     stream = RngState.save(dg.basic.device)
     try:
         compiling, recorded = _compiled(dg, plain, eager, note or _ignore)
@@ -107,7 +100,7 @@ def compile_pieces(
         _log.debug("not compiled: %s", piece)
     return CompiledGraph(
         compiling.rewritten(),
-        *(compiling.recorded, compiling.sg, compiling.classes, len(_known) - before),
+        *(compiling.recorded, compiling.sg, compiling.classes, _known.compiled - before),
         *(tuple(pieces), recorded, compiling.compiled, keeping),
     )
 
@@ -196,11 +189,8 @@ class _Compiling:
         if joint.reads_what_it_updates:
             return "reads a buffer that it updates"
 
-        def make() -> CompiledClass:
-            self._note(index, "compiling")
-            return compile_joint(joint, self.sg.dataflow.basic.device)
-
-        known = _of_class(_known, self._key(joint), make)
+        note = functools.partial(self._note, index, "compiling")
+        known = _known.get(joint, self.sg.dataflow.basic.device, note=note)
         if isinstance(known, str):
             return known
         self.compiled[index] = (joint, known)
@@ -211,23 +201,16 @@ class _Compiling:
         device = self.sg.dataflow.basic.device
         found = {}
         for index, (joint, code) in self.compiled.items():
-
-            def make(
-                index: int = index, joint: Joint = joint, code: CompiledClass = code
-            ) -> CompiledClass:
-                self._note(index, "keeping in")
-                return compile_keeping(joint, device, code)
-
-            known = _of_class(_known_keeping, self._key(joint), make)
+            known = _known_keeping.get(
+                *(joint, device, code),
+                check=functools.partial(check_bits, joint, device, code),
+                note=functools.partial(self._note, index, "keeping in"),
+            )
             if isinstance(known, str):
                 _log.debug("%s rebuilds: %s", self.sg.nodes[index].module_path, known)
             else:
                 found[index] = known
         return found
-
-    def _key(self, joint: Joint) -> object:
-        device = str(self.sg.dataflow.basic.device)
-        return (joint.key, device, torch.get_num_threads(), kernel_flags())
 
     def _note(self, index: int, what: str) -> None:
         nodes = self.sg.nodes
@@ -236,21 +219,6 @@ class _Compiling:
     def rewritten(self) -> SimplifiedGraph:
         """Return the graph with the operations of its compiled nodes replaced."""
         return replaced(self.sg, self.compiled)
-
-
-def _of_class(
-    known: dict[object, CompiledClass | str], key: object, make: Callable[[], CompiledClass]
-) -> CompiledClass | str:
-    """Return what is known under a key, or make it now; a text says why there is nothing."""
-    if key not in known:
-        try:
-            made: CompiledClass | str = make()
-        except NotCompiledError as error:
-            made = str(error)
-        while len(known) >= _MOST_KNOWN:
-            known.pop(next(iter(known)))
-        known[key] = made
-    return known[key]
 
 
 def with_backward(sg: SimplifiedGraph, basic: BasicGraph) -> SimplifiedGraph:

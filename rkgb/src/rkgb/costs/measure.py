@@ -34,6 +34,7 @@ from rkgb.elements.compiled_call import CompiledCall
 from rkgb.elements.op import Op, Ref
 from rkgb.graphs.basic import BasicGraph
 from rkgb.run.bindings import choose_callee
+from rkgb.run.stand_ins import Drawn
 from rkgb.torch_api.torch_private import set_grad_mode, straight_to_kernels
 
 _log = logging.getLogger("rkgb")
@@ -77,8 +78,8 @@ def measure(
     known = {key: cost for key, op in every.items() if (cost := cost_of_piece(op)) is not None}
     kinds = {key: op for key, op in every.items() if key not in known}
     device = device_of(basic.device)
-    random = times or device.is_asynchronous  # where sums in another order must show
-    benches = _benches(basic, kinds, external, random)
+    differ = times or device.is_asynchronous  # where sums in another order must show
+    benches = _benches(basic, kinds, external, Drawn() if differ else None)
     stream = RngState.save(basic.device)
     try:
         device.warm_up()
@@ -119,7 +120,7 @@ def choose_callees(
     The external tensors and the random stream are as before afterwards.
     """
     kinds = {k: op for k, op in kinds_of(basic, ops).items() if cost_of_piece(op) is None}
-    benches = _benches(basic, kinds, external, True)
+    benches = _benches(basic, kinds, external, Drawn())
     stream = RngState.save(basic.device)
     try:
         with torch.no_grad(), straight_to_kernels():
@@ -129,12 +130,15 @@ def choose_callees(
 
 
 def _benches(
-    basic: BasicGraph, kinds: Mapping[str, Op], external: Mapping[str, Tensor], random: bool
+    basic: BasicGraph,
+    kinds: Mapping[str, Op],
+    external: Mapping[str, Tensor],
+    drawn: Drawn | None,
 ) -> dict[str, Bench]:
     forward = {op.name for op in basic.ops}
     chosen = {**_true_elements(basic), **_full_bags(basic, kinds.values())}
     return {
-        key: Bench(op, basic, external, op.name in forward, chosen, random)
+        key: Bench(op, basic, external, op.name in forward, chosen, drawn)
         for key, op in kinds.items()
     }
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from rkgb.device.base import CallTime, Device
 from rkgb.elements.op import Op, map_refs
 from rkgb.graphs.basic import BasicGraph
-from rkgb.run.stand_ins import StandIns
+from rkgb.run.stand_ins import Drawn, StandIns
 from rkgb.torch_api.torch_private import set_grad_mode
 
 _log = logging.getLogger("rkgb")
@@ -56,7 +56,7 @@ class Bench:
     external: Mapping[str, Tensor]
     grad_mode: bool  # on in a forward, off in a backward: some kernels are chosen by it
     chosen: Mapping[str, int]  # how many elements of a mask are true, where that decides sizes
-    random: bool  # fill floating point with any numbers; with one number, which is faster, if not
+    drawn: Drawn | None  # fills floating point; None for one number everywhere, which is faster
     written: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Bench:
         basic = self.basic
         found = StandIns(
             *(basic.infos, basic.device, self.external, self.written, self.chosen),
-            random=self.random,
+            drawn=self.drawn,
         )
         value = found.__getitem__
         return map_refs(self.op.args, value), map_refs(dict(self.op.kwargs), value)

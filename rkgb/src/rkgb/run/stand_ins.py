@@ -13,15 +13,43 @@ from torch import Tensor
 
 from rkgb.elements.tensor_info import TensorInfo
 
-_DRAWN = 1 << 14  # random numbers that are drawn for one tensor
+_DRAWN = 1 << 14  # random numbers of which a tensor is made
+_APART = 1 << 10  # so many places may lie between the first numbers of two tensors
+
+
+class Drawn:
+    """Random numbers, valid as probabilities, roots and logarithms; drawn once for each type.
+
+    Drawing takes longer than most operations on them: a long tensor repeats its first ones, and
+    another tensor has the same ones from another place on.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._fills = 0
+
+    def fill(self, tensor: Tensor) -> Tensor:
+        """Fill a tensor of one dimension, and return it."""
+        kind = tensor.dtype, tensor.device
+        if kind not in self._numbers:
+            self._numbers[kind] = tensor.new_empty(_DRAWN + _APART).uniform_()
+        self._fills += 1
+        first = 61 * self._fills % _APART
+        done, count = min(_DRAWN, tensor.numel()), tensor.numel()
+        tensor[:done].copy_(self._numbers[kind][first : first + done])
+        while done < count:
+            more = min(done, count - done)
+            tensor[done : done + more].copy_(tensor[:more])
+            done += more
+        return tensor
 
 
 class StandIns:
     """Makes each value on demand; values that shared a storage share one here.
 
     What is `external` serves as it is, or as a copy where it is `written` to. `chosen` says how
-    many elements of a mask are true, where that decides sizes. Without `random`, floating numbers
-    are all the same, which is faster.
+    many elements of a mask are true, where that decides sizes. Without numbers that are `drawn`,
+    floating ones are all the same, which is faster.
     """
 
     def __init__(
@@ -32,11 +60,11 @@ class StandIns:
         written: Collection[str] = (),
         chosen: Mapping[str, int] | None = None,
         *,
-        random: bool = True,
+        drawn: Drawn | None = None,
     ) -> None:
         self.infos, self.device, self.external = infos, device, external
         self.written, self.chosen = frozenset(written), chosen or {}
-        self.random = random
+        self.drawn = drawn
         self._storages: dict[str, Tensor] = {}
         self._made: dict[str, Tensor] = {}
 
@@ -54,26 +82,16 @@ class StandIns:
             count = info.storage_bytes // info.dtype.itemsize
             device = "cpu" if info.is_on_host else self.device
             made = torch.empty(count, dtype=info.dtype, device=device)
-            self._storages[info.alias_of] = _filled(made, self.random)
+            self._storages[info.alias_of] = _filled(made, self.drawn)
             made[: self.chosen.get(info.alias_of, 0)] = 1
         whole = self._storages[info.alias_of]
         if whole.dtype != info.dtype:
-            whole = _filled(torch.empty_like(whole.view(info.dtype)), self.random)
+            whole = _filled(torch.empty_like(whole.view(info.dtype)), self.drawn)
         shown = whole.as_strided(info.shape, info.stride, info.offset)
         return torch._conj(shown) if info.is_conj else shown
 
 
-def _filled(tensor: Tensor, random: bool) -> Tensor:
+def _filled(tensor: Tensor, drawn: Drawn | None) -> Tensor:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.zero_()  # valid as indices
-    if not random:
-        return tensor.fill_(0.5)
-    # Valid as probabilities, roots and logarithms. Drawing numbers takes longer than most
-    # operations on them, so a long tensor repeats its first ones.
-    done, count = min(_DRAWN, tensor.numel()), tensor.numel()
-    tensor[:done].uniform_()
-    while done < count:
-        more = min(done, count - done)
-        tensor[done : done + more].copy_(tensor[:more])
-        done += more
-    return tensor
+    return tensor.fill_(0.5) if drawn is None else drawn.fill(tensor)

@@ -19,6 +19,7 @@ from rkgb.errors import CompilerMissingError
 
 __all__ = [
     "ASKS_GEOMETRY",
+    "AnySize",
     "TorchDispatchMode",
     "asks_content",
     "back_to_autograd",
@@ -423,11 +424,41 @@ def refuse_missing_compiler(device: torch.device) -> None:
         )
 
 
+class AnySize:
+    """A size that a traced function takes as a symbol, and where its code is valid."""
+
+    def __init__(self, mode: Any, hint: int) -> None:
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        self._shapes = mode.shape_env
+        source = ConstantSource("any_size")
+        self._symbol = self._shapes.create_symbol(
+            hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+        )
+        self.symint = self._shapes.create_symintnode(self._symbol, hint=hint, source=source)
+
+    def is_valid(self, size: int) -> bool:
+        """Whether all that was taken for granted while tracing and compiling holds at a size."""
+        if self._symbol in self._shapes.replacements:  # by a number
+            return False
+        if size not in self._shapes.var_to_range[self._symbol]:
+            return False
+        given = {self._symbol: size}
+        return all(guard.expr.xreplace(given) == True for guard in self._shapes.guards)  # noqa: E712  (of sympy)
+
+    def of(self, number: Any, size: int) -> int:
+        """Return the value of a number, which may depend on the symbol, at a size."""
+        if not isinstance(number, torch.SymInt):
+            return int(number)
+        return int(number.node.expr.xreplace({self._symbol: size}))
+
+
 def traced_for_inductor(mode: Any, function: Callable[..., Any], *inputs: Sequence[Tensor]) -> Any:
     """Return the functional graph of `function(*inputs)` in the operations that inductor knows.
 
     `inputs` are two lists of fake tensors of `mode`, primals and tangents; by these names the
-    partitioner tells what a forward can read.
+    partitioner tells what a forward can read. The first primal may be a symbol, `AnySize`.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._inductor.decomposition import select_decomp_table
@@ -468,7 +499,7 @@ def under_inductor(mode: Any, options: Any) -> Iterator[None]:
 
 def partitioned(
     joint: Any,
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Any],
     results: int,
     static: Sequence[int],
     is_heavy: Callable[[Any], bool],
@@ -484,7 +515,7 @@ def partitioned(
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.compile_fx import _recursive_joint_graph_passes
 
-    device = inputs[0].device
+    device = inputs[-1].device
     joint = _recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=device)
     for node in joint.graph.nodes:
         if node.op == "call_function" and is_heavy(node.target):
@@ -501,7 +532,7 @@ def partitioned(
 
 
 def compiled_by_inductor(
-    graph: Any, inputs: Sequence[Tensor], static: Sequence[int], kept: int, kind: str
+    graph: Any, inputs: Sequence[Any], static: Sequence[int], kept: int, kind: str
 ) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     """Return the compiled function of a graph: it takes a list, and empties it.
 
@@ -509,11 +540,14 @@ def compiled_by_inductor(
     `kind` is "forward", "backward" or "inference".
     """
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     (output,) = graph.graph.find_nodes(op="output")
     output.meta["user_visible_output_idxs"] = list(range(kept))
-    # Part of the key of inductor's cache, where these are not.
-    graph.meta["rkgb"] = (kept, torch.get_num_threads(), repr(kernel_flags()))
+    # Part of the key of inductor's cache, where these are not. Its loops for wide vectors would be
+    # compiled for narrow ones of another CPU, and leave out elements.
+    threads, vectors = torch.get_num_threads(), str(pick_vec_isa())
+    graph.meta["rkgb"] = (kept, threads, vectors, repr(kernel_flags()))
     code: Any = compile_fx_inner(
         graph,
         list(inputs),

@@ -12,30 +12,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rkgb.compiled.code.classes import CompiledClass, NotCompiledError, compile_joint
+from rkgb.compiled.code.classes import CompiledClass, NotCompiledError
 from rkgb.compiled.pieces.joint import Joint
 from rkgb.elements.tensor_info import storage_id
-from rkgb.run.stand_ins import StandIns
+from rkgb.run.stand_ins import Drawn, StandIns
 from rkgb.torch_api.torch_private import straight_to_kernels
 
 
-def compile_keeping(joint: Joint, device: torch.device, known: CompiledClass) -> CompiledClass:
-    """Compile a piece so that it keeps more than `known`, to the same bits.
+def check_bits(
+    joint: Joint, device: torch.device, found: CompiledClass, other: CompiledClass
+) -> None:
+    """Compare two partitions of a piece.
 
     Raises:
-        NotCompiledError: there is no more to keep, it does not compile, or other bits come.
+        NotCompiledError: some bits differ.
     """
-    found = compile_joint(joint, device, known)
     for shift in (0.0, 0.5):  # numbers of one sign, then of both
-        stand_ins = StandIns(joint.infos, device, {})
+        stand_ins = StandIns(joint.infos, device, {}, drawn=Drawn())
         given = [stand_ins[name] for name in (*joint.primals, *joint.tangents)]
         _shifted(given, shift)
         count = len(joint.primals)
         primals, tangents = given[:count], given[count:]
-        ours, theirs = (_values(code, joint, primals, tangents) for code in (found, known))
+        ours, theirs = (_values(code, joint, primals, tangents) for code in (found, other))
         if not all(map(_are_equal, ours, theirs)):
             raise NotCompiledError("keeping more gives other bits")
-    return found
 
 
 def _values(

@@ -1,8 +1,9 @@
 """Which nodes can be compiled, and which neighbours become one piece.
 
-A piece is `light* heavy epilogue*`: what leads to a matrix product, the product, and what is added
-to it. Between two such pieces lies what a min-cut would save anyway: the result of a linear layer,
-of attention, the residual. Neighbours in execution order are never in a circle.
+A piece is `light* heavy+ epilogue*`: what leads to a matrix product, all products of it, and what
+is added to them. Between two such pieces lies what a min-cut would save anyway: the result of a
+linear layer, of attention, the residual. Neighbours in execution order are never in a circle; nor
+is a node that waits, which is put behind products and sums that do not depend on it.
 """
 
 from __future__ import annotations
@@ -143,27 +144,109 @@ def is_heavy(node: SimplifiedNode) -> bool:
 
 def runs_of(sg: SimplifiedGraph, but: Collection[int] = ()) -> list[tuple[int, ...]]:
     """Return the runs of nodes to compile, in order; those of `but` are left out."""
-    runs: list[tuple[int, ...]] = []
-    current: list[int] = []
-
-    def end() -> None:
-        if any(sg.nodes[index].backward for index in current):
-            runs.append(tuple(current))
-        current.clear()
-
+    runs = _Runs(sg)
     for index, node in enumerate(sg.nodes):
         if index in but or refusal(node, sg):
-            end()
-            continue
-        if any(is_heavy(sg.nodes[i]) for i in current) and not _is_epilogue(node):
-            end()
-        current.append(index)
-    end()
-    return runs
+            runs.end()
+            runs.end()  # what has waited
+        elif is_heavy(node):
+            runs.add_product(index)
+        else:
+            runs.add(index)
+    runs.end()
+    runs.end()
+    return runs.found
 
 
-def _is_epilogue(node: SimplifiedNode) -> bool:
-    return all(op.target_name in _EPILOGUE or op.target_name in VIEW_NAMES for op in node.ops)
+class _Runs:
+    """The run that is being put together, and light nodes behind it, which wait for their product.
+
+    Of a gated perceptron, down(silu(gate) * up), a recording has the silu before the product that
+    makes `up`. It waits for `down`: gate and up are one run, whose results are kept, and what
+    follows is rebuilt.
+    """
+
+    def __init__(self, sg: SimplifiedGraph) -> None:
+        self.sg = sg
+        self.readers: dict[str, set[int]] = {}  # of each storage
+        for index, node in enumerate(sg.nodes):
+            for name in node.inputs:
+                self.readers.setdefault(sg.dataflow.infos[name].alias_of, set()).add(index)
+        self.found: list[tuple[int, ...]] = []
+        self.current: list[int] = []
+        self.light: set[int] = set()  # of the current run, before its product
+        self.waiting: list[int] = []
+
+    def end(self) -> None:
+        """End the current run; what has waited begins the next."""
+        if any(self.sg.nodes[index].backward for index in self.current):
+            self.found.append(tuple(self.current))
+        self.current, self.waiting, self.light = self.waiting, [], {*self.waiting}
+
+    def add_product(self, index: int) -> None:
+        """Add a node with a product, to the products of the same input or to what leads to it."""
+        deps = {*self.sg.nodes[index].deps}
+        if self._has_product():
+            own = deps.intersection(self.current)
+            if own and own <= self.light and self._can_be_now(self.sg.nodes[index]):
+                self.current.append(index)
+                return
+            self.end()
+        needed = self._leading_to(deps)
+        self.waiting = [i for i in self.current if i not in needed]
+        self.current = [*(i for i in self.current if i in needed), index]
+        self.light = needed
+
+    def add(self, index: int) -> None:
+        """Add a node without a product."""
+        node = self.sg.nodes[index]
+        if not self._has_product():
+            self.light.add(index)
+            self.current.append(index)
+        elif _is_epilogue(node, self.sg) and self._can_be_now(node) and self._reads_alone(index):
+            self.current.append(index)
+        else:
+            self.waiting.append(index)
+
+    def _can_be_now(self, node: SimplifiedNode) -> bool:
+        """Whether a node depends on the current run, and on nothing that waits."""
+        deps = {*node.deps}
+        return deps.isdisjoint(self.waiting) and not deps.isdisjoint(self.current)
+
+    def _reads_alone(self, index: int) -> bool:
+        """Whether nobody else reads what a node reads of the products of the current run."""
+        infos, nodes = self.sg.dataflow.infos, self.sg.nodes
+        behind = (i for i in self.current if i not in self.light)
+        made = {infos[name].alias_of for i in behind for name in nodes[i].outputs}
+        read = made.intersection(infos[name].alias_of for name in nodes[index].inputs)
+        return all(self.readers[root] == {index} for root in read)
+
+    def _has_product(self) -> bool:
+        return len(self.current) > len(self.light)
+
+    def _leading_to(self, deps: set[int]) -> set[int]:
+        """Return the nodes of the current run, which is light, that these depend on."""
+        needed: set[int] = set()
+        for index in reversed(self.current):
+            if index in deps:
+                needed.add(index)
+                deps = deps.union(self.sg.nodes[index].deps)
+        return needed
+
+
+def _is_epilogue(node: SimplifiedNode, sg: SimplifiedGraph) -> bool:
+    """Whether a node is added to a product: a sum, whose backward reads nothing.
+
+    The backward of a product of two activations keeps both, so that their product is rebuilt.
+    """
+    infos, outside = sg.dataflow.infos, sg.dataflow.basic.externals
+
+    def is_gated(op: Op) -> bool:
+        wanting = [n for n in op.inputs if infos[n].requires_grad and n not in outside]
+        return op.target_name == "mul" and len(wanting) > 1
+
+    known = (op.target_name in _EPILOGUE or op.target_name in VIEW_NAMES for op in node.ops)
+    return all(known) and not any(map(is_gated, node.ops))
 
 
 def merging(sg: SimplifiedGraph, runs: Sequence[Sequence[int]]) -> Pass:

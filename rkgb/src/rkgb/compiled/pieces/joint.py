@@ -9,15 +9,17 @@ gradients values of its backward that others read, or that are handed over
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rkgb.compiled.pieces.formulas import formula_of, suits
 from rkgb.compiled.pieces.grouping import is_effect
 from rkgb.elements.op import BATCH_NORMS, Op, Ref, map_refs
 from rkgb.elements.tensor_info import TensorInfo
@@ -93,36 +95,75 @@ class Joint:
         roots = {infos[name].alias_of for name in moved}
         return any(infos[name].alias_of in roots for name in (*self.primals, *self.tangents))
 
-    @cached_property
+    @property
     def key(self) -> str:
         """A text that two pieces share exactly when one compilation serves both."""
-        numbers: dict[str, int] = {}
-        lines: list[str] = []
+        infos = map(self.infos.__getitem__, self._numbered)
+        lying = [(info.offset, info.storage_bytes) for info in infos]
+        return f"{self.form}\n{self.numbers}\n{lying}"
 
-        def number(name: str) -> str:
-            if name not in numbers:
-                numbers[name] = len(numbers)
-                info = self.infos[name]
-                root = number(info.alias_of) if info.alias_of != name else "own"
-                kept = "static " if name in self.static else ""
-                kept += "written" if info.alias_of in self.written else ""
-                lines.append(
-                    f"{numbers[name]}: {kept}{info.dtype} {info.shape} {info.stride} "
-                    f"{info.offset} {info.storage_bytes} {root}"
-                )
-            return f"#{numbers[name]}"
+    @cached_property
+    def form(self) -> str:
+        """A text that two pieces share if they differ in numbers only: in sizes, in arguments."""
+        places = self._numbered
+        lines: list[str] = []
+        for name, place in places.items():
+            info = self.infos[name]
+            root = "own" if info.alias_of == name else str(places[info.alias_of])
+            kept = "static " if name in self.static else ""
+            kept += "written" if info.alias_of in self.written else ""
+            lines.append(f"{place}: {kept}{info.dtype} {len(info.shape)} {root}")
 
         def text(tree: Any) -> str:
-            return repr(map_refs(tree, lambda name: _Number(number(name))))
+            named = map_refs(tree, lambda name: _Shown(f"#{places[name]}"))
+            return repr(_with_integers(named, itertools.repeat(_Shown("?"))))
 
-        for names in (self.primals, self.tangents):
-            lines.append(", ".join(map(number, names)))
         for op in (*self.forward, *self.backward):
-            made = ", ".join(number(name) if name else "_" for name in op.results)
+            made = ", ".join(f"#{places[name]}" if name else "_" for name in op.results)
             lines.append(f"{made} = {op.target}({text(op.args)}, {text(dict(op.kwargs))})")
-        for names in (self.results, self.gradients):
-            lines.append(", ".join(map(number, names)))
+        for names in (self.primals, self.tangents, self.results, self.gradients):
+            lines.append(", ".join(f"#{places[name]}" for name in names))
         return "\n".join(lines)
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """Shapes and strides of its values, and the integers among arguments."""
+        found: list[int] = []
+        for name in self._numbered:
+            found += (*self.infos[name].shape, *self.infos[name].stride)
+        for op in (*self.forward, *self.backward):
+            _with_integers((op.args, dict(op.kwargs)), itertools.repeat(0), found)
+        return tuple(found)
+
+    def with_numbers(self, numbers: Iterable[Any]) -> Joint:
+        """Return the same piece with others in their place, also with symbols."""
+        given = iter(numbers)
+        infos = dict(self.infos)
+        for name in self._numbered:
+            shape, stride = (
+                tuple(itertools.islice(given, len(sizes)))
+                for sizes in (infos[name].shape, infos[name].stride)
+            )
+            infos[name] = replace(infos[name], shape=shape, stride=stride)
+        halves = []
+        for ops in (self.forward, self.backward):
+            changed = []
+            for op in ops:
+                args, kwargs = _with_integers((op.args, dict(op.kwargs)), given)
+                changed.append(replace(op, args=args, kwargs=kwargs))
+            halves.append(tuple(changed))
+        return replace(self, forward=halves[0], backward=halves[1], infos=infos)
+
+    @cached_property
+    def _numbered(self) -> dict[str, int]:
+        """All values, and those whose storages they share, in the order of their appearance."""
+        found: dict[str, int] = {}
+        ops = (*self.forward, *self.backward)
+        of_ops = (name for op in ops for name in (*op.results, *op.inputs) if name)
+        for name in (*self.primals, *self.tangents, *of_ops, *self.results, *self.gradients):
+            for each in (name, self.infos[name].alias_of):
+                found.setdefault(each, len(found))
+        return found
 
     @cached_property
     def digest(self) -> str:
@@ -130,12 +171,26 @@ class Joint:
         return hashlib.sha1(self.key.encode()).hexdigest()[:10]
 
 
-class _Number:
-    def __init__(self, text: str) -> None:
-        self.text = text
+@dataclass(frozen=True)
+class _Shown:
+    text: str
 
     def __repr__(self) -> str:
         return self.text
+
+
+def _with_integers(tree: Any, given: Iterator[Any], found: list[int] | None = None) -> Any:
+    """Return arguments with the next of `given` for each integer, which `found` learns."""
+    kind = type(tree)
+    if kind is int:
+        if found is not None:
+            found.append(tree)
+        return next(given)
+    if kind in (tuple, list):
+        return kind([_with_integers(value, given, found) for value in tree])
+    if kind is dict:
+        return {key: _with_integers(value, given, found) for key, value in tree.items()}
+    return tree
 
 
 def joint_of(sg: SimplifiedGraph, index: int) -> Joint:
@@ -232,7 +287,8 @@ def _run(op: Op, values: dict[str, Tensor], statistics: list[Tensor]) -> None:
     else:
         op = _as_run(op)
         args = map_refs(op.args, values.__getitem__)
-        made = op.target(*args, **map_refs(dict(op.kwargs), values.__getitem__))
+        formula = formula_of(op) if suits(args) else None
+        made = (formula or op.target)(*args, **map_refs(dict(op.kwargs), values.__getitem__))
     if not op.returns_many:
         made = (made,)
     values.update((name, value) for name, value in zip(op.results, made, strict=False) if name)

@@ -1,0 +1,204 @@
+"""Compile a joint: partition it, and let inductor compile both halves.
+
+Where inductor puts what it saves is its own choice. So the forward is run once, on stand-ins, and
+the backward compiled for what has come out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rkgb.compiled.code.classes import (
+    CompiledClass,
+    CompiledCode,
+    NotCompiledError,
+    Sizes,
+    bound,
+    made_by,
+)
+from rkgb.compiled.code.flops import Flops, is_heavy
+from rkgb.compiled.code.halves import Halves, Place, inputs_of
+from rkgb.compiled.code.sizes import SizeRule
+from rkgb.compiled.pieces.joint import Joint
+from rkgb.elements.tensor_info import TensorInfo
+from rkgb.graphs.basic import autocast_as
+from rkgb.torch_api.torch_private import (
+    AnySize,
+    compiled_by_inductor,
+    fake_tensors,
+    partitioned,
+    traced_for_inductor,
+    under_inductor,
+)
+
+# How inductor compiles, whatever the process has set: checks on, strides kept, nothing captured.
+_OPTIONS = {
+    **{"size_asserts": True, "fallback_random": True, "keep_output_stride": True},
+    **{"triton.cudagraphs": False, "cpp_wrapper": False, "freezing": False},
+    **{"fx_graph_cache": True},
+}
+
+
+def compile_joint(
+    joint: Joint, device: torch.device, other: CompiledClass | None = None
+) -> CompiledClass:
+    """Compile one piece for `device`, and for its size.
+
+    The backward computes norms and what works element by element again, from what is saved anyway.
+    With `other`, which does so, it finds kept what inductor thinks is worth it.
+
+    Raises:
+        NotCompiledError: inductor cannot, or what it makes does not fit the recording; or it keeps
+            no more than `other` does.
+    """
+    with refusals():
+        return compile_code(joint, device, other).class_of(joint, device, None)
+
+
+def compile_code(
+    joint: Joint,
+    device: torch.device,
+    other: CompiledClass | None = None,
+    rule: SizeRule | None = None,
+) -> CompiledCode:
+    """Compile one piece for `device`; with `rule`, for all sizes of which it says the numbers.
+
+    Raises:
+        NotCompiledError: as for `compile_joint`.
+    """
+    with refusals():
+        return _Compiling(joint, device, other, rule).run()
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Say in one way what tracing, partition, lowering and compilers raise."""
+    try:
+        # Casts were recorded, and warnings are inductor's, about itself.
+        with warnings.catch_warnings(), autocast_as(None):
+            warnings.simplefilter("ignore")
+            yield
+    except NotCompiledError:
+        raise
+    except Exception as error:
+        text = str(error).strip() or type(error).__name__
+        raise NotCompiledError(f"{type(error).__name__}: {text.splitlines()[0][:200]}") from error
+
+
+class _Compiling:
+    def __init__(
+        self,
+        joint: Joint,
+        device: torch.device,
+        other: CompiledClass | None,
+        rule: SizeRule | None,
+    ) -> None:
+        self.joint, self.device, self.other, self.rule = joint, device, other, rule
+        self.count = len(joint.results) + 2 * len(joint.statistics)
+        self.size = None if rule is None else rule.size_of(joint.numbers)
+        self.sizes: Sizes | None = None
+
+    def run(self) -> CompiledCode:
+        joint, mode = self.joint, fake_tensors()
+        if not joint.results or not joint.gradients:
+            raise NotCompiledError("nobody reads what it makes")
+        if self.rule is not None and self.size is not None:
+            self.sizes = Sizes(self.rule, AnySize(mode, self.size))
+        sizes = [] if self.sizes is None else [self.sizes.symbol.symint]
+        laid = self._at(*sizes)
+        with mode:
+            primals = [self._like(laid.infos[name]) for name in joint.primals]
+            tangents = [self._like(laid.infos[name]) for name in joint.tangents]
+        graph = traced_for_inductor(mode, self._run, [*sizes, *primals], tangents)
+        kinds: list[Place] = [("size", i) for i in range(len(sizes))]
+        kinds += [("primal", i) for i in range(len(primals))]
+        kinds += [("tangent", i) for i in range(len(tangents))]
+        names = (node.name for node in inputs_of(graph))
+        places = dict(zip(names, kinds, strict=True))
+        static = [kinds.index(("primal", joint.primals.index(name))) for name in joint.static]
+        with under_inductor(mode, _OPTIONS):
+            forward, backward = partitioned(
+                *(graph, [*sizes, *primals, *tangents], self.count, sorted(static), is_heavy),
+                rebuilds=self.other is None,
+            )
+            halves = Halves(forward, backward, self.count, places, self._number)
+            if self.other is not None and halves.kept_bytes <= _kept_bytes(self.other, self.count):
+                raise NotCompiledError("keeps no more")
+            resident = [
+                at
+                for at, (kind, i) in enumerate(halves.takes)
+                if kind == "primal" and joint.primals[i] in joint.static
+            ]
+            run = compiled_by_inductor(
+                forward, _values(forward), resident, len(joint.results), "forward"
+            )
+            takes = tuple(at for kind, at in halves.takes if kind != "size")
+            _, made = made_by(joint, self.device, bound(run, halves.takes, self.size), takes)
+            for node, (kind, at) in zip(inputs_of(backward), halves.takes_back, strict=True):
+                if kind == "result":
+                    with mode:
+                        node.meta["val"] = self._restrided(node.meta["val"], made[at])
+            run_back = compiled_by_inductor(
+                backward, _values(backward), (), len(joint.gradients), "backward"
+            )
+        return CompiledCode(
+            (run, run_back),
+            *(halves.takes, halves.takes_back),
+            flops=(Flops.of(forward), Flops.of(backward)),
+            keeps_more=self.other is not None,
+            sizes=self.sizes,
+        )
+
+    def _at(self, *sizes: Any) -> Joint:
+        """Return the piece, at a size that may be a symbol."""
+        if self.rule is None:
+            return self.joint
+        return self.joint.with_numbers(self.rule.numbers(sizes[0]))
+
+    def _run(self, primals: Sequence[Any], tangents: Sequence[Tensor]) -> list[Tensor]:
+        count = int(self.rule is not None)
+        return self._at(*primals[:count]).run(primals[count:], tangents)
+
+    def _like(self, info: TensorInfo) -> Tensor:
+        return torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=self.device)
+
+    def _number(self, number: Any) -> int:
+        if self.sizes is None or self.size is None:
+            return int(number)
+        return self.sizes.symbol.of(number, self.size)
+
+    def _restrided(self, traced: Tensor, made: Tensor) -> Tensor:
+        """Return a fake tensor that lies as what inductor made, where its sizes are symbols too."""
+        if self.sizes is None:
+            stride: Sequence[Any] = made.stride()
+        elif tuple(map(self._number, traced.stride())) == made.stride():
+            return traced
+        else:
+            stride = _dense(traced.shape, made.stride())
+            if tuple(map(self._number, stride)) != made.stride():
+                raise NotCompiledError("what is saved lies in memory in no order of its sizes")
+        return torch.empty_strided(traced.shape, stride, dtype=made.dtype, device=self.device)
+
+
+def _dense(shape: Sequence[Any], stride: Sequence[int]) -> list[Any]:
+    """Return the strides of a tensor without gaps, its axes in the order of other strides."""
+    found: list[Any] = [1] * len(shape)
+    step: Any = 1
+    for axis in sorted(range(len(shape)), key=lambda axis: (stride[axis], -axis)):
+        found[axis] = step
+        step = step * shape[axis]
+    return found
+
+
+def _kept_bytes(code: CompiledClass, count: int) -> int:
+    return sum(made.storage_bytes for made in code.results[count:])
+
+
+def _values(graph: Any) -> list[Any]:
+    return [node.meta["val"] for node in inputs_of(graph)]

@@ -1,0 +1,90 @@
+"""Both halves of a partitioned piece, as graphs: what each takes, and what is kept between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+
+Kind = Literal["primal", "tangent", "result", "gradient", "size"]
+Place = tuple[Kind, int]  # a value that comes in, or is made
+
+
+class Halves:
+    """Both graphs of a partition, brought to what is needed: what comes in by itself is not saved.
+
+    A view of what comes in is made again in the backward: what is saved is then the tensor itself,
+    whose content is watched. `number` gives the value of a size, which may be a symbol.
+
+    """
+
+    def __init__(
+        self,
+        forward: Any,
+        backward: Any,
+        count: int,
+        places: Mapping[str, Place],
+        number: Callable[[Any], int],
+    ) -> None:
+        self.places = places
+        (output,) = forward.graph.find_nodes(op="output")
+        outputs = list(output.args[0])
+        results, saved = outputs[:count], outputs[count:]
+        behind = {node.name: node for node in inputs_of(backward)}
+        for node in saved:
+            if node.op != "placeholder" and _is_made_of_inputs(node) and node not in results:
+                _rebuild(node, behind, backward.graph)
+        saved = [n for n in saved if n.op != "placeholder" and behind[n.name].users]
+        own = [n for n in dict.fromkeys(saved) if n not in results]
+        self.kept_bytes = sum(number(node.meta["val"].untyped_storage().nbytes()) for node in own)
+        output.args = ((*results, *own),)
+        at = {node.name: place for place, node in reversed([*enumerate((*results, *own))])}
+        for graph in (forward, backward):
+            for node in inputs_of(graph):
+                if not node.users and not (_is_size(node) and node.name in places):
+                    graph.graph.erase_node(node)
+            graph.graph.eliminate_dead_code()
+            graph.recompile()
+        self.takes: tuple[Place, ...] = tuple(places[n.name] for n in inputs_of(forward))
+        self.takes_back: tuple[Place, ...] = tuple(
+            places[n.name] if n.name in places else ("result", at[n.name])
+            for n in inputs_of(backward)
+        )
+
+
+def inputs_of(graph: Any) -> list[Any]:
+    """Return the placeholders of a graph."""
+    return list(graph.graph.find_nodes(op="placeholder"))
+
+
+def _is_size(node: Any) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def _is_made_of_inputs(node: Any) -> bool:
+    """Whether a node is an input, a view of one, or a size that follows from inputs."""
+    if node.op != "call_function":
+        return bool(node.op == "placeholder")
+    is_view = getattr(node.target, "is_view", False) or _is_size(node)
+    return is_view and all(map(_is_made_of_inputs, node.all_input_nodes))
+
+
+def _rebuild(node: Any, behind: dict[str, Any], graph: Any) -> None:
+    """Make a node again in the backward, from inputs."""
+    old = behind[node.name]
+
+    def made(source: Any) -> Any:
+        if source.op == "placeholder":
+            if source.name not in behind:
+                with graph.inserting_before(next(iter(graph.nodes))):
+                    behind[source.name] = graph.placeholder(source.name)
+                    behind[source.name].meta = dict(source.meta)
+            return behind[source.name]
+        inputs = {each: made(each) for each in source.all_input_nodes}
+        places = list(graph.nodes)
+        first = graph.find_nodes(op="placeholder")[-1]
+        with graph.inserting_after(max([first, *inputs.values()], key=places.index)):
+            return graph.node_copy(source, inputs.__getitem__)
+
+    old.replace_all_uses_with(made(node))
