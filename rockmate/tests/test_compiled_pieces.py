@@ -22,18 +22,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import rkgb.compiled.code.known as knowing
 import rkgb.compiled.rewrite as rewriting
 import rockmate.networks.keeping as choosing
 from rkgb.capture import twin_of
 from rkgb.compiled.code.classes import NotCompiledError
+from rkgb.compiled.code.known import KnownClasses
 from rkgb.costs import Measured
 from rkgb.engine import Sample, measure
 from rockmate import Rockmate
 from rockmate.comparison.eager import StepResult, run_step
 from rockmate.comparison.rounding import compare_rounded, nudge
 from rockmate.errors import SelfTestError, UnknownChoiceError
+from rockmate.networks.network import Network
 from rockmate.networks.planned import Planned
 from rockmate.networks.self_test import self_test
+from rockmate.schedules.plan import Plan
 
 Result = list[Tensor]
 # By FLOPs no form of a piece is faster than the other: one is compiled.
@@ -146,6 +150,36 @@ class AroundHalf(nn.Module):
             return self.inner(x)
 
 
+class Heads(nn.Module):
+    """A layer of a language model of today: turned heads of one input, and a gated perceptron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(32) for _ in range(2))
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(32, 80, bias=False), nn.Linear(32, 80, bias=False)
+        self.down = nn.Linear(80, 32, bias=False)
+        angles = torch.arange(12.0)[:, None] / (1 + torch.arange(8.0))
+        self.register_buffer("cos", angles.cos().repeat(1, 2))
+        self.register_buffer("sin", angles.sin().repeat(1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norms[0](x)
+        q, k, v = (f(h).view(*x.shape[:2], 2, 16).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k = self.turned(q), self.turned(k)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).reshape(x.shape))
+        h = self.norms[1](x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+    def turned(self, t: Tensor) -> Tensor:
+        return t * self.cos + torch.cat((-t[..., 8:], t[..., :8]), -1) * self.sin
+
+
+def turned_heads() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return nn.Sequential(*(Heads() for _ in range(3))), (torch.randn(4, 12, 32),)
+
+
 def language() -> tuple[nn.Module, tuple[Tensor, ...]]:
     tokens = torch.arange(16).view(2, 8)
     return Language(), (tokens, (tokens * 5 + 1) % 24)
@@ -195,6 +229,7 @@ def assert_near(ours: Result, eager: Result, bound: float) -> None:
     [
         pytest.param(language, 1e-5, marks=pytest.mark.nightly, id="dropout-tied"),
         pytest.param(pictures, 1e-4, id="batchnorm-in-place"),
+        pytest.param(turned_heads, 1e-5, id="gates-and-heads"),
         pytest.param(in_half, 0.03, marks=pytest.mark.nightly, id="autocast"),
     ],
 )
@@ -222,19 +257,77 @@ def test_bits_do_not_depend_on_the_budget(
     assert_near(ours[0], eager, bound)
 
 
+@pytest.mark.slow
+def test_lengths_share_code_from_the_second_on_and_keep_their_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rewriting, "_known", KnownClasses())
+    torch.manual_seed(0)
+    model = Language()
+    made = {length: torch.randint(24, (2, 4, length)) for length in (12, 9, 7, 5)}
+    plain = copy.deepcopy(model)
+    eager = {length: train(plain, plain, tuple(data), 1) for length, data in made.items()}
+    peak, found = 0, []
+    for share in (1.0, 0.75):
+        own = copy.deepcopy(model)
+        budget = int(share * peak) if peak else 1.0
+        rk = Rockmate(own, tuple(made[12]), budget, compile=True, **CHEAP)
+        counts, ours = [rewriting._known.compiled], {}
+        for length, data in made.items():
+            ours[length] = train(rk, own, tuple(data), 1)
+            counts.append(rewriting._known.compiled)
+        first = counts[0]
+        later = 0 if peak else first  # of the second length, for all others; none for a budget
+        assert counts == [first, first, *[first + later] * 3]
+        assert rk.measured_peak_bytes <= rk.budget_bytes
+        assert len(rk.plans) == len(made)
+        for length, result in ours.items():
+            assert_near(result, eager[length], 1e-4)
+        peak = peak or rk.plan.peak_bytes
+        found.append(ours)
+    assert all(same_bits(found[0][length], found[1][length]) for length in made)
+
+
+def _faster(*given: Any) -> Measured:
+    """Measure, and find every piece faster that keeps more."""
+    found = measure(*given)
+    costs = {k: replace(c, time_ms=0) if "_keeping" in k else c for k, c in found.costs.items()}
+    if len(costs) > 1:  # what a piece frees depends on what others keep: some are met late
+        costs.pop(next(k for k in costs if "_keeping" in k))
+    return replace(found, costs=costs)
+
+
+@pytest.mark.slow
+def test_what_pieces_keep_and_what_is_computed_again_are_chosen_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times_ms: list[float] = []
+    fill = choosing.Keeping.filled
+
+    def filled(keeping: choosing.Keeping, network: Network, plan: Plan) -> tuple[Network, Plan]:
+        found = fill(keeping, network, plan)
+        assert found[1].peak_bytes <= plan.budget_bytes
+        times_ms.append(found[1].time_ms)
+        return found
+
+    monkeypatch.setattr(choosing, "measure", _faster)
+    monkeypatch.setattr(choosing.Keeping, "filled", filled)
+    torch.manual_seed(0)
+    model, data = language()
+    rk = Rockmate(model, data, 0.5, compile=True)
+    assert rk.measured_peak_bytes == rk.plan.peak_bytes <= rk.budget_bytes
+    assert len(times_ms) > 1, "a plan in which some keep more from the start"
+    first, *others = times_ms
+    chosen = rk.plan.plan.time_ms
+    assert chosen <= first
+    assert chosen <= min(others) / (1 - choosing._LEAST_STEP)
+
+
 @pytest.mark.nightly
 def test_pieces_keep_more_where_there_is_room_to_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def faster(*given: Any) -> Measured:
-        """Measure, and find every piece faster that keeps more."""
-        found = measure(*given)
-        costs = {k: replace(c, time_ms=0) if "_keeping" in k else c for k, c in found.costs.items()}
-        if len(costs) > 1:  # what a piece frees depends on what others keep: some are met late
-            costs.pop(next(k for k in costs if "_keeping" in k))
-        return replace(found, costs=costs)
-
-    monkeypatch.setattr(choosing, "measure", faster)
+    monkeypatch.setattr(choosing, "measure", _faster)
     torch.manual_seed(0)
     model, data = language()
     ours: list[Result] = []
@@ -396,8 +489,8 @@ def test_a_piece_that_does_not_compile_is_eager_and_named(
     def fails(*_: Any, **__: Any) -> None:
         raise NotCompiledError("a kernel too many")
 
-    monkeypatch.setattr(rewriting, "compile_joint", fails)
-    monkeypatch.setattr(rewriting, "_known", {})
+    monkeypatch.setattr(knowing, "compile_code", fails)
+    monkeypatch.setattr(rewriting, "_known", KnownClasses())
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), Block())
     x = torch.randn(4, 8, 16)

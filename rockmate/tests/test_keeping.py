@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rockmate import planners
+from rockmate.errors import InfeasibleBudgetError
 from rockmate.networks.keeping import Keeping
 from rockmate.problems.problem import Node, Problem, Storage
 from rockmate.schedules.baselines import no_recomputation
@@ -65,7 +68,8 @@ def plan_within(spare_bytes: int) -> Plan:
 )
 def test_what_gains_most_for_its_bytes_keeps_more(spare_bytes: int, kept: set[int]) -> None:
     plan = plan_within(spare_bytes)
-    network, found = keeping().filled(plan)
+    kept_by_none = keeping()
+    network, found = kept_by_none.filled(kept_by_none.network, plan)
     assert network.kept == kept
     gain_ms = sum(GAIN_MS[KINDS[i]] for i in kept)
     assert found.time_ms == plan.time_ms - gain_ms
@@ -73,3 +77,28 @@ def test_what_gains_most_for_its_bytes_keeps_more(spare_bytes: int, kept: set[in
     assert found.peak_bytes <= plan.budget_bytes
     assert found.steps == plan.steps
     found.check(problem_with(kept))
+
+
+@pytest.mark.parametrize("spare_bytes", [-20, -10, 0, 10, 20, 60, 100, 140])
+def test_plans_in_which_some_keep_more_from_the_start_are_tried(spare_bytes: int) -> None:
+    problem = problem_with(())
+    budget = simulate(problem, no_recomputation(problem)).peak_bytes + spare_bytes
+
+    def planner(of: Problem) -> Plan:
+        return planners.plan(of, budget)
+
+    def best_of(kept: Collection[int]) -> float:
+        try:
+            return planner(problem_with(kept)).time_ms
+        except InfeasibleBudgetError:
+            return float("inf")
+
+    pieces = keeping()
+    plan = planner(problem)
+    network, found = pieces.chosen(plan, planner)
+    found.check(problem_with(network.kept))
+    assert found.peak_bytes <= budget
+    assert found.time_ms <= pieces.filled(pieces.network, plan)[1].time_ms
+    subsets = (set(some) for count in range(5) for some in combinations(range(4), count))
+    least_ms = min(map(best_of, subsets))
+    assert least_ms <= found.time_ms <= 1.1 * least_ms

@@ -1,14 +1,16 @@
-"""Compiled pieces that keep more for their backward, where a plan leaves room for it.
+"""Compiled pieces that keep more for their backward, where that makes a step faster.
 
 A piece computes norms and what works element by element again in its backward. Its other form
 keeps them: the same bits, a faster backward, more bytes from forward to backward. A plan is made
-for the first form, which fits wherever anything does. What is left of the budget then goes to
-those pieces whose other form gains most time for its bytes; the simulator judges every choice.
+for the first form, which fits wherever anything does. Then plans are made in which the pieces keep
+more whose other form gains most time for its bytes, kind by kind, as long as each is faster than
+the last: a few bytes kept may be worth more than what they cost elsewhere. What a plan leaves of
+the budget goes to further pieces; the simulator judges every choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,11 +19,14 @@ from torch import Tensor, nn
 from rkgb.costs import Measured, op_key
 from rkgb.engine import Sample, external_values, measure, operations, runnable
 from rkgb.graphs import SimplifiedGraph
+from rockmate.errors import InfeasibleBudgetError
 from rockmate.networks.network import Network, assembled
+from rockmate.problems.problem import Problem
 from rockmate.schedules.plan import Plan, make_plan
 from rockmate.schedules.simulate import simulate
 
 _LEAST_GAIN = 0.01  # of the time of a piece: less is noise of the measurement
+_LEAST_STEP = 0.002  # of the time of a step: for less, no further plan is made
 
 
 @dataclass
@@ -32,14 +37,36 @@ class Keeping:
     measured: Measured  # grows: what a node can free depends on what others keep
     external: Mapping[str, Tensor]
 
-    def filled(self, plan: Plan) -> tuple[Network, Plan]:
-        """Return the network and the plan in which pieces keep more, as far as there is room."""
+    def chosen(self, plan: Plan, planner: Callable[[Problem], Plan]) -> tuple[Network, Plan]:
+        """Return the fastest network and plan of those in which more and more pieces keep more.
+
+        `plan` is one in which none does, and `planner` makes others within the same budget.
+        """
+        best = self.filled(self.network, plan)
+        kept = self.network.kept
+        for nodes in self._kinds():
+            if best[0].kept >= self._worth_it:
+                break
+            kept |= {*nodes}
+            network = self._with(kept)
+            try:
+                found = _plan_of(network, planner(network.problem))
+            except InfeasibleBudgetError:
+                break
+            trial = self.filled(network, found)
+            if trial[1].time_ms > best[1].time_ms * (1 - _LEAST_STEP):
+                break
+            best = trial
+        return best
+
+    def filled(self, network: Network, plan: Plan) -> tuple[Network, Plan]:
+        """Let more pieces of a network keep more, as far as its plan leaves room."""
         if not self._worth_it:
-            return self.network, plan
-        best = self._trial(plan, (self.network, plan), self._worth_it)
+            return network, plan
+        best = self._trial(plan, (network, plan), self._worth_it)
         if best is not None:
             return best
-        best = self.network, plan
+        best = network, plan
         for nodes in self._kinds():
             before = best
             fit, too_many, count = 0, len(nodes) + 1, len(nodes)

@@ -267,10 +267,13 @@ def _planned(
     keeping: Keeping | None,
     blocks_bytes: int = 0,
 ) -> Planned:
-    problem = network.problem
-    plan = _plan_within(problem, budget_bytes, settings, phases, blocks, blocks_bytes)
+
+    def planner(problem: Problem) -> Plan:
+        return _plan_within(problem, budget_bytes, settings, phases, blocks, blocks_bytes)
+
+    plan = planner(network.problem)
     if keeping is not None:
-        network, plan = keeping.filled(plan)
+        network, plan = keeping.chosen(plan, planner)
     plan = without_reruns(network, plan)
     return replace(
         compiled_plan(network, plan, given, budget_bytes, phases),
