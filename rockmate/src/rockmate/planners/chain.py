@@ -277,7 +277,7 @@ def _model(
 
 def _grid(nodes: int) -> Grid:
     # Large blocks cost seconds per box: a few boxes must do.
-    return Grid(5, 8) if nodes <= 16 else Grid(4, 5) if nodes <= 32 else Grid(2, 3)
+    return Grid(5, 8) if nodes <= 16 else Grid(4, 5) if nodes <= 24 else Grid(2, 3)
 
 
 def _forward_peak(local: Problem) -> int:

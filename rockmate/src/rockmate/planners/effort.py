@@ -13,6 +13,7 @@ class Effort:
     """Limits of the planners' work; all but `seconds` are deterministic."""
 
     whole_nodes: int  # graphs of up to so many nodes are solved whole
+    unlike_nodes: int  # the same, where most blocks are unlike each other
     hinted_nodes: int  # graphs of up to so many nodes, with the best plan of the others as a hint
     whole_limit: float  # deterministic seconds, about four to ten of the clock
     hinted_limit: float  # the same, where a good plan is there already
@@ -23,6 +24,7 @@ class Effort:
     grains: int  # how many sizes of blocks are tried
     bound_cuts: int  # that the lower bound joins at most
     close_enough: float  # to the bound, relative to the step: what is left is not searched for
+    whole_enough: float  # gap under which the whole graph is not solved after a search
     small_enough: float  # gap under which chains, which suit small graphs less, are not tried
     thorough_minimum: bool = False  # look for minutes before a budget is refused
     seconds: float | None = None  # of the clock
@@ -31,7 +33,8 @@ class Effort:
 EFFORTS = {
     "fast": Effort(
         whole_nodes=55,
-        hinted_nodes=90,
+        unlike_nodes=100,
+        hinted_nodes=100,
         whole_limit=0.15,
         hinted_limit=0.1,
         unhinted_limit=0.05,
@@ -41,10 +44,12 @@ EFFORTS = {
         grains=2,
         bound_cuts=1,
         close_enough=2e-3,
-        small_enough=0.05,
+        whole_enough=5e-3,
+        small_enough=0.01,
     ),
     "balanced": Effort(
         whole_nodes=80,
+        unlike_nodes=80,
         hinted_nodes=120,
         whole_limit=0.8,
         hinted_limit=0.3,
@@ -55,10 +60,12 @@ EFFORTS = {
         grains=2,
         bound_cuts=2,
         close_enough=5e-4,
+        whole_enough=3e-3,
         small_enough=0.02,
     ),
     "best": Effort(
         whole_nodes=120,
+        unlike_nodes=120,
         hinted_nodes=160,
         whole_limit=2.0,
         hinted_limit=2.0,
@@ -69,6 +76,7 @@ EFFORTS = {
         grains=3,
         bound_cuts=3,
         close_enough=1e-4,
+        whole_enough=1e-4,
         small_enough=0.0,
         thorough_minimum=True,
     ),
@@ -91,6 +99,7 @@ def effort_of(effort: str | float) -> Effort:
         raise UnknownChoiceError("effort", effort, EFFORTS, "a positive number of seconds")
     return Effort(
         whole_nodes=120,
+        unlike_nodes=120,
         hinted_nodes=160,
         whole_limit=2.0,
         hinted_limit=2.0,
@@ -101,6 +110,7 @@ def effort_of(effort: str | float) -> Effort:
         grains=2,
         bound_cuts=2,
         close_enough=1e-4,
+        whole_enough=1e-4,
         small_enough=0.0,
         seconds=float(effort),
     )

@@ -3,7 +3,7 @@
 keep everything → fits: done
 budget below a cheap low-memory plan → smallest feasible budget → refuse, or have a fallback
 small graphs: equal segments → search in windows → whole graph, hinted; done if near the bound
-else: equal segments → chain at both grains → search in windows → bound
+else: equal segments → chain at both grains → search in windows → whole graph, hinted → bound
 long graphs: the same, with equal segments only where chains find nothing
 
 `PLANNERS` at the end holds every planner by name; a new one is written and added there.
@@ -23,7 +23,7 @@ from rockmate.planners.effort import effort_of
 from rockmate.planners.planning import Planning, Progress
 from rockmate.planners.search import explore, improve
 from rockmate.planners.smallest_budget import floor_bytes, low_memory_plan, minimum_peak
-from rockmate.problems.blocks import largest_block, pinned_candidates
+from rockmate.problems.blocks import find_cuts, largest_block, make_blocks, pinned_candidates
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import best_segments, chen, no_recomputation, recompute_all
 from rockmate.schedules.plan import Plan, Trial
@@ -156,10 +156,13 @@ def _auto(run: Planning) -> None:
     is_long = len(problem.nodes) > _LONG_CHAIN
     if not is_long:
         _simple(run)
-    if len(problem.nodes) <= effort.whole_nodes:
+    whole_first = _is_small(run)
+    if whole_first:
         # What a short search finds is a good hint for the whole graph.
         _search(run, explore, min(effort.windows, _HINT_WINDOWS), 0.1, 0.2)
         run.report(0.2, "whole graph")
+        if run.is_within(effort.whole_enough):
+            return
         unhinted = effort.unhinted_limit if len(problem.nodes) > _FOUND_WITHOUT else None
         is_best = _solve_whole(run, run.best, effort.whole_limit, unhinted)
         if is_best or run.is_within(effort.small_enough):
@@ -172,11 +175,24 @@ def _auto(run: Planning) -> None:
     if not run.is_over():
         search = improve if len(problem.nodes) > _FEW_WINDOWS else explore
         _search(run, search, effort.windows, 0.6, 0.9, seed=run.seed + 2)
-    if effort.whole_nodes < len(problem.nodes) <= effort.hinted_nodes and not run.is_over():
+    if not whole_first and len(problem.nodes) <= effort.hinted_nodes and not run.is_over():
         # From a good plan the last step is often a small one, in many places at once.
         run.report(0.9, "whole graph")
-        if not run.is_within(effort.close_enough):
+        if not run.is_within(effort.whole_enough):
             _solve_whole(run, run.best, effort.hinted_limit, 0.0)
+
+
+def _is_small(run: Planning) -> bool:
+    """Whether the whole graph is worth solving before chains are tried.
+
+    Chains suit a graph of many like blocks better, which are solved once.
+    """
+    nodes, effort = len(run.problem.nodes), run.effort
+    if nodes <= effort.whole_nodes or nodes > effort.unlike_nodes:
+        return nodes <= effort.whole_nodes
+    pinned = _pinned_sets(run)[0]
+    blocks = make_blocks(run.problem, find_cuts(run.problem, pinned), pinned)
+    return len(blocks) < 2 * len({block.class_id for block in blocks})
 
 
 def _only(make: Callable[[Problem], Steps]) -> Planner:
@@ -284,7 +300,7 @@ def _chains(run: Planning, *, asked: bool = False) -> None:
     problem = run.problem
     solver = block_solver(run.backend, run.effort.block_limit)
     cache: dict[object, tuple[BlockOption, ...]] = {}
-    small = not asked and len(problem.nodes) <= run.effort.whole_nodes
+    small = not asked and _is_small(run)
     for pinned in _pinned_sets(run):
         if small and largest_block(problem, pinned) > LARGE_BLOCK_NODES:
             run.tried.append(Trial("chain", 0.0, note="blocks too large"))

@@ -27,7 +27,7 @@ from rockmate.solvers.intervals.solve import Window, solve_intervals
 from rockmate.solvers.result import SolverResult, stages_of
 
 WHOLE_NODES = 60  # up to so many nodes the whole graph is searched for its least peak
-_WHOLE_LIMIT = 0.15  # deterministic seconds
+_WHOLE_LIMIT = 0.05  # deterministic seconds, up to one of the clock
 _BLOCK_LIMIT = 0.05
 _WINDOW_LIMIT = 0.05
 _WINDOW_NODES = 40
