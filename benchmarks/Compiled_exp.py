@@ -6,6 +6,7 @@
 `Rockmate(..., compile=True)` without a budget that binds and at shares of the plain peak, beside
 `torch.compile` with inductor at four values of `activation_memory_budget`. Times are over plain
 PyTorch in the same process; FLOPs are counted as executed, for `torch.compile` over its graphs.
+The Llama needs transformers.
 Rows: compiled.csv.
 """
 
@@ -18,7 +19,7 @@ from harness.points import Experiment, Options, Point
 
 BATCHES = {
     **{"gpt": (2, 8, 8), "gpt2-small": (1, 4, 4), "mlp-mixer": (2, 4, 8)},
-    **{"unet": (1, 4, 4), "resnet50": (1, 4, 8)},
+    **{"unet": (1, 4, 4), "resnet50": (1, 4, 8), "llama": (1, 4, 4)},
 }
 SIZES = ("smoke", "cpu", "paper")
 TORCH = ("1.0 dp", "0.7 dp", "0.5 dp", "0.3 dp")

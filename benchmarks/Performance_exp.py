@@ -35,7 +35,7 @@ PAPER_BUDGETS: dict[str, tuple[Span, ...]] = {
     "regnet-x-3.2": ((1.5, 2.5, 0.1), (2.5, 4, 0.2), (4, 10, 0.5)),
     "regnet-y-1.6": ((1.5, 2.5, 0.1), (2.5, 4, 0.2), (4, 9, 0.5)),
 }
-NETS = tuple(name for name in NETWORKS if name != "gpt")
+NETS = tuple(name for name in NETWORKS if name not in ("gpt", "llama"))
 SMOKE = {"gpt2-small": "60%", "resnet50": "80%", "unet": "80%", "fno": "80%"}
 NO_CHAIN = ("unet", "transformer")  # rotor does not take them
 INDUCTOR = ("mlp-mixer", "unet")

@@ -56,10 +56,10 @@ def main(arguments: list[str] | None = None) -> tuple[nn.Module, list[float]]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="a size for tests")
     tiny = parser.parse_args(arguments).tiny
-    size, pixels, width, steps = (2, 8, 8, 4) if tiny else (4, 64, 16, 20)
+    size, pixels, width, steps, budget = (2, 8, 8, 4, 0.85) if tiny else (4, 64, 16, 20, 0.8)
     torch.manual_seed(0)
     model = UNet(width, 3)
-    rk = Rockmate(model, (torch.randn(size, 3, pixels, pixels), torch.rand(size)), 0.8)
+    rk = Rockmate(model, (torch.randn(size, 3, pixels, pixels), torch.rand(size)), budget)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     losses = []
     for _ in range(steps):

@@ -6,10 +6,9 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from figures.style import STYLES, number
+from figures.style import STYLES, TITLES, number
 from harness.points import Row
 
-TITLES = {"bert": "BERT, 12 layers", "llama": "Llama, 12 layers", "unet": "U-Net"}
 FIRST = "#D55E00"
 ALLOWED = 3.0  # steps of plain PyTorch that the first one of a new size may take
 

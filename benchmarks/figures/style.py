@@ -41,6 +41,8 @@ TITLES = {
     "mlp-mixer": "MLP-Mixer",
     "transformer": "nn.Transformer",
     "unet": "U-Net",
+    "bert": "BERT, 12 layers",
+    "llama": "Llama, 12 layers",
     "fno": "FNO",
 }
 _LEGEND_COLUMN = 2.8  # inches of the longest entry

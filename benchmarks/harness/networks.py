@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
 
+from harness.missing_operators import declare_missing_operators
 from models.fno import FNO1d
 from models.GPT import GPT2WithLoss
-from models.loss import WithLoss
+from models.loss import WithLabels, WithLoss
 from models.mlp_mixer import MLPMixer
 from models.peers_gpt import GPT
 from models.regnet import RegNet, regnet_x_3_2gf, regnet_x_200mf, regnet_y_1_6gf
@@ -132,6 +133,29 @@ def peers_gpt(batch: int, layers: int, width: int, length: int) -> Case:
         return [first, *model.blocks, Last([model.norm, model.head], token_loss, sample[1])]
 
     return Case(model, (ids, ids), lambda m: list(m.blocks), stages)
+
+
+def llama(batch: int, layers: int, width: int, vocab: int, length: int) -> Case:
+    """The Llama of transformers with its own loss, heads of 64 and grouped keys."""
+    declare_missing_operators()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = max(1, width // 64)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=width * 8 // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        max_position_embeddings=max(length, 2),
+    )
+    ids = torch.randint(0, vocab, (batch, length))
+
+    def blocks(model: nn.Module) -> Sequence[nn.Module]:
+        return list(model.model.model.layers)
+
+    return Case(WithLabels(LlamaForCausalLM(config)), (ids, ids), blocks, None)
 
 
 def images(batch: int, pixels: int, classes: int) -> tuple[Tensor, Tensor]:
@@ -346,6 +370,15 @@ NETWORKS: dict[str, Network] = {
             "paper": _of(batch=8, layers=8, width=256, length=256),
         },
         peers_gpt,
+    ),
+    "llama": Network(
+        "Llama of transformers, 12 layers",
+        {
+            "smoke": _of(batch=2, layers=1, width=64, vocab=64, length=16),
+            "cpu": _of(batch=4, layers=12, width=256, vocab=1024, length=128),
+            "paper": _of(batch=4, layers=12, width=1024, vocab=32000, length=1024),
+        },
+        llama,
     ),
 }
 

@@ -21,3 +21,15 @@ class WithLoss(nn.Module):
     def forward(self, *inputs_and_targets: Tensor) -> Tensor:
         *inputs, targets = inputs_and_targets
         return self.loss(self.model(*inputs), targets)
+
+
+class WithLabels(nn.Module):
+    """Return the loss that a language model of transformers computes itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=ids, labels=labels).loss
+        return loss
