@@ -11,6 +11,7 @@ from rkgb.torch_api.compiled_code import compiled_modules, is_optimized
 from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
 from rkgb.torch_api.kernel_choice import KernelChoice, RecomputingAs, with_flags
 from rkgb.torch_api.torch_private import (
+    apply_function,
     current_dispatch_modes,
     group_store,
     is_cast_anew,
@@ -30,6 +31,7 @@ __all__ = [
     "EXTRA_FLOP_FORMULAS",
     "KernelChoice",
     "RecomputingAs",
+    "apply_function",
     "compiled_modules",
     "current_dispatch_modes",
     "group_store",

@@ -21,6 +21,7 @@ __all__ = [
     "ASKS_GEOMETRY",
     "AnySize",
     "TorchDispatchMode",
+    "apply_function",
     "asks_content",
     "back_to_autograd",
     "backend_flags",
@@ -142,6 +143,14 @@ def back_to_autograd() -> AbstractContextManager[Any]:
     c = torch._C
     excluded = c._dispatch_tls_local_exclude_set() - _ABOVE_KERNELS
     return c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), excluded)
+
+
+def apply_function(function: Any, *args: Any) -> Any:
+    """Run a `torch.autograd.Function` that needs no defaults, outside of torch.func's transforms.
+
+    Its own `apply` looks for both first, which takes as long as a small operation.
+    """
+    return super(torch.autograd.Function, function).apply(*args)
 
 
 def set_sequence_nr(node: Any, number: int) -> None:

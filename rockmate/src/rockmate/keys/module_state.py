@@ -268,22 +268,21 @@ class Snapshot:
 
 
 class ExternalValues:
-    """Where the values that exist before a step are found: tables of modules, and inputs."""
+    """The values that exist before a step: as long as a snapshot holds, all but inputs stay."""
 
     def __init__(self, graph: BasicGraph, model: nn.Module) -> None:
-        self._constants = dict(graph.constants)
         self._inputs = [(name, i) for i, name in enumerate(graph.inputs) if name is not None]
         modules = dict(model.named_modules(remove_duplicate=False))
-        self._slots: list[tuple[str, dict[str, Any], str]] = []
+        self._lasting: dict[str, Tensor] = {}
         for kind, names in (("_parameters", graph.parameters), ("_buffers", graph.buffers)):
             for name, target in names.items():
                 path, _, own = target.rpartition(".")
-                self._slots.append((name, getattr(modules[path], kind), own))
+                self._lasting[name] = getattr(modules[path], kind)[own]
+        self._lasting.update(graph.constants)
 
     def now(self, leaves: tuple[Any, ...]) -> dict[str, Tensor]:
         """Return every value by its name; `leaves` are those of (args, kwargs)."""
-        values = {name: table[own] for name, table, own in self._slots}
-        values.update(self._constants)
+        values = self._lasting.copy()
         for name, place in self._inputs:
             values[name] = leaves[place]
         return values
