@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rkgb import InvalidGraphError
 from rkgb.capture import make_B
 from rkgb.engine import B_to_D, D_to_S, lower_step, runnable
+from rkgb.graphs import SimplifiedGraph
+from rkgb.run import Give, StepProgram, Sum
+from rkgb.testing.check_program import check_program
 from rockmate import Rockmate
 from rockmate.runtime.rails import Rail
 from rockmate.runtime.shared_uses import SharedUses
@@ -37,6 +42,18 @@ class Repeated(nn.Module):
         for place in self.order:
             x = torch.tanh(self.layers[place](x)) * self.scale
         return x
+
+
+class Tied(nn.Module):
+    """A weight that is used twice among many others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 8)
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.layers(self.table(text)) @ self.table.weight.T
 
 
 class Cells(nn.Module):
@@ -271,6 +288,64 @@ def test_two_backwards_through_one_forward() -> None:
             y.square().mean().backward(retain_graph=True)
             y.sum().backward()
         assert_same(bits(module), bits(eager))
+
+
+def summed(model: nn.Module, x: Tensor) -> tuple[SimplifiedGraph, StepProgram]:
+    graph = runnable(D_to_S(B_to_D(make_B(copy.deepcopy(model), (x,))))).graph
+    count = len(graph.nodes)
+    steps = [*(("F", k) for k in range(count)), *(("B", k) for k in reversed(range(count)))]
+    program = lower_step(graph, steps)
+    return graph, SharedUses.of(graph, program).in_sums(program)
+
+
+def test_a_program_in_sums_hands_over_what_was_recorded_and_no_other_does() -> None:
+    torch.manual_seed(0)
+    graph, program = summed(Cells(6), torch.randn(5, 3, 6))
+    check_program(graph, program)
+    assert len(program.gives) == 4, "first parts of the two products, and the ends of their sums"
+    places = [i for i, s in enumerate(program.backward) if isinstance(s, Sum)]
+    assert len(places) == 4 * 5
+    for place in places:
+        statement = program.backward[place]
+        assert isinstance(statement, Sum)
+        other = {"first": "add", "add": "first"}[statement.kind]
+        for lines in (
+            [],  # dropped
+            [statement, statement],
+            [replace(statement, kind=other)],
+            [replace(statement, leaf="p_cell_weight_ih")] * (statement.leaf[-9:] != "weight_ih"),
+        ):
+            wrong = (*program.backward[:place], *lines, *program.backward[place + 1 :])
+            with pytest.raises(InvalidGraphError):
+                check_program(graph, replace(program, backward=wrong))
+    for place, statement in enumerate(program.backward):
+        if isinstance(statement, Give) and statement.ends:
+            (leaf, added), *rest = statement.ends
+            for ends in ((), ((leaf, added - 1), *rest)):
+                wrong_end = replace(statement, ends=ends)
+                wrong = (*program.backward[:place], wrong_end, *program.backward[place + 1 :])
+                with pytest.raises(InvalidGraphError):
+                    check_program(graph, replace(program, backward=wrong))
+
+
+def test_sums_are_a_program_of_their_own_where_they_are_many() -> None:
+    torch.manual_seed(0)
+    model, x = Cells(6), torch.randn(9, 3, 6)
+    module = wrap(model, x, 1.0)
+    executable = module._rockmate.first.executor.expected
+    assert executable.backs is executable, "nobody knows yet what comes from elsewhere"
+    for _ in range(STEPS):
+        module(x).square().mean().backward()
+    assert executable.backs is executable.summed
+    assert executable.summed.compiled.source.count("().add_(") == 4 * 8
+    tied = Tied()
+    text = torch.randint(9, (2, 5))
+    few = wrap(tied, text, 1.0)
+    for _ in range(STEPS):
+        few(text).square().mean().backward()
+    executable = few._rockmate.first.executor.expected
+    assert any(executable.shared_uses.ends)
+    assert executable.backs is executable
 
 
 def test_values_that_others_read_are_not_added_to() -> None:

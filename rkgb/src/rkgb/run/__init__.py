@@ -10,15 +10,19 @@ from rkgb.run.node_storages import NodeStorage
 from rkgb.run.program import rerun_state, without_idle_steps
 from rkgb.run.reads import Outcomes
 from rkgb.run.source import CompiledStep
-from rkgb.run.statements import StepProgram
+from rkgb.run.statements import Drop, Give, Statement, StepProgram, Sum
 from rkgb.run.views import RunnableGraph
 
 __all__ = [
     "CompiledStep",
+    "Drop",
+    "Give",
     "NodeStorage",
     "Outcomes",
     "RunnableGraph",
+    "Statement",
     "StepProgram",
+    "Sum",
     "rerun_state",
     "without_idle_steps",
 ]

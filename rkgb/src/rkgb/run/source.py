@@ -25,12 +25,14 @@
         del view, mm
         yield given
 
-Variables are the values' own names. `numbers` are what follows from the numbers of a call, where
-a plan serves for all of them. What a line calls stands in the function's globals, as the name
-of the operation with a number. `keep_random` and `put_back_random` save and restore the state of
-the generators, `clone` copies a buffer, and `grad_mode` switches what kernels may ask
-for, and the flags that choose them back to those of the forward. Under a profiler, `span_of` begins
-a span of the comment's text in place of the comment.
+Variables are the values' own names. Where a program adds gradients to what it has handed over,
+`sum_of_0` says whether that is still there, and `late_for_0` takes what is to be added if not.
+`numbers` are what follows from the numbers of a call, where a plan serves for all of them. What a
+line calls stands in the function's globals, as the name of the operation with a number.
+`keep_random` and `put_back_random` save and restore the state of the generators, `clone` copies a
+buffer, and `grad_mode` switches what kernels may ask for, and the flags that choose them back to
+those of the forward. Under a profiler, `span_of` begins a span of the comment's text in place of
+the comment.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import CodeType
 from typing import Any
 
@@ -59,7 +62,7 @@ from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.opaque.piece import RunPieceBackward
 from rkgb.run.freeing import FREEING
 from rkgb.run.program import for_backward_alone
-from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
+from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram, Sum
 from rkgb.torch_api.kernel_choice import calling_with, switch_forward
 
 Callee = Callable[[Op], Callable[..., Any]]
@@ -67,7 +70,7 @@ _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.device)
 # What the source itself calls by name: a value of that name, as of `aten.clone`, gets another.
 _TAKEN = frozenset(
     (
-        *("externals", "saved", "tangents", "given", "boxed", "numbers"),
+        *("externals", "saved", "tangents", "given", "boxed", "numbers", "sums"),
         *("clone", "keep_random", "put_back_random", "grad_mode", "span_of", "span"),
     )
 )
@@ -82,12 +85,18 @@ class CompiledStep:
     # Takes the externals in order, empties the list; returns the outputs and what it leaves over.
     # A graph with `numbers` takes these too, here and in the backward.
     forward: Callable[..., tuple[list[Tensor], list[Any]]]
-    # Takes what the forward left and the gradients of the outputs, and empties both lists. Yields
-    # the gradients of each `Give`, in order, as a list that the caller empties.
+    # Takes what the forward left and the gradients of the outputs, and empties both lists; then
+    # `sums`, where the program makes some. Yields the gradients of each `Give`, in order, as a list
+    # that the caller empties.
     backward: Callable[..., Iterator[list[Tensor]]]
     source: str
-    # The forward once more, for its backward alone: it returns no outputs.
-    forward_again: Callable[..., tuple[list[Tensor], list[Any]]]
+    # Another program of the same graph, with the same functions for its operations.
+    other: Callable[[StepProgram], CompiledStep]
+
+    @cached_property
+    def forward_again(self) -> Callable[..., tuple[list[Tensor], list[Any]]]:
+        """The forward once more, for its backward alone: it returns no outputs."""
+        return self.other(for_backward_alone(self.program)).forward
 
 
 def compile_step(sg: SimplifiedGraph, program: StepProgram, callee: Callee) -> CompiledStep:
@@ -108,14 +117,10 @@ def compile_step(sg: SimplifiedGraph, program: StepProgram, callee: Callee) -> C
     def backward(*given: Any) -> Any:
         return (named() if is_profiled_by_user() else plain)["backward"](*given)
 
-    @functools.cache
-    def again() -> Any:
-        return _functions(sg, for_backward_alone(program), callee)[0]["forward"]
+    def other(program: StepProgram) -> CompiledStep:
+        return compile_step(sg, program, callee)
 
-    def forward_again(*given: Any) -> Any:
-        return again()(*given)
-
-    return CompiledStep(program, forward, backward, source, forward_again)
+    return CompiledStep(program, forward, backward, source, other)
 
 
 def _functions(
@@ -128,7 +133,8 @@ def _functions(
     lines += _indented(line for s in program.forward for line in writer.lines(s))
     outputs, saved = writer.names(program.outputs), writer.names(program.saved)
     lines += _indented([*writer.end_of_span(), f"return [{outputs}], [{saved}]"])
-    lines += ["", f"def backward(saved, tangents{more}):"]
+    sums = ", sums" if program.has_sums else ""
+    lines += ["", f"def backward(saved, tangents{sums}{more}):"]
     lines += _indented([*_unpack("saved", program.saved), *_unpack("tangents", program.tangents)])
     lines += _indented(line for s in program.backward for line in writer.backward_lines(s))
     lines += _indented([*writer.end_of_span(), *([] if program.gives else ["return", "yield"])])
@@ -175,6 +181,7 @@ class _Writer:
         self.in_forward = False
         self.in_span = False
         self.known: dict[int, str] = {}
+        self.sums: dict[str, int] = {}  # leaf -> number of its sum
 
     def names(self, names: Sequence[str]) -> str:
         return ", ".join(map(_variable, names))
@@ -216,10 +223,20 @@ class _Writer:
                 return [f"put_back_random({name})"]
             case Give(_, gradients, dropped):
                 # What runs while gradients are handed over is autograd's, and not this part's.
-                values = self.names([value for _, value in gradients])
-                lines = [*self.end_of_span(), f"given = [{values}]"]
+                values = [_variable(value) for _, value in gradients]
+                values += [f"*sums.end({leaf!r}, {added})" for leaf, added in statement.ends]
+                lines = [*self.end_of_span(), f"given = [{', '.join(values)}]"]
                 lines += [f"del {self.names(dropped)}"] if dropped else []
                 return [*lines, "yield given"]
+            case Sum("first", leaf, value):
+                n = self.sums.setdefault(leaf, len(self.sums))
+                return [f"sum_of_{n}, late_for_{n} = sums.first({leaf!r}, {_variable(value)})"]
+            case Sum(_, leaf, value):
+                # In one line, since a variable would keep the sum from being autograd's alone.
+                n, name = self.sums[leaf], _variable(value)
+                return [
+                    f"late_for_{n}({name}) if sum_of_{n}() is None else sum_of_{n}().add_({name})"
+                ]
 
     def end_of_span(self) -> list[str]:
         """Return the line that ends the span that is open, if any."""

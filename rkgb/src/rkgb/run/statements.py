@@ -52,14 +52,33 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """Hand gradients over: (leaf, value), in order; the values are dropped by it."""
+    """Hand gradients over: (leaf, value), in order; the values are dropped by it.
+
+    With them go what is left of sums that end here: (leaf, how many were added to its first).
+    """
 
     node: int
     gradients: tuple[tuple[str, str], ...]
     dropped: tuple[str, ...]
+    ends: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """Whose gradients these are; one that is added to its first may come after all."""
+        late = (leaf for leaf, added in self.ends for _ in range(added))
+        return (*(leaf for leaf, _ in self.gradients), *late)
 
 
-Statement = Begin | Call | Drop | Copy | Draw | Give
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Add a value to the gradient of a leaf that was handed over first, or say that it is this."""
+
+    kind: Literal["first", "add"]
+    leaf: str
+    value: str
+
+
+Statement = Begin | Call | Drop | Copy | Draw | Give | Sum
 
 
 @dataclass(frozen=True)
@@ -77,6 +96,11 @@ class StepProgram:
     def gives(self) -> tuple[Give, ...]:
         """What the backward hands over, in order."""
         return tuple(s for s in self.backward if isinstance(s, Give))
+
+    @cached_property
+    def has_sums(self) -> bool:
+        """Whether the backward adds gradients to what it has handed over."""
+        return any(isinstance(s, Sum) for s in self.backward)
 
     @cached_property
     def runs_again(self) -> bool:
@@ -108,6 +132,8 @@ def read_by(statement: Statement) -> tuple[str, ...]:
         return (statement.name,)
     if isinstance(statement, Give):
         return tuple(dict.fromkeys(value for _, value in statement.gradients))
+    if isinstance(statement, Sum):
+        return (statement.value,)
     return ()
 
 

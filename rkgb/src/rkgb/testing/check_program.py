@@ -16,7 +16,7 @@ import torch
 from rkgb.elements.op import Op, Ref
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph
-from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
+from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram, Sum
 from rkgb.testing.numbered_memory import (
     AS_STRIDED,
     WRITES_OVER,
@@ -47,6 +47,8 @@ class _Check:
         self.gone: dict[str, str] = {}  # variable -> the statement that dropped it
         self.outside: set[int] = set()  # storages of externals
         self.given: dict[int, str] = {}  # storage -> leaf that has it as a gradient
+        self.firsts: dict[str, str] = {}  # leaf -> value that is about to be handed over
+        self.sums: dict[str, tuple[int, int]] = {}  # leaf -> storage of its sum, and terms after it
         self.missing = {leaf: list(parts) for leaf, parts in self.recording.gradients.items()}
         self.begun: list[tuple[str, int]] = []
         self.again = False
@@ -74,6 +76,7 @@ class _Check:
         self.where = "the end of the backward"
         late = next((leaf for leaf, parts in self.missing.items() if parts), None)
         self._expect(late is None, f"a gradient of '{late}' has not been handed over")
+        self._expect(not self.sums, f"sums of {', '.join(self.sums)} have no end")
         self._same_end(self.recording.backward_end)
         left = sorted(self.alive - self.externals)
         self._expect(not left, f"{', '.join(left)} is still there")
@@ -147,6 +150,14 @@ class _Check:
             case Give(_, gradients, dropped):
                 self._give(gradients)
                 self._drop(dropped)
+                self._end_sums(statement.ends)
+            case Sum("first", leaf, value):
+                self._expect(leaf not in self.sums, f"'{leaf}' has a first gradient already")
+                self.sums[leaf] = self.memory.variables[value].storage, 0
+                self.firsts[leaf] = value
+            case Sum(_, leaf, value):
+                self._take(leaf, value)
+                self._add(leaf)
         self.alive.update(_makes(statement))
 
     def _begin(self, half: str, kind: str, node: int, again: bool) -> None:
@@ -207,11 +218,30 @@ class _Check:
 
     def _give(self, gradients: Sequence[tuple[str, str]]) -> None:
         for leaf, value in gradients:
-            found = self.memory.seen(value)
-            expected = self.missing.get(leaf, [])
-            right = bool(expected) and expected.pop(0) == found
-            self._expect(right, f"'{value}' is not the next gradient of '{leaf}'")
+            self._take(leaf, value)
             self.given[self.memory.variables[value].storage] = leaf
+            first = self.firsts.pop(leaf, None if leaf in self.sums else value)
+            self._expect(first == value, f"it is not '{first}' that '{leaf}' gets first")
+
+    def _take(self, leaf: str, value: str) -> None:
+        found = self.memory.seen(value)
+        expected = self.missing.get(leaf, [])
+        right = bool(expected) and expected.pop(0) == found
+        self._expect(right, f"'{value}' is not the next gradient of '{leaf}'")
+
+    def _add(self, leaf: str) -> None:
+        handed_over = leaf in self.sums and leaf not in self.firsts
+        self._expect(handed_over, f"nothing of '{leaf}' was handed over")
+        storage, terms = self.sums[leaf]
+        mine = storage in self.outside or self.given[storage] != leaf
+        readers = [n for n in self.alive if self.memory.variables[n].storage == storage]
+        self._expect(not mine and not readers, f"the sum of '{leaf}' is not autograd's alone")
+        self.sums[leaf] = storage, terms + 1
+
+    def _end_sums(self, ends: Sequence[tuple[str, int]]) -> None:
+        for leaf, added in ends:
+            _, terms = self.sums.pop(leaf, (0, -1))
+            self._expect(terms == added, f"{terms} gradients of '{leaf}' were added, not {added}")
 
     def _who_dropped(self, name: str) -> str:
         return f": it was dropped by {self.gone[name]}" if name in self.gone else ""
@@ -227,6 +257,8 @@ def _reads(statement: Statement) -> set[str]:
             return {name}
         case Give(_, gradients, _):
             return {value for _, value in gradients}
+        case Sum(_, _, value):
+            return {value}
     return set()
 
 
@@ -278,3 +310,5 @@ def _words(statement: Statement) -> str:
             return f"{kind} the random state {name}"
         case Give(_, gradients, _):
             return f"give {', '.join(f'{value} to {leaf}' for leaf, value in gradients)}"
+        case Sum(kind, leaf, value):
+            return f"sum of {leaf}: {kind} {value}"

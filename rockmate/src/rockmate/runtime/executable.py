@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ from rkgb.opaque import RunPiece
 from rkgb.run import CompiledStep, StepProgram, rerun_state
 from rkgb.torch_api import current_dispatch_modes
 from rockmate.runtime.rails import Rail, RailPlaces, reader
-from rockmate.runtime.shared_uses import Arrivals, RunningSums, SharedUses
+from rockmate.runtime.shared_uses import Arrivals, FirstsWatch, RunningSums, SharedUses
 
 _SPARE_RAILS = 4  # of steps that are between forward and backward at once
 
@@ -69,7 +69,7 @@ class Executable:
     @cached_property
     def leaf_names(self) -> tuple[tuple[str, ...], ...]:
         """For each hand-over, whose gradients it gives."""
-        return tuple(tuple(leaf for leaf, _ in give.gradients) for give in self.program.gives)
+        return tuple(give.leaves for give in self.program.gives)
 
     @cached_property
     def shared_uses(self) -> SharedUses:
@@ -77,28 +77,41 @@ class Executable:
         return SharedUses.of(self.graph, self.program)
 
     @cached_property
-    def _layouts(self) -> tuple[RailPlaces, RailPlaces | None]:
-        """Each hand-over by itself, and with the later uses of a leaf in a sum if there are any."""
-        uses = self.shared_uses
-        given = Counter(leaf for part in self.leaf_names for leaf in part)
-        rest = tuple((Counter(self.leaves) - given).elements())
-        sums = uses.in_sums().with_others(rest) if any(uses.ends) else None
-        return uses.one_by_one().with_others(rest), sums
+    def summed(self) -> Executable:
+        """The executable whose backward adds later gradients of a leaf to its first.
+
+        Its forward is the same.
+        """
+        program = self.shared_uses.in_sums(self.program)
+        return replace(self, compiled=self.compiled.other(program), _rails=[])
 
     @property
-    def layout(self) -> RailPlaces:
-        """The layout of the next rail."""
-        plain, in_sums = self._layouts
-        return in_sums if in_sums is not None and self.arrivals.expect_none else plain
+    def backs(self) -> Executable:
+        """The one whose backward runs after the next forward: this one, or the one in sums."""
+        return self.summed if self.arrivals.expect_none and self._has_many_sums else self
 
-    def sums(self, layout: RailPlaces) -> RunningSums | None:
-        """Return what adds up the gradients of a backward, if anything in it is to be added."""
-        if not any(self.shared_uses.ends) or (self.arrivals.noisy and not layout.in_sums):
+    @cached_property
+    def _has_many_sums(self) -> bool:
+        # A piece may give no gradient where one is to be added.
+        return self.shared_uses.are_many and not self.has_pieces
+
+    @cached_property
+    def layout(self) -> RailPlaces:
+        """The layout of rails: a place for each hand-over."""
+        given = Counter(leaf for part in self.leaf_names for leaf in part)
+        rest = tuple((Counter(self.leaves) - given).elements())
+        return RailPlaces(self.leaf_names, self.program.has_sums).with_others(rest)
+
+    def sums(self) -> tuple[RunningSums, ...]:
+        """Return what a program takes that adds up gradients of a backward."""
+        return (RunningSums(self.arrivals, _sees_all()),) if self.program.has_sums else ()
+
+    def watch(self) -> FirstsWatch | None:
+        """Return what sees whether sums could be made; None where that is known, or none can."""
+        known = self.program.has_sums or self.arrivals.noisy or self.arrivals.expect_none
+        if known or not self._has_many_sums or not _sees_all():
             return None
-        # A mode that watches operations may keep what they make: then nothing tells that autograd
-        # has let it go.
-        watched = not current_dispatch_modes()
-        return RunningSums(self.shared_uses, self.arrivals, layout.in_sums, watched)
+        return FirstsWatch(self.shared_uses, self.arrivals)
 
     @cached_property
     def lasting(self) -> bool:
@@ -146,6 +159,12 @@ class Executable:
         return tuple((i, name) for i, name in enumerate(self.program.saved) if name in outputs)
 
     @cached_property
+    def plain_outputs(self) -> tuple[int, ...]:
+        """Places of the outputs that no gradient comes back to."""
+        roots, outputs = self.graph.dataflow.basic.roots, self.program.outputs
+        return tuple(place for place, name in enumerate(outputs) if name not in roots)
+
+    @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
         """For each hand-over, which of `saved_externals` are read on the way to it."""
         places = {name: place for place, (_, name) in enumerate(self.saved_externals)}
@@ -168,6 +187,12 @@ class Executable:
         """Picks `saved_externals` from what the forward has saved."""
         return reader([place for place, _ in self.saved_externals])
 
+    @cached_property
+    def pick_held(self) -> Callable[[Sequence[int]], Sequence[int]]:
+        """Picks what belongs to `saved_externals` from what belongs to the externals, in order."""
+        places = {name: place for place, name in enumerate(self.program.externals)}
+        return reader([places[name] for _, name in self.saved_externals])
+
     def rail(self, external: Mapping[str, Tensor]) -> Rail:
         """Return a rail to the leaves among the external values that no other step is using."""
         layout = self.layout
@@ -183,6 +208,14 @@ class Executable:
         """Take a rail back whose step has ended."""
         if self.lasting and len(self._rails) < _SPARE_RAILS:
             self._rails.append(rail)
+
+
+def _sees_all() -> bool:
+    """Whether a tensor that is alive is one that autograd keeps.
+
+    A mode that watches operations may keep what they make.
+    """
+    return not current_dispatch_modes()
 
 
 def plain_strides(shape: Sequence[int], strides: Sequence[int] | None) -> Tangent:

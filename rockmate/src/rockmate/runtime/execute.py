@@ -22,7 +22,13 @@ from rkgb.device import KeptGenerators, RngState
 from rkgb.elements import settled
 from rkgb.graphs import BackwardKind, ambient_autocast
 from rkgb.opaque import running_on
-from rkgb.torch_api import KernelChoice, RecomputingAs, keeps_graph, straight_to_kernels
+from rkgb.torch_api import (
+    KernelChoice,
+    RecomputingAs,
+    apply_function,
+    keeps_graph,
+    straight_to_kernels,
+)
 from rockmate.errors import (
     BackwardTwiceError,
     ChangedTensorError,
@@ -31,7 +37,7 @@ from rockmate.errors import (
 )
 from rockmate.runtime.executable import Executable, plain_strides
 from rockmate.runtime.rails import Rail
-from rockmate.runtime.shared_uses import RunningSums
+from rockmate.runtime.shared_uses import FirstsWatch
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -69,8 +75,8 @@ class Executor:
         with straight_to_kernels(), step.on_model():
             outputs, step.saved = executable.compiled.forward(values, *executable.taken(numbers))
         step.remember_versions()
-        rail = step.rail = executable.rail(external)
-        return list(_Outputs.apply(step, outputs, rail.token))  # type: ignore[no-untyped-call]
+        rail = step.rail = step.laid.rail(external)
+        return list(apply_function(_Outputs, step, outputs, rail.token))
 
     def for_backward(self, kind: BackwardKind, variant: Variant) -> Executable:
         """Return the executable for such a backward, and expect it from now on.
@@ -102,6 +108,7 @@ class RunningStep:
         numbers: Sequence[Any] = (),
     ) -> None:
         self.executor, self.executable, self.numbers = executor, executable, numbers
+        self.laid = self.runs = executable.backs  # whose rail is laid, and whose backward runs
         self.external: Mapping[str, Tensor] | None = external
         self.variant: Variant | None = variant
         self.saved: list[Any] = []
@@ -116,7 +123,7 @@ class RunningStep:
         self.to_come: list[tuple[str, ...]] = []  # hand-overs of a program that is bridged
         self.left: Counter[str] = Counter()  # and how many of them each leaf still gets
         self.laid_for = executable
-        self.sums: RunningSums | None = None
+        self.watch: FirstsWatch | None = None
         self.kept: Mapping[str, Tensor] | None = None  # for another backward, if asked for
         self.start_versions: list[int] = []
         self.start_random: KeptGenerators | None = None
@@ -131,13 +138,13 @@ class RunningStep:
 
     def __del__(self) -> None:
         if self.rail is not None and not self.started:  # a forward without a backward
-            self.executable.give_back(self.rail)
+            self.laid.give_back(self.rail)
 
     # ------------------------------------------------------------------ the user's own tensors
 
     def remember_start(self, values: Sequence[Tensor]) -> None:
         """Remember what a second backward needs to run the forward again."""
-        self.start_versions = [-1 if t.is_inference() else t._version for t in values]
+        self.start_versions = _versions(values)
         if self.executable.is_random:
             self.start_random = KeptGenerators.keep(self._device)
 
@@ -148,10 +155,10 @@ class RunningStep:
     def remember_versions(self) -> None:
         saved, executable = self.saved, self.executable
         held = self.held = executable.read_held(saved)
-        try:
-            self.versions = [t._version for t in held]
-        except RuntimeError:  # of an inference tensor
-            self.versions = [-1 if t.is_inference() else t._version for t in held]
+        if executable.has_pieces:  # which may write to what others read
+            self.versions = _versions(held)
+        else:
+            self.versions = [*executable.pick_held(self.start_versions)]
         self.storages = [t.untyped_storage()._cdata for t in held]
         self.output_versions = [saved[place]._version for place, _ in executable.saved_outputs]
 
@@ -224,10 +231,12 @@ class RunningStep:
                     "from now on."
                 )
         given = [grad for grad in arrived if grad is not None]
-        taken = executable.taken(self.numbers)
-        self.program = executable.compiled.backward(self.saved, given, *taken)
+        runs = self.runs = self.laid if self.bridged is None else executable
+        self.program = runs.compiled.backward(
+            self.saved, given, *runs.sums(), *runs.taken(self.numbers)
+        )
+        self.watch = runs.watch() if self.bridged is None else None
         assert self.rail is not None
-        self.sums = executable.sums(self.rail.layout) if self.bridged is None else None
         self.rail.carry(self)
 
     def _refuse_second(self, kind: BackwardKind) -> None:
@@ -376,25 +385,27 @@ class RunningStep:
             return self._bridge(place)
         assert self.program is not None
         assert self.rail is not None
-        layout, sums = self.rail.layout, self.sums
-        found: Sequence[Tensor | None] = ()
-        with straight_to_kernels(), self.on_model(), self.rerunning:
-            for give in layout.gives[place]:
-                self._check_reads(give)
+        leaves = self.rail.layout.leaves
+        found: tuple[Tensor | None, ...] = ()
+        if place < len(self.runs.reads):  # a program may give nothing
+            self._check_reads(place)
+            with straight_to_kernels(), self.on_model(), self.rerunning:
                 given = next(self.program)
-                found = tuple(given if sums is None else sums.take(give, given))
-                given.clear()  # the program holds it, and autograd keeps what nobody else holds
-        if (more := len(layout.leaves[place]) - len(found)) > 0:  # edges for other backwards
+            if self.watch is not None:
+                self.watch.look(place, given)
+            found = tuple(given)
+            given.clear()  # the program holds it, and autograd keeps what nobody else holds
+        if (more := len(leaves[place]) - len(found)) > 0:  # edges for other backwards
             found = (*found, *[None] * more)
-        if place + 1 == len(layout.leaves):
-            if sums is not None:
-                sums.finish()
+        if place + 1 == len(leaves):
+            if self.watch is not None:
+                self.watch.finish()
             self._finish()
         return found
 
     def _check_reads(self, give: int) -> None:
         versions, held = self.versions, self.held
-        for index in self.executable.reads[give]:
+        for index in self.runs.reads[give]:
             if held[index]._version != versions[index] and versions[index] >= 0:
                 self._changed(self.executable.saved_externals[index][1])
 
@@ -404,8 +415,15 @@ class RunningStep:
         if self.kept is not None:  # its rail may be needed again
             return
         if self.rail is not None and self.bridged is None:
-            self.executable.give_back(self.rail)
+            self.laid.give_back(self.rail)
         self.rail = None
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    try:
+        return [t._version for t in tensors]
+    except RuntimeError:  # of an inference tensor
+        return [-1 if t.is_inference() else t._version for t in tensors]
 
 
 class _Outputs(torch.autograd.Function):
@@ -417,14 +435,13 @@ class _Outputs(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.step, ctx.token = step, token.detach()
-        roots = step.executable.graph.dataflow.basic.roots
         # Fresh views of the tensors: autograd marks what is returned here, and a marked tensor
         # among what is saved would keep this very function, and so the step, alive for ever.
-        outputs = [tensor.detach() for tensor in made]
+        outputs = tuple([tensor.detach() for tensor in made])
         made.clear()
-        names = zip(outputs, step.executable.program.outputs, strict=True)
-        ctx.mark_non_differentiable(*(t for t, name in names if name not in roots))
-        return tuple(outputs)
+        if plain := step.executable.plain_outputs:
+            ctx.mark_non_differentiable(*(outputs[place] for place in plain))
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

@@ -31,9 +31,8 @@ class Advancing(Protocol):
 
 @dataclass(frozen=True)
 class RailPlaces:
-    """What the places of a rail do: which hand-overs of the program, and to which leaves."""
+    """To which leaves the places of a rail lead: one for each hand-over of a program."""
 
-    gives: tuple[tuple[int, ...], ...]
     leaves: tuple[tuple[str, ...], ...]
     in_sums: bool  # whether later uses of a leaf are added to its first
 
@@ -49,7 +48,7 @@ class RailPlaces:
         last = {leaf: part for part in places for leaf in part}
         for leaf in leaves:
             last.get(leaf, places[-1]).append(leaf)
-        return replace(self, gives=self.gives or ((),), leaves=tuple(map(tuple, places)))
+        return replace(self, leaves=tuple(map(tuple, places)))
 
     @cached_property
     def read_leaves(self) -> Callable[[Mapping[str, Tensor]], Sequence[Tensor]]:

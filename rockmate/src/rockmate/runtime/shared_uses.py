@@ -12,20 +12,24 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from rkgb.elements import TensorInfo
 from rkgb.graphs import SimplifiedGraph
-from rkgb.run import StepProgram
-from rockmate.runtime.rails import RailPlaces
+from rkgb.run import Drop, Give, Statement, StepProgram, Sum
 
 # Backwards in which nothing came from outside, before that is expected: in those that are wrong
 # about it, gradients that wait take memory that no plan knows.
 _QUIET_BACKWARDS = 3
+# Sums are a program of its own, which takes time to make: at least one in so many statements.
+_OTHERS_PER_SUM = 40
+
+
+Late = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class SharedUses:
     firsts: tuple[tuple[int, ...], ...]  # gradients that others are added to
     later: tuple[tuple[str, ...], ...]  # the leaf to whose sum a gradient is added, or ""
     ends: tuple[tuple[tuple[str, int], ...], ...]  # sums that are whole, and what was added to them
+    statements: int  # of the whole backward
 
     @classmethod
     def of(cls, graph: SimplifiedGraph, program: StepProgram) -> SharedUses:
@@ -60,30 +65,44 @@ class SharedUses:
                     later[j][other] = leaf
                 ends[added[-1][0]].append((leaf, len(added)))
         return cls(
-            leaves, tuple(map(tuple, firsts)), tuple(map(tuple, later)), tuple(map(tuple, ends))
+            *(leaves, tuple(map(tuple, firsts)), tuple(map(tuple, later)), tuple(map(tuple, ends))),
+            statements=len(program.backward),
         )
 
-    def one_by_one(self) -> RailPlaces:
-        """Return the layout in which every hand-over of the program has its place."""
-        return RailPlaces(tuple((i,) for i in range(len(self.leaves))), self.leaves, in_sums=False)
+    @property
+    def are_many(self) -> bool:
+        """Whether sums of them are worth a program of their own."""
+        added = sum(many for ends in self.ends for _, many in ends)
+        return added * _OTHERS_PER_SUM >= self.statements > 0
 
-    def in_sums(self) -> RailPlaces:
-        """Return the layout without the places to which only parts of sums came.
+    def in_sums(self, program: StepProgram) -> StepProgram:
+        """Return the program that hands later gradients of a leaf over in its first.
 
         A sum has as many edges at its end as gradients that are added to it: they may have to wait.
         """
-        gives: list[tuple[int, ...]] = []
-        places: list[tuple[str, ...]] = []
-        waiting: list[int] = []
-        for i, leaves in enumerate(self.leaves):
-            waiting.append(i)
-            led = [leaf for leaf, sum_of in zip(leaves, self.later[i], strict=True) if not sum_of]
-            led += [leaf for leaf, added in self.ends[i] for _ in range(added)]
-            if led:
-                gives.append(tuple(waiting))
-                places.append(tuple(led))
-                waiting = []
-        return RailPlaces(tuple(gives), tuple(places), in_sums=True)
+        lines: list[Statement] = []
+        i = -1
+        for statement in program.backward:
+            if isinstance(statement, Give):
+                i += 1
+                lines += self._summed(i, statement)
+            else:
+                lines.append(statement)
+        return replace(program, backward=tuple(lines))
+
+    def _summed(self, i: int, give: Give) -> list[Statement]:
+        lines: list[Statement] = []
+        alone = []
+        for slot, (leaf, value) in enumerate(give.gradients):
+            if self.later[i][slot]:
+                lines.append(Sum("add", leaf, value))
+                continue
+            alone.append((leaf, value))
+            if slot in self.firsts[i]:
+                lines.append(Sum("first", leaf, value))
+        if alone or self.ends[i]:
+            return [*lines, replace(give, gradients=tuple(alone), ends=self.ends[i])]
+        return [*lines, Drop(give.dropped)] if give.dropped else lines
 
 
 def _alone_once_given(graph: SimplifiedGraph, program: StepProgram) -> set[tuple[int, int]]:
@@ -137,53 +156,51 @@ class Arrivals:
 
 
 @dataclass
-class RunningSums:
-    """The sums of one backward; `watched` if it can be known whether autograd keeps a tensor."""
+class FirstsWatch:
+    """Sees in a backward whose gradients go one by one whether autograd keeps the first ones."""
 
     uses: SharedUses
     arrivals: Arrivals
-    in_sums: bool
-    watched: bool
     _first: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
-    _waiting: dict[str, list[Tensor]] = field(default_factory=dict)
     _found: set[str] = field(default_factory=set)
 
-    def take(self, give: int, given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return what autograd gets of what the program gives: a piece may give no gradient."""
-        if self.watched:
-            for slot in self.uses.firsts[give]:
-                first = given[slot]
-                if first is not None:
-                    self._first[self.uses.leaves[give][slot]] = weakref.ref(first)
-        if not self.in_sums:
-            if self.watched:
-                later = (leaf for leaf in self.uses.later[give] if self._kept(leaf) is not None)
-                self._found.update(later)
-            return given
-        passed: list[Tensor | None] = []
-        for leaf, gradient in zip(self.uses.later[give], given, strict=True):
-            if not leaf:
-                passed.append(gradient)
-            elif gradient is None:
-                continue
-            elif (kept := self._kept(leaf)) is not None:
-                kept.add_(gradient)
-            else:
-                self._waiting.setdefault(leaf, []).append(gradient)
-        for leaf, added in self.uses.ends[give]:
-            waiting = self._waiting.pop(leaf, [])
-            self.arrivals.noisy |= bool(waiting)
-            passed += [*waiting, *[None] * (added - len(waiting))]
-        return passed
-
-    def _kept(self, leaf: str) -> Tensor | None:
-        """Return the sum of a leaf so far if autograd keeps it in the tensor that it got first."""
-        first = self._first.get(leaf)
-        return None if first is None else first()
+    def look(self, give: int, given: Sequence[Tensor | None]) -> None:
+        """Look at what the program gives; a piece may give no gradient."""
+        for slot in self.uses.firsts[give]:
+            first = given[slot]
+            if first is not None:
+                self._first[self.uses.leaves[give][slot]] = weakref.ref(first)
+        kept = (leaf for leaf in self.uses.later[give] if leaf in self._first)
+        self._found.update(leaf for leaf in kept if self._first[leaf]() is not None)
 
     def finish(self) -> None:
         """Remember of a whole backward whether other gradients came first."""
-        if self.watched and not self.in_sums:
-            summed = {leaf for part in self.uses.ends for leaf, _ in part}
-            self.arrivals.noisy |= not summed <= self._found
-            self.arrivals.quiet += 1
+        summed = {leaf for part in self.uses.ends for leaf, _ in part}
+        self.arrivals.noisy |= not summed <= self._found
+        self.arrivals.quiet += 1
+
+
+class RunningSums:
+    """The sums of one backward; `watched` if it can be known whether autograd keeps a tensor."""
+
+    def __init__(self, arrivals: Arrivals, watched: bool) -> None:
+        self.arrivals, self.watched = arrivals, watched
+        self._late: dict[str, list[Tensor]] = {}
+
+    def first(self, leaf: str, gradient: Tensor) -> tuple[Callable[[], Tensor | None], Late]:
+        """Return what gives the sum of a leaf if autograd keeps it in this, which it gets first.
+
+        And what takes gradients that are to be added, if it does not.
+        """
+        late = self._late[leaf] = []
+        return weakref.ref(gradient) if self.watched else _nothing, late.append
+
+    def end(self, leaf: str, added: int) -> list[Tensor | None]:
+        """Return what goes along the edges of a leaf to whose sum so many were to be added."""
+        late = self._late.pop(leaf)
+        self.arrivals.noisy |= bool(late)
+        return [*late, *[None] * (added - len(late))]
+
+
+def _nothing() -> None:
+    return None
