@@ -140,6 +140,41 @@ def test_gradients_that_nobody_foresaw_come_within_the_budget(name: str, budget:
         assert_same_gradients(model, twin)
 
 
+class LossAndLogits(nn.Module):
+    """As Hugging Face's models: trained on the first of what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(24, 24) for _ in range(12)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.layers(x).tanh()
+        return logits.square().mean(), logits
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.6])
+def test_gradients_of_a_loss_alone_wait_for_each_other_where_there_is_room(budget: float) -> None:
+    torch.manual_seed(0)
+    model, x = LossAndLogits(), torch.randn(64, 24)
+    twin = eager_copy(model)
+    wrapped = wrap(model, x, budget)
+
+    def step(_span: Any = None) -> None:
+        wrapped(x)[0].backward()
+
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(2):
+        model.zero_grad(set_to_none=False)
+        assert trace_memory(step, x.device).peak_bytes <= wrapped.budget_bytes
+    twin(x)[0].backward()
+    assert_same_gradients(model, twin)
+    latest = wrapped._rockmate.first.executor.latest
+    assert latest.kind != wrapped._rockmate.first.executor.planned.kind
+    assert sum(len(give.gradients) for give in latest.program.gives) == 24
+    assert len(latest.program.gives) < 12, "several layers hand their gradients over at once"
+
+
 def test_a_backward_inside_an_autocast_region_is_one_of_its_own() -> None:
     model, sample = network("mixer")
     twin = eager_copy(model)

@@ -207,12 +207,38 @@ def without_reruns(network: Network, plan: Plan) -> Plan:
 def planned_executable(network: Network, plan: Plan) -> Executable:
     """Compile the program of a plan."""
     steps = tuple(Step(*step) for step in without_idle_steps(network.graph, plan.steps))
-    # Gradients that wait must not move a peak that was predicted: in blocks, and as asked for.
+    return executable(
+        network.graph, steps, network.measured, spare_bytes=_spare_bytes(network, steps)
+    )
+
+
+def _spare_bytes(network: Network, steps: Sequence[Step]) -> list[int]:
+    """Return how much gradients that wait may take in each step.
+
+    They must not move a peak that was predicted: in blocks, and as asked for.
+    """
     problems = {id(problem): problem for problem in (network.problem, network.asked)}
     timelines = [simulate(problem, steps) for problem in problems.values()]
     rooms = ([line.peak_bytes - during for during in line.peak_during] for line in timelines)
-    spare = [min(room) for room in zip(*rooms, strict=True)]
-    return executable(network.graph, steps, network.measured, spare_bytes=spare)
+    return [min(room) for room in zip(*rooms, strict=True)]
+
+
+def _spare_with_fewer(network: Network, plan: Plan, steps: Sequence[Any]) -> list[int]:
+    """Return the same for the steps of fewer gradients, which are some of the plan's.
+
+    Each needs what it needs in the plan, at most. A step that the plan has not lets nothing wait.
+    """
+    planned = tuple(Step(*step) for step in without_idle_steps(network.graph, plan.steps))
+    spare = _spare_bytes(network, planned)
+    place, found = 0, []
+    for step in steps:
+        try:
+            place = planned.index(Step(*step), place)
+        except ValueError:
+            found.append(0)
+        else:
+            found.append(spare[place])
+    return found
 
 
 def compiled_plan(
@@ -302,14 +328,16 @@ def _variant(
     if planned.other_gradients is not None:
         graph = network.recorded.with_backward(basic)
         return _within_budget(planned, planned.other_gradients, graph, model, leaves)
-    if network.compiled is None:
-        graph = network.recorded.with_backward(basic)
-    else:
+    every = leaves_of(planned.network.graph)
+    if network.compiled is not None:
         graph = runnable(compile_variant(network.compiled, basic)).graph
         measured = _measured_within(planned, graph, model, leaves)
+        steps = without_idle_steps(graph, planned.plan.steps)
+        return executable(graph, steps, measured, leaves=every)
+    graph = network.recorded.with_backward(basic)
     steps = without_idle_steps(graph, planned.plan.steps)
-    every = leaves_of(planned.network.graph)
-    return executable(graph, steps, measured, leaves=every)
+    spare = _spare_with_fewer(network, planned.plan, steps)
+    return executable(graph, steps, measured, leaves=every, spare_bytes=spare)
 
 
 def _recording_bytes(known: BasicGraph, kind: BackwardKind) -> int:
@@ -346,8 +374,10 @@ def _within_budget(
     plan, is_apart = planned.plan, False
     if not _fits(network.problem, plan, without_idle_steps(graph, plan.steps)):
         plan, is_apart = without_reruns(network, replan(network.problem)), True
-    steps = without_idle_steps(graph, plan.steps)
-    return replace(executable(graph, steps, measured, leaves=every), is_apart=is_apart)
+    steps = tuple(Step(*step) for step in without_idle_steps(graph, plan.steps))
+    spare = _spare_bytes(network, steps)
+    made = executable(graph, steps, measured, leaves=every, spare_bytes=spare)
+    return replace(made, is_apart=is_apart)
 
 
 def _fits(problem: Problem, plan: Plan, steps: Sequence[Any]) -> bool:
