@@ -18,7 +18,8 @@ from rkgb.engine import Sample, external_values
 from rkgb.run import without_idle_steps
 from rockmate import InvalidPlanError, Rockmate
 from rockmate.comparison.eager import differences, run_step
-from rockmate.networks.planned import Planned, executable
+from rockmate.networks.executables import executable
+from rockmate.networks.planned import Planned
 from rockmate.problems.problem import Problem
 from rockmate.runtime.execute import Executor
 from rockmate.schedules.liveness import check_order

@@ -13,7 +13,7 @@ from rockmate.errors import UnsupportedModuleError
 from rockmate.keys.input_signature import key_of
 from rockmate.keys.sharded import own_class
 from rockmate.networks import Planned
-from rockmate.networks.planned import planned_executable
+from rockmate.networks.executables import planned_executable
 from rockmate.options.module_choice import ModuleCall
 from rockmate.options.options import BlockOption
 from rockmate.pipeline import plan_module

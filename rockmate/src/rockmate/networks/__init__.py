@@ -2,8 +2,9 @@
 
 Gets a recording and a plan; gives a `Network`, whose problem planners solve, and a `Planned`, whose
 `run` is a forward within the budget. Read network.py (recorded and measured), network_problem.py
-(as a problem), planned.py (compiled), keeping.py (what compiled pieces may keep more), likely.py
-(which gradients may come) and self_test.py (one step against plain PyTorch).
+(as a problem), executables.py (the program of a plan), planned.py (how a step runs it), variants.py
+with likely.py (programs for other gradients), keeping.py (what compiled pieces may keep more) and
+self_test.py (one step against plain PyTorch).
 """
 
 from rockmate.networks.planned import Planned, compiled_part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -11,47 +11,28 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from rkgb import RkgbError
-from rkgb.capture import for_same_numbers, no_collection, record_other_backward
-from rkgb.compiled import compile_variant
-from rkgb.costs import Measured, measure_others, op_key
-from rkgb.elements import Assign, Check, Effect, Look, Numbers, Op, Ref, Refill, Structure, Write
+from rkgb.costs import op_key
+from rkgb.elements import Assign, Check, Effect, Look, Numbers, Ref, Refill, Structure, Write
 from rkgb.engine import (
     Sample,
-    compile_step,
-    external_values,
-    lower_step,
-    measure,
-    node_facts,
     operations,
-    plain_callee,
-    record,
-    runnable,
 )
-from rkgb.graphs import BackwardKind, BasicGraph, SimplifiedGraph, autocast_as
+from rkgb.graphs import BackwardKind, SimplifiedGraph
 from rkgb.opaque import RunPiece
 from rkgb.run import Outcomes, RunnableGraph, without_idle_steps
-from rockmate.errors import InfeasibleBudgetError, RockmateError
 from rockmate.keys.input_signature import InputSignature
-from rockmate.keys.module_state import without_hooks
+from rockmate.networks.executables import executable, leaves_of, planned_executable
 from rockmate.networks.likely import likely_kinds
-from rockmate.networks.network import Network, assembled
-from rockmate.networks.network_problem import problem_of
+from rockmate.networks.network import Network
+from rockmate.networks.variants import Replan, variant_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.reports.plan_report import CompiledPart
 from rockmate.runtime.executable import Executable
 from rockmate.runtime.execute import Executor
-from rockmate.runtime.plain import plain
-from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.plan import Plan
-from rockmate.schedules.simulate import simulate
-from rockmate.schedules.steps import Step
 
 _log = logging.getLogger("rockmate")
-
-
-# Makes a plan for a problem within the budget of another plan, whose steps need not fit.
-Replan = Callable[[Problem], Plan]
 
 
 @dataclass(frozen=True)
@@ -122,7 +103,7 @@ class Planned:
         for kind in likely_kinds(basic):
             try:
                 if kind not in variants:
-                    variants[kind] = _variant(self, model, leaves, kind, in_a_step=False)
+                    variants[kind] = variant_of(self, model, leaves, kind, in_a_step=False)
             except RkgbError as error:  # it may never be asked for
                 _log.debug("cannot record the backward for %s: %s", kind, error)
 
@@ -142,7 +123,7 @@ class Planned:
         """
 
         def variant(kind: BackwardKind) -> Executable:
-            return _variant(self, model, leaves, kind)
+            return variant_of(self, model, leaves, kind)
 
         names = self.executor.expected.program.outputs
         # Not the tensors, which the step would keep alive.
@@ -188,59 +169,6 @@ def compiled_part(planned: Planned) -> CompiledPart | None:
     )
 
 
-def without_reruns(network: Network, plan: Plan) -> Plan:
-    """Return the plan without running nodes again whose results are kept anyway."""
-    count = len(network.problem.nodes)
-    steps = tuple(
-        step
-        for place, step in enumerate(plan.steps)
-        if place < count or step.kind != "F" or step.node not in network.fixed
-    )
-    if len(steps) == len(plan.steps):
-        return plan
-    timeline = simulate(network.problem, steps)
-    return replace(
-        plan, steps=steps, peak_bytes=timeline.peak_bytes, overhead_ms=timeline.overhead_ms
-    )
-
-
-def planned_executable(network: Network, plan: Plan) -> Executable:
-    """Compile the program of a plan."""
-    steps = tuple(Step(*step) for step in without_idle_steps(network.graph, plan.steps))
-    return executable(
-        network.graph, steps, network.measured, spare_bytes=_spare_bytes(network, steps)
-    )
-
-
-def _spare_bytes(network: Network, steps: Sequence[Step]) -> list[int]:
-    """Return how much gradients that wait may take in each step.
-
-    They must not move a peak that was predicted: in blocks, and as asked for.
-    """
-    problems = {id(problem): problem for problem in (network.problem, network.asked)}
-    timelines = [simulate(problem, steps) for problem in problems.values()]
-    rooms = ([line.peak_bytes - during for during in line.peak_during] for line in timelines)
-    return [min(room) for room in zip(*rooms, strict=True)]
-
-
-def _spare_with_fewer(network: Network, plan: Plan, steps: Sequence[Any]) -> list[int]:
-    """Return the same for the steps of fewer gradients, which are some of the plan's.
-
-    Each needs what it needs in the plan, at most. A step that the plan has not lets nothing wait.
-    """
-    planned = tuple(Step(*step) for step in without_idle_steps(network.graph, plan.steps))
-    spare = _spare_bytes(network, planned)
-    place, found = 0, []
-    for step in steps:
-        try:
-            place = planned.index(Step(*step), place)
-        except ValueError:
-            found.append(0)
-        else:
-            found.append(spare[place])
-    return found
-
-
 def compiled_plan(
     network: Network, plan: Plan, sample: Sample, budget_bytes: int, phases: Phases
 ) -> Planned:
@@ -256,163 +184,6 @@ def compiled_plan(
         eager_peak_bytes=None,
         measured_peak_bytes=None,
     )
-
-
-def unplanned_executable(network: Network) -> Executable:
-    """Compile the program that keeps everything: no budget, nothing run again."""
-    return executable(
-        network.graph,
-        without_idle_steps(network.graph, no_recomputation(network.problem)),
-        network.measured,
-    )
-
-
-def executable(
-    graph: SimplifiedGraph,
-    steps: Sequence[Any],
-    measured: Measured,
-    *,
-    leaves: tuple[str, ...] = (),
-    spare_bytes: Sequence[int] = (),
-) -> Executable:
-    """Compile the program of some steps; `leaves` are those of every kind of backward.
-
-    `spare_bytes` says for each step how much more memory may be in use during it.
-    """
-    infos, chosen = graph.dataflow.infos, measured.callees
-    callees = {op.name: chosen.get(op_key(op, infos)) for op in operations(graph)}
-
-    def callee(op: Op) -> Callable[..., Any]:
-        return callees.get(op.name) or plain_callee(op)
-
-    compiled = compile_step(graph, lower_step(graph, steps, spare_bytes), callee)
-    return Executable(graph, compiled, leaves or leaves_of(graph))
-
-
-def leaves_of(graph: SimplifiedGraph) -> tuple[str, ...]:
-    """Return the leaf of each part of a gradient that the backward of a graph hands over."""
-    return tuple(h.leaf for node in graph.nodes for h in node.hand_overs)
-
-
-def _variant(
-    planned: Planned,
-    model: nn.Module,
-    leaves: Sequence[Any],
-    kind: BackwardKind,
-    *,
-    in_a_step: bool = True,
-) -> Executable:
-    """Return the executable for gradients that arrive otherwise, from a recording of their own.
-
-    Where that would not fit beside what a step holds, it is made without content, if it can be.
-    """
-    sample = planned.signature.sample_of(leaves)
-    _log.info("recording another backward: %s", kind)
-    with autocast_as(planned.signature.autocast), plain(), no_collection():
-        bare = without_hooks(model, type(model))
-        known = planned.network.graph.dataflow.basic
-        needed = _recording_bytes(known, kind) if in_a_step else 0
-        is_tight = needed > planned.budget_bytes
-        basic = record_other_backward(bare, sample, known, kind) if is_tight else None
-        if basic is None:
-            if is_tight:
-                _log.warning(
-                    "gradients have come as never before, and their backward has to be recorded on "
-                    "real tensors: this step may take about %d bytes, and the budget is %d",
-                    *(needed, planned.budget_bytes),
-                )
-            basic = record(bare, sample, kind, opaque=known.opaque, known=known)
-        if known.numbers is not None:
-            basic = for_same_numbers(basic, known.numbers, bare, sample, model)
-    network, measured = planned.network, planned.network.measured
-    if planned.other_gradients is not None:
-        graph = network.recorded.with_backward(basic)
-        return _within_budget(planned, planned.other_gradients, graph, model, leaves)
-    every = leaves_of(planned.network.graph)
-    if network.compiled is not None:
-        graph = runnable(compile_variant(network.compiled, basic)).graph
-        measured = _measured_within(planned, graph, model, leaves)
-        steps = without_idle_steps(graph, planned.plan.steps)
-        return executable(graph, steps, measured, leaves=every)
-    graph = network.recorded.with_backward(basic)
-    steps = without_idle_steps(graph, planned.plan.steps)
-    spare = _spare_with_fewer(network, planned.plan, steps)
-    return executable(graph, steps, measured, leaves=every, spare_bytes=spare)
-
-
-def _recording_bytes(known: BasicGraph, kind: BackwardKind) -> int:
-    """Return about what is held while another backward is recorded in the midst of a step.
-
-    Outputs and their gradients, of the step and of the recording, and what its widest nodes use.
-    """
-    infos = known.infos
-    outputs = {infos[name].alias_of: infos[name].storage_bytes for name in known.output_names}
-    asked = (root for root, t in zip(known.roots, kind.tangents, strict=True) if t is not None)
-    gradients = sum(infos[root].size_bytes for root in asked)
-    made = ([n for n in op.results if n] for op in (*known.ops, *known.backward))
-    widest = max((sum(infos[n].size_bytes for n in names) for names in made), default=0)
-    return 2 * (sum(outputs.values()) + gradients) + 4 * widest
-
-
-def _within_budget(
-    planned: Planned,
-    replan: Replan,
-    graph: SimplifiedGraph,
-    model: nn.Module,
-    leaves: Sequence[Any],
-) -> Executable:
-    """Return the program for gradients that were not foreseen; they may need a plan of their own.
-
-    Raises:
-        InfeasibleBudgetError: there is none within the budget.
-    """
-    external = external_values(graph.dataflow.basic, model, tuple(leaves))
-    known = planned.network.measured
-    measured = measure_others(graph.dataflow.basic, operations(graph), external, known)
-    network = assembled(graph, planned.network.recorded, measured, external)
-    every = leaves_of(planned.network.graph)
-    plan, is_apart = planned.plan, False
-    if not _fits(network.problem, plan, without_idle_steps(graph, plan.steps)):
-        plan, is_apart = without_reruns(network, replan(network.problem)), True
-    steps = tuple(Step(*step) for step in without_idle_steps(graph, plan.steps))
-    spare = _spare_bytes(network, steps)
-    made = executable(graph, steps, measured, leaves=every, spare_bytes=spare)
-    return replace(made, is_apart=is_apart)
-
-
-def _fits(problem: Problem, plan: Plan, steps: Sequence[Any]) -> bool:
-    """Whether the steps of a plan for another problem of the same forward are a plan for this."""
-    try:
-        peak_bytes = simulate(problem, [Step(*step) for step in steps]).peak_bytes
-    except RockmateError:
-        return False
-    return peak_bytes <= plan.budget_bytes
-
-
-def _measured_within(
-    planned: Planned, graph: SimplifiedGraph, model: nn.Module, leaves: Sequence[Any]
-) -> Measured:
-    """Measure pieces that were compiled for other gradients, and simulate the plan with them.
-
-    Raises:
-        InfeasibleBudgetError: they keep more, and the plan would not fit any more.
-    """
-    basic = graph.dataflow.basic
-    external = external_values(basic, model, tuple(leaves))
-    measured = measure(basic, operations(graph), external, times=False)
-    problem = problem_of(graph, node_facts(graph, measured.costs), external)
-    steps = without_idle_steps(graph, planned.plan.steps)
-    peak = simulate(problem, [Step(*step) for step in steps]).peak_bytes
-    if peak > planned.budget_bytes:
-        raise InfeasibleBudgetError(
-            "the gradients that have arrived lie otherwise in memory than those that were planned "
-            f"for, and the pieces that are compiled for them need {peak} bytes with the same plan. "
-            "Raise the budget, or hand back gradients as they were (contiguous, at the same "
-            "outputs)",
-            asked_bytes=planned.budget_bytes,
-            minimum_bytes=peak,
-        )
-    return measured
 
 
 def with_other_numbers(

@@ -18,8 +18,9 @@ from rockmate.comparison.deterministic import why_bits_may_differ
 from rockmate.comparison.eager import Keep, StepResult, differences, run_step
 from rockmate.comparison.rounding import coarsest_type, compare_rounded, nudge
 from rockmate.errors import SelfTestError
+from rockmate.networks.executables import unplanned_executable
 from rockmate.networks.network import first_unsteady
-from rockmate.networks.planned import Planned, unplanned_executable
+from rockmate.networks.planned import Planned
 from rockmate.problems.problem import Problem
 from rockmate.runtime.execute import Executor
 from rockmate.schedules.baselines import no_recomputation

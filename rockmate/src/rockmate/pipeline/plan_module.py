@@ -29,13 +29,10 @@ from rockmate.comparison.deterministic import deterministic_algorithms
 from rockmate.comparison.eager import Keep, StepResult
 from rockmate.errors import InfeasibleBudgetError, SelfTestError, UnsupportedModuleError
 from rockmate.files.plan_file import SavedPlan
+from rockmate.networks.executables import without_reruns
 from rockmate.networks.keeping import Keeping, keeping_of
 from rockmate.networks.network import Network, network_of
-from rockmate.networks.planned import (
-    Planned,
-    compiled_plan,
-    without_reruns,
-)
+from rockmate.networks.planned import Planned, compiled_plan
 from rockmate.networks.self_test import (
     eager_step,
     over_budget,

@@ -21,8 +21,9 @@ from rkgb.run import RunnableGraph
 from rockmate import planners
 from rockmate.comparison.eager import StepResult
 from rockmate.errors import InfeasibleBudgetError
+from rockmate.networks.executables import without_reruns
 from rockmate.networks.network import network_of
-from rockmate.networks.planned import Planned, compiled_plan, without_reruns
+from rockmate.networks.planned import Planned, compiled_plan
 from rockmate.networks.self_test import self_test
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.pipeline.versions import Version, versions_like

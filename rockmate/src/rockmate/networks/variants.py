@@ -1,0 +1,184 @@
+"""The program of a plan for gradients that arrive otherwise than when it was made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch import nn
+
+from rkgb.capture import for_same_numbers, no_collection, record_other_backward
+from rkgb.compiled import compile_variant
+from rkgb.costs import Measured, measure_others
+from rkgb.engine import (
+    external_values,
+    measure,
+    node_facts,
+    operations,
+    record,
+    runnable,
+)
+from rkgb.graphs import BackwardKind, BasicGraph, SimplifiedGraph, autocast_as
+from rkgb.run import without_idle_steps
+from rockmate.errors import InfeasibleBudgetError, RockmateError
+from rockmate.keys.input_signature import InputSignature
+from rockmate.keys.module_state import without_hooks
+from rockmate.networks.executables import (
+    executable,
+    leaves_of,
+    spare_bytes_of,
+    spare_with_fewer,
+    without_reruns,
+)
+from rockmate.networks.network import Network, assembled
+from rockmate.networks.network_problem import problem_of
+from rockmate.problems.problem import Problem
+from rockmate.runtime.executable import Executable
+from rockmate.runtime.plain import plain
+from rockmate.schedules.plan import Plan
+from rockmate.schedules.simulate import simulate
+from rockmate.schedules.steps import Step
+
+_log = logging.getLogger("rockmate")
+
+
+# Makes a plan for a problem within the budget of another plan, whose steps need not fit.
+Replan = Callable[[Problem], Plan]
+
+
+class PlannedFor(Protocol):
+    """A plan, and the calls and gradients that it is for."""
+
+    @property
+    def network(self) -> Network: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def signature(self) -> InputSignature: ...
+    @property
+    def budget_bytes(self) -> int: ...
+    @property
+    def other_gradients(self) -> Replan | None: ...
+
+
+def variant_of(
+    planned: PlannedFor,
+    model: nn.Module,
+    leaves: Sequence[Any],
+    kind: BackwardKind,
+    *,
+    in_a_step: bool = True,
+) -> Executable:
+    """Return the executable for gradients that arrive otherwise, from a recording of their own.
+
+    Where that would not fit beside what a step holds, it is made without content, if it can be.
+    """
+    sample = planned.signature.sample_of(leaves)
+    _log.info("recording another backward: %s", kind)
+    with autocast_as(planned.signature.autocast), plain(), no_collection():
+        bare = without_hooks(model, type(model))
+        known = planned.network.graph.dataflow.basic
+        needed = _recording_bytes(known, kind) if in_a_step else 0
+        is_tight = needed > planned.budget_bytes
+        basic = record_other_backward(bare, sample, known, kind) if is_tight else None
+        if basic is None:
+            if is_tight:
+                _log.warning(
+                    "gradients have come as never before, and their backward has to be recorded on "
+                    "real tensors: this step may take about %d bytes, and the budget is %d",
+                    *(needed, planned.budget_bytes),
+                )
+            basic = record(bare, sample, kind, opaque=known.opaque, known=known)
+        if known.numbers is not None:
+            basic = for_same_numbers(basic, known.numbers, bare, sample, model)
+    network, measured = planned.network, planned.network.measured
+    if planned.other_gradients is not None:
+        graph = network.recorded.with_backward(basic)
+        return _within_budget(planned, planned.other_gradients, graph, model, leaves)
+    every = leaves_of(planned.network.graph)
+    if network.compiled is not None:
+        graph = runnable(compile_variant(network.compiled, basic)).graph
+        measured = _measured_within(planned, graph, model, leaves)
+        steps = without_idle_steps(graph, planned.plan.steps)
+        return executable(graph, steps, measured, leaves=every)
+    graph = network.recorded.with_backward(basic)
+    steps = without_idle_steps(graph, planned.plan.steps)
+    spare = spare_with_fewer(network, planned.plan, steps)
+    return executable(graph, steps, measured, leaves=every, spare_bytes=spare)
+
+
+def _recording_bytes(known: BasicGraph, kind: BackwardKind) -> int:
+    """Return about what is held while another backward is recorded in the midst of a step.
+
+    Outputs and their gradients, of the step and of the recording, and what its widest nodes use.
+    """
+    infos = known.infos
+    outputs = {infos[name].alias_of: infos[name].storage_bytes for name in known.output_names}
+    asked = (root for root, t in zip(known.roots, kind.tangents, strict=True) if t is not None)
+    gradients = sum(infos[root].size_bytes for root in asked)
+    made = ([n for n in op.results if n] for op in (*known.ops, *known.backward))
+    widest = max((sum(infos[n].size_bytes for n in names) for names in made), default=0)
+    return 2 * (sum(outputs.values()) + gradients) + 4 * widest
+
+
+def _within_budget(
+    planned: PlannedFor,
+    replan: Replan,
+    graph: SimplifiedGraph,
+    model: nn.Module,
+    leaves: Sequence[Any],
+) -> Executable:
+    """Return the program for gradients that were not foreseen; they may need a plan of their own.
+
+    Raises:
+        InfeasibleBudgetError: there is none within the budget.
+    """
+    external = external_values(graph.dataflow.basic, model, tuple(leaves))
+    known = planned.network.measured
+    measured = measure_others(graph.dataflow.basic, operations(graph), external, known)
+    network = assembled(graph, planned.network.recorded, measured, external)
+    every = leaves_of(planned.network.graph)
+    plan, is_apart = planned.plan, False
+    if not _fits(network.problem, plan, without_idle_steps(graph, plan.steps)):
+        plan, is_apart = without_reruns(network, replan(network.problem)), True
+    steps = tuple(Step(*step) for step in without_idle_steps(graph, plan.steps))
+    spare = spare_bytes_of(network, steps)
+    made = executable(graph, steps, measured, leaves=every, spare_bytes=spare)
+    return replace(made, is_apart=is_apart)
+
+
+def _fits(problem: Problem, plan: Plan, steps: Sequence[Any]) -> bool:
+    """Whether the steps of a plan for another problem of the same forward are a plan for this."""
+    try:
+        peak_bytes = simulate(problem, [Step(*step) for step in steps]).peak_bytes
+    except RockmateError:
+        return False
+    return peak_bytes <= plan.budget_bytes
+
+
+def _measured_within(
+    planned: PlannedFor, graph: SimplifiedGraph, model: nn.Module, leaves: Sequence[Any]
+) -> Measured:
+    """Measure pieces that were compiled for other gradients, and simulate the plan with them.
+
+    Raises:
+        InfeasibleBudgetError: they keep more, and the plan would not fit any more.
+    """
+    basic = graph.dataflow.basic
+    external = external_values(basic, model, tuple(leaves))
+    measured = measure(basic, operations(graph), external, times=False)
+    problem = problem_of(graph, node_facts(graph, measured.costs), external)
+    steps = without_idle_steps(graph, planned.plan.steps)
+    peak = simulate(problem, [Step(*step) for step in steps]).peak_bytes
+    if peak > planned.budget_bytes:
+        raise InfeasibleBudgetError(
+            "the gradients that have arrived lie otherwise in memory than those that were planned "
+            f"for, and the pieces that are compiled for them need {peak} bytes with the same plan. "
+            "Raise the budget, or hand back gradients as they were (contiguous, at the same "
+            "outputs)",
+            asked_bytes=planned.budget_bytes,
+            minimum_bytes=peak,
+        )
+    return measured
