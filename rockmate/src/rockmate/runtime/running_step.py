@@ -1,0 +1,360 @@
+"""One forward and its backward, under way: what it has saved, and how far the backward has come.
+
+Nothing is decided here but which program fits the gradients that arrive: their number and how they
+lie in memory were recorded with the step, and other ones get a recording of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkgb.device import KeptGenerators, RngState
+from rkgb.elements import settled
+from rkgb.graphs import BackwardKind, ambient_autocast
+from rkgb.opaque import running_on
+from rkgb.torch_api import KernelChoice, RecomputingAs, keeps_graph, straight_to_kernels
+from rockmate.errors import BackwardTwiceError, ChangedTensorError, UnsupportedModuleError
+from rockmate.runtime.backwards import Backwards, Variant
+from rockmate.runtime.executable import Executable, plain_strides
+from rockmate.runtime.rails import Rail
+from rockmate.runtime.shared_uses import FirstsWatch
+
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class RunningStep:
+    """One forward and its backward: what it has saved, and how far the backward has come."""
+
+    def __init__(
+        self,
+        backwards: Backwards,
+        executable: Executable,
+        external: Mapping[str, Tensor],
+        variant: Variant,
+        numbers: Sequence[Any] = (),
+    ) -> None:
+        self.backwards, self.executable, self.numbers = backwards, executable, numbers
+        self.laid = self.runs = executable.backs  # whose rail is laid, and whose backward runs
+        self.external: Mapping[str, Tensor] | None = external
+        self.variant: Variant | None = variant
+        self.saved: list[Any] = []
+        self.rail: Rail | None = None
+        self.started = False
+        self.program: Iterator[list[Tensor]] | None = None
+        self.held: Sequence[Tensor] = ()
+        self.versions: list[int] = []
+        self.storages: list[int] = []
+        self.output_versions: list[int] = []
+        self.bridged: dict[str, list[Tensor]] | None = None
+        self.to_come: list[tuple[str, ...]] = []  # hand-overs of a program that is bridged
+        self.left: Counter[str] = Counter()  # and how many of them each leaf still gets
+        self.laid_for = executable
+        self.watch: FirstsWatch | None = None
+        self.kept: Mapping[str, Tensor] | None = None  # for another backward, if asked for
+        self.start_versions: list[int] = []
+        self.start_random: KeptGenerators | None = None
+        # Reading the flags takes as long as some small operations: only where they are used.
+        self.choice = KernelChoice.now() if executable.program.runs_again else None
+        self.rerunning: AbstractContextManager[None] = _NOTHING
+        self.model: nn.Module | None = None  # of a step with pieces that run its submodules
+
+    def on_model(self) -> AbstractContextManager[None]:
+        """Say to pieces which model's submodules they run."""
+        return _NOTHING if self.model is None else running_on(self.model)
+
+    def __del__(self) -> None:
+        if self.rail is not None and not self.started:  # a forward without a backward
+            self.laid.give_back(self.rail)
+
+    # ------------------------------------------------------------------ the user's own tensors
+
+    def remember_start(self, values: Sequence[Tensor]) -> None:
+        """Remember what a second backward needs to run the forward again."""
+        self.start_versions = _versions(values)
+        if self.executable.is_random:
+            self.start_random = KeptGenerators.keep(self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.executable.graph.dataflow.basic.device
+
+    def remember_versions(self) -> None:
+        saved, executable = self.saved, self.executable
+        held = self.held = executable.read_held(saved)
+        if executable.has_pieces:  # which may write to what others read
+            self.versions = _versions(held)
+        else:
+            self.versions = [*executable.pick_held(self.start_versions)]
+        self.storages = [t.untyped_storage()._cdata for t in held]
+        self.output_versions = [saved[place]._version for place, _ in executable.saved_outputs]
+
+    def _check_storages(self) -> None:
+        # Not addresses: FSDP frees and fills the memory of the same storage.
+        storages = [t.untyped_storage()._cdata for t in self.held]
+        if storages != self.storages:
+            differ = list(map(operator.ne, storages, self.storages))
+            self._changed(self.executable.saved_externals[differ.index(True)][1])
+
+    def _check_outputs(self) -> None:
+        pairs = zip(self.executable.saved_outputs, self.output_versions, strict=True)
+        for (place, name), version in pairs:
+            if self.saved[place]._version != version:
+                raise ChangedTensorError(
+                    f"the output '{name}' of a Rockmate module was changed in place between "
+                    "forward and backward, which reads it. Work on a copy: y = y.clone()."
+                )
+
+    def _changed(self, name: str) -> None:
+        raise ChangedTensorError(
+            f"'{name}' was changed in place between the forward and the backward of a "
+            "Rockmate module, and the backward needs its old content. Change parameters "
+            "and inputs after backward, or run the forward again."
+        )
+
+    # ------------------------------------------------------------------ backward
+
+    def start(self, grads: Sequence[Tensor | None]) -> None:
+        again = self.started
+        if again and self.kept is None:
+            raise BackwardTwiceError(
+                "backward was called a second time on the same forward of a Rockmate module; its "
+                "activations are gone after the first. Call the first with retain_graph=True, add "
+                "the losses before calling backward, or run the forward again."
+            )
+        self.started = True
+        self.rerunning = _NOTHING
+        if self.choice is not None and (now := KernelChoice.now()) != self.choice:
+            self.rerunning = RecomputingAs(self.choice, now)
+        basic = self.executable.graph.dataflow.basic
+        by_name = dict(zip(self.executable.program.outputs, grads, strict=True))
+        arrived = [settled(by_name[name]) for name in basic.roots]
+        strides = (None if g is None else plain_strides(g.shape, g.stride()) for g in arrived)
+        kind = BackwardKind(tuple(strides), ambient_autocast())
+        if again:
+            assert self.kept is not None
+            self._refuse_second(kind)
+            self._run_again(kind, self.kept)
+        self._check_outputs()
+        self._check_storages()
+        executable = self.executable
+        if kind != executable.kind:
+            executable = self._go_on_as(kind)
+        self.backwards.latest = executable
+        if keeps_graph():
+            self.kept = self.external
+        else:
+            self.external = self.variant = self.kept = None
+        if self.bridged is not None:
+            self.to_come = list(executable.leaf_names)
+            self.left = Counter(name for names in self.to_come for name in names)
+            assert self.rail is not None
+            laid = Counter(name for names in self.rail.layout.leaves for name in names)
+            if more := self.left - laid:
+                raise UnsupportedModuleError(
+                    "gradients have arrived at outputs of a Rockmate module in another way than "
+                    f"before, and give '{next(iter(more))}' more parts of its gradient than this "
+                    "forward was made for. Run the step again: it is planned for such gradients "
+                    "from now on."
+                )
+        given = [grad for grad in arrived if grad is not None]
+        runs = self.runs = self.laid if self.bridged is None else executable
+        self.program = runs.compiled.backward(
+            self.saved, given, *runs.sums(), *runs.taken(self.numbers)
+        )
+        self.watch = runs.watch() if self.bridged is None else None
+        assert self.rail is not None
+        self.rail.carry(self)
+
+    def _refuse_second(self, kind: BackwardKind) -> None:
+        assert self.variant is not None
+        executable = self.backwards.for_backward(kind, self.variant)
+        if executable.has_pieces:
+            raise BackwardTwiceError(
+                "backward was called a second time on the same forward of a Rockmate module with "
+                "submodules that run whole, which are not run again. Add the losses before calling "
+                "backward."
+            )
+        if executable.unrepeatable:
+            raise BackwardTwiceError(
+                "backward was called a second time on the same forward of a Rockmate module, and "
+                f"the forward cannot be run again for it: it has changed '{executable.unrepeatable}"
+                "', on which its results depend. Add the losses before calling backward."
+            )
+
+    def _go_on_as(self, kind: BackwardKind) -> Executable:
+        """Return the executable for a backward that was not expected, with what it needs saved.
+
+        A recording on top of what is saved would not fit into the budget: what is saved goes, and
+        the forward runs again.
+        """
+        assert self.variant is not None
+        assert self.external is not None
+        is_known = kind in self.backwards.variants
+        again = self.executable.keeps_by_backward or (not is_known and self._can_run_again())
+        outputs = {name: self.saved[place] for place, name in self.executable.saved_outputs}
+        if again:
+            self.saved.clear()
+        executable = self.backwards.for_backward(kind, self.variant)
+        if self.executable.is_apart or executable.is_apart:
+            again = True
+        elif not again and self.executable.missing_for(executable):
+            again = self._can_run_again()
+        if not again:
+            self._change_to(executable)
+            return executable
+        if executable.has_pieces or executable.unrepeatable:
+            raise UnsupportedModuleError(
+                "gradients have arrived at outputs of a compiled Rockmate module in another way "
+                "than before, and its forward, which was compiled for the other way, cannot be run "
+                "again. Run the step again: it is compiled for such gradients from now on."
+            )
+        self.saved.clear()
+        self._run_again(kind, self.external)
+        names = self.executable.program.saved
+        # The user holds the outputs already.
+        self.saved[:] = [outputs.get(n, t) for n, t in zip(names, self.saved, strict=True)]
+        self.remember_versions()
+        return self.executable
+
+    def _can_run_again(self) -> bool:
+        """Whether the forward gives the same once more: no piece, and nothing has changed since."""
+        assert self.external is not None
+        ran = self.executable
+        if ran.has_pieces or ran.unrepeatable:
+            return False
+        pairs = zip(ran.program.externals, self.start_versions, strict=True)
+        return all(version < 0 or self.external[n]._version == version for n, version in pairs)
+
+    def _run_again(self, kind: BackwardKind, external: Mapping[str, Tensor]) -> None:
+        """Run the forward again, for another backward: the same results, and no traces of it."""
+        assert self.variant is not None
+        ran = self.laid_for
+        names = ran.program.externals
+        values = [external[name] for name in names]
+        for name, tensor, version in zip(names, values, self.start_versions, strict=True):
+            if version >= 0 and tensor._version != version:
+                self._changed(name)
+        executable = self.backwards.for_backward(kind, self.variant)
+        now = RngState.save(self._device) if self.start_random is not None else None
+        if self.start_random is not None:
+            self.start_random.restore()
+        names = executable.program.externals
+        values = [external[n].clone() if n in ran.written else external[n] for n in names]
+        try:
+            with straight_to_kernels():
+                taken = executable.taken(self.numbers)
+                _, self.saved = executable.compiled.forward_again(values, *taken)
+        finally:
+            if now is not None:
+                now.restore()
+        self.executable = executable
+        self.bridged = None if executable is self.laid_for else {}
+        self.remember_versions()
+
+    def _change_to(self, executable: Executable) -> None:
+        """Go on with the backward of another executable, from what this forward has saved."""
+        names = self.executable.program.saved
+        values = dict(zip(names, self.saved, strict=True))
+        assert self.external is not None
+        values.update({n: t for n, t in self.external.items() if n not in values})
+        if missing := self.executable.missing_for(executable):
+            raise UnsupportedModuleError(
+                "gradients have arrived at outputs of a Rockmate module in another way than "
+                f"before, and their backward needs '{missing[0]}', which this forward has not "
+                "kept. Run the step again: it is planned for such gradients from now on."
+            )
+        self.saved[:] = [values[name] for name in executable.program.saved]
+        self.bridged = {}
+        held = dict(
+            zip((n for _, n in self.executable.saved_externals), self.versions, strict=True)
+        )
+        self.executable = executable
+        self.held = executable.read_held(self.saved)
+        self.versions = [
+            held.get(name, tensor._version)
+            for (_, name), tensor in zip(executable.saved_externals, self.held, strict=True)
+        ]
+
+    def _bridge(self, place: int) -> Sequence[Tensor | None]:
+        """Run a program whose hand-overs are others than the rail's: as far as a place needs."""
+        assert self.bridged is not None
+        assert self.rail is not None
+        laid = self.rail.layout.leaves
+        is_last = place + 1 == len(laid)
+        edges = Counter(laid[place]).items()
+        while self.to_come and (
+            is_last
+            or any(self.left[n] and len(self.bridged.get(n, ())) < many for n, many in edges)
+        ):
+            self._take_next()
+        waiting = (self.bridged.get(name) for name in laid[place])
+        found = [queue.pop(0) if queue else None for queue in waiting]
+        if is_last:
+            self._finish()
+        return found
+
+    def _take_next(self) -> None:
+        """Run a program that is bridged to its next hand-over, and keep what it gives."""
+        assert self.program is not None
+        assert self.bridged is not None
+        self._check_reads(len(self.executable.leaf_names) - len(self.to_come))
+        with straight_to_kernels(), self.on_model(), self.rerunning:
+            given = next(self.program)
+        for name, gradient in zip(self.to_come.pop(0), given, strict=True):
+            self.bridged.setdefault(name, []).append(gradient)
+            self.left[name] -= 1
+        given.clear()
+
+    def advance(self, place: int) -> Sequence[Tensor | None]:
+        """Run the program to its next hand-over; return the gradients of number `place`."""
+        if self.bridged is not None:
+            return self._bridge(place)
+        assert self.program is not None
+        assert self.rail is not None
+        leaves = self.rail.layout.leaves
+        found: tuple[Tensor | None, ...] = ()
+        if place < len(self.runs.reads):  # a program may give nothing
+            self._check_reads(place)
+            with straight_to_kernels(), self.on_model(), self.rerunning:
+                given = next(self.program)
+            if self.watch is not None:
+                self.watch.look(place, given)
+            found = tuple(given)
+            given.clear()  # the program holds it, and autograd keeps what nobody else holds
+        if (more := len(leaves[place]) - len(found)) > 0:  # edges for other backwards
+            found = (*found, *[None] * more)
+        if place + 1 == len(leaves):
+            if self.watch is not None:
+                self.watch.finish()
+            self._finish()
+        return found
+
+    def _check_reads(self, give: int) -> None:
+        versions, held = self.versions, self.held
+        for index in self.runs.reads[give]:
+            if held[index]._version != versions[index] and versions[index] >= 0:
+                self._changed(self.executable.saved_externals[index][1])
+
+    def _finish(self) -> None:
+        self.program = None
+        self.held = ()
+        if self.kept is not None:  # its rail may be needed again
+            return
+        if self.rail is not None and self.bridged is None:
+            self.laid.give_back(self.rail)
+        self.rail = None
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    try:
+        return [t._version for t in tensors]
+    except RuntimeError:  # of an inference tensor
+        return [-1 if t.is_inference() else t._version for t in tensors]
