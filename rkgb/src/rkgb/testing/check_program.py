@@ -233,9 +233,9 @@ class _Check:
         handed_over = leaf in self.sums and leaf not in self.firsts
         self._expect(handed_over, f"nothing of '{leaf}' was handed over")
         storage, terms = self.sums[leaf]
-        mine = storage in self.outside or self.given[storage] != leaf
+        others = storage in self.outside or self.given[storage] != leaf
         readers = [n for n in self.alive if self.memory.variables[n].storage == storage]
-        self._expect(not mine and not readers, f"the sum of '{leaf}' is not autograd's alone")
+        self._expect(not others and not readers, f"the sum of '{leaf}' is not autograd's alone")
         self.sums[leaf] = storage, terms + 1
 
     def _end_sums(self, ends: Sequence[tuple[str, int]]) -> None:

@@ -61,14 +61,16 @@ def spare_with_fewer(network: Network, plan: Plan, steps: Sequence[Any]) -> list
     """
     planned = tuple(Step(*step) for step in without_idle_steps(network.graph, plan.steps))
     spare = spare_bytes_of(network, planned)
-    place, found = 0, []
+    found: list[int] = []
+    begin = 0  # of what has not been met yet: a forward may run several times
     for step in steps:
         try:
-            place = planned.index(Step(*step), place)
+            place = planned.index(Step(*step), begin)
         except ValueError:
             found.append(0)
         else:
             found.append(spare[place])
+            begin = place + 1
     return found
 
 
