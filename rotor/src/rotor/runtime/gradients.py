@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+
+def uses_of_leaves(outputs: Iterable[torch.Tensor]) -> Counter[torch.Tensor]:
+    """Return the leaves that the graph of some tensors reaches, and how often it uses each."""
+    uses: Counter[torch.Tensor] = Counter()
+    seen: set[Any] = set()
+    todo: list[Any] = [get_gradient_edge(t).node for t in outputs if t.requires_grad]
+    while todo:
+        node = todo.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            uses[leaf] += 1
+        if node in seen:
+            continue
+        seen.add(node)
+        todo.extend(following for following, _ in node.next_functions if following is not None)
+    return uses
 
 
 def stage_gradients(

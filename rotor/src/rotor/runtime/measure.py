@@ -11,17 +11,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from rotor.errors import StageError
 from rotor.runtime.boundary import Layout, Tensors, is_differentiable, pack
 from rotor.runtime.device import device_of, is_known
+from rotor.runtime.gradients import uses_of_leaves
 from rotor.runtime.joining import call_stage, join_modules
 from rotor.runtime.memory import MemoryMeter, share_storage, storage_bytes
 from rotor.runtime.program import RunStage
@@ -37,6 +37,7 @@ from rotor.runtime.timing import (
     time_stage,
     untimed,
 )
+from rotor.runtime.twins import twin_parameters
 from rotor.schedules.chain import Chain, Option, Stage
 
 
@@ -61,8 +62,8 @@ def measure_module(
 ) -> Measurement:
     """Return what the stages of a sequential module cost on `sample`, with its present flags.
 
-    Gradients of the sample are counted where its numbers have any, so that a plan made for a
-    sample that requires none holds for data that does.
+    The bytes of the sample's gradients are counted where its numbers have any, so that a plan made
+    for a sample that requires none holds for data that does. Times are those of the sample given.
 
     Raises:
         NotSequentialError: the module has no stages.
@@ -96,6 +97,10 @@ def measure_module(
     with _harmless(module, device):
         _follow(probes, inputs, layout, lambda probe, flow: probe.compare_kernels(*flow))
     clock = timer or device_of(device).time
+    gradients = any(tensor.requires_grad for tensor in inputs)
+    for probe in probes:
+        probe.gives_gradients = gradients
+        gradients |= any(p.requires_grad for p in probe.code.parameters())
 
     def time_all() -> list[StageTimes]:
         with _harmless(module, device):
@@ -170,6 +175,8 @@ class _Probe:
         self.draws_random = False
         self.always_record = False
         self.hands_on_input = False
+        self.takes_twins = False
+        self.gives_gradients = True  # to the stage before it, with the sample as it is
         self.output_bytes = self.grad_bytes = self.input_grad_bytes = 0
         self.saved = self.fwd_overhead = self.bwd_overhead = self.forward_peak = 0
         self.times: StageTimes  # of the last round
@@ -240,11 +247,16 @@ class _Probe:
         self.forward_peak = max(forward.peak_bytes, self.output_bytes)
 
     def compare_kernels(self, inputs: Tensors, layout: Layout) -> tuple[Tensors, Layout]:
-        """Find out whether the stage must record to give the same bits; return its output."""
+        """Find out whether the stage must record to give the same bits; return its output.
+
+        And whether it computes with twins of its parameters where it has them.
+        """
         rng = RngState.now([self.device])
         outputs, next_layout = call_stage(self.code, inputs, layout, recording=False)
         rng.restore()
-        recorded, _ = call_stage(self.code, as_leaves(inputs), layout, recording=True)
+        with twin_parameters(self.code):
+            recorded, _ = call_stage(self.code, as_leaves(inputs), layout, recording=True)
+        self.takes_twins = uses_of_leaves(recorded).keys().isdisjoint(self.code.parameters())
         if not all(torch.equal(a, b) for a, b in zip(outputs, recorded, strict=True)):
             # Some kernels (LSTM on the CPU) are others without grad, and differ in the last bits.
             self.always_record = True
@@ -255,9 +267,17 @@ class _Probe:
         """Time the stage once in every form."""
         rng = RngState.now([self.device])
         stage = RunStage(self.code, self.mutated, self.detached_outputs)
-        self.times = time_stage(
-            clock, stage, inputs, layout, self.device, preserve_rng=self.preserve_rng
-        )
+        with twin_parameters(self.code) if self.takes_twins else nullcontext():
+            self.times = time_stage(
+                clock,
+                stage,
+                inputs,
+                layout,
+                self.device,
+                preserve_rng=self.preserve_rng,
+                accumulates=self.takes_twins,
+                gives_gradients=self.gives_gradients,
+            )
         rng.restore()
         recording = self.always_record
         outputs, next_layout = call_stage(self.code, inputs, layout, recording=recording)
@@ -280,27 +300,18 @@ def _reused_parameters(code: CodeStage, leaves: Tensors, outputs: Tensors) -> fr
     Raises:
         StageError: the graph reaches a tensor that would silently get no gradient.
     """
-    own = {id(tensor) for tensor in (*leaves, *code.parameters())}
-    uses: Counter[int] = Counter()
-    seen: set[Any] = set()
-    todo: list[Any] = [get_gradient_edge(t).node for t in outputs if t.requires_grad]
-    while todo:
-        node = todo.pop()
-        variable = getattr(node, "variable", None)
-        uses[id(variable)] += 1
-        if node in seen:
-            continue
-        seen.add(node)
-        if variable is not None and id(variable) not in own:
+    own = {*leaves, *code.parameters()}
+    uses = uses_of_leaves(outputs)
+    for leaf in uses:
+        if leaf not in own:
             raise StageError(
-                f"stage {code.name} uses a tensor of shape {tuple(variable.shape)} that requires "
+                f"stage {code.name} uses a tensor of shape {tuple(leaf.shape)} that requires "
                 f"gradients and is neither its input nor a registered parameter: its gradient "
                 f"would be lost. Register it as a parameter of a module of the stage, or detach "
                 f"it.",
                 code.name,
             )
-        todo.extend(following for following, _ in node.next_functions if following is not None)
-    return frozenset(i for i, p in enumerate(code.parameters()) if uses[id(p)] > 1)
+    return frozenset(i for i, p in enumerate(code.parameters()) if uses[p] > 1)
 
 
 def _assemble(probes: list[_Probe], device: torch.device, preserve_rng: bool) -> Measurement:

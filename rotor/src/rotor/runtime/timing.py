@@ -97,9 +97,20 @@ def time_stage(
     device: torch.device,
     *,
     preserve_rng: bool,
+    accumulates: bool,
+    gives_gradients: bool,
 ) -> StageTimes:
-    """Time a stage in every form that a schedule may ask for."""
-    code, leaves = stage.code, as_leaves(inputs)
+    """Time a stage in every form that a schedule may ask for.
+
+    Where `accumulates`, gradients are added to those of the parameters that the stage has now, as
+    in a step. They are discarded otherwise, which takes longer: all of them are alive together.
+    The inputs get gradients where the stage `gives_gradients`.
+    """
+
+    def beginning() -> Tensors:
+        return as_leaves(inputs) if gives_gradients else tuple(t.detach() for t in inputs)
+
+    code, end = stage.code, Accumulation if accumulates else StageBackward
     results: list[tuple[Tensors, Layout]] = []
 
     def forward() -> None:
@@ -107,22 +118,25 @@ def time_stage(
 
     first_ms, forward_ms = clock(forward), clock(forward)
     results.clear()
+    leaves = beginning()
     record_ms = clock(lambda: results.append(call_stage(code, leaves, layout, recording=True)))
-    backward = StageBackward(code, leaves, results.pop()[0])
+    backward = end(code, leaves, results.pop()[0])
     backward_ms = clock(backward)
 
     program = Program.build(
         (stage,), (ForwardCheckpoint(0), ForwardEnableGrad(0), Backward(0)), (device,), preserve_rng
     )
+    for leaf in leaves:
+        leaf.grad = None
 
     def run_again() -> None:
         outputs, _ = pack(run_program(program, unpack(leaves, layout)))
-        edges = [get_gradient_edge(t) for t in outputs if t.requires_grad]
+        backward.start_from(outputs)
         del outputs
-        if edges and backward.wanted:
-            stage_gradients(edges, backward.wanted, backward.grads)
+        backward()
 
     again_ms = clock(run_again)
+    leaves = beginning()
     source = InputsMadeAgain(leaves)
 
     def record_emptied() -> None:
@@ -131,7 +145,7 @@ def time_stage(
 
     emptied_ms = clock(record_emptied)
     source.now = leaves
-    emptied_ms += clock(StageBackward(code, leaves, results.pop()[0]))
+    emptied_ms += clock(end(code, leaves, results.pop()[0]))
     return StageTimes(first_ms, forward_ms, record_ms, backward_ms, again_ms, emptied_ms)
 
 
@@ -153,16 +167,22 @@ class StageBackward:
     def __init__(self, code: CodeStage, leaves: Tensors, outputs: Tensors) -> None:
         self.code = code
         self.leaves = leaves
-        recorded = [t for t in outputs if t.requires_grad]
-        self.edges = [get_gradient_edge(t) for t in recorded]
-        self.grads = [torch.ones_like(t) for t in recorded]
+        self.ones = [torch.ones_like(t) if is_differentiable(t) else None for t in outputs]
         self.wanted = [t for t in (*leaves, *code.parameters()) if t.requires_grad]
+        self.start_from(outputs)
+
+    def start_from(self, outputs: Tensors) -> None:
+        """Go back from these outputs, which may be those of another run."""
+        self.edges = [get_gradient_edge(t) for t in outputs if t.requires_grad]
+        self.grads = [
+            g for t, g in zip(outputs, self.ones, strict=True) if g is not None and t.requires_grad
+        ]
 
     def __call__(self) -> tuple[torch.Tensor | None, ...]:
         if not self.edges or not self.wanted:
             return ()
         try:
-            return stage_gradients(self.edges, self.wanted, self.grads)
+            return self.run()
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
@@ -171,3 +191,16 @@ class StageBackward:
                 f"plain PyTorch fails in the same way: {error}. Use inplace=False in it.",
                 self.code.name,
             ) from error
+
+    def run(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of the inputs and parameters that require them."""
+        return stage_gradients(self.edges, self.wanted, self.grads)
+
+
+class Accumulation(StageBackward):
+    """The same, ended as a step ends: each gradient goes to its leaf as soon as it is there."""
+
+    def run(self) -> tuple[torch.Tensor | None, ...]:
+        """Add to the gradients of the leaves, and return none."""
+        torch.autograd.backward(self.edges, self.grads, inputs=self.wanted)
+        return ()
