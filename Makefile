@@ -62,6 +62,7 @@ test-changed: $(INSTALLED) ## the tests of what differs from main, slow ones lef
 OLDEST_TORCH := 2.11.0
 OLDEST := .venv-oldest/.installed
 OLDEST_TESTS := rkgb/tests/test_recorded_bits.py rkgb/tests/test_device.py rkgb/tests/test_memory.py \
+	rkgb/tests/test_fake_cuda_tensors.py \
 	rkgb/tests/test_compare.py $(addprefix rkgb/tests/test_,compiled.py compiled_sizes.py formulas.py) \
 	rockmate/tests/test_compiled_pieces.py rockmate/tests/test_kernels_as_in_the_forward.py \
 	rockmate/tests/test_fingerprint.py rockmate/tests/test_any_valid_plan.py rotor/tests/test_device.py
