@@ -9,7 +9,7 @@ op_costs.py (one kind of operation), measure.py and rounds.py (how it is measure
 from rkgb.costs.foreseen import Foreseen, foresee, foresee_as_recorded
 from rkgb.costs.measure import Measured, choose_callees
 from rkgb.costs.node_facts import Cost, NodeFacts
-from rkgb.costs.op_costs import FlopCost, OpCost, cost_of_piece, op_key
+from rkgb.costs.op_costs import FlopCost, OpCost, call_kind, cost_of_piece, op_key
 from rkgb.costs.plain_step import plain_peak_bytes
 from rkgb.costs.rounds import Timing
 from rkgb.costs.scaled import foresee_resized, measure_others, measure_resized
@@ -22,6 +22,7 @@ __all__ = [
     "NodeFacts",
     "OpCost",
     "Timing",
+    "call_kind",
     "choose_callees",
     "cost_of_piece",
     "foresee",

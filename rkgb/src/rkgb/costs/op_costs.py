@@ -7,6 +7,7 @@ depend on. So each kind is measured once, however many layers have it.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,9 @@ from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
 from rkgb.opaque.piece import RunPiece, RunPieceBackward
 from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
+
+_NUMBERS = re.compile(r"\d+")
+_LISTS = re.compile(r"\[(-?0(, )?)*\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,15 @@ def op_key(op: Op, infos: Mapping[str, TensorInfo]) -> str:
     options = [f"{key}={text(value)}" for key, value in op.kwargs.items()]
     call = f"{_name_of(op.target)}({', '.join([*map(text, op.args), *options])})"
     return f"{call} with {op.flags}" if op.flags else call
+
+
+def call_kind(key: str) -> str:
+    """Return what torch's bindings look at in the key of an operation of torch's.
+
+    That is the name, and the kinds of the arguments: tensors and numbers, of whatever size.
+    """
+    name, _, arguments = key.partition("(")
+    return f"{name}({_LISTS.sub('[]', _NUMBERS.sub('0', arguments))}"
 
 
 @functools.lru_cache(maxsize=1 << 14)

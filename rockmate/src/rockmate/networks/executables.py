@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rkgb.costs import Measured, op_key
+from rkgb.costs import Measured, call_kind, op_key
 from rkgb.elements import Op
 from rkgb.engine import compile_step, lower_step, operations, plain_callee
 from rkgb.graphs import SimplifiedGraph
@@ -96,10 +96,16 @@ def executable(
     `spare_bytes` says for each step how much more memory may be in use during it.
     """
     infos, chosen = graph.dataflow.infos, measured.callees
-    callees = {op.name: chosen.get(op_key(op, infos)) for op in operations(graph)}
+    alike = {call_kind(key): callee for key, callee in chosen.items()}
+    keys = {op.name: op_key(op, infos) for op in operations(graph)}
 
     def callee(op: Op) -> Callable[..., Any]:
-        return callees.get(op.name) or plain_callee(op)
+        key = keys.get(op.name, "")
+        if key in chosen:
+            return chosen[key]
+        # Another backward has gradients of other strides, which bindings do not look at.
+        is_plain = not op.flags and getattr(op.target, "namespace", "") == "aten"
+        return (alike.get(call_kind(key)) if is_plain else None) or plain_callee(op)
 
     compiled = compile_step(graph, lower_step(graph, steps, spare_bytes), callee)
     return Executable(graph, compiled, leaves or leaves_of(graph))
