@@ -24,6 +24,7 @@ from rkgb.graphs.backward_slices import Slice, slice_backward
 from rkgb.graphs.basic import BasicGraph, HandOver
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.run.freeing import freeing
+from rkgb.run.kept_dims import without_kept_dims
 from rkgb.run.overwrite import overwrite_gradients
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
@@ -82,7 +83,7 @@ def _with_backward(
         hand_overs = tuple(HandOver(h.leaf, views.current(h.value), h.sequence_nr) for h in give)
         ops = tuple(views.fused(part, uses))
         nodes.append(replace(node, backward=ops, hand_overs=hand_overs))
-    nodes, basic = overwrite_gradients(nodes, basic)
+    nodes, basic = overwrite_gradients(*without_kept_dims(nodes, basic))
     dataflow = replace(sg.dataflow, basic=basic)
     return freeing(replace(sg, dataflow=dataflow, nodes=_with_reads(nodes, sg.output_names)))
 

@@ -1,0 +1,71 @@
+"""Sums that keep the dimensions they sum over, only for a view to drop them.
+
+Autograd sums the gradient of a bias with `keepdim=True` and looks at the result without these
+dimensions. The same kernel gives that at once: torch makes the result with the dimensions kept, and
+returns it without them, with the strides that are left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from rkgb.elements.op import Op
+from rkgb.elements.tensor_info import TensorInfo
+from rkgb.graphs.basic import BasicGraph
+from rkgb.graphs.simplified import SimplifiedNode
+
+_SUM = torch.ops.aten.sum.dim_IntList
+
+
+def without_kept_dims(
+    nodes: Sequence[SimplifiedNode], basic: BasicGraph
+) -> tuple[list[SimplifiedNode], BasicGraph]:
+    """Return the nodes whose backwards sum without dimensions that nobody reads, and the facts."""
+    infos = dict(basic.infos)
+    uses = Counter(name for node in nodes for op in node.backward for name in op.inputs)
+    uses.update(give.value for node in nodes for give in node.hand_overs)
+    changed = []
+    for node in nodes:
+        sums = {op.results[0]: op for op in node.backward if op.target is _SUM}
+        views = {
+            base: op
+            for op in node.backward
+            if (base := op.inputs[0] if op.inputs else "") in sums
+            and uses[base] == 1
+            and _drops_dims(sums[base], op, infos)
+        }
+        gone = {op.name for op in views.values()}
+        backward = []
+        for op in node.backward:
+            if op.target is _SUM and (view := views.get(op.results[0])) is not None:
+                name = view.results[0]
+                for other, info in infos.items():
+                    if info.alias_of == op.results[0] and other != op.results[0]:
+                        infos[other] = replace(info, alias_of=name)
+                op = replace(op, args=op.args[:2], results=(name,))
+            if op.name not in gone:
+                backward.append(op)
+        changed.append(replace(node, backward=tuple(backward)))
+    return changed, replace(basic, infos=infos)
+
+
+def _drops_dims(sum_: Op, view: Op, infos: dict[str, TensorInfo]) -> bool:
+    """Whether a view of a sum looks at all of it, without the dimensions that were summed over."""
+    if len(sum_.args) < 3 or sum_.args[2] is not True or len(view.results) != 1 or view.writes:
+        return False
+    kept, seen = infos[sum_.results[0]], infos[view.results[0]]
+    if not sum_.args[1] or not kept.shape:  # of no dimensions in particular: over all of them
+        return False
+    summed = {dim % len(kept.shape) for dim in sum_.args[1]}
+    left = [dim for dim in range(len(kept.shape)) if dim not in summed]
+    return (
+        kept.alias_of == sum_.results[0] == seen.alias_of
+        and seen.dtype == kept.dtype
+        and seen.offset == kept.offset
+        and seen.shape == tuple(kept.shape[dim] for dim in left)
+        and seen.stride == tuple(kept.stride[dim] for dim in left)
+    )
