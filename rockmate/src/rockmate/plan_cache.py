@@ -132,15 +132,19 @@ class PlanCache:
     def __init__(self, most: int) -> None:
         self.most = max(1, most)
         self.families: OrderedDict[Key, Family] = OrderedDict()
+        self._last: tuple[Key, Family] | None = None  # which most calls ask for again
         self._whole: list[frozenset[int]] = [
             frozenset()
         ]  # places of ints that plans are for any of
 
     def get(self, key: Key) -> Family | None:
         """Return the family of a key, which has been used last from now on."""
+        if self._last is not None and self._last[0] == key:
+            return self._last[1]
         family = self.families.get(key)
         if family is not None:
             self.families.move_to_end(key)
+            self._last = key, family
         return family
 
     def for_any_number(self, key: Key, leaves: Sequence[Any]) -> Family | None:
@@ -184,6 +188,7 @@ class PlanCache:
 
     def put(self, key: Key, family: Family) -> bool:
         """Keep a family; return whether others were dropped for it."""
+        self._last = None
         self.families[key] = family
         dropped = len(self.families) > self.most
         while len(self.families) > self.most:

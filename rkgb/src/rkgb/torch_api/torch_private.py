@@ -225,17 +225,22 @@ def named_kernel_flags() -> dict[str, str]:
 
 
 def _readers_of_flags() -> dict[str, Callable[[], Hashable]]:
-    names = (
+    names: tuple[str, ...] = (
         *("_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled"),
         *("_get_cudnn_sdp_enabled", "_get_overrideable_sdp_enabled"),
         *("_get_math_sdp_allow_fp16_bf16_reduction", "_get_deterministic_algorithms"),
         *("_get_deterministic_algorithms_warn_only", "_get_float32_matmul_precision"),
         *("_get_mkldnn_enabled", "_get_mkldnn_deterministic", "_get_cudnn_enabled"),
         *("_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_nnpack_enabled"),
-        *("_get_cublas_allow_fp16_reduced_precision_reduction",),
-        *("_get_cublas_allow_bf16_reduced_precision_reduction",),
-        *("_get_cublas_allow_fp16_accumulation", "_get_cudnn_allow_tf32"),
+        "_get_cudnn_allow_tf32",
     )
+    has_cuda = torch.backends.cuda.is_built()  # reading all of them takes a while
+    if has_cuda:
+        names += (
+            "_get_cublas_allow_fp16_reduced_precision_reduction",
+            "_get_cublas_allow_bf16_reduced_precision_reduction",
+            "_get_cublas_allow_fp16_accumulation",
+        )
     found: dict[str, Callable[[], Hashable]] = {
         name.removeprefix("_get_"): getattr(torch._C, name)
         for name in names
@@ -243,7 +248,8 @@ def _readers_of_flags() -> dict[str, Callable[[], Hashable]]:
     }
     precision = getattr(torch._C, "_get_fp32_precision_getter", None)
     if precision is not None:
-        places = [(b, kind) for b in ("mkldnn", "cuda") for kind in ("matmul", "conv", "rnn")]
+        backends = ("mkldnn", "cuda") if has_cuda else ("mkldnn",)
+        places = [(b, kind) for b in backends for kind in ("matmul", "conv", "rnn")]
         found.update(
             (f"{b}_{kind}_precision", functools.partial(precision, b, kind)) for b, kind in places
         )

@@ -33,6 +33,26 @@ _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 class RunningStep:
     """One forward and its backward: what it has saved, and how far the backward has come."""
 
+    # What every step begins with: making it anew takes as long as a small operation.
+    rail: Rail | None = None
+    started = False
+    program: Iterator[list[Tensor]] | None = None
+    held: Sequence[Tensor] = ()
+    bridged: dict[str, list[Tensor]] | None = None
+    watch: FirstsWatch | None = None
+    kept: Mapping[str, Tensor] | None = None  # for another backward, if asked for
+    start_random: KeptGenerators | None = None
+    choice: KernelChoice | None = None
+    rerunning: AbstractContextManager[None] = _NOTHING
+    model: nn.Module | None = None  # of a step with pieces that run its submodules
+    saved: list[Any]
+    versions: list[int]
+    storages: list[int]
+    output_versions: list[int]
+    start_versions: list[int]
+    to_come: list[tuple[str, ...]]  # hand-overs of a program that is bridged
+    left: Counter[str]  # and how many of them each leaf still gets
+
     def __init__(
         self,
         backwards: Backwards,
@@ -43,28 +63,12 @@ class RunningStep:
     ) -> None:
         self.backwards, self.executable, self.numbers = backwards, executable, numbers
         self.laid = self.runs = executable.backs  # whose rail is laid, and whose backward runs
+        self.laid_for = executable
         self.external: Mapping[str, Tensor] | None = external
         self.variant: Variant | None = variant
-        self.saved: list[Any] = []
-        self.rail: Rail | None = None
-        self.started = False
-        self.program: Iterator[list[Tensor]] | None = None
-        self.held: Sequence[Tensor] = ()
-        self.versions: list[int] = []
-        self.storages: list[int] = []
-        self.output_versions: list[int] = []
-        self.bridged: dict[str, list[Tensor]] | None = None
-        self.to_come: list[tuple[str, ...]] = []  # hand-overs of a program that is bridged
-        self.left: Counter[str] = Counter()  # and how many of them each leaf still gets
-        self.laid_for = executable
-        self.watch: FirstsWatch | None = None
-        self.kept: Mapping[str, Tensor] | None = None  # for another backward, if asked for
-        self.start_versions: list[int] = []
-        self.start_random: KeptGenerators | None = None
         # Reading the flags takes as long as some small operations: only where they are used.
-        self.choice = KernelChoice.now() if executable.program.runs_again else None
-        self.rerunning: AbstractContextManager[None] = _NOTHING
-        self.model: nn.Module | None = None  # of a step with pieces that run its submodules
+        if executable.program.runs_again:
+            self.choice = KernelChoice.now()
 
     def on_model(self) -> AbstractContextManager[None]:
         """Say to pieces which model's submodules they run."""
