@@ -254,9 +254,10 @@ class _Probe:
         rng = RngState.now([self.device])
         outputs, next_layout = call_stage(self.code, inputs, layout, recording=False)
         rng.restore()
-        with twin_parameters(self.code):
-            recorded, _ = call_stage(self.code, as_leaves(inputs), layout, recording=True)
-        self.takes_twins = uses_of_leaves(recorded).keys().isdisjoint(self.code.parameters())
+        leaves = as_leaves(inputs)
+        with twin_parameters(self.code) as twins:
+            recorded, _ = call_stage(self.code, leaves, layout, recording=True)
+        self.takes_twins = uses_of_leaves(recorded).keys() <= {*leaves, *twins}
         if not all(torch.equal(a, b) for a, b in zip(outputs, recorded, strict=True)):
             # Some kernels (LSTM on the CPU) are others without grad, and differ in the last bits.
             self.always_record = True

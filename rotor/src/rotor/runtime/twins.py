@@ -17,8 +17,8 @@ from rotor.runtime.stages import CodeStage
 
 
 @contextmanager
-def twin_parameters(code: CodeStage) -> Iterator[None]:
-    """Put twins in the place of a stage's parameters, and the parameters back at exit.
+def twin_parameters(code: CodeStage) -> Iterator[list[nn.Parameter]]:
+    """Put twins in the place of a stage's parameters, which come back at exit; return the twins.
 
     A twin has a gradient of zeros where its parameter has a gradient. A module that keeps its
     parameters in other places too (`nn.LSTM`) goes on using those.
@@ -33,7 +33,7 @@ def twin_parameters(code: CodeStage) -> Iterator[None]:
     try:
         for module, name, parameter in places:
             module._parameters[name] = twins[parameter]
-        yield
+        yield list(twins.values())
     finally:
         for module, name, parameter in places:
             module._parameters[name] = parameter
