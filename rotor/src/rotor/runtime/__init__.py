@@ -2,5 +2,6 @@
 
 Gets a Sequential and a schedule, gives outputs and gradients under autograd. Read `device`,
 `memory` and `rng`, then `boundary`, `stages` and `joining`, then `program`, `gradients` and
-`execute` (how a schedule runs), then `timing` and `measure` (how a module becomes a chain).
+`execute` (how a schedule runs), then `timing`, `twins` and `measure` (how a module becomes a
+chain).
 """
