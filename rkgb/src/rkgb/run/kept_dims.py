@@ -8,7 +8,7 @@ returns it without them, with the strides that are left.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,7 +25,8 @@ def without_kept_dims(
     nodes: Sequence[SimplifiedNode], basic: BasicGraph
 ) -> tuple[list[SimplifiedNode], BasicGraph]:
     """Return the nodes whose backwards sum without dimensions that nobody reads, and the facts."""
-    infos = dict(basic.infos)
+    infos = basic.infos
+    now: dict[str, str] = {}  # storage of a sum that is no longer made -> what is in its place
     uses = Counter(name for node in nodes for op in node.backward for name in op.inputs)
     uses.update(give.value for node in nodes for give in node.hand_overs)
     changed = []
@@ -42,18 +43,21 @@ def without_kept_dims(
         backward = []
         for op in node.backward:
             if op.target is _SUM and (view := views.get(op.results[0])) is not None:
-                name = view.results[0]
-                for other, info in infos.items():
-                    if info.alias_of == op.results[0] and other != op.results[0]:
-                        infos[other] = replace(info, alias_of=name)
-                op = replace(op, args=op.args[:2], results=(name,))
+                now[op.results[0]] = view.results[0]
+                op = replace(op, args=op.args[:2], results=view.results)
             if op.name not in gone:
                 backward.append(op)
         changed.append(replace(node, backward=tuple(backward)))
-    return changed, replace(basic, infos=infos)
+    changed_infos = {
+        name: replace(info, alias_of=now[info.alias_of])
+        if info.alias_of in now and name not in now
+        else info
+        for name, info in infos.items()
+    }
+    return changed, replace(basic, infos=changed_infos)
 
 
-def _drops_dims(sum_: Op, view: Op, infos: dict[str, TensorInfo]) -> bool:
+def _drops_dims(sum_: Op, view: Op, infos: Mapping[str, TensorInfo]) -> bool:
     """Whether a view of a sum looks at all of it, without the dimensions that were summed over."""
     if len(sum_.args) < 3 or sum_.args[2] is not True or len(view.results) != 1 or view.writes:
         return False
