@@ -380,3 +380,32 @@ def test_statistics_that_are_read_are_read_again_in_a_recomputation() -> None:
         assert_same_gradients(model, twin)
     for (name, ours), (_, theirs) in zip(model.named_buffers(), twin.named_buffers(), strict=True):
         assert torch.equal(ours, theirs), name
+
+
+class Recurrent(nn.Module):
+    """Its layers are kernels that make a workspace for their backward only in grad mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(12, 12)
+        self.layers = nn.LSTM(12, 8, batch_first=True, num_layers=2, bidirectional=True)
+        self.head = nn.Linear(16, 12)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.layers(torch.tanh(self.start(x)))[0]
+        return self.head(hidden), hidden
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.7])
+def test_a_forward_that_runs_again_keeps_what_its_kernels_keep_in_grad_mode(budget: float) -> None:
+    torch.manual_seed(0)
+    model = Recurrent()
+    twin = eager_copy(model)
+    x = torch.randn(4, 6, 12)
+    wrapped = wrap(model, x, budget)
+    for places in ((0, 1), (0,), (1,), (0, 1)):
+        for module in (wrapped, twin):
+            module.zero_grad()
+            made = module(x)
+            torch.stack([made[place].square().mean() for place in places]).sum().backward()
+        assert_same_gradients(model, twin)

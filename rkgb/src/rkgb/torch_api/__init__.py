@@ -9,7 +9,12 @@ kernel_choice.py.
 
 from rkgb.torch_api.compiled_code import compiled_modules, is_optimized
 from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
-from rkgb.torch_api.kernel_choice import KernelChoice, RecomputingAs, with_flags
+from rkgb.torch_api.kernel_choice import (
+    KernelChoice,
+    RecomputingAs,
+    running_a_forward,
+    with_flags,
+)
 from rkgb.torch_api.torch_private import (
     apply_function,
     current_dispatch_modes,
@@ -43,6 +48,7 @@ __all__ = [
     "latest_sequence_nr",
     "named_kernel_flags",
     "run_backward",
+    "running_a_forward",
     "same_kinds",
     "set_sequence_nr",
     "straight_to_kernels",

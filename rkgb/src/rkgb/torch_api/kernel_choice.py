@@ -166,3 +166,13 @@ def switch_forward(on: bool) -> None:
     pair = getattr(_running, "pair", None)
     if pair is not None:
         pair[on].make_current()
+
+
+@contextlib.contextmanager
+def running_a_forward() -> Iterator[None]:
+    """While active, a backward runs a forward again: some kernels give less without grad mode."""
+    switch_forward(True)
+    try:
+        yield
+    finally:
+        switch_forward(False)

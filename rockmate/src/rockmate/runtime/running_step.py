@@ -20,7 +20,13 @@ from rkgb.device import KeptGenerators, RngState
 from rkgb.elements import settled
 from rkgb.graphs import BackwardKind, ambient_autocast
 from rkgb.opaque import running_on
-from rkgb.torch_api import KernelChoice, RecomputingAs, keeps_graph, straight_to_kernels
+from rkgb.torch_api import (
+    KernelChoice,
+    RecomputingAs,
+    keeps_graph,
+    running_a_forward,
+    straight_to_kernels,
+)
 from rockmate.errors import BackwardTwiceError, ChangedTensorError, UnsupportedModuleError
 from rockmate.runtime.backwards import Backwards, Variant
 from rockmate.runtime.executable import Executable, plain_strides
@@ -253,7 +259,7 @@ class RunningStep:
         names = executable.program.externals
         values = [external[n].clone() if n in ran.written else external[n] for n in names]
         try:
-            with straight_to_kernels():
+            with straight_to_kernels(), self.rerunning, running_a_forward():
                 taken = executable.taken(self.numbers)
                 _, self.saved = executable.compiled.forward_again(values, *taken)
         finally:
