@@ -76,7 +76,8 @@ class RecordedBackward:
                 content = torch.empty_strided(
                     root.shape, strides, dtype=root.dtype, device=root.device
                 )
-                (content if 0 not in strides else content.as_strided((), ())).fill_(1)
+                if content.numel():
+                    (content if 0 not in strides else content.as_strided((), ())).fill_(1)
             names.append(recorder.add_external(f"tangent_{place}", content, "tangent"))
             given.append(content)
         roots[:] = [root for root, name in zip(roots, names, strict=True) if name is not None]
