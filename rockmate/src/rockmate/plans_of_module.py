@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rkgb import RkgbError, TraceError
 from rkgb.engine import Sample
 from rkgb.safeguards import refuse_lazy_modules
-from rkgb.torch_api import compiled_modules
+from rkgb.torch_api import compiled_modules, without_saved_hooks
 from rockmate.errors import (
     InfeasibleBudgetError,
     PlanFileError,
@@ -113,7 +113,7 @@ class PlansOfModule:
             _, fraction = parse_budget(self.settings.budget)
             if fraction is not None and len(calls) > 1:
                 bare = without_hooks(self.model, type(self.model))
-                with plain():
+                with plain(), without_saved_hooks():
                     peaks = [eager_peak_bytes(bare, *call) for call in calls]
                 self.settings = replace(self.settings, budget=int(fraction * max(peaks)))
             for args, kwargs in calls:
@@ -263,7 +263,8 @@ class PlansOfModule:
         try:
             if self._shelf is None:
                 self._shelf = shelf_of(self.settings)
-            with plain():  # planned modules inside belong to this plan
+            # Planned modules inside belong to this plan; a checkpoint around has its own step.
+            with plain(), without_saved_hooks():
                 known = (*self.plans, *self.known)
                 planned = plan_module(
                     *(bare, *call, self.settings, known, self.blocks),

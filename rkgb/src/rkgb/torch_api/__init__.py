@@ -19,6 +19,7 @@ from rkgb.torch_api.torch_private import (
     apply_function,
     current_dispatch_modes,
     group_store,
+    has_saved_hooks,
     is_cast_anew,
     is_transforming,
     keeps_graph,
@@ -30,6 +31,7 @@ from rkgb.torch_api.torch_private import (
     set_sequence_nr,
     straight_to_kernels,
     without_hooks_after_gradients,
+    without_saved_hooks,
 )
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "compiled_modules",
     "current_dispatch_modes",
     "group_store",
+    "has_saved_hooks",
     "is_cast_anew",
     "is_optimized",
     "is_transforming",
@@ -54,4 +57,5 @@ __all__ = [
     "straight_to_kernels",
     "with_flags",
     "without_hooks_after_gradients",
+    "without_saved_hooks",
 ]

@@ -267,6 +267,11 @@ def is_transforming() -> bool:
     )
 
 
+def has_saved_hooks() -> bool:
+    """Whether hooks see what autograd saves here, as those of `torch.utils.checkpoint` do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 @contextlib.contextmanager
 def without_saved_hooks() -> Iterator[None]:
     """Let no hooks see what autograd saves here: transforms of functions refuse them."""

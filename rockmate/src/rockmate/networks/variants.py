@@ -22,6 +22,7 @@ from rkgb.engine import (
 )
 from rkgb.graphs import BackwardKind, BasicGraph, SimplifiedGraph, autocast_as
 from rkgb.run import without_idle_steps
+from rkgb.torch_api import without_saved_hooks
 from rockmate.errors import InfeasibleBudgetError, RockmateError
 from rockmate.keys.input_signature import InputSignature
 from rockmate.keys.module_state import without_hooks
@@ -77,7 +78,8 @@ def variant_of(
     """
     sample = planned.signature.sample_of(leaves)
     _log.info("recording another backward: %s", kind)
-    with autocast_as(planned.signature.autocast), plain(), no_collection():
+    region = autocast_as(planned.signature.autocast)
+    with region, plain(), no_collection(), without_saved_hooks():
         bare = without_hooks(model, type(model))
         known = planned.network.graph.dataflow.basic
         needed = _recording_bytes(known, kind) if in_a_step else 0

@@ -159,6 +159,12 @@ class Executable:
         return tuple((i, name) for i, name in enumerate(self.program.saved) if name in outputs)
 
     @cached_property
+    def saved_values(self) -> tuple[int, ...]:
+        """Places of what the forward has saved that did not exist before it."""
+        known = set(self.program.externals)
+        return tuple(i for i, name in enumerate(self.program.saved) if name not in known)
+
+    @cached_property
     def plain_outputs(self) -> tuple[int, ...]:
         """Places of the outputs that no gradient comes back to."""
         roots, outputs = self.graph.dataflow.basic.roots, self.program.outputs

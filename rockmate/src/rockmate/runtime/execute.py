@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.torch_api import apply_function, straight_to_kernels
+from rkgb.torch_api import apply_function, has_saved_hooks, straight_to_kernels
 from rockmate.errors import DoubleBackwardError
 from rockmate.runtime.backwards import Backwards, Variant
 from rockmate.runtime.running_step import RunningStep
@@ -43,7 +43,8 @@ class Executor(Backwards):
             outputs, step.saved = executable.compiled.forward(values, *executable.taken(numbers))
         step.remember_versions()
         rail = step.rail = step.laid.rail(external)
-        return list(apply_function(_Outputs, step, outputs, rail.token))
+        passed = step.pass_to_hooks() if has_saved_hooks() else ()
+        return list(apply_function(_Outputs, step, outputs, passed, rail.token))
 
 
 class _Outputs(torch.autograd.Function):
@@ -51,9 +52,11 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, step: RunningStep, made: list[Tensor], token: Tensor
+        ctx: Any, step: RunningStep, made: list[Tensor], passed: Sequence[Tensor], token: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        if passed:
+            ctx.save_for_backward(*passed)
         ctx.step, ctx.token = step, token.detach()
         # Fresh views of the tensors: autograd marks what is returned here, and a marked tensor
         # among what is saved would keep this very function, and so the step, alive for ever.
@@ -71,5 +74,7 @@ class _Outputs(torch.autograd.Function):
                 "cannot be differentiated again. Run the forward of that step under `with "
                 "rockmate.plain():`, as plain PyTorch."
             )
+        if ctx.step.passed:
+            ctx.step.take_back(ctx.saved_tensors)
         ctx.step.start(grads)
-        return None, None, ctx.token
+        return None, None, None, ctx.token

@@ -47,6 +47,7 @@ class RunningStep:
     bridged: dict[str, list[Tensor]] | None = None
     watch: FirstsWatch | None = None
     kept: Mapping[str, Tensor] | None = None  # for another backward, if asked for
+    passed: Sequence[int] = ()  # places in `saved` of what hooks on saved tensors have taken
     start_random: KeptGenerators | None = None
     choice: KernelChoice | None = None
     rerunning: AbstractContextManager[None] = _NOTHING
@@ -105,6 +106,26 @@ class RunningStep:
             self.versions = [*executable.pick_held(self.start_versions)]
         self.storages = [t.untyped_storage()._cdata for t in held]
         self.output_versions = [saved[place]._version for place, _ in executable.saved_outputs]
+
+    def pass_to_hooks(self) -> list[Tensor]:
+        """Return the saved tensors, to be saved by autograd: hooks decide what becomes of them.
+
+        What exists before the step stays here: the backward looks whether it has changed.
+        """
+        own = self.executable.saved_values
+        self.passed = [place for place in own if isinstance(self.saved[place], Tensor)]
+        found = [self.saved[place] for place in self.passed]
+        for place in self.passed:
+            self.saved[place] = None
+        return found
+
+    def take_back(self, tensors: Sequence[Tensor]) -> None:
+        """Go on with what the hooks have given for the saved tensors."""
+        for place, tensor in zip(self.passed, tensors, strict=True):
+            self.saved[place] = tensor
+        self.passed = ()
+        # They are the values as they were saved: nothing done to an output since shows in them.
+        self.output_versions = [self.saved[p]._version for p, _ in self.executable.saved_outputs]
 
     def _check_storages(self) -> None:
         # Not addresses: FSDP frees and fills the memory of the same storage.

@@ -1,0 +1,154 @@
+"""Hooks on saved tensors around a planned module: checkpoints, and saving on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rkgb.engine import trace_memory
+from rockmate.testing.nets import assert_same_gradients
+from rockmate.testing.wrapping import wrap
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(24, 48),
+        nn.BatchNorm1d(48),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(48, 48),
+        nn.GELU(),
+        nn.Linear(48, 24),
+    )
+
+
+class Looks(nn.Module):
+    """Runs whole: it branches on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inner(x))
+        if h.mean() > 5:
+            h = h * 2
+        made: Tensor = self.last(h)
+        return made
+
+
+def _checkpoint(f: nn.Module, x: Tensor) -> Tensor:
+    made: Tensor = checkpoint(f, x, use_reentrant=False)
+    return made
+
+
+def _reentrant(f: nn.Module, x: Tensor) -> Tensor:
+    made: Tensor = checkpoint(f, x, use_reentrant=True)
+    return made
+
+
+def _on_cpu(f: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        made: Tensor = f(x)
+    return made
+
+
+def _in_double(f: nn.Module, x: Tensor) -> Tensor:
+    """Pack into something that is no tensor."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: [t.clone()], lambda packed: packed[0]):
+        made: Tensor = f(x)
+    return made
+
+
+AROUND: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "checkpoint": _checkpoint,
+    "reentrant checkpoint": _reentrant,
+    "saved on the CPU": _on_cpu,
+    "packed": _in_double,
+}
+
+
+def _same_buffers(one: nn.Module, two: nn.Module) -> bool:
+    pairs = zip(one.buffers(), two.buffers(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.7])
+@pytest.mark.parametrize("around", AROUND)
+def test_hooks_around_a_planned_module_leave_plain_bits(around: str, budget: float) -> None:
+    model = _model()
+    twin = copy.deepcopy(model)
+    wrapped = wrap(model, torch.randn(32, 24), budget)
+    for step in range(3):  # the first of them plans: its input has a gradient
+        found: list[Tensor | None] = []
+        x = torch.randn(32, 24)
+        for module in (wrapped, twin):
+            torch.manual_seed(step)
+            module.zero_grad()
+            own = x.clone().requires_grad_()
+            AROUND[around](module, own).square().mean().backward()
+            found.append(own.grad)
+        assert_same_gradients(model, twin)
+        assert found[0] is not None
+        assert found[1] is not None
+        assert torch.equal(found[0], found[1])
+        # Statistics of a checkpoint's forward that runs again are counted again.
+        assert _same_buffers(model, twin)
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_a_submodule_that_runs_whole_is_exact_inside_them(around: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 24), Looks(), nn.Linear(24, 24))
+    twin = copy.deepcopy(model)
+    wrapped = wrap(model, torch.randn(32, 24), 1.0)
+    for _ in range(3):
+        x = torch.randn(32, 24)
+        for module in (wrapped, twin):
+            module.zero_grad()
+            AROUND[around](module, x.clone().requires_grad_()).square().mean().backward()
+        assert_same_gradients(model, twin)
+
+
+def test_a_checkpoint_lets_go_of_what_a_planned_step_has_saved() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)])
+    x = torch.randn(128, 64, requires_grad=True)
+    wrapped = wrap(model, x.detach(), 1.0)
+    for _ in range(2):  # the first plans
+        _checkpoint(wrapped, x).sum().backward()
+
+    def held(run: Callable[[nn.Module, Tensor], Tensor]) -> int:
+        made: list[Any] = []
+
+        def forward(span: Any) -> None:
+            with span("forward"):
+                made.append(run(wrapped, x))
+
+        found = trace_memory(forward, torch.device("cpu")).spans[0]
+        made[0].sum().backward()
+        return found.end_bytes - found.start_bytes
+
+    output, random_state = 128 * 64 * 4, 5056  # of which the checkpoint keeps one
+    assert held(_checkpoint) <= output + random_state
+    assert held(lambda f, x: f(x)) >= 4 * output
+
+
+def test_a_second_backward_through_a_checkpoint_runs_the_forward_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24))
+    twin = copy.deepcopy(model)
+    wrapped = wrap(model, torch.randn(8, 24), 1.0)
+    x = torch.randn(8, 24, requires_grad=True)
+    for module in (wrapped, twin):
+        loss = _checkpoint(module, x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same_gradients(model, twin)
