@@ -12,7 +12,7 @@ from torch import Tensor
 from rkgb import OpaquePieceError, OtherWayError
 from rkgb.elements import is_running
 from rkgb.opaque import StartOfCall
-from rkgb.torch_api import is_transforming
+from rkgb.torch_api import has_global_hooks, is_abstract, is_transforming
 from rockmate.keys.input_signature import ambient, in_order, key_of
 from rockmate.keys.module_state import ExternalValues, Snapshot
 from rockmate.keys.sharded import settled_call
@@ -36,6 +36,8 @@ class PlannedForward(PlansOfModule):
         """Run the module: planned where it trains, as it is where it does not."""
         if not torch.is_grad_enabled() or is_plain() or is_transforming():
             return self.model.forward(*args, **kwargs)
+        if has_global_hooks():
+            return self._with_global_hooks(args, kwargs)
         autocast, flags = ambient()
         numbers = self.watch.numbers(autocast) if self.watch.open else {}
         snapshot = self.watch.now(autocast)
@@ -46,6 +48,8 @@ class PlannedForward(PlansOfModule):
         leaves, inputs = key_of(args, ordered)
         if type(inputs) is not tuple and any(map(is_running, leaves)):
             return self(*settled_call(args, kwargs))
+        if type(inputs) is not tuple and any(map(is_abstract, leaves)):
+            return self.model.forward(*args, **kwargs)
         if not state.wants and not _any_wants(leaves):
             return self.model.forward(*args, **kwargs)
         key = Key(state, inputs, autocast, flags)
@@ -66,6 +70,17 @@ class PlannedForward(PlansOfModule):
         if planned.may_go_another_way:
             return self._with_pieces(planned, external, leaves, args, kwargs)
         return planned.run(self.model, external, leaves, call=(args, kwargs))
+
+    def _with_global_hooks(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the plain module, whose submodules all call the hooks that are for every module."""
+        warnings.warn(
+            "torch.nn.modules.module.register_module_*_hook has set a hook for every module, and a "
+            "planned step calls no submodules. This step runs plain, and may take more memory than "
+            "the budget. Put the hook on single modules instead.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return self.model.forward(*args, **kwargs)
 
     def _with_pieces(
         self,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rkgb import RkgbError, TraceError
 from rkgb.engine import Sample
 from rkgb.safeguards import refuse_lazy_modules
-from rkgb.torch_api import compiled_modules, without_saved_hooks
+from rkgb.torch_api import compiled_modules
 from rockmate.errors import (
     InfeasibleBudgetError,
     PlanFileError,
@@ -39,7 +39,7 @@ from rockmate.pipeline import (
     shelf_of,
 )
 from rockmate.plan_cache import Family, Key, PlanCache, PlanRow, what
-from rockmate.runtime.plain import plain
+from rockmate.runtime.plain import unseen
 from rockmate.settings import Settings, parse_budget
 
 _log = logging.getLogger("rockmate")
@@ -113,7 +113,7 @@ class PlansOfModule:
             _, fraction = parse_budget(self.settings.budget)
             if fraction is not None and len(calls) > 1:
                 bare = without_hooks(self.model, type(self.model))
-                with plain(), without_saved_hooks():
+                with unseen():
                     peaks = [eager_peak_bytes(bare, *call) for call in calls]
                 self.settings = replace(self.settings, budget=int(fraction * max(peaks)))
             for args, kwargs in calls:
@@ -263,8 +263,7 @@ class PlansOfModule:
         try:
             if self._shelf is None:
                 self._shelf = shelf_of(self.settings)
-            # Planned modules inside belong to this plan; a checkpoint around has its own step.
-            with plain(), without_saved_hooks():
+            with unseen():  # planned modules inside belong to this plan
                 known = (*self.plans, *self.known)
                 planned = plan_module(
                     *(bare, *call, self.settings, known, self.blocks),

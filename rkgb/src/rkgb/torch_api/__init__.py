@@ -4,11 +4,12 @@ Gets nothing from the rest of the package; gives torch's private functions under
 flags by which kernels are chosen, functions of torch replaced for a while, the code that compiled
 functions were made from, and FLOP formulas that torch has none for. When torch changes, read
 torch_private.py, which alone imports private modules (so it is one file, though a long one); then
-kernel_choice.py.
+kernel_choice.py and global_hooks.py.
 """
 
 from rkgb.torch_api.compiled_code import compiled_modules, is_optimized
 from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
+from rkgb.torch_api.global_hooks import has_global_hooks, without_global_hooks
 from rkgb.torch_api.kernel_choice import (
     KernelChoice,
     RecomputingAs,
@@ -20,6 +21,7 @@ from rkgb.torch_api.torch_private import (
     current_dispatch_modes,
     group_store,
     has_saved_hooks,
+    is_abstract,
     is_cast_anew,
     is_transforming,
     keeps_graph,
@@ -42,7 +44,9 @@ __all__ = [
     "compiled_modules",
     "current_dispatch_modes",
     "group_store",
+    "has_global_hooks",
     "has_saved_hooks",
+    "is_abstract",
     "is_cast_anew",
     "is_optimized",
     "is_transforming",
@@ -56,6 +60,7 @@ __all__ = [
     "set_sequence_nr",
     "straight_to_kernels",
     "with_flags",
+    "without_global_hooks",
     "without_hooks_after_gradients",
     "without_saved_hooks",
 ]

@@ -71,6 +71,8 @@ def latest_sequence_nr() -> int:
     return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
 
 
+# Modes under which tensors have no values, or are written down.
+_TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 _usual_backward = torch.autograd.backward  # recordings forbid it while one runs
 
 
@@ -261,10 +263,17 @@ _FLAGS = tuple(_NAMED_FLAGS.values())
 
 
 def is_transforming() -> bool:
-    """Whether a call is for `torch.func`'s transforms or `torch.jit.trace`, not for its values."""
-    return torch._C._get_tracing_state() is not None or (
-        torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a call is for a transform, a trace or an export, not for its values."""
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (current_dispatch_modes() > 0 and any(map(torch._C._get_dispatch_mode, _TRACERS)))
     )
+
+
+def is_abstract(value: Any) -> bool:
+    """Whether a value is a tensor without content, or one of a tracer's."""
+    return isinstance(value, Tensor) and type(value).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
 def has_saved_hooks() -> bool:

@@ -22,7 +22,6 @@ from rkgb.engine import (
 )
 from rkgb.graphs import BackwardKind, BasicGraph, SimplifiedGraph, autocast_as
 from rkgb.run import without_idle_steps
-from rkgb.torch_api import without_saved_hooks
 from rockmate.errors import InfeasibleBudgetError, RockmateError
 from rockmate.keys.input_signature import InputSignature
 from rockmate.keys.module_state import without_hooks
@@ -37,7 +36,7 @@ from rockmate.networks.network import Network, assembled
 from rockmate.networks.network_problem import problem_of
 from rockmate.problems.problem import Problem
 from rockmate.runtime.executable import Executable
-from rockmate.runtime.plain import plain
+from rockmate.runtime.plain import unseen
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Step
@@ -78,8 +77,7 @@ def variant_of(
     """
     sample = planned.signature.sample_of(leaves)
     _log.info("recording another backward: %s", kind)
-    region = autocast_as(planned.signature.autocast)
-    with region, plain(), no_collection(), without_saved_hooks():
+    with autocast_as(planned.signature.autocast), unseen(), no_collection():
         bare = without_hooks(model, type(model))
         known = planned.network.graph.dataflow.basic
         needed = _recording_bytes(known, kind) if in_a_step else 0

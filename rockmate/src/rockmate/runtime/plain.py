@@ -6,6 +6,8 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+from rkgb.torch_api import without_global_hooks, without_saved_hooks
+
 
 class _Depth(threading.local):
     value = 0
@@ -32,6 +34,16 @@ def plain() -> Iterator[None]:
         yield
     finally:
         _depth.value -= 1
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Run planned modules plain, out of sight of hooks that see what is saved or every module.
+
+    Planning runs copies: a checkpoint or a profiler around it has not asked for them.
+    """
+    with plain(), without_saved_hooks(), without_global_hooks():
+        yield
 
 
 def is_plain() -> bool:
