@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.device import KeptGenerators, RngState
+from rkgb.device import KeptGenerators
 from rkgb.elements import settled
 from rkgb.graphs import BackwardKind, ambient_autocast
 from rkgb.opaque import running_on
@@ -274,7 +274,7 @@ class RunningStep:
             if version >= 0 and tensor._version != version:
                 self._changed(name)
         executable = self.backwards.for_backward(kind, self.variant)
-        now = RngState.save(self._device) if self.start_random is not None else None
+        now = KeptGenerators.keep(self._device) if self.start_random is not None else None
         if self.start_random is not None:
             self.start_random.restore()
         names = executable.program.externals
