@@ -20,6 +20,29 @@ struct PairHash {
     }
 };
 
+// Sums of sizes and whole slots, of any part of a chain, stay far below 2^63.
+constexpr std::int64_t kMost = std::int64_t{1} << 53;
+
+// Throws std::invalid_argument unless all sizes of a chain together are within the bound.
+void refuse_overflow(const std::vector<Stage>& stages) {
+    std::int64_t total = 0;
+    const auto add = [&total](std::int64_t bytes) {
+        if (bytes < 0 || bytes > kMost - total)
+            throw std::invalid_argument("the sizes of a chain add up to more than 2^53 bytes");
+        total += bytes;
+    };
+    for (const Stage& stage : stages) {
+        add(stage.output);
+        add(stage.output_grad);
+        add(stage.forward_peak);
+        for (const Option& option : stage.options) {
+            add(option.saved);
+            add(option.fwd_overhead);
+            add(option.bwd_overhead);
+        }
+    }
+}
+
 }  // namespace
 
 ChainCells::ChainCells(std::vector<Stage> stages, std::int64_t unit_bytes, bool share)
@@ -28,6 +51,8 @@ ChainCells::ChainCells(std::vector<Stage> stages, std::int64_t unit_bytes, bool 
       length_(static_cast<std::int32_t>(stages_.size())) {
     if (stages_.empty()) throw std::invalid_argument("a chain needs at least one stage");
     if (unit_ < 1) throw std::invalid_argument("a slot needs at least one byte");
+    if (unit_ > kMost) throw std::invalid_argument("a slot has at most 2^53 bytes");
+    refuse_overflow(stages_);
     for (const Stage& stage : stages_)
         if (stage.options.empty()) throw std::invalid_argument("a stage needs at least one option");
     // Divisions are slow beside the blocks they guard: the ones that repeat are done once.

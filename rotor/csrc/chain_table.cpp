@@ -13,6 +13,8 @@ namespace {
 constexpr std::size_t kCacheLine = 64;  // bytes
 constexpr std::uint64_t kLineFloats = kCacheLine / sizeof(float);
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+// More than any memory: larger tables are refused by their size, which must not overflow.
+constexpr std::uint64_t kMostFloats = std::uint64_t{1} << 60;
 
 std::uint64_t padded_row(std::uint64_t entries) {
     const std::uint64_t lines = (entries + kLineFloats - 1) / kLineFloats;
@@ -51,6 +53,7 @@ ChainTable::ChainTable(std::vector<Stage> stages, std::int64_t unit_bytes, std::
         cell.top = std::min(cell.top, slots_);
         offset_.push_back(table_floats_);
         if (cell.floor <= slots_) table_floats_ += padded_row(cell.top + 1 + kBlock - first_of(c));
+        table_floats_ = std::min(table_floats_, kMostFloats);
         if (place_of_[c].b > 0) next_of_[place_of_[c].b] = 1;
     }
     work_floats_ = static_cast<std::uint64_t>(length_) * kBlock;

@@ -5,8 +5,9 @@ import pickle
 import pytest
 
 import rotor
-from rotor import Chain, Option, Stage
-from rotor.errors import format_bytes
+from rotor import Chain, InfeasibleBudgetError, InvalidChainError, Option, Stage, solve
+from rotor._core import ChainTable
+from rotor.errors import TableTooLargeError, format_bytes
 
 
 def option(**changes):
@@ -92,3 +93,41 @@ def test_an_unpickled_refusal_has_the_whole_text():
 def test_byte_counts_are_written_exactly():
     assert format_bytes(1288490188) == "1.20 GiB (1288490188 bytes)"
     assert format_bytes(17) == "17 bytes"
+
+
+def _chain_of(size_bytes, stages=5):
+    option = Option(size_bytes, 1.0, 2.0, size_bytes, size_bytes)
+    stage = Stage("s", (option,), size_bytes, size_bytes, 1.0, size_bytes)
+    return Chain((stage,) * stages)
+
+
+@pytest.mark.parametrize("size_bytes", [1 << 53, 1 << 60, (1 << 62) + 1, 1 << 70])
+def test_sizes_whose_sums_could_overflow_are_refused(size_bytes):
+    with pytest.raises(InvalidChainError, match=r"2\^53"):
+        _chain_of(size_bytes)
+
+
+def test_the_largest_sizes_that_are_taken_are_solved_exactly():
+    unit = (1 << 53) // 30
+    large, small = _chain_of(unit), _chain_of(1)
+    for stages_kept in range(5, 40):
+        budget = stages_kept * unit
+        found = []
+        for chain, limit in ((large, budget), (small, stages_kept)):
+            try:
+                found.append(solve(chain, limit, slots=stages_kept).ops)
+            except InfeasibleBudgetError as error:
+                found.append(error.minimum_bytes // (unit if chain is large else 1))
+        assert found[0] == found[1]
+
+
+def test_more_slots_than_any_memory_has_are_refused_by_the_size_of_their_table():
+    chain = _chain_of((1 << 53) // 30)
+    with pytest.raises(TableTooLargeError):
+        solve(chain, 1 << 50, slots=1 << 62)
+
+
+def test_the_core_refuses_them_too():
+    stage = (1 << 53, 1 << 53, 1 << 53, 1.0, [(1 << 53, 0, 0, 3.0)])
+    with pytest.raises(ValueError, match=r"2\^53"):
+        ChainTable([stage] * 3, 1, 5)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from rotor.errors import InvalidChainError
 
+_MOST_BYTES = 1 << 53  # of all sizes of a chain, so that no sum of some overflows
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -72,6 +74,12 @@ class Chain:
     def __post_init__(self) -> None:
         if not self.stages:
             raise InvalidChainError("a chain needs at least one stage, and has none.")
+        total = sum(map(_total_bytes, self.stages))
+        if total > _MOST_BYTES:
+            raise InvalidChainError(
+                f"the sizes of this chain add up to {total} bytes, and the solvers count up to "
+                f"{_MOST_BYTES} (2^53). Give sizes in bytes, as a device can have."
+            )
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -89,6 +97,14 @@ class Chain:
             )
             for stage in self.stages
         )
+
+
+def _total_bytes(stage: Stage) -> int:
+    own = stage.output_bytes + stage.output_grad_bytes + stage.forward_peak_bytes
+    return own + sum(
+        option.saved_bytes + option.fwd_overhead_bytes + option.bwd_overhead_bytes
+        for option in stage.options
+    )
 
 
 def _require_bytes(where: str, **counts: int) -> None:
