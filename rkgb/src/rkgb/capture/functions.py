@@ -90,7 +90,7 @@ def _leads_to_module(value: Any, depth: int = 4) -> bool:
     """Whether an argument is, or calls, a module: here that of a copy, at a step the user's."""
     if isinstance(value, nn.Module):
         return True
-    if depth == 0 or isinstance(value, (Tensor, type)):
+    if depth == 0 or isinstance(value, (Tensor, type, int, float, str)):
         return False
     inside: list[Any] = []
     match value:

@@ -21,8 +21,9 @@ from rkgb.capture.record import record
 from rkgb.elements.numbers import OPERATIONS, Made, Numbers, number_at, values_on
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.sample import Sample
-from rkgb.graphs.basic import BackwardKind, BasicGraph
+from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.compare import same_but_for_numbers
+from rkgb.opaque.piece import RunPiece
 from rkgb.recording.numbers import NumberTrace, types_watched
 
 _log = logging.getLogger("rkgb")
@@ -51,16 +52,19 @@ class FollowedNumbers:
         cls,
         model: nn.Module,
         sample: Sample,
-        kind: BackwardKind,
+        known: BasicGraph,
         whole: frozenset[int],
         own: nn.Module,
     ) -> FollowedNumbers | None:
         """Record a step with numbers near those of a call; None where one of them decides more."""
+        kind = known.kind
         other = sample.with_leaves(_others(sample.leaves, whole))
         trace = NumberTrace(whole, (model, own))
         try:
             with types_watched(trace):
-                basic = record(model, other, kind, numbers=trace)
+                basic = record(
+                    *(model, other, kind), opaque=known.opaque, known=known, numbers=trace
+                )
         except Exception as error:  # what a model does with what is no number is not its fault
             _log.debug("numbers are not followed: %s", error)
             return None
@@ -79,10 +83,11 @@ class FollowedNumbers:
         None where anything differs that does not follow from the numbers as Python computes them.
         """
         ours = self.basic
-        pieces = basic.opaque or any(hasattr(op.target, "piece") for op in basic.ops)
-        if basic.numbers is not None or basic.reads or pieces:
+        if basic.numbers is not None or basic.reads:
             return None
         if not same_but_for_numbers(ours, basic):
+            return None
+        if not all(map(_takes_the_same, ours.ops, basic.ops)):
             return None
         pairs = zip(ours.outputs, basic.outputs, strict=True)
         if any(not isinstance(b, Ref) and not _is_same(a, b) for a, b in pairs):
@@ -125,7 +130,7 @@ def for_any_number(
     they decide more than scalars. Where `model` has its root only in common with what others know,
     `own` is that root.
     """
-    followed = FollowedNumbers.of(model, sample, basic.kind, whole, own or model)
+    followed = FollowedNumbers.of(model, sample, basic, whole, own or model)
     made = None if followed is None else followed.numbered(basic, sample.leaves)
     return basic if made is None else made
 
@@ -246,6 +251,13 @@ def _matched(
         return b if is_same else replace(b, args=args, kwargs=kwargs)
 
     return tuple(op(a, b, taken) for a, b, taken in zip(ours, theirs, uses, strict=True))
+
+
+def _takes_the_same(ours: Op, theirs: Op) -> bool:
+    """Whether two calls that run whole differ in nothing but numbers; so do other operations."""
+    if not isinstance(ours.target, RunPiece) or not isinstance(theirs.target, RunPiece):
+        return True
+    return ours.target.piece.call.like(theirs.target.piece.call, but_for_numbers=True)
 
 
 def _tree(ours: Any, theirs: Any, number: Callable[[float, float], float]) -> Any:

@@ -54,11 +54,12 @@ class PieceRecorder:
         own = dict.fromkeys(
             self.trials.names[id(p)] for p in module.parameters() if p.requires_grad
         )
-        tensors, call = self._call(path, type(module).__name__, args, kwargs, tuple(own))
+        name = type(module).__name__
+        tensors, followed, call = self._call(path, name, args, kwargs, tuple(own))
         inputs = [self.recorder.argument(tensor) for tensor in tensors]
         with self.recorder.paused():
             piece, made = self._explored(call, module, tensors)
-            outputs = self._connected(piece, made, tensors, inputs)
+            outputs = self._connected(piece, made, tensors, inputs, followed)
         return piece.result(outputs)
 
     def function(
@@ -67,11 +68,11 @@ class PieceRecorder:
         """Record one call of a Function, whose node of autograd has this number."""
         recorder = self.recorder
         path, _ = recorder.places.here()
-        tensors, call = self._call(path, kind.__name__, args, {}, (), kind)
+        tensors, followed, call = self._call(path, kind.__name__, args, {}, (), kind)
         inputs = [recorder.argument(tensor) for tensor in tensors]
         with recorder.paused():
             piece, made = self._explored(call, self.twin.get_submodule(path), tensors)
-        return piece, made, Link(self, piece, inputs, number)
+        return piece, made, Link(self, piece, inputs, followed, number)
 
     def _call(
         self,
@@ -81,23 +82,32 @@ class PieceRecorder:
         kwargs: Mapping[str, Any],
         parameters: tuple[str, ...],
         function: Any = None,
-    ) -> tuple[list[Tensor], Call]:
+    ) -> tuple[list[Tensor], list[int], Call]:
+        """Return the tensors of a call, which numbers that are followed it takes, and the call."""
         leaves, structure = flatten((args, dict(kwargs)))
+        trace, followed = self.recorder.numbers, list[int]()
+        if trace is not None:
+            leaves = trace.plain(leaves, followed)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         grad_mode = torch.is_grad_enabled()
         self.count += 1
-        return tensors, Call(
-            path=path,
-            kind=kind,
-            number=self.count - 1,
-            structure=structure,
-            leaves=tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
-            places=tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)),
-            wanting=tuple(grad_mode and t.requires_grad for t in tensors),
-            parameters=parameters if grad_mode else (),
-            grad_mode=grad_mode,
-            autocast=ambient_autocast(),
-            function=function,
+        return (
+            tensors,
+            followed,
+            Call(
+                path=path,
+                kind=kind,
+                number=self.count - 1,
+                structure=structure,
+                leaves=tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+                places=tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)),
+                wanting=tuple(grad_mode and t.requires_grad for t in tensors),
+                parameters=parameters if grad_mode else (),
+                grad_mode=grad_mode,
+                autocast=ambient_autocast(),
+                function=function,
+                numbers=tuple(i for i, leaf in enumerate(leaves) if type(leaf) in (float, int)),
+            ),
         )
 
     # ------------------------------------------------------------------ trials
@@ -123,21 +133,26 @@ class PieceRecorder:
         self, call: Call, module: nn.Module, tensors: Sequence[Tensor]
     ) -> tuple[Piece, list[Tensor]]:
         known = self.known.get((call.path, call.number))
-        if known is None:
+        if known is None or not known.call.like(call):
             return self.trials.piece(call, module, tensors)
         state = ModuleState(module)
         with running_on(self.twin):
-            made, _ = known.run(tensors)
+            made, _ = known.run((*tensors, *call.own_numbers()))
         state.restore()
         return known, made
 
     # ------------------------------------------------------------------ the recording
 
     def _connected(
-        self, piece: Piece, made: Sequence[Tensor], tensors: Sequence[Tensor], inputs: Sequence[str]
+        self,
+        piece: Piece,
+        made: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        inputs: Sequence[str],
+        followed: Sequence[int],
     ) -> list[Tensor]:
         outputs = list(made)
-        link = Link(self, piece, list(inputs))
+        link = Link(self, piece, list(inputs), followed)
         if any(piece.differentiable):
             parameters = [self.twin.get_parameter(name) for name in piece.call.parameters]
             outputs = list(_Connect.apply(link, list(made), *tensors, *parameters))  # type: ignore[no-untyped-call]
@@ -149,10 +164,16 @@ class Link:
     """A recorded call, and what its backward needs to be recorded."""
 
     def __init__(
-        self, owner: PieceRecorder, piece: Piece, inputs: list[str], number: int | None = None
+        self,
+        owner: PieceRecorder,
+        piece: Piece,
+        inputs: list[str],
+        followed: Sequence[int] = (),
+        number: int | None = None,
     ) -> None:
         recorder, call = owner.recorder, piece.call
         self.owner, self.piece, self.inputs, self.number = owner, piece, inputs, number
+        self.followed = tuple(followed)
         self.token = recorder.declare(f"{call.kind.lower()}_inner", piece.held_bytes)
         self.before = recorder.declare(f"{call.kind.lower()}_before", 0)
         self.results: list[str] = []
@@ -167,11 +188,14 @@ class Link:
             recorder.want(name, differentiable)
         self.results = list(names)
         self.since = recorder.count + 1
+        if self.followed and recorder.numbers is not None:
+            recorder.numbers.uses[len(recorder.forward)] = self.followed
+            recorder.forget_origin(names)
         recorder.forward.append(
             Op(
                 name=names[0] if names else self.token,
                 target=RunPiece(piece),
-                args=tuple(map(Ref, self.inputs)),
+                args=(*map(Ref, self.inputs), *piece.call.own_numbers()),
                 kwargs={},
                 results=(*names, self.token, self.before),
                 returns_many=True,

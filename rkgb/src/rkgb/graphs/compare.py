@@ -90,12 +90,13 @@ def _same_operation(a: Op, b: Op, same: _Values) -> bool:
     if ours != theirs:
         return False
     order, scalars = _scalars_of(a.target)
+    is_piece = hasattr(a.target, "piece")
     pairs = [
         (order[i] if i < len(order) else "", x, y)
         for i, (x, y) in enumerate(zip(a.args, b.args, strict=True))
     ]
     pairs += [(name, a.kwargs[name], b.kwargs[name]) for name in a.kwargs]
-    return all(same(x, y, name in scalars) for name, x, y in pairs)
+    return all(same(x, y, is_piece or name in scalars) for name, x, y in pairs)
 
 
 def _same_target(a: Any, b: Any) -> bool:
@@ -105,7 +106,7 @@ def _same_target(a: Any, b: Any) -> bool:
     return (
         piece is not None
         and type(a) is type(b)
-        and b.piece is piece
+        and (b.piece is piece or piece.costs_as(b.piece))
         and getattr(a, "in_parts", None) == getattr(b, "in_parts", None)
     )
 

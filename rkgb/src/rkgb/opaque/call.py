@@ -82,22 +82,50 @@ class Call:
     grad_mode: bool
     autocast: Region | None
     function: Any = None  # of autograd, that is called instead of the submodule
+    numbers: tuple[int, ...] = ()  # among the leaves: floats and ints, that each call brings anew
 
     def __str__(self) -> str:
         return f"'{self.path or '(root)'}' ({self.kind})"
 
-    def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def like(self, other: Call, *, but_for_numbers: bool = False) -> bool:
+        """Whether another call is the same but for what is in its tensors."""
+        return all(getattr(self, name) == getattr(other, name) for name in _ALIKE) and all(
+            (but_for_numbers and place in self.numbers) or _is_same(a, b)
+            for place, (a, b) in enumerate(zip(self.leaves, other.leaves, strict=True))
+        )
+
+    def own_numbers(self) -> tuple[float, ...]:
+        """Return the numbers of the sample's call."""
+        return tuple(self.leaves[place] for place in self.numbers)
+
+    def arguments(
+        self, tensors: Sequence[Tensor], numbers: Sequence[float]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves = list(self.leaves)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            leaves[place] = tensor
+        for place, value in zip((*self.places, *self.numbers), (*tensors, *numbers), strict=True):
+            leaves[place] = value
         args, kwargs = self.structure.unflatten(leaves)
         return args, kwargs
 
 
+# What two calls of one kind have in common, beside the function and the plain values.
+_ALIKE = (
+    *("path", "kind", "number", "structure", "places", "numbers", "wanting"),
+    *("grad_mode", "autocast", "function"),
+)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    try:
+        return a is b or (type(a) is type(b) and repr(a) == repr(b) and bool(a == b))
+    except Exception:  # what an object says of others is its own
+        return False
+
+
 def run_call(
-    call: Call, model: nn.Module, tensors: Sequence[Tensor]
+    call: Call, model: nn.Module, tensors: Sequence[Tensor], numbers: Sequence[float] | None = None
 ) -> tuple[Any, InnerGraph, list[Tensor], Any]:
-    """Run a submodule on leaves of its own.
+    """Run a submodule on leaves of its own, with these numbers or those of the sample.
 
     Returns its result, its graph, the leaves that are inputs, and its (args, kwargs) afterwards.
     """
@@ -111,7 +139,9 @@ def run_call(
                 inner.ends.append(None)
         with _own_parameters(model, module, call.parameters) as parameters:
             inner.ends += [parameters[name] for name in call.parameters]
-            args, kwargs = call.arguments(inputs)
+            args, kwargs = call.arguments(
+                inputs, call.own_numbers() if numbers is None else numbers
+            )
             with inner.saving(), uncompiled():
                 run = module if call.function is None else call.function.apply
                 result = run(*args, **kwargs)

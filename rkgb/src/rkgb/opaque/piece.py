@@ -75,11 +75,23 @@ class Piece:
         kept = [next(found) if isinstance(p, Place) else p for p in self.plain]
         return self.results.unflatten(kept)
 
-    def run(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], InnerGraph]:
-        """Run the module; return its tensors, and what its backward needs."""
+    def costs_as(self, other: Piece) -> bool:
+        """Whether another piece makes, holds, reads and takes the same, whatever it computes."""
+        ours, theirs = self.call, other.call
+        return all(getattr(self, name) == getattr(other, name) for name in _COSTS) and all(
+            getattr(ours, name) == getattr(theirs, name) for name in _CALLS
+        )
+
+    def run(self, given: Sequence[Any]) -> tuple[list[Tensor], InnerGraph]:
+        """Run the module on tensors, then numbers of the call.
+
+        Returns its tensors, and what its backward needs.
+        """
         model = getattr(_running, "model", None)
         assert model is not None, "no model to run on"
-        result, inner, inputs, _ = run_call(self.call, model, tensors)
+        count = len(self.call.places)
+        tensors, numbers = given[:count], given[count:]
+        result, inner, inputs, _ = run_call(self.call, model, tensors, numbers)
         made = self._as_recorded(result, tensors)
         tensors = result_tensors(result)
         if tuple(t.requires_grad for t in tensors) != self.differentiable:
@@ -130,6 +142,13 @@ class Piece:
             )
 
 
+_COSTS = (
+    *("results", "plain", "kinds", "lies_in", "differentiable", "gradients", "needs"),
+    *("buffer_bytes", "held_bytes", "workspace_bytes", "freeing_workspace_bytes"),
+)
+_CALLS = ("path", "kind", "number", "places", "numbers", "wanting", "parameters", "function")
+
+
 class RunPiece:
     """The forward operation of a piece; with `again`, of a recomputation."""
 
@@ -148,9 +167,9 @@ class RunPiece:
         """Return the operation of a recomputation, which takes the state of the first run."""
         return RunPieceAgain(self.piece)
 
-    def __call__(self, *tensors: Tensor) -> tuple[Any, ...]:
+    def __call__(self, *given: Any) -> tuple[Any, ...]:
         before = _Before(self.piece) if self.keeps_state else None
-        made, inner = self.piece.run(tensors)
+        made, inner = self.piece.run(given)
         if before is not None:
             before.remember(made, inner)
         return (*made, inner, before)
@@ -167,9 +186,9 @@ class RunPieceAgain:
         return f"run {self.piece.call.path} {self.piece.call.number} again"
 
     def __call__(self, *given: Any) -> tuple[Any, ...]:
-        *tensors, before = given
+        *taken, before = given
         with before.as_then():
-            made, inner = self.piece.run(tensors)
+            made, inner = self.piece.run(taken)
         before.compare(made, inner)
         return (*made, inner, None)
 
