@@ -66,7 +66,7 @@ class InvalidPlanError(RockmateError, ValueError):
 
 
 class PlanFileError(InvalidPlanError):
-    """A text that is no file of plans, or one whose plans do not hold."""
+    """A file of plans that cannot be read or written, is none, or whose plans do not hold."""
 
 
 class PlanMismatchError(InvalidPlanError):

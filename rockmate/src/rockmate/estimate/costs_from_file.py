@@ -12,8 +12,9 @@ from rkgb import RecordedCosts
 from rkgb.costs import Foreseen, OpCost, foresee_as_recorded, foresee_resized
 from rkgb.elements import Op, TensorInfo
 from rkgb.graphs import BasicGraph
-from rockmate.errors import PlanFileError, PlanMismatchError, UnknownChoiceError
+from rockmate.errors import PlanMismatchError, UnknownChoiceError
 from rockmate.files.plan_file import PlanFile
+from rockmate.files.whole import load_text
 from rockmate.pipeline.identity import kind_digest
 
 _MOST_MISSING = 0.1  # of the work of a step
@@ -105,12 +106,9 @@ def _told(device: object, version: object) -> str:
 
 
 def _read(path: Path) -> PlanFile | RecordedCosts:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise _unknown(str(path)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanFileError(f"cannot read the costs in {str(path)!r}: {error}") from None
+    if not path.exists():
+        raise _unknown(str(path))
+    text = load_text(path)
     try:
         is_of_plans = "rockmate_plans" in json.loads(text)
     except (ValueError, TypeError, RecursionError):

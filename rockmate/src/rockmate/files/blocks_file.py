@@ -12,12 +12,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 
 from rockmate.errors import PlanFileError
 from rockmate.files.plan_file import checksum
 from rockmate.files.rows import all_finite, from_row, parse, row_of
-from rockmate.files.whole import write_whole
+from rockmate.files.whole import load_text, save_text
 from rockmate.schedules.steps import Step
 
 FORMAT = 1  # raised when a file of an older version can no longer be read
@@ -66,11 +65,15 @@ class BlocksFile:
             raise ValueError("there is no plan in it")
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the file: all of it, or nothing."""
+        """Write the file: all of it, or nothing.
+
+        Raises:
+            PlanFileError: it cannot be written.
+        """
         content = row_of(self)
         head = {"rockmate_blocks": FORMAT, "checksum": checksum(content)}
         text = json.dumps({**head, "content": content}, separators=(",", ":"))
-        write_whole(Path(path), text.encode())
+        save_text(path, text)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> BlocksFile:
@@ -79,10 +82,7 @@ class BlocksFile:
         Raises:
             PlanFileError: it cannot be read, or is no such file.
         """
-        try:
-            data = parse(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanFileError(f"cannot read the plan file {str(path)!r}: {error}") from None
+        data = parse(load_text(path))
         wanted = {"rockmate_blocks", "checksum", "content"}
         if not isinstance(data, dict) or data.keys() != wanted:
             raise PlanFileError(

@@ -17,12 +17,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from rockmate.errors import InvalidPlanError, PlanFileError
 from rockmate.files.rows import all_finite, from_row, parse, row_of
-from rockmate.files.whole import write_whole
+from rockmate.files.whole import load_text, save_text
 from rockmate.problems.problem import Problem
 from rockmate.schedules.opaque_piece import OpaquePiece
 from rockmate.schedules.plan import Plan
@@ -127,8 +126,12 @@ class PlanFile:
             raise PlanFileError("the file is nested too deeply for a plan") from None
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the file: all of it, or nothing."""
-        write_whole(Path(path), self.to_json().encode())
+        """Write the file: all of it, or nothing.
+
+        Raises:
+            PlanFileError: it cannot be written.
+        """
+        save_text(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> PlanFile:
@@ -137,10 +140,7 @@ class PlanFile:
         Raises:
             PlanFileError: it cannot be read, or is no plan file.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanFileError(f"cannot read the plan file {str(path)!r}: {error}") from None
+        text = load_text(path)
         try:
             return cls.from_json(text)
         except PlanFileError as error:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from pathlib import Path
+
+from rockmate.errors import PlanFileError
 
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file; what was there stays until the new one is complete.
 
-    A process that dies in between leaves at most a file of another name, ending in `.part`.
+    A process that dies in between leaves at most a file of another name, ending in `.part`. A link
+    stays one: what it leads to is written.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written; or something that is no file lies there.
     """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, "something that is no file lies there", str(path))
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     written = Path(name)
     try:
@@ -29,6 +36,35 @@ def write_whole(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             written.unlink()
         raise
+
+
+def save_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file that a user has named; what was there stays until the new one is complete.
+
+    Raises:
+        PlanFileError: it cannot be written.
+    """
+    try:
+        write_whole(Path(path), text.encode())
+    except (OSError, ValueError) as error:  # ValueError: no system has such a path
+        raise PlanFileError(
+            f"cannot write the plan file {os.fspath(path)!r}: {error}. Nothing was changed there. "
+            "Name a file in a folder that exists and that this process may write to."
+        ) from None
+
+
+def load_text(path: str | os.PathLike[str]) -> str:
+    """Read a file that a user has named.
+
+    Raises:
+        PlanFileError: it cannot be read, or is no file of text.
+    """
+    try:
+        if Path(path).exists() and not Path(path).is_file():  # reading a device may never end
+            raise OSError(errno.EINVAL, "something that is no file lies there")
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise PlanFileError(f"cannot read the plan file {os.fspath(path)!r}: {error}") from None
 
 
 def _usual_mode() -> int:
