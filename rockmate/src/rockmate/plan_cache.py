@@ -195,6 +195,14 @@ class PlanCache:
             del self.families[self._least_missed()]
         return dropped
 
+    def drop(self, is_wrong: Callable[[Planned], bool]) -> None:
+        """Drop plans, and families that have none left."""
+        self._last = None
+        for key, family in list(self.families.items()):
+            family.variants = [planned for planned in family.variants if not is_wrong(planned)]
+            if not family.variants:
+                del self.families[key]
+
     def _least_missed(self) -> Key:
         """Return the key used least recently.
 

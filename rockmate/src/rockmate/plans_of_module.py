@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rkgb import RkgbError, TraceError
 from rkgb.engine import Sample
+from rkgb.opaque import is_inside
 from rkgb.safeguards import refuse_lazy_modules
 from rkgb.torch_api import compiled_modules
 from rockmate.errors import (
@@ -87,6 +88,28 @@ class PlansOfModule:
                 if key.state is theirs:
                     self.plans.put(replace(key, state=ours), family)
             self.first = other.first
+
+    def run_whole(self, paths: Iterable[str], why: str) -> None:
+        """Run these submodules whole from now on; plans that were made otherwise are dropped.
+
+        `why` says what no recording of them can know.
+
+        Raises:
+            UnsupportedModuleError: no part may be run whole (`strict=True`).
+        """
+        paths = tuple(dict.fromkeys(paths))
+        with _planning:
+            if self.settings.strict:
+                named = ", ".join(f"'{path or '(root)'}'" for path in paths)
+                raise UnsupportedModuleError(
+                    f"{named} of {type(self.model).__name__} cannot be recorded: {why}. "
+                    "strict=True lets no part run whole; without it these would."
+                )
+            others = (p for p in self.settings.opaque if not _is_covered(p, paths))
+            self.settings = replace(self.settings, opaque=(*others, *paths))
+            self.plans.drop(lambda planned: not _run_whole(paths, planned))
+            if self.first is not None and not _run_whole(paths, self.first):
+                self.first = next(iter(self.plans), None)
 
     def prepare(self, calls: Sequence[Call]) -> None:
         """Plan for calls to come; a fraction as budget becomes bytes, by the largest of them.
@@ -330,6 +353,15 @@ class PlansOfModule:
                 "applied without a sample. Run one training step first."
             )
         return self.first
+
+
+def _is_covered(path: str, paths: Collection[str]) -> bool:
+    return any(is_inside(path, around) for around in paths)
+
+
+def _run_whole(paths: Iterable[str], planned: Planned) -> bool:
+    """Whether a plan runs all of these submodules whole."""
+    return all(_is_covered(path, planned.network.opaque) for path in paths)
 
 
 def _own_shelf(settings: Settings, follows: bool) -> Shelf:

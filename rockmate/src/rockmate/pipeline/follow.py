@@ -17,6 +17,7 @@ from rkgb import RkgbError
 from rkgb.capture import for_any_number, no_collection
 from rkgb.engine import B_to_D, D_to_S, Sample, device_of, record, runnable
 from rkgb.graphs import PLANNED_PASSES, BasicGraph, same_but_for_numbers
+from rkgb.opaque import is_inside
 from rkgb.run import RunnableGraph
 from rockmate.keys.input_signature import InputSignature
 from rockmate.networks.planned import Planned, with_other_numbers
@@ -59,7 +60,11 @@ class Call:
         """Record; what runs whole is not tried out again where a known plan has it."""
         for other in self.known if kind is None else ():
             basic = other.network.graph.dataflow.basic
-            if basic.opaque and other.signature == InputSignature.of(self.sample):
+            whole = all(
+                any(is_inside(path, around) for around in basic.opaque)
+                for path in self.settings.opaque
+            )
+            if basic.opaque and whole and other.signature == InputSignature.of(self.sample):
                 try:
                     return record(
                         *(self.model, self.sample),
