@@ -8,6 +8,7 @@ for a part of itself is kept with the operations of that part, which run so agai
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ import torch
 
 from rkgb.torch_api.torch_private import (
     backend_flags,
+    fp32_precision,
     sdpa_priority_order,
+    set_fp32_precision,
     set_grad_mode,
     set_sdpa_priority_order,
     unfrozen_flags,
@@ -48,8 +51,22 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
-# How each flag is read and set. TF32 has an old and a new name, which must not be mixed: the new
-# one reads what the old one has set.
+def _precision(backend: str, kind: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    def write(value: Any) -> None:
+        set_fp32_precision(backend, kind, value)
+
+    return functools.partial(fp32_precision, backend, kind), write
+
+
+# What single operations compute in follows from what was set for all: it comes first, so that
+# nothing is set for an operation that follows.
+_PRECISIONS = {
+    f"fp32.{backend}.{kind}": _precision(backend, kind)
+    for kind in ("all", "matmul", "conv", "rnn")
+    for backend in ("generic", "cuda", "mkldnn")
+    if kind == "all" or backend != "generic"
+}
+# How each flag is read and set.
 _FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "sdp.flash": (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     "sdp.mem_efficient": (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
@@ -59,17 +76,12 @@ _FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "cudnn.enabled": _attribute(_cudnn, "enabled"),
     "cudnn.benchmark": _attribute(_cudnn, "benchmark"),
     "cudnn.deterministic": _attribute(_cudnn, "deterministic"),
-    "cudnn.conv": _attribute(_cudnn.conv, "fp32_precision"),
-    "cudnn.rnn": _attribute(_cudnn.rnn, "fp32_precision"),
-    "matmul": _attribute(_cuda.matmul, "fp32_precision"),
     "matmul.fp16_sums": _attribute(_cuda.matmul, "allow_fp16_reduced_precision_reduction"),
     "matmul.bf16_sums": _attribute(_cuda.matmul, "allow_bf16_reduced_precision_reduction"),
     "matmul.fp16_accumulation": _attribute(_cuda.matmul, "allow_fp16_accumulation"),
     "mkldnn.enabled": _attribute(_mkldnn, "enabled"),
     "mkldnn.deterministic": _attribute(_mkldnn, "deterministic"),
-    "mkldnn.conv": _attribute(_mkldnn.conv, "fp32_precision"),
-    "mkldnn.rnn": _attribute(_mkldnn.rnn, "fp32_precision"),
-    "mkldnn.matmul": _attribute(_mkldnn.matmul, "fp32_precision"),
+    **_PRECISIONS,
     "deterministic": (_deterministic, _set_deterministic),
 }
 Flags = tuple[tuple[str, Any], ...]  # name and value of some of them

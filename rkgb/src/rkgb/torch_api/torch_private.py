@@ -31,6 +31,7 @@ __all__ = [
     "current_autograd_node",
     "current_dispatch_modes",
     "fake_tensors",
+    "fp32_precision",
     "group_store",
     "is_cast_anew",
     "is_transforming",
@@ -48,6 +49,7 @@ __all__ = [
     "run_backward",
     "same_kinds",
     "sdpa_priority_order",
+    "set_fp32_precision",
     "set_grad_mode",
     "set_sdpa_priority_order",
     "set_sequence_nr",
@@ -207,6 +209,12 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.device, tensor.requires_grad, tensor.shape, strides
 
 
+# Which precision kernels of a backend ("generic", "cuda", "mkldnn") compute an operation ("all",
+# "matmul", "conv", "rnn") in: what was set for it, or for what it belongs to. The other sets it.
+fp32_precision = torch._C._get_fp32_precision_getter
+set_fp32_precision: Callable[[str, str, str], object] = torch._C._set_fp32_precision_setter
+
+
 def kernel_flags() -> tuple[Hashable, ...]:
     """Return the global flags by which torch chooses kernels and types, but for autocast."""
     # `with torch.device(...)` is a mode of functions, and asking for the device is slow.
@@ -231,10 +239,9 @@ def _readers_of_flags() -> dict[str, Callable[[], Hashable]]:
         *("_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled"),
         *("_get_cudnn_sdp_enabled", "_get_overrideable_sdp_enabled"),
         *("_get_math_sdp_allow_fp16_bf16_reduction", "_get_deterministic_algorithms"),
-        *("_get_deterministic_algorithms_warn_only", "_get_float32_matmul_precision"),
-        *("_get_mkldnn_enabled", "_get_mkldnn_deterministic", "_get_cudnn_enabled"),
-        *("_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_nnpack_enabled"),
-        "_get_cudnn_allow_tf32",
+        *("_get_deterministic_algorithms_warn_only", "_get_mkldnn_enabled"),
+        *("_get_mkldnn_deterministic", "_get_cudnn_enabled", "_get_cudnn_benchmark"),
+        *("_get_cudnn_deterministic", "_get_nnpack_enabled"),
     )
     has_cuda = torch.backends.cuda.is_built()  # reading all of them takes a while
     if has_cuda:
@@ -248,13 +255,12 @@ def _readers_of_flags() -> dict[str, Callable[[], Hashable]]:
         for name in names
         if hasattr(torch._C, name)
     }
-    precision = getattr(torch._C, "_get_fp32_precision_getter", None)
-    if precision is not None:
-        backends = ("mkldnn", "cuda") if has_cuda else ("mkldnn",)
-        places = [(b, kind) for b in backends for kind in ("matmul", "conv", "rnn")]
-        found.update(
-            (f"{b}_{kind}_precision", functools.partial(precision, b, kind)) for b, kind in places
-        )
+    # The older names (allow_tf32, float32_matmul_precision) set these, and cannot be read where
+    # somebody has set these otherwise.
+    for backend in ("mkldnn", "cuda") if has_cuda else ("mkldnn",):
+        for kind in ("matmul", "conv", "rnn"):
+            read = functools.partial(fp32_precision, backend, kind)
+            found[f"{backend}_{kind}_precision"] = read
     return found
 
 
