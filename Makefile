@@ -11,12 +11,12 @@ BENCH := PYTHONPATH=benchmarks .venv/bin/python
 INSTALLED := .venv/.installed
 TOOLS := ruff mypy clang-format pytest-xdist
 PACKAGES := ./rkgb ./rotor ./rockmate
-CHECKED := rkgb rotor rockmate ci benchmarks examples
+CHECKED := rkgb rotor rockmate ci benchmarks examples test_support
 CORE := $(wildcard rotor/csrc/*.hpp rotor/csrc/*.cpp)
 SOURCES := $(wildcard */pyproject.toml) $(CORE) rotor/setup.py constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help install build format lint typecheck test test-all test-nightly test-changed test-rkgb test-rotor test-rockmate imports \
+.PHONY: help install build format lint typecheck test test-all test-nightly test-changed fuzz test-rkgb test-rotor test-rockmate imports \
 	versions check isolated readme docs demo planning step bench bench-smoke bench-paper \
 	bench-solvers gpu gpu-paper oldest test-oldest test-cuda-rules figures core-wheels dist clean
 
@@ -82,6 +82,11 @@ test-cuda-rules: $(INSTALLED) ## bits and bytes once more, as if the CPU were a 
 	$(PYTEST) -q --cuda-rules -m "not slow and not nightly" $(CUDA_RULES_TESTS) $(PYTEST_ARGS)
 test-oldest: $(OLDEST) ## bits, bytes and capture with the oldest torch that is supported
 	.venv-oldest/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not nightly" $(OLDEST_TESTS) $(PYTEST_ARGS)
+# Random networks and loops, plain and planned: what differs is shrunk and printed as a script.
+MINUTES ?= 3
+SEED ?= 0
+fuzz: $(INSTALLED) ## look for differences from plain PyTorch: make fuzz MINUTES=10 SEED=1000
+	PYTHONPATH=test_support $(PY) -m fuzz --minutes $(MINUTES) --seed $(SEED) $(FUZZ_ARGS)
 test-rkgb: $(INSTALLED) ## tests of rkgb
 	$(PYTEST) rkgb/tests $(PYTEST_ARGS)
 test-rotor: $(INSTALLED) ## tests of rotor
