@@ -45,6 +45,7 @@ LAYERS = {
         "torch_api",
         "device",
         "elements",
+        "guards",
         "graphs",
         "opaque",
         "recording",
@@ -103,7 +104,8 @@ DOOR_LAYER = 1000  # of the files on top of benchmarks, and of its tests
 # What others may import of a package; a package that is missing here knows no other.
 # Each stage of rkgb is a door, for the names in `__all__` of its `__init__.py`.
 RKGB_STAGES = (
-    *("rkgb.torch_api", "rkgb.device", "rkgb.elements", "rkgb.graphs", "rkgb.opaque"),
+    *("rkgb.torch_api", "rkgb.device", "rkgb.elements", "rkgb.guards"),
+    *("rkgb.graphs", "rkgb.opaque"),
     *("rkgb.recording", "rkgb.safeguards", "rkgb.capture", "rkgb.run", "rkgb.compiled"),
     "rkgb.costs",
 )

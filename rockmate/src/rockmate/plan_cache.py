@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from rockmate.keys.attributes import Place
 from rockmate.keys.input_signature import for_any_number, other_ints, told, unlike
-from rockmate.keys.module_state import ModuleState
+from rockmate.keys.module_state import ModuleState, Place
 
 if TYPE_CHECKING:
     from rockmate.networks import Planned

@@ -24,9 +24,8 @@ from rockmate.errors import (
     UnsupportedModuleError,
 )
 from rockmate.files.plan_file import PlanFile
-from rockmate.keys.attributes import Place
 from rockmate.keys.input_signature import ambient, in_order, key_of
-from rockmate.keys.module_state import ModuleWatch, without_hooks
+from rockmate.keys.module_state import ModuleWatch, Place, without_hooks
 from rockmate.keys.sharded import whole_parts
 from rockmate.networks import Planned
 from rockmate.options.known_blocks import KnownBlocks
@@ -81,6 +80,7 @@ class PlansOfModule:
         """Serve a copy of the other's module: what was planned for it as it is now holds here."""
         self._shelf, self.known = other._shelf, other.known
         self.watch.hand_over(other.watch.open)
+        self.watch.read(other.watch.sources)
         autocast, _ = ambient()
         ours, theirs = self.watch.now(autocast).state, other.watch.now(autocast).state
         if tuple(ours.facts.items()) == tuple(theirs.facts.items()):
@@ -174,7 +174,8 @@ class PlansOfModule:
                     why,
                 )
             family = self._family(key, planned, row)
-            if self.watch.ignore(planned.network.opaque, planned.assigned):
+            is_new = self.watch.read(planned.network.graph.dataflow.basic.sources)
+            if self.watch.ignore(planned.network.opaque, planned.assigned) or is_new:
                 autocast, _ = ambient()
                 key = replace(key, state=self.watch.now(autocast).state)
             if self.plans.put(key, family):
@@ -210,6 +211,7 @@ class PlansOfModule:
         except BaseException:
             self.watch.hand_over(before)
             raise
+        self.watch.read(planned.network.graph.dataflow.basic.sources)
         state = self.watch.now(key.autocast).state
         general = replace(key, state=state, inputs=inputs).for_any_number(whole)
         if planned.numbers is None or general is None:
@@ -263,6 +265,7 @@ class PlansOfModule:
             guards = len(family.variants) < _MOST_WAYS
             planned = self._planned(call, why, guards=guards)
             _log.info("planned for other %s: %s", why, "; ".join(planned.outcomes.texts[:3]))
+            self.watch.read(planned.network.graph.dataflow.basic.sources)
             family.variants.insert(0, planned)
             del family.variants[_MOST_WAYS:]
             return planned

@@ -13,6 +13,7 @@ from torch import nn
 
 from rkgb.elements.effect import Effect, Look
 from rkgb.errors import SideEffectError
+from rkgb.guards.code_watch import CodeWatch
 from rkgb.recording.recorder import Recorder
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks")
@@ -24,8 +25,14 @@ _HARMLESS = ("torch.nn.utils", "torch.ao", "torch.distributed.tensor", "transfor
 class HookWatch:
     """The forward hooks in the submodules of a copy of a model, each watched."""
 
-    def __init__(self, recorder: Recorder, twin: nn.Module, known: Sequence[Effect] = ()) -> None:
-        self.recorder = recorder
+    def __init__(
+        self,
+        recorder: Recorder,
+        codes: CodeWatch,
+        twin: nn.Module,
+        known: Sequence[Effect] = (),
+    ) -> None:
+        self.recorder, self.codes = recorder, codes
         self.known = frozenset(known)  # hooks among them are not called any more
         self.looks: list[tuple[Look, tuple[Any, ...]]] = []
         for path, module in twin.named_modules():
@@ -42,11 +49,14 @@ class HookWatch:
                 self.looks.append((look, args))
                 return None
             count, attributes = self.recorder.count, dict(vars(module))
-            result = hook(module, *args)
+            with self.codes.apart() as ran:
+                result = hook(module, *args)
             now = vars(module)
             same = len(now) == len(attributes) and all(now[n] is v for n, v in attributes.items())
             if result is None and self.recorder.count == count and same and not may_run_again(hook):
                 self.looks.append((look, args))
+            else:  # what a hook reads that only looks is nothing of the recording
+                self.codes.add(ran)
             return result
 
         return watched

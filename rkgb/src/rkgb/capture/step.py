@@ -30,6 +30,8 @@ from rkgb.elements.sample import Sample
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 from rkgb.errors import RkgbError, SideEffectError, TraceError
 from rkgb.graphs.basic import BasicGraph, Metered
+from rkgb.guards.code_watch import CodeWatch
+from rkgb.guards.sources import Sources
 from rkgb.opaque.adding import add_in_parts
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.places import Places
@@ -81,6 +83,7 @@ class RecordedStep:
         self.places = Places(self.twin)
         self.recorder = make_recorder(type(model).__name__, self.device, self.places, guards=guards)
         self.recorder.numbers = numbers
+        self.codes = CodeWatch(self._path)
         if keep_content or not repeats:
             self.recorder.repeated = None
         self.is_metered = is_metered and self.recorder.repeated is not None
@@ -95,7 +98,9 @@ class RecordedStep:
         self.written = [self.inputs.index(name) for name in sorted(written)]
         self.copies: list[Tensor] = []  # of the arguments that are written to
         self.hidden = Hidden(self.twin, hidden)
-        self.hooks = HookWatch(self.recorder, self.twin, known.effects if known is not None else ())
+        self.hooks = HookWatch(
+            self.recorder, self.codes, self.twin, () if known is None else known.effects
+        )
 
     def run(self, asked: AskedKind) -> BasicGraph:
         """Return the recording; what kernels take is in it where that is metered."""
@@ -182,6 +187,7 @@ class RecordedStep:
             roots=roots,
             device=self.device,
             model_name=type(self.model).__name__,
+            sources=Sources.of(self.codes.seen.values(), self.originals),
             **found,
         )
 
@@ -272,6 +278,9 @@ class RecordedStep:
             leaves = [copy if leaf is own else leaf for leaf in leaves]
         return self.sample.with_leaves(tuple(leaves)) if self.written else self.sample
 
+    def _path(self) -> str | None:
+        return None if self.recorder.is_paused else self.places.path
+
     def _call(self) -> Any:
         watched, plain = self.places.watching(), as_written()
         with (
@@ -280,10 +289,15 @@ class RecordedStep:
             no_idle_looks(),
             refused_calls(self.recorder),
             CallWatch(self.recorder),
+            self.codes,
         ):
+            self.recorder.trace = self.codes.trace
             sample = self._sample()
             self.arguments = Arguments(sample)
-            return self.twin(*sample.args, **sample.keywords)
+            try:
+                return self.twin(*sample.args, **sample.keywords)
+            finally:
+                self.recorder.trace = None
 
     def _taken_apart(self, result: Any) -> tuple[list[Any], Structure]:
         try:

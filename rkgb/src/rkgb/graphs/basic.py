@@ -19,6 +19,7 @@ from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.elements.trees import Structure
+from rkgb.guards.sources import Sources
 
 # How the gradient of one output lies in memory: its strides, or None where none arrives.
 Tangent = tuple[int, ...] | None
@@ -123,6 +124,8 @@ class BasicGraph:
     reads: tuple[Read, ...] = ()  # what a call must see alike for the recording to hold
     numbers: Numbers | None = None  # of the call, where each call brings its own
     metered: Mapping[str, Metered] = field(default_factory=dict, compare=False, repr=False)
+    # What Python has read besides the arguments, to be looked at again at each call.
+    sources: Sources = field(default_factory=Sources, compare=False, repr=False)
 
     @cached_property
     def externals(self) -> tuple[str, ...]:

@@ -73,6 +73,11 @@ class Places:
         """Let `run` make the calls of these modules, where it does not make one already."""
         self._run_whole = dict.fromkeys(paths, run)
 
+    @property
+    def path(self) -> str:
+        """Path of the module that runs now."""
+        return self._stack[-1]
+
     def here(self) -> tuple[str, str]:
         """Return (module path, 'file.py:12') of what runs now.
 

@@ -6,6 +6,7 @@ freed: the engine then adds gradients in place exactly where it does so without 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -76,6 +77,7 @@ class Recorder(Values, TorchDispatchMode):
         # Around whose kernels there was a span; None is no operation of the step, but a look.
         self.metered: list[Op | None] = []
         self.numbers: NumberTrace | None = None  # of the call, where they are followed
+        self.trace: Any = None  # what follows the user's calls, and nobody else's
         self._taken: tuple[int, ...] = ()  # by what runs now
         self._paused = False
         self._patches: list[Patches] = []
@@ -148,7 +150,16 @@ class Recorder(Values, TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        trace = self.trace
+        if trace is None:
+            return self._dispatch(func, args, kwargs or {})
+        sys.settrace(None)  # nothing in here is the user's, and tracing it takes time
+        try:
+            return self._dispatch(func, args, kwargs or {})
+        finally:
+            sys.settrace(trace)
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._paused:
             return func(*args, **kwargs)
         traits = traits_of(func)

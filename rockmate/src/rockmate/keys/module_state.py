@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import getitem, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from rkgb.capture import may_run_again
 from rkgb.elements import attribute_keyword
 from rkgb.graphs import BasicGraph
+from rkgb.guards import Held, Same, Sources, Watched, is_users
 from rkgb.opaque import is_inside
 from rkgb.torch_api import same_kinds
-from rockmate.keys.attributes import Place, Same, Watched
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MORE_OF_HOOKS = (
@@ -35,6 +35,8 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 _OWN = (frozenset(vars(nn.Module())) - {"training"}) | {"_compiled_call_impl", "_rockmate"}
 # What libraries write on modules for themselves, torch's sharding and compiling among them.
 _OTHERS = ("__", "_fsdp", "_is_fsdp", "_is_torch_compile")
+Place = tuple[str, str]  # of an attribute: path of its module, and name
+_CALLED = frozenset(("forward",))  # methods that torch asks for
 _MOST_SNAPSHOTS = 8  # of one module in its states: a GAN's discriminator has two
 
 
@@ -84,6 +86,7 @@ class ModuleWatch:
         self._recent: list[Snapshot] = []
         self._states: dict[tuple[Any, ...], ModuleState] = {}
         self._ignored: frozenset[str | Place] = frozenset()
+        self.sources = Sources()  # what Python reads besides
         self.open: tuple[Place, ...] = ()  # attributes that calls hand over as numbers
 
     def ignore(self, paths: Sequence[str], names: Sequence[Place] = ()) -> bool:
@@ -96,6 +99,14 @@ class ModuleWatch:
         if new == self._ignored:
             return False
         self._ignored, self._recent = new, []
+        return True
+
+    def read(self, sources: Sources) -> bool:
+        """Look at these places too from now on. Returns whether that is new."""
+        joined = self.sources.joined(sources)
+        if joined is self.sources:
+            return False
+        self.sources, self._recent = joined, []
         return True
 
     def hand_over(self, names: tuple[Place, ...]) -> None:
@@ -123,7 +134,8 @@ class ModuleWatch:
             if snapshot.holds(autocast):
                 self._recent = [snapshot, *recent[:place], *recent[place + 1 :]]
                 return snapshot
-        taken = Snapshot(self.model, self._states, self._ignored | {*self.open})
+        ignored = self._ignored | {*self.open}
+        taken = Snapshot(self.model, self._states, ignored, self.sources)
         others = [s for s in recent if s.state is not taken.state and s.is_of_the_same(taken)]
         self._recent = [taken, *others][:_MOST_SNAPSHOTS]
         return taken
@@ -145,16 +157,15 @@ class Snapshot:
         model: nn.Module,
         states: dict[tuple[Any, ...], ModuleState],
         ignored: frozenset[str | Place] = frozenset(),
+        sources: Sources | None = None,
     ) -> None:
         self.values: dict[Any, ExternalValues] = {}  # for each executor, where its values are
-        self._watched = Watched()
+        sources = Sources() if sources is None else sources
+        self._watched = Watched(sources.attributes | _CALLED)
         self._tables: list[Mapping[Any, Any]] = []  # of attributes, submodules, tensors, hooks
         self._empty: list[Mapping[Any, Any]] = []
         self._ordered: list[Mapping[Any, Any]] = []  # submodules run in the order of their table
-        # What is found in them: in which table, by what name, and what.
-        self._owners: list[Mapping[Any, Any]] = []
-        self._names: list[Any] = []
-        self._found: list[Any] = []
+        self._held: list[Tensor] = []
         facts: dict[tuple[str, str, str], Hashable] = {}
         modules = self._by_path = dict(model.named_modules())
         self._paths = {id(module): path for path, module in modules.items()}
@@ -166,14 +177,14 @@ class Snapshot:
                 names = {p[1] for p in ignored if not isinstance(p, str) and p[0] == path}
                 self._add_attributes(path, module, facts, names)
             self._add_tables(path, module, facts, runs_whole=runs_whole)
+        self._modules = list(modules.values())  # kept alive, so that no other gets a place of one
         self._lengths = [*map(len, self._tables)]
         self._orders = [*map(tuple, self._ordered)]
-        unique = {id(t): t for t in self._found if isinstance(t, Tensor)}
+        self._add_sources(sources, [p for p in ignored if isinstance(p, str)], facts)
+        unique = {id(t): t for t in self._held}
         self._tensors = list(unique.values())
         self._kinds = [*map(_kind, self._tensors)]
         self._same_kinds: dict[Hashable, Callable[[], bool]] = {}
-        self._checks = self._watched.checks
-        self._modules = list(modules.values())  # kept alive, so that no other gets a place of one
         self._types = [*map(type, self._modules)]  # parametrizations change it in place
         key = tuple(facts.items())
         if key not in states:
@@ -190,16 +201,11 @@ class Snapshot:
         """Whether everything is as it was; no exception and no new object in the usual case."""
         if [*map(len, self._tables)] != self._lengths or any(self._empty):
             return False
-        try:
-            if not all(map(is_, map(getitem, self._owners, self._names), self._found)):
-                return False
-        except KeyError:  # an attribute was deleted, and another one set
-            return False
         if [*map(tuple, self._ordered)] != self._orders:
             return False
         if [*map(type, self._modules)] != self._types:
             return False
-        return self._are_of_the_same_kinds(autocast) and all(check() for check in self._checks)
+        return self._watched.holds() and self._are_of_the_same_kinds(autocast)
 
     def is_of_the_same(self, other: Snapshot) -> bool:
         """Whether both are of the same modules and tensors, in whatever state."""
@@ -229,15 +235,34 @@ class Snapshot:
             if name in _OWN or name in ignored or name.startswith(_OTHERS):
                 continue
             facts[path, "attribute", name] = self._watched.worth(value)
-            if isinstance(value, Tensor):
-                self._watched.checks.append(_is_still(table, name, value))
+            self._watched.note(table, name, value)
+
+    def _add_sources(
+        self,
+        sources: Sources,
+        whole: Sequence[str],
+        facts: dict[tuple[str, str, str], Hashable],
+    ) -> None:
+        """Add what Python reads elsewhere, but for what runs whole and reads it itself."""
+        if not sources.attributes and not sources.places:
+            return
+        for number, (key, source) in enumerate(sources.places.items()):
+            if all(any(is_inside(path, p) for p in whole) for path in sources.paths[key]):
                 continue
-            self._note(table, name, value)
+            value = source.read()
+            worth = self._watched.worth(value)
+            facts[f"{source.told} ({source.where})", "source", str(number)] = worth
+            source.watch(self._watched, value)
+        kinds = (kind for module in self._modules for kind in type(module).__mro__)
+        for kind in dict.fromkeys(kinds):
+            if is_users(kind.__module__):
+                told = f"class {kind.__module__}.{kind.__qualname__}"
+                facts[told, "class", ""] = self._watched.of_class(kind)
 
     def _note(self, table: Mapping[Any, Any], name: Any, value: Any) -> None:
-        self._owners.append(table)
-        self._names.append(name)
-        self._found.append(value)
+        if isinstance(value, Tensor):
+            self._held.append(value)
+        self._watched.note_alive(table, name, value)
 
     def _add_tables(
         self,
@@ -304,11 +329,6 @@ def without_hooks(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
     return bare
 
 
-def _is_still(table: Mapping[str, Any], name: str, tensor: Tensor) -> Callable[[], bool]:
-    known = id(tensor)  # it is not kept alive; that it lives is checked beside this
-    return lambda: id(table.get(name)) == known
-
-
 def _kind(tensor: Tensor | None) -> tuple[Any, ...] | None:
     if tensor is None:
         return None
@@ -318,10 +338,16 @@ def _kind(tensor: Tensor | None) -> tuple[Any, ...] | None:
 
 def _told(path: str, what: str, name: str, now: Hashable, then: Hashable) -> str:
     module = f"module '{path or '(root)'}'"
+    if what in ("attribute", "source"):
+        now, then = _apart(now, then)
     if what == "attribute" and name == "training":
         return f"{module} in {'train' if now == (bool, True) else 'eval'} mode"
     if what == "attribute":
         return f"attribute '{name}' of {module} was {_value(then)} and is {_value(now)}"
+    if what == "source":
+        return f"{path} was {_value(then)} and is {_value(now)}"
+    if what == "class":
+        return f"attributes of {path}"
     if what == "tensor":
         where = f"{path}.{name}" if path else name
         return f"'{where}' was {_kind_text(then)} and is {_kind_text(now)}"
@@ -334,12 +360,26 @@ def _is_number(worth: Hashable) -> bool:
     return isinstance(worth, tuple) and len(worth) == 2 and worth[0] in (float, int)
 
 
+def _apart(now: Hashable, then: Hashable) -> tuple[Hashable, Hashable]:
+    """Return the first values in two containers or objects that differ."""
+    while isinstance(now, tuple) and isinstance(then, tuple) and len(now) == len(then):
+        if _is_value(now) or _is_value(then):
+            break
+        now, then = next((a, b) for a, b in zip(now, then, strict=True) if a != b)
+    return now, then
+
+
+def _is_value(worth: tuple[Any, ...]) -> bool:
+    """Whether that is a type and a plain value."""
+    return len(worth) == 2 and isinstance(worth[0], type) and not isinstance(worth[1], tuple)
+
+
 def _value(worth: Hashable) -> str:
     if worth is None:
         return "missing"
-    if isinstance(worth, tuple) and len(worth) == 2 and isinstance(worth[0], type):
+    if isinstance(worth, tuple) and _is_value(worth):
         return repr(float.fromhex(worth[1]) if worth[0] is float else worth[1])[:60]
-    return "another object" if isinstance(worth, Same) else "a tensor"
+    return "a tensor" if isinstance(worth, Held) else "another object"
 
 
 def _kind_text(kind: Hashable) -> str:

@@ -1,0 +1,15 @@
+"""Guards: what a recording takes for granted of Python, besides the arguments of its call.
+
+Gets the functions of the user that run while a step is recorded; gives the places that they read
+(variables of modules and of functions around, defaults, attributes), and looks at these again.
+Read code_watch.py (which functions run), on loads.py (what a function loads) and owners.py (whose
+it is), then sources.py (the places that are read), and watched.py (what a value counts as, and
+whether it is the same still).
+"""
+
+from rkgb.guards.code_watch import CodeWatch
+from rkgb.guards.owners import is_users
+from rkgb.guards.sources import Sources
+from rkgb.guards.watched import Held, Same, Watched
+
+__all__ = ["CodeWatch", "Held", "Same", "Sources", "Watched", "is_users"]

@@ -1,0 +1,64 @@
+"""What a function loads from outside of its call, by its bytecode."""
+
+from __future__ import annotations
+
+import dis
+from dataclasses import dataclass
+from types import CodeType
+
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
+# Functions that are given a name as text.
+_BY_TEXT = frozenset(("getattr", "hasattr", "vars", "globals", "attrgetter", "__dict__"))
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """The names that a function loads, each with the line where it does so first."""
+
+    globals: dict[str, int]
+    free: dict[str, int]  # variables of functions around it
+    attributes: dict[str, int]
+    imports: dict[str, int]  # modules that are imported in it
+    stores: dict[str, int]  # global variables and those of functions around it that it sets
+
+
+_known: dict[int, tuple[CodeType, Loads]] = {}  # codes compare by value, and are few
+_MOST = 20_000
+
+
+def loads_of(code: CodeType) -> Loads:
+    """Return what a function loads."""
+    known = _known.get(id(code))
+    if known is None:
+        while len(_known) >= _MOST:
+            del _known[next(iter(_known))]
+        known = _known[id(code)] = code, _read(code)
+    return known[1]
+
+
+def _read(code: CodeType) -> Loads:
+    found = Loads({}, {}, {}, {}, {})
+    line = code.co_firstlineno
+    for step in dis.get_instructions(code):
+        line = step.starts_line if isinstance(step.starts_line, int) else line
+        line = getattr(step, "line_number", None) or line  # from Python 3.13 on
+        name, kind = step.argval, step.opname
+        if kind in _GLOBALS:
+            found.globals.setdefault(name, line)
+        elif kind in _ATTRIBUTES:
+            found.attributes.setdefault(name, line)
+        elif kind == "IMPORT_NAME":
+            found.imports.setdefault(name, line)
+        elif kind in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            found.stores.setdefault(name, line)
+        elif kind.endswith("_DEREF") and name in code.co_freevars:
+            stores = kind.startswith(("STORE", "DELETE"))
+            (found.stores if stores else found.free).setdefault(name, line)
+    if not _BY_TEXT.isdisjoint(code.co_names):
+        for text in code.co_consts:
+            if isinstance(text, str) and text.isidentifier():
+                found.attributes.setdefault(text, line)
+                if "globals" in code.co_names:
+                    found.globals.setdefault(text, line)
+    return found

@@ -1,0 +1,183 @@
+"""Which functions of the user run, and what they read from outside of their calls."""
+
+import functools
+import sys
+import textwrap
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rkgb.guards import CodeWatch, Sources, Watched
+
+SCALE = 2.0
+_count = 0
+
+
+def _sources(function):
+    with CodeWatch(lambda: "path") as watch:
+        function()
+    return Sources.of(watch.seen.values())
+
+
+def _told(function):
+    return sorted(source.told for source in _sources(function).places.values())
+
+
+def _scaled(x=1.0):
+    return x * SCALE
+
+
+def test_a_global_is_found_with_its_line_and_the_module_that_reads_it():
+    found = _sources(_scaled)
+    (key,) = (k for k, s in found.places.items() if s.name == "SCALE")
+    source = found.places[key]
+    assert source.told == f"global 'SCALE' of {__name__}"
+    assert source.where.startswith("test_guards.py:")
+    assert source.read() == 2.0
+    assert found.paths[key] == {"path"}
+
+
+def test_the_defaults_of_a_function_are_found():
+    assert "the defaults of _scaled" in _told(_scaled)
+
+
+def test_variables_around_a_function_are_found_for_the_one_that_ran():
+    def made(n):
+        def read():
+            return n
+
+        return read
+
+    first, second = made([1]), made([2])
+    found = [s for s in _sources(first).places.values() if s.told.startswith("variable 'n'")]
+    assert [source.read() for source in found] == [[1]]
+    assert second() == [2]
+
+
+def test_a_variable_that_is_set_meanwhile_is_found():
+    n = 0
+
+    def count():
+        nonlocal n
+        n += 1
+
+    found = [s for s in _sources(count).places.values() if s.told.startswith("variable 'n'")]
+    assert [source.read() for source in found] == [1]
+
+
+def test_what_libraries_run_is_passed_over():
+    with CodeWatch(lambda: "") as watch:
+        textwrap.dedent(" a")
+        _scaled()
+    assert [seen.code for seen in watch.seen.values()] == [_scaled.__code__]
+
+
+def test_what_does_not_count_is_passed_over():
+    with CodeWatch(lambda: None) as watch:
+        _scaled()
+    assert not watch.seen
+
+
+def test_a_trace_function_of_others_is_called_and_put_back():
+    if sys.version_info >= (3, 12):
+        pytest.skip("there no trace function is set")
+    calls = []
+
+    def trace(frame, _event, _arg):
+        calls.append(frame.f_code.co_name)
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with CodeWatch(lambda: "") as watch:
+            _scaled()
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(before)
+    assert "_scaled" in calls
+    assert any(seen.code is _scaled.__code__ for seen in watch.seen.values())
+
+
+def test_joined_sources_are_the_same_object_where_nothing_is_new():
+    first, other = _sources(_scaled), _sources(lambda: _count)
+    assert first.joined(_sources(_scaled)) is first
+    joined = first.joined(other)
+    assert {*joined.places} == {*first.places, *other.places}
+
+
+class _Held:
+    shared = 1.0
+
+    def __init__(self):
+        self.handle, self.t, self.other = object(), 1.0, 1.0
+
+
+class _Slots:
+    __slots__ = ("t",)
+
+    def __init__(self):
+        self.t = 1.0
+
+
+class _Numbers(dict):
+    pass
+
+
+def _module():
+    made = ModuleType("of_the_user")
+    made.t = 1.0
+    return made
+
+
+def _set_items(value):
+    value["t"] = 2.0
+
+
+def _set(name):
+    return lambda value: setattr(value, name, 2.0)
+
+
+def _set_kind(name):
+    return lambda value: setattr(type(value), name, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (_Held, _set("t")),
+        (_Slots, _set("t")),
+        (_module, _set("t")),
+        (lambda: type("Kind", (), {"t": 1.0}), _set("t")),
+        (lambda: type("Kind", (), {"t": 1.0})(), _set_kind("t")),
+        (lambda: _Numbers(t=1.0), _set_items),
+        (lambda: SimpleNamespace(t=[1.0]), lambda value: value.t.append(1.0)),
+        (lambda: {"deep": [{"t": 1.0}]}, lambda value: _set_items(value["deep"][0])),
+        (lambda: _Held().__init__, lambda value: setattr(value.__self__, "t", 2.0)),
+        (lambda: functools.partial(max, {"t": 1.0}), lambda value: _set_items(value.args[0])),
+        (lambda: np.ones(2), lambda value: value.fill(2.0)),
+    ],
+)
+def test_a_value_is_seen_to_change(make, change):
+    value = make()
+    watched = Watched(frozenset(("t",)))
+    before = watched.worth(value)
+    assert watched.holds()
+    assert Watched(frozenset(("t",))).worth(value) == before
+    change(value)
+    assert not watched.holds()
+    assert Watched(frozenset(("t",))).worth(value) != before
+
+
+def test_attributes_of_an_object_that_nothing_asks_for_may_change():
+    value = _Held()
+    watched = Watched(frozenset(("t",)))
+    watched.worth(value)
+    value.other = 2.0
+    assert watched.holds()
+
+
+def test_two_partial_functions_are_not_alike():
+    first, second = functools.partial(max, 1), functools.partial(max, 2)
+    assert Watched().worth(first) != Watched().worth(second)
+    assert Watched().worth(first) == Watched().worth(functools.partial(max, 1))
