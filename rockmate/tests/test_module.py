@@ -151,6 +151,11 @@ def test_planning_leaves_the_compiler_of_torch_alone() -> None:
         (0.5, (None, 0.5)),
         (1.0, (None, 1.0)),
         ("40%", (None, 0.4)),
+        ("8G", (8 * 10**9, None)),
+        ("8Gi", (8 * 2**30, None)),
+        ("300k", (300_000, None)),
+        ("1_000_000", (1_000_000, None)),
+        ("0.6", (None, 0.6)),
     ],
 )
 def test_budgets_are_read(given: Any, meant: Any) -> None:

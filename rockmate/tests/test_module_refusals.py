@@ -164,6 +164,7 @@ def test_the_self_test_catches_what_the_capture_cannot_see() -> None:
         ("3 parsec", "unknown unit 'parsec'"),
         ("", "cannot be read"),
         ("140%", "not in"),
+        ("24", "could mean 24 bytes or 24 GB"),
         (None, "NoneType"),
         (True, "bool"),
         (float("nan"), "not positive"),

@@ -24,8 +24,15 @@ from rotor.testing import images, mlp, one_millisecond, plain_peak, residual_net
         (" 1.5 kib ", 1536),
         ("1.9 KiB", 1945),  # bytes round down
         ("1.005GB", 1005000000),  # exact, where a float would have one byte less
-        ("123", 123),
-        ("1e3", 1000),
+        ("8G", 8 * 10**9),
+        ("8Gi", 8 * 2**30),
+        ("300k", 300_000),
+        ("1_000_000", 1_000_000),
+        ("12345", 12345),
+        ("1e9", 10**9),
+        ("0.6", 0.6),
+        (".25", 0.25),
+        ("60%", 0.6),
         (".5 tib", 2**39),
         ("40%", 0.4),
         ("100 %", 1.0),
@@ -61,6 +68,14 @@ def test_what_a_limit_may_be(limit, expected):
         ("0 %", "is not in (0 %, 100 %]"),
         ("140%", "is not in (0 %, 100 %]"),
         ("0.2 B", "is not positive"),
+        ("0", "is not positive"),
+        ("8", "has no unit, and could mean 8 bytes or 8 GB"),
+        ("1", "has no unit, and could mean 1 bytes or 100 %"),
+        ("1.5", "has no unit, and could mean 1.5 bytes or 1.5 GB"),
+        ("1e3", "has no unit, and could mean 1e3 bytes or 1e3 GB"),
+        ("1__0", "cannot be read"),
+        ("_1", "cannot be read"),
+        ("8 Gb i", "cannot be read"),
     ],
 )
 def test_limits_that_cannot_be_read(limit, problem):

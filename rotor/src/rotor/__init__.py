@@ -16,6 +16,7 @@ from rotor.errors import (
     StageError,
     TableTooLargeError,
 )
+from rotor.limit import parse_limit
 from rotor.models import densenet, inception, resnet, vgg
 from rotor.schedules.chain import Chain, Option, Stage
 from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
@@ -54,6 +55,7 @@ __all__ = [
     "densenet",
     "inception",
     "models",
+    "parse_limit",
     "resnet",
     "simulate",
     "solve",

@@ -13,24 +13,25 @@ MemoryLimit: TypeAlias = int | float | str
 """What a limit may be given as; an int is always bytes, and a float never is."""
 
 _UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 1000,
-    "MB": 1000**2,
-    "GB": 1000**3,
-    "TB": 1000**4,
-    "KIB": 1024,
-    "MIB": 1024**2,
-    "GIB": 1024**3,
-    "TIB": 1024**4,
+    prefix + end: base**power
+    for power, prefix in enumerate(("", "K", "M", "G", "T"))
+    for base, ends in ((1000, ("", "B")), (1024, ("I", "IB")))
+    for end in ends
+    if prefix or base == 1000
 }
-_NUMBER_AND_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]{1,2})?)\s*(%|[A-Za-z]*)\s*")
+_NUMBER_AND_UNIT = re.compile(
+    r"\s*([0-9]+(?:_[0-9]+)*|[0-9]*\.[0-9]+|[0-9]+[eE][0-9]{1,2}|[0-9]*\.[0-9]+[eE][0-9]{1,2})"
+    r"\s*(%|[A-Za-z]*)\s*"
+)
+_MOST_GIGABYTES = 9999  # of a number without a unit, which might mean them
 
 
 def parse_limit(limit: MemoryLimit) -> int | float:
     """Return bytes as an int, or a fraction of the plain step's peak as a float in (0, 1].
 
-    Bytes round down. Units follow the standard: GB is 10^9 bytes, GiB is 2^30.
+    Bytes round down. Units follow the standard: G and GB are 10^9 bytes, Gi and GiB are 2^30. Text
+    without a unit is a fraction between 0 and 1 ("0.6"), or bytes where nothing else can be meant
+    ("1_000_000").
 
     Raises:
         MemoryLimitFormatError: the value is not positive, a float above 1, or unreadable.
@@ -61,7 +62,14 @@ def _from_text(text: str) -> int | float:
         return float(number / 100)
     if unit.upper() not in _UNITS:
         raise MemoryLimitFormatError(text, f"has an unknown unit {unit!r}")
+    if not unit and 0 < number < 1:
+        return float(number)
     size = int(number * _UNITS[unit.upper()])
     if size <= 0:
         raise MemoryLimitFormatError(text, "is not positive")
+    if not unit and size <= _MOST_GIGABYTES:
+        own = text.strip()
+        other = "100 %" if number == 1 else f"{own} GB"
+        problem = f"has no unit, and could mean {own} bytes or {other}"
+        raise MemoryLimitFormatError(text, problem)
     return size
