@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from fuzz.campaign import Found, Tally, search, small_script, verdict_of
+from fuzz.campaign import Found, Tally, found_small, search, verdict_of
 from fuzz.drawing import draw_case
 from fuzz.script import script_of
 
@@ -53,7 +53,7 @@ def _one(seed: int, *, shrinks: bool) -> int:
     case = draw_case(seed)
     verdict = verdict_of(case, f"case{seed}.py")
     script = script_of(case, f"{verdict}\n\nSeed {seed}.")
-    print(small_script(case, verdict, seed) if shrinks and verdict.is_wrong else script)
+    print(found_small(case, verdict, seed).script if shrinks and verdict.is_wrong else script)
     print(f"seed {seed}: {verdict}", file=sys.stderr)
     return int(verdict.is_wrong)
 
@@ -64,7 +64,7 @@ def report(tally: Tally) -> str:
     lines = [f"fuzz: {tally.cases} cases in {tally.seconds:.0f} s: {counts}"]
     lines += [f"  refused {count} times: {text}" for text, count in tally.refusals.most_common(12)]
     lines += [f"  plain PyTorch cannot run {text}" for text in tally.broken]
-    for found in sorted(tally.found.values(), key=lambda found: -found.count):
+    for found in sorted(tally.found, key=lambda found: -found.count):
         lines.append(f"  {found.count} times, first by seed {found.seed}: {found.verdict}")
     return "\n".join(lines)
 

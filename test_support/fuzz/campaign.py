@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any
 
 from fuzz.case import Case
 from fuzz.drawing import draw_case
@@ -19,17 +18,22 @@ from fuzz.judging import Choice, Verdict, judge
 from fuzz.script import script_of, source_of
 from fuzz.shrinking import shrink
 
-MOST_SECONDS = 60.0  # for a case, and for making it small
+MOST_SECONDS = 30.0  # for making a case small; three times as long for an answer
 
 
 @dataclass
 class Found:
-    """A wrong verdict: how often, where first, and a short script that shows it."""
+    """A wrong verdict: where it was met first, how often, and the smallest case that shows it."""
 
     verdict: Verdict
     seed: int
-    count: int = 1
+    case: Case
     script: str = ""
+    count: int = 1
+
+    def explains(self, verdict: Verdict, case: Case) -> bool:
+        """Whether all that this fault needs is in another case, which ends in the same way."""
+        return verdict.kind == self.verdict.kind and _needs(self.case) <= _needs(case)
 
 
 @dataclass
@@ -39,13 +43,36 @@ class Tally:
     seconds: float = 0.0
     kinds: collections.Counter[str] = field(default_factory=collections.Counter)
     refusals: collections.Counter[str] = field(default_factory=collections.Counter)
-    found: dict[str, Found] = field(default_factory=dict)
+    found: list[Found] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)  # cases that plain PyTorch cannot run
 
     @property
     def cases(self) -> int:
         """How many cases have come to an end."""
         return sum(self.kinds.values())
+
+    def count(self, verdict: Verdict, seed: int) -> bool:
+        """Count a verdict; return whether it is wrong and nothing that is known explains it."""
+        self.kinds[verdict.kind] += 1
+        if verdict.kind == "refused":
+            self.refusals[verdict.signature] += 1
+        if not verdict.is_wrong:
+            return False
+        case = draw_case(seed)
+        for known in self.found:
+            if known.explains(verdict, case):
+                known.count += 1
+                return False
+        return True
+
+
+def _needs(case: Case) -> set[str]:
+    """Return the forms of a case, but those that are in nearly every one."""
+    layers = {layer.form for block in case.network.blocks for layer in block.layers}
+    return (layers | {event.form for event in case.events}) - _USUAL
+
+
+_USUAL = {"linear", "convolution", "step", "backward alone"}
 
 
 def verdict_of(case: Case, name: str = "case.py") -> Verdict:
@@ -54,19 +81,19 @@ def verdict_of(case: Case, name: str = "case.py") -> Verdict:
     return judge(source_of(case), choice, name)
 
 
-def small_script(case: Case, verdict: Verdict, seed: int, *, seconds: float = MOST_SECONDS) -> str:
-    """Return a script of the smallest case that gives a verdict of the same signature."""
+def found_small(case: Case, verdict: Verdict, seed: int, *, seconds: float = MOST_SECONDS) -> Found:
+    """Return the smallest case that ends with a verdict of the same signature."""
 
     def shows(smaller: Case) -> bool:
         try:
             found = verdict_of(smaller)
-        except Exception:
+        except Exception:  # plain PyTorch cannot run it
             return False
         return found.kind == verdict.kind and found.signature == verdict.signature
 
     small = shrink(case, shows, seconds=seconds)
     final = verdict_of(small)
-    return script_of(small, f"{final}\n\nFound by seed {seed}.")
+    return Found(final, seed, small, script_of(small, f"{final}\n\nFound by seed {seed}."))
 
 
 def search(
@@ -75,10 +102,9 @@ def search(
     minutes: float | None = None,
     cases: int | None = None,
     processes: int = 2,
-    shrinks: bool = True,
     tell: Callable[[Found], None] = lambda found: None,
 ) -> Tally:
-    """Run the cases of the seeds from `seed` on; each signature is shrunk where it is met first."""
+    """Run the cases of the seeds from `seed` on; what is new is shrunk where it is met."""
     tally, begin, next_seed = Tally(), time.monotonic(), seed
     workers = [_Worker() for _ in range(processes)]
 
@@ -90,20 +116,21 @@ def search(
         while True:
             for worker in workers:
                 if not worker.is_busy and not is_over():
-                    worker.give(("case", next_seed, None))
+                    worker.give((next_seed, None))
                     next_seed += 1
             busy = [worker for worker in workers if worker.is_busy]
             if not busy:
                 break
             for worker in _answered(busy):
-                answer = worker.take()
-                found = _counted(tally, answer, worker.task[1])
-                if found is None:
-                    continue
-                if worker.task[0] == "case" and shrinks and answer[0] == "verdict":
-                    worker.give(("shrink", found.seed, found.verdict))
-                    continue
-                tell(found)
+                answer, of_seed = worker.take(), worker.task[0]
+                if isinstance(answer, str):
+                    tally.kinds["broken"] += 1
+                    tally.broken.append(f"seed {of_seed}: {answer}")
+                elif isinstance(answer, Found):
+                    tally.found.append(answer)
+                    tell(answer)
+                elif tally.count(answer, of_seed):
+                    worker.give((of_seed, answer))
     finally:
         for worker in workers:
             worker.end()
@@ -111,39 +138,18 @@ def search(
     return tally
 
 
-def _counted(tally: Tally, answer: tuple[str, Any], seed: int) -> Found | None:
-    """Add an answer to the tally; return what it has found, if it is new or its script is."""
-    what, value = answer
-    if what == "script":
-        signature, script = value
-        tally.found[signature].script = script
-        return tally.found[signature]
-    if what == "broken":
-        tally.kinds["broken"] += 1
-        tally.broken.append(f"seed {seed}: {value}")
-        return None
-    verdict = value
-    tally.kinds[verdict.kind] += 1
-    if verdict.kind == "refused":
-        tally.refusals[verdict.signature] += 1
-    if not verdict.is_wrong:
-        return None
-    known = tally.found.get(verdict.signature)
-    if known is not None:
-        known.count += 1
-        return None
-    tally.found[verdict.signature] = Found(verdict, seed)
-    return tally.found[verdict.signature]
-
-
 # ------------------------------------------------------------------------------- processes
+
+
+Task = tuple[int, Verdict | None]  # a seed to run, or one to shrink with this verdict
+Answer = Verdict | Found | str  # in words where plain PyTorch cannot run the case
 
 
 class _Worker:
     """A process that answers one question at a time."""
 
     def __init__(self) -> None:
-        self.task: tuple[str, int, Verdict | None] = ("", 0, None)
+        self.task: Task = (0, None)
         self.is_busy = False
         self._start()
 
@@ -154,29 +160,30 @@ class _Worker:
         self.process.start()
         theirs.close()
 
-    def give(self, task: tuple[str, int, Verdict | None]) -> None:
+    def give(self, task: Task) -> None:
         self.task, self.is_busy = task, True
-        self.limit = time.monotonic() + (3 if task[0] == "shrink" else 1) * MOST_SECONDS
+        self.limit = time.monotonic() + 3 * MOST_SECONDS
         self.pipe.send(task)
 
-    def take(self) -> tuple[str, Any]:
+    def take(self) -> Answer:
         """Return the answer; of a process that has died or is late, that it has."""
         self.is_busy = False
         try:
             if self.pipe.poll():
-                answer: tuple[str, Any] = self.pipe.recv()
+                answer: Answer = self.pipe.recv()
                 return answer
-            why = f"no answer after {MOST_SECONDS:.0f} s"
+            why = "no answer"
         except EOFError:
             why = "the process died"
         self.process.kill()
         self.process.join()
-        why += f" (exit code {self.process.exitcode})"
+        text = f"{why} (exit code {self.process.exitcode})"
         self._start()
-        if self.task[0] == "shrink":
-            assert self.task[2] is not None
-            return "script", (self.task[2].signature, f"# not shrunk: {why}\n")
-        return "died", Verdict("raw error", "?", why, why.split(" (")[0])
+        seed, verdict = self.task
+        if verdict is None:
+            return Verdict("raw error", "?", text, why)
+        case = draw_case(seed)
+        return Found(verdict, seed, case, script_of(case, f"{verdict}\n\nSeed {seed}; not shrunk."))
 
     def end(self) -> None:
         self.process.kill()
@@ -194,15 +201,14 @@ def _work(pipe: Connection) -> None:
     """Answer until the other end is gone."""
     while True:
         try:
-            task, seed, verdict = pipe.recv()
+            seed, verdict = pipe.recv()
         except EOFError:
             return
         case = draw_case(seed)
-        if task == "shrink":
-            assert verdict is not None
-            pipe.send(("script", (verdict.signature, small_script(case, verdict, seed))))
-            continue
         try:
-            pipe.send(("verdict", verdict_of(case, f"case{seed}.py")))
+            if verdict is None:
+                pipe.send(verdict_of(case, f"case{seed}.py"))
+            else:
+                pipe.send(found_small(case, verdict, seed))
         except Exception as error:
-            pipe.send(("broken", f"{type(error).__name__}: {error}"))
+            pipe.send(f"{type(error).__name__}: {error}")

@@ -40,7 +40,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a case; `signature` is the same for what probably has the same reason."""
+    """What became of a case; refusals of one reason have the same `signature`."""
 
     kind: Kind
     event: str = ""

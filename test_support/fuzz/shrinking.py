@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from fuzz.case import Block, Case, Event
+from fuzz.case import Block, Case
 
 Part = TypeVar("Part")
 Shows = Callable[[Case], bool]
@@ -16,24 +16,34 @@ Shows = Callable[[Case], bool]
 def shrink(case: Case, shows: Shows, *, seconds: float = 60.0) -> Case:
     """Return a case of which no part can be left out or made plainer, or the best within a time."""
     end = time.monotonic() + seconds
-    found = True
-    while found and time.monotonic() < end:
-        found = False
-        for smaller in _smaller(case):
-            if time.monotonic() > end:
-                break
-            if smaller != case and shows(smaller):
-                case, found = smaller, True
-                break
+    tried = {case}
+    before = None
+    while case != before and time.monotonic() < end:
+        before = case
+        for plainer in (_plainer_ways, _fewer_events, _smaller_networks, _plainer_events):
+            found = True
+            while found:
+                found = False
+                for smaller in plainer(case):
+                    if time.monotonic() > end:
+                        break
+                    if smaller in tried:
+                        continue
+                    tried.add(smaller)
+                    if shows(smaller):
+                        case, found = smaller, True
+                        break
     return case
 
 
-def _smaller(case: Case) -> Iterator[Case]:
-    """Yield plainer cases, those first that leave out most."""
-    network, events = case.network, case.events
-    for some in _shorter(events):
+def _fewer_events(case: Case) -> Iterator[Case]:
+    for some in _shorter(case.events):
         if some:
             yield replace(case, events=some)
+
+
+def _smaller_networks(case: Case) -> Iterator[Case]:
+    network = case.network
     for some in _shorter(network.blocks):
         if some:
             yield replace(case, network=replace(network, blocks=some))
@@ -42,13 +52,7 @@ def _smaller(case: Case) -> Iterator[Case]:
             blocks = (*network.blocks[:place], other, *network.blocks[place + 1 :])
             yield replace(case, network=replace(network, blocks=blocks))
     if network.result != "one":
-        for result in ("one", "tuple"):
-            if result != network.result:
-                yield replace(case, network=replace(network, result=result))
-    for place, event in enumerate(events):
-        for plainer in _plainer_events(event):
-            yield replace(case, events=(*events[:place], plainer, *events[place + 1 :]))
-    yield from _plainer_ways(case)
+        yield replace(case, network=replace(network, result="one"))
 
 
 def _shorter(parts: Sequence[Part]) -> Iterator[tuple[Part, ...]]:
@@ -75,30 +79,28 @@ def _smaller_blocks(block: Block) -> Iterator[Block]:
             yield plainer
 
 
-def _plainer_events(event: Event) -> Iterator[Event]:
-    for plainer in (
-        replace(event, form="backward alone"),
-        replace(event, form="forward forgotten"),
-        replace(event, size=4),
-        replace(event, loss="mean square"),
-        replace(event, loss="sum"),
-        replace(event, flag=True),
-        replace(event, number=2.0),
-        replace(event, seed=1),
-        replace(event, change=0),
-    ):
-        if plainer != event and not (event.loss == "sum" and plainer.loss == "mean square"):
-            yield plainer
+def _plainer_events(case: Case) -> Iterator[Case]:
+    for place, event in enumerate(case.events):
+        for plainer in (
+            replace(event, form="backward alone"),
+            replace(event, size=4),
+            replace(event, loss="mean square"),
+            replace(event, flag=True),
+            replace(event, number=2.0),
+            replace(event, seed=1),
+            replace(event, change=0),
+        ):
+            yield replace(case, events=(*case.events[:place], plainer, *case.events[place + 1 :]))
 
 
 def _plainer_ways(case: Case) -> Iterator[Case]:
-    for plainer in (
-        replace(case, how="Rockmate"),
-        replace(case, self_test=False),
-        replace(case, size=4),
-        replace(case, seed=0),
-        replace(case, planner="recompute_all", budget=2**20),
-        replace(case, planner="none", budget=2**20),
-    ):
-        if plainer != case and not (case.planner == "none" and plainer.planner != "none"):
-            yield plainer
+    """Yield ways to plan that need less to be said, and less time."""
+    if case.planner != "none":
+        yield replace(case, planner="none", budget=2**20)
+        if case.planner != "recompute_all":
+            yield replace(case, planner="recompute_all", budget=2**20)
+            yield replace(case, planner="recompute_all")
+    yield replace(case, how="Rockmate")
+    yield replace(case, self_test=False)
+    yield replace(case, size=4)
+    yield replace(case, seed=0)

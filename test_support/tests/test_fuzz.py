@@ -166,7 +166,7 @@ def test_a_printed_script_shows_the_fault(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_search_in_two_processes() -> None:
-    tally = campaign.search(seed=0, cases=6, shrinks=False)
+    tally = campaign.search(seed=0, cases=6)
     assert tally.cases == 6
     assert not tally.broken
     expected = [campaign.verdict_of(draw_case(seed)).kind for seed in range(6)]
