@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--case", type=int, default=None, help="run this one alone")
     parser.add_argument("--shrink", action="store_true", help="make it small")
     parser.add_argument("--out", type=Path, default=None, help="a folder for the scripts")
+    parser.add_argument("--without", nargs="*", default=(), help="forms of layers and events")
     asked = parser.parse_args()
     if asked.case is not None:
         return _one(asked.case, shrinks=asked.shrink)
@@ -43,6 +44,7 @@ def main() -> int:
         minutes=asked.minutes,
         cases=asked.cases,
         processes=asked.processes,
+        without=asked.without,
         tell=tell,
     )
     print(report(tally))
@@ -65,7 +67,7 @@ def report(tally: Tally) -> str:
     lines += [f"  refused {count} times: {text}" for text, count in tally.refusals.most_common(12)]
     lines += [f"  plain PyTorch cannot run {text}" for text in tally.broken]
     for found in sorted(tally.found, key=lambda found: -found.count):
-        lines.append(f"  {found.count} times, first by seed {found.seed}: {found.verdict}")
+        lines.append(f"  {found}")
     return "\n".join(lines)
 
 

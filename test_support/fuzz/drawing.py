@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from fuzz.case import Block, Case, Event, Layer, Network
 from fuzz.events import EVENTS, LOSSES
-from fuzz.layers import Form
+from fuzz.layers import BASES, Form
 from fuzz.layers_that_read import FORMS, PLAIN
 from fuzz.script import RESULTS, changes_of
 
@@ -58,8 +58,7 @@ def _network(chance: random.Random) -> Network:
         layers.append(_weighed(chance, plain))
     for _ in range(chance.choice((0, 1, 1, 2))):
         layers.insert(chance.randint(0, len(layers)), _weighed(chance, odd))
-    base = {"rows": "linear", "sequence": "linear", "image": "convolution"}[kind]
-    layers = [base, *layers, base]  # so that something trains and is recomputed
+    layers = [BASES[kind], *layers, BASES[kind]]  # so that something trains and is recomputed
     made = [Layer(form, number) for number, form in enumerate(layers)]
     blocks: list[Block] = []
     while made:

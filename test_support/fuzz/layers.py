@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 KINDS = {"rows": (8,), "sequence": (5, 8), "image": (8, 4, 4)}
+BASES = {"rows": "linear", "sequence": "linear", "image": "convolution"}  # what trains
 LAST = ("rows", "sequence")  # where the last dimension has 8 numbers
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from fuzz.case import Block, Case
+from fuzz.layers import BASES
 
 Part = TypeVar("Part")
 Shows = Callable[[Case], bool]
@@ -48,7 +49,7 @@ def _smaller_networks(case: Case) -> Iterator[Case]:
         if some:
             yield replace(case, network=replace(network, blocks=some))
     for place, block in enumerate(network.blocks):
-        for other in _smaller_blocks(block):
+        for other in _smaller_blocks(block, BASES[network.kind]):
             blocks = (*network.blocks[:place], other, *network.blocks[place + 1 :])
             yield replace(case, network=replace(network, blocks=blocks))
     if network.result != "one":
@@ -64,10 +65,14 @@ def _shorter(parts: Sequence[Part]) -> Iterator[tuple[Part, ...]]:
         size //= 2
 
 
-def _smaller_blocks(block: Block) -> Iterator[Block]:
+def _smaller_blocks(block: Block, base: str) -> Iterator[Block]:
     for layers in _shorter(block.layers):
         if layers:
             yield replace(block, layers=layers)
+    for place, layer in enumerate(block.layers):
+        if layer.form != base:
+            plain = replace(layer, form=base)
+            yield replace(block, layers=(*block.layers[:place], plain, *block.layers[place + 1 :]))
     for plainer in (
         replace(block, residual=False),
         replace(block, calls=1),
