@@ -79,7 +79,8 @@ class _Facts:
         return tuple(self._node(index, node) for index, node in enumerate(self.sg.nodes))
 
     def _node(self, index: int, node: SimplifiedNode) -> NodeFacts:
-        state = sum(map(self._size, rerun_state(self.sg, node)))
+        names = rerun_state(self.sg, node)
+        state = sum(self.rounded(self.infos[name].size_bytes) for name in names)
         state += self.random_bytes if node.is_random else 0
         copies = sum(map(_copied_buffers, node.ops))
         state += copies

@@ -49,6 +49,18 @@ class TensorInfo:
             tensor.is_conj(),
         )
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements lie without gaps and overlaps, so that a copy lies as they do."""
+        if len(self.stride) != len(self.shape):
+            return False
+        expected = 1
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size > 1 and stride != expected:
+                return False
+            expected *= max(size, 1)
+        return True
+
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         grad = " grad" if self.requires_grad else ""

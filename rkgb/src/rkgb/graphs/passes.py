@@ -5,8 +5,9 @@ Each works on groups of operations, can be applied alone and keeps the results; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from rkgb.graphs.dataflow import DataFlowGraph, DataFlowNode
 
@@ -48,9 +49,10 @@ class Groups:
                 table.setdefault(name, []).append(index)
         return table
 
-    @property
-    def buffers(self) -> Mapping[str, str]:
-        return self.dataflow.basic.buffers
+    @cached_property
+    def resident(self) -> frozenset[str]:
+        """Storages that exist before the forward and outlive it."""
+        return frozenset(map(self.root, self.dataflow.basic.externals))
 
     def root(self, name: str) -> str:
         return self.dataflow.infos[name].alias_of
@@ -69,7 +71,7 @@ def drop_dead(groups: Groups) -> None:
     roots = {groups.root(name) for name in needed}
     for index in reversed(range(len(groups.nodes))):
         node = groups.nodes[index]
-        writes = any(name in roots or name in groups.buffers for name in node.written)
+        writes = any(name in roots or name in groups.resident for name in node.written)
         if node.op.is_random or writes or not needed.isdisjoint(node.op.results):
             needed.update(node.op.inputs)
             roots.update(groups.root(name) for name in node.op.inputs)
@@ -111,7 +113,7 @@ def merge_constants(groups: Groups) -> None:
     network can be one node without making a circle: all its ancestors are in the same set.
     """
     producer = groups.dataflow.producer
-    written_buffers = _written_buffers(groups)
+    rewritten = _written_residents(groups)
     plain: set[int] = set()
     for index in groups.alive():
         node = groups.nodes[index]
@@ -119,7 +121,7 @@ def merge_constants(groups: Groups) -> None:
         infos = groups.dataflow.infos
         values = (*node.op.inputs, *node.op.results)
         wants_grad = any(infos[name].requires_grad for name in values if name)
-        touches_written = any(name in written_buffers for name in node.op.inputs)
+        touches_written = any(groups.root(name) in rewritten for name in node.op.inputs)
         if wants_grad or node.op.is_random or node.written or touches_written:
             continue
         if all(source in plain for source in sources):
@@ -237,6 +239,6 @@ PASSES: tuple[Pass, ...] = (
 PLANNED_PASSES: tuple[Pass, ...] = (*PASSES, merge_into_reader)
 
 
-def _written_buffers(groups: Groups) -> set[str]:
+def _written_residents(groups: Groups) -> set[str]:
     written = {name for node in groups.dataflow.nodes for name in node.written}
-    return written & set(groups.buffers)
+    return written & groups.resident

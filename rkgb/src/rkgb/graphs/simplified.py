@@ -37,7 +37,7 @@ class SimplifiedNode:
     outputs: tuple[str, ...]  # values that other nodes, a backward or the user read
     deps: tuple[int, ...]  # indices of the nodes it must follow
     is_random: bool
-    written_buffers: tuple[str, ...]
+    written_buffers: tuple[str, ...]  # storages from before the forward that it writes to
     backward: tuple[Op, ...] = ()  # its part of the backward, in program order
     hand_overs: tuple[HandOver, ...] = ()  # gradients of leaves that this part completes
 
@@ -199,7 +199,7 @@ def _condense(groups: Groups) -> SimplifiedGraph:
                 ),
                 deps=tuple(sorted(place[d] for d in deps[head])),
                 is_random=any(op.is_random for op in ops),
-                written_buffers=tuple(w for w in written if w in groups.buffers),
+                written_buffers=tuple(w for w in written if w in groups.resident),
                 backward=backward,
                 hand_overs=hand_overs,
             )

@@ -8,7 +8,7 @@ called).
 """
 
 from rkgb.run.node_storages import NodeStorage
-from rkgb.run.program import rerun_state, without_idle_steps
+from rkgb.run.program import rerun_state, runs_once, without_idle_steps
 from rkgb.run.reads import Outcomes
 from rkgb.run.source import CompiledStep
 from rkgb.run.statements import Drop, Give, Statement, StepProgram, Sum
@@ -25,5 +25,6 @@ __all__ = [
     "StepProgram",
     "Sum",
     "rerun_state",
+    "runs_once",
     "without_idle_steps",
 ]

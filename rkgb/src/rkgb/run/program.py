@@ -10,7 +10,7 @@ a backward goes within it.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -118,10 +118,35 @@ def _with_other_backwards(sg: SimplifiedGraph, steps: Sequence[Step]) -> list[St
 
 
 def rerun_state(sg: SimplifiedGraph, node: SimplifiedNode) -> tuple[str, ...]:
-    """Return the buffers that a recomputation of `node` needs as they were before its first run."""
-    written = {name for other in sg.nodes for name in other.written_buffers}
-    reads = (name for op in rerun_ops(sg, node) for name in op.inputs)
-    return tuple(dict.fromkeys(name for name in reads if name in written))
+    """Return the values that a recomputation of `node` needs as they were before its first run.
+
+    They lie in memory from before the forward that a forward writes to. The next forward, which
+    may come before the backward of this one, writes to it again.
+    """
+    infos, written = sg.dataflow.infos, _written_storages(sg)
+    found: dict[str, None] = {}
+    made: set[str] = set()
+    for op in rerun_ops(sg, node):
+        names = (n for n in op.inputs if n not in made and infos[n].alias_of in written)
+        found.update(dict.fromkeys(names))
+        made.update(n for n in op.results if n)
+    return tuple(found)
+
+
+def runs_once(sg: SimplifiedGraph, node: SimplifiedNode) -> bool:
+    """Whether copies of what `node` needs as it was would not be what it has run on.
+
+    It writes to memory of which it reads several values, or reads a part that does not lie densely.
+    """
+    infos = sg.dataflow.infos
+    state = [infos[name] for name in rerun_state(sg, node)]
+    changed = {infos[name].alias_of for op in rerun_ops(sg, node) for name in op.writes}
+    values = Counter(info.alias_of for info in state)
+    return any(not i.is_dense or (i.alias_of in changed and values[i.alias_of] > 1) for i in state)
+
+
+def _written_storages(sg: SimplifiedGraph) -> set[str]:
+    return {name for other in sg.nodes for name in other.written_buffers}
 
 
 def rerun_ops(sg: SimplifiedGraph, node: SimplifiedNode) -> tuple[Op, ...]:
@@ -220,10 +245,10 @@ class _Lowering:
         if node.is_random:
             before = [Draw("random_now", "keep"), Draw(f"random_{index}", "put back")]
             after = [Draw("random_now", "put back")]
-        changed = {name for op in ops for name in op.writes}
+        changed = {self.infos[name].alias_of for op in ops for name in op.writes}
         for name in rerun_state(self.sg, node):
             renamed[name] = f"{name}_of_{index}"
-            if name in changed and self.last_forward[index] != t:
+            if self.infos[name].alias_of in changed and self.last_forward[index] != t:
                 renamed[name] = f"{name}_again"
                 before.append(Copy(f"{name}_again", f"{name}_of_{index}"))
         # What the user holds stays as it is; the new copy of it is dropped at once.

@@ -13,7 +13,7 @@ from rkgb.elements import Op, Write
 from rkgb.engine import Sample, device_of, external_values, measure, node_facts, operations
 from rkgb.graphs import SimplifiedGraph
 from rkgb.opaque import RunPiece
-from rkgb.run import RunnableGraph
+from rkgb.run import RunnableGraph, runs_once
 from rockmate.networks.network_problem import problem_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
@@ -112,13 +112,16 @@ def _unsteady_nodes(graph: SimplifiedGraph, measured: Measured) -> frozenset[int
 
 
 def _readers_of_written(graph: SimplifiedGraph) -> frozenset[int]:
-    """Return the nodes that read an argument which the step writes to in the end: they run once."""
+    """Return the nodes that run once: they read what is written to, and no copy of it would do.
+
+    Among them are those that read an argument which the step writes to in the end.
+    """
     basic = graph.dataflow.basic
     written = {basic.inputs[e.place] for e in basic.effects if isinstance(e, Write)}
     return frozenset(
         index
         for index, node in enumerate(graph.nodes)
-        if any(name in written for op in node.ops for name in op.inputs)
+        if any(name in written for op in node.ops for name in op.inputs) or runs_once(graph, node)
     )
 
 
