@@ -1,6 +1,6 @@
 """Rockmate: train a PyTorch module inside a memory budget, bit for bit as without it."""
 
-from rockmate.blockwise.apply import apply_to_blocks
+from rockmate.block_by_block import apply_to_blocks
 from rockmate.blockwise.report import BlocksPlan
 from rockmate.errors import (
     BackwardTwiceError,

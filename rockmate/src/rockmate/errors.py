@@ -49,6 +49,7 @@ class InfeasibleBudgetError(RockmateError, ValueError):
         self.asked_bytes = asked_bytes
         self.minimum_bytes = minimum_bytes
         self.bound_bytes = bound_bytes
+        self.whole: tuple[str, ...] = ()  # submodules that run whole in what was planned
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without it a copy, or an unpickled error of a worker, would be made from `args` alone.

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from rockmate.decisions import DecidingForward
 from rockmate.errors import RockmateError
 from rockmate.module import (
     Rockmate,
@@ -18,7 +19,6 @@ from rockmate.module import (
     plain_view,
     settings_of,
 )
-from rockmate.planned_forward import PlannedForward
 from rockmate.settings import Budget, parse_budget
 
 _FIRST_STEP = object()  # what comes with the first training step is the sample
@@ -50,7 +50,7 @@ def apply(
         raise TypeError("rockmate.apply takes kwargs and samples beside a sample only")
     if not is_applied(model):
         plain_of(model)  # refuses what is no module
-    planned = PlannedForward(plain_view(model), settings_of(budget, options))
+    planned = DecidingForward(plain_view(model), settings_of(budget, options))
     if sample is not _FIRST_STEP:
         planned.prepare(calls_of(sample, options))
     return dressed(remove(model), planned)

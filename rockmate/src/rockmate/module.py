@@ -14,13 +14,14 @@ from torch import nn
 
 from rkgb.engine import bind_inputs
 from rkgb.torch_api import is_optimized
+from rockmate.decisions import DecidingForward
+from rockmate.decisions.report import DecidedPlan
 from rockmate.errors import UnsupportedModuleError
 from rockmate.files.plan_file import PlanFile
 from rockmate.forward_of_planned import CompiledCallOfWrapper, ForwardOfPlanned
 from rockmate.keys.sharded import own_class
 from rockmate.networks import compiled_part
 from rockmate.plan_cache import PlanRows
-from rockmate.planned_forward import PlannedForward
 from rockmate.plans_of_module import INSTEAD
 from rockmate.reports.plan_report import PlanReport
 from rockmate.settings import Budget, SelfTest, Settings, check_choices
@@ -90,7 +91,7 @@ class Rockmate(nn.Module):
             module is left as it was.
     """
 
-    _rockmate: PlannedForward
+    _rockmate: DecidingForward
 
     def __new__(cls, model: nn.Module | None = None, *_: Any, **__: Any) -> Rockmate:
         if model is None:  # a replica of one, that shares what was planned
@@ -133,7 +134,7 @@ class Rockmate(nn.Module):
         plain = plain_of(model)
         if plain is not model and not isinstance(model, Rockmate):
             _log.info("torch.compile around %s is taken off: %s", type(plain).__name__, INSTEAD)
-        planned = PlannedForward(plain, settings_of(budget, options))
+        planned = DecidingForward(plain, settings_of(budget, options))
         planned.prepare(calls_of(sample, options))
         object.__setattr__(self, "_rockmate", planned)
 
@@ -160,8 +161,11 @@ class Rockmate(nn.Module):
         return self._rockmate.model
 
     @property
-    def plan(self) -> PlanReport:
+    def plan(self) -> PlanReport | DecidedPlan:
         """The plan for the sample; printing it shows what is recomputed and at what price."""
+        by_blocks = self._rockmate.by_blocks
+        if by_blocks is not None:
+            return by_blocks.report
         first = self._rockmate.planned
         return PlanReport(
             first.problem,
@@ -177,33 +181,38 @@ class Rockmate(nn.Module):
     @property
     def plans(self) -> PlanRows:
         """What was planned, why, and how long it took; printing it shows a line for each plan."""
-        return self._rockmate.plans.rows()
+        return self._rockmate.rows()
 
     @property
     def budget_bytes(self) -> int:
         """The budget in bytes, fraction resolved."""
-        return self._rockmate.planned.budget_bytes
+        by_blocks = self._rockmate.by_blocks
+        return (by_blocks.report if by_blocks else self._rockmate.planned).budget_bytes
 
     @property
     def planning_seconds(self) -> Mapping[str, float]:
         """Seconds that each phase of planning took."""
-        return self._rockmate.planned.seconds
+        by_blocks = self._rockmate.by_blocks
+        return (by_blocks.report if by_blocks else self._rockmate.planned).seconds
 
     @property
     def eager_peak_bytes(self) -> int | None:
         """Measured activation peak of the eager module; None if no eager step was run."""
-        return self._rockmate.planned.eager_peak_bytes
+        return (self._rockmate.by_blocks or self._rockmate.planned).eager_peak_bytes
 
     @property
     def measured_peak_bytes(self) -> int | None:
         """Peak that the allocator counted in the self-test; None if it was left out."""
-        return self._rockmate.planned.measured_peak_bytes
+        by_blocks = self._rockmate.by_blocks
+        return (by_blocks.report if by_blocks else self._rockmate.planned).measured_peak_bytes
 
     def extra_repr(self) -> str:
         """Say what the model says of itself, and how it is planned."""
-        first = self._rockmate.first
+        first, by_blocks = self._rockmate.first, self._rockmate.by_blocks
         text = "not planned yet"
-        if first is not None:
+        if by_blocks is not None:
+            text = f"by blocks: {by_blocks.report.summary()}"
+        elif first is not None:
             text = (
                 f"budget {first.budget_bytes} bytes, predicted peak {first.plan.peak_bytes} "
                 f"bytes, overhead {100 * first.plan.overhead:.1f} %"
@@ -228,7 +237,7 @@ class Rockmate(nn.Module):
         parts[2:3] = [_without_plans(part) for part in parts[2:3]]
         # As copy itself does, but known as the copy of this object, not of the plain view of it.
         model = copy._reconstruct(self, memo, *parts)  # type: ignore[attr-defined]
-        dressed(model, PlannedForward(plain_view(model), planned.settings))
+        dressed(model, DecidingForward(plain_view(model), planned.settings))
         model._rockmate.take_plans_of(planned)
         return model
 
@@ -322,7 +331,7 @@ def plain_of(model: Any) -> nn.Module:
     return model
 
 
-def dressed(model: nn.Module, planned: PlannedForward) -> nn.Module:
+def dressed(model: nn.Module, planned: DecidingForward) -> nn.Module:
     """Return the same module, whose own forward is a planned one from now on."""
     vars(model)["_rockmate"] = planned
     object.__setattr__(model, "__class__", _class_of(Rockmate, type(model), wraps=False))
@@ -337,7 +346,7 @@ def _without_plans(state: Any) -> Any:
 
 def _load(model: nn.Module, settings: Settings) -> Rockmate:
     wrapper = Rockmate.__new__(Rockmate, model)
-    object.__setattr__(wrapper, "_rockmate", PlannedForward(model, settings))
+    object.__setattr__(wrapper, "_rockmate", DecidingForward(model, settings))
     return wrapper
 
 
@@ -357,7 +366,7 @@ def _restore(model: nn.Module, saved: tuple[Any, Settings]) -> None:
     if state is not None:
         set_state = getattr(model, "__setstate__", None) or vars(model).update
         set_state(state)
-    dressed(model, PlannedForward(plain_view(model), settings))
+    dressed(model, DecidingForward(plain_view(model), settings))
 
 
 # ---------------------------------------------------------------------- arguments

@@ -27,6 +27,7 @@ class PlannedForward(PlansOfModule):
 
     forward: Any = None  # what a user has put over the planned forward
     compiled_call: Any = None  # by `compile()` of the wrapper
+    by_blocks: Any = None  # a plan that is not of the whole module
 
     def __reduce__(self) -> Any:
         """Leave plans out of copies and files of the plain module, whose attribute this is."""

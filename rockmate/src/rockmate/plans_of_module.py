@@ -38,7 +38,7 @@ from rockmate.pipeline import (
     sharing,
     shelf_of,
 )
-from rockmate.plan_cache import Family, Key, PlanCache, PlanRow, what
+from rockmate.plan_cache import Family, Key, PlanCache, PlanRow, PlanRows, what
 from rockmate.runtime.plain import unseen
 from rockmate.settings import Settings, parse_budget
 
@@ -49,7 +49,7 @@ _MOST_TRIES = 4  # to make a plan for all numbers
 _MOST_NAMED = 3  # compiled modules, in the log
 # What is said where torch.compile is taken off.
 INSTEAD = "its operations are planned one by one; compile=True compiles what is planned"
-_planning = threading.RLock()  # one at a time: a recording watches over all of torch
+planning = threading.RLock()  # one at a time: a recording watches over all of torch
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
@@ -98,7 +98,7 @@ class PlansOfModule:
             UnsupportedModuleError: no part may be run whole (`strict=True`).
         """
         paths = tuple(dict.fromkeys(paths))
-        with _planning:
+        with planning:
             if self.settings.strict:
                 named = ", ".join(f"'{path or '(root)'}'" for path in paths)
                 raise UnsupportedModuleError(
@@ -131,7 +131,7 @@ class PlansOfModule:
         self._shelf = own[0]  # later calls come when they come, not on all ranks at once
 
     def _prepare(self, calls: Sequence[Call]) -> None:
-        with _planning, torch.inference_mode(False), torch.enable_grad():
+        with planning, torch.inference_mode(False), torch.enable_grad():
             calls = [_usable(self.model, call) for call in calls]
             _, fraction = parse_budget(self.settings.budget)
             if fraction is not None and len(calls) > 1:
@@ -149,7 +149,7 @@ class PlansOfModule:
 
     def _plan(self, key: Key, call: Call) -> Family:
         """Plan for a key that no plan is for, within the same bytes."""
-        with _planning:
+        with planning:
             family = self.plans.get(key)
             if family is not None:  # another thread has planned it
                 return family
@@ -259,7 +259,7 @@ class PlansOfModule:
 
     def _add_way(self, family: Family, call: Call) -> Planned:
         """Plan for values of the inputs that lead the forward another way."""
-        with _planning:
+        with planning:
             why = "values of the inputs that the forward looks at"
             # After some ways, what looks at values is run whole rather than followed again.
             guards = len(family.variants) < _MOST_WAYS
@@ -308,11 +308,13 @@ class PlansOfModule:
         except InfeasibleBudgetError as error:
             if self.first is None:
                 raise
-            raise InfeasibleBudgetError(
+            other = InfeasibleBudgetError(
                 f"for a call of another kind than before ({why}): {error}",
                 asked_bytes=error.asked_bytes,
                 minimum_bytes=error.minimum_bytes,
-            ) from None
+            )
+            other.whole = error.whole
+            raise other from None
         if self.first is None:
             self.first = planned
             # Later plans get the same bytes, whatever a fraction of *their* eager peak would be.
@@ -336,6 +338,10 @@ class PlansOfModule:
             inside = ", ".join(f"'{path or '(root)'}'" for path in paths[:_MOST_NAMED])
             more = f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""
             _log.info("torch.compile of %s%s in %s is taken off: %s", inside, more, name, INSTEAD)
+
+    def rows(self) -> PlanRows:
+        """Return what was planned, why, and how long it took."""
+        return self.plans.rows()
 
     def plan_file(self) -> PlanFile:
         """Return what was planned as a file holds it, the plan for the sample first."""

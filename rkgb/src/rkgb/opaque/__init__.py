@@ -7,7 +7,15 @@ changes), trial.py (what a call costs) and adding.py (its gradients).
 """
 
 from rkgb.opaque.call import is_inside
-from rkgb.opaque.module_state import PythonRandom, StartOfCall
+from rkgb.opaque.module_state import BufferContents, ModuleState, PythonRandom, StartOfCall
 from rkgb.opaque.piece import RunPiece, running_on
 
-__all__ = ["PythonRandom", "RunPiece", "StartOfCall", "is_inside", "running_on"]
+__all__ = [
+    "BufferContents",
+    "ModuleState",
+    "PythonRandom",
+    "RunPiece",
+    "StartOfCall",
+    "is_inside",
+    "running_on",
+]

@@ -17,7 +17,7 @@ from rockmate.networks.executables import planned_executable
 from rockmate.options.module_choice import ModuleCall
 from rockmate.options.options import BlockOption
 from rockmate.pipeline import plan_module
-from rockmate.planners.module_options import options_of
+from rockmate.planners.module_options import module_options, options_of
 from rockmate.runtime.execute import Executor
 from rockmate.runtime.plain import plain
 from rockmate.schedules.plan import make_plan
@@ -73,6 +73,17 @@ class Kind:
         problem = self.recorded.problem
         order = problem.backward_order
         return problem.nodes[order[0]].grads_before_bytes if order else 0
+
+
+def ways_to_run(recorded: Planned, backend: str) -> tuple[BlockOption, ...]:
+    """Return the options of a block that was recorded, without runs again of what is fixed."""
+    fixed, count = recorded.network.fixed, len(recorded.problem.nodes)
+    found = []
+    for option in module_options(recorded.problem, backend=backend):
+        first, rest = option.steps[:count], option.steps[count:]
+        kept = (step for step in rest if step.kind == "B" or step.node not in fixed)
+        found.append(replace(option, steps=(*first, *kept)))
+    return tuple(found)
 
 
 def recorded_block(model: nn.Module, call: Call, settings: Settings) -> Planned:

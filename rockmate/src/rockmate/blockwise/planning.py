@@ -26,7 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.engine import Sample
-from rockmate.blockwise.kinds import Kind, call_of, recorded_block, refuse_shards_inside
+from rockmate.blockwise.kinds import (
+    Kind,
+    call_of,
+    recorded_block,
+    refuse_shards_inside,
+    ways_to_run,
+)
 from rockmate.blockwise.lockstep import LockstepForward
 from rockmate.blockwise.rehearsal import END, TURN, Call, Marker, marked, run_step, trace_step
 from rockmate.blockwise.saved_blocks import numbers_for, over_budget, steps_for
@@ -47,7 +53,7 @@ from rockmate.options.module_choice import (
     smallest_budget,
 )
 from rockmate.planned_forward import PlannedForward
-from rockmate.planners.module_options import module_options, options_of
+from rockmate.planners.module_options import options_of
 from rockmate.runtime.plain import is_plain, plain
 from rockmate.settings import Settings
 
@@ -326,17 +332,12 @@ class Planner:
             settings = replace(self.settings, budget=_EVERYTHING, self_test=False, opaque=whole)
             with self._meeting(bare):
                 recorded = recorded_block(bare, (args, ordered), settings)
-            fixed, count = recorded.network.fixed, len(recorded.problem.nodes)
             if self.saved is not None:
-                shape = count, recorded.problem.backward_order
+                shape = len(recorded.problem.nodes), recorded.problem.backward_order
                 steps = steps_for(self.saved, len(self.kinds), shape)
                 options = list(options_of(recorded.problem, steps))
             else:
-                options = []
-                for option in module_options(recorded.problem, backend=self.settings.backend):
-                    first, rest = option.steps[:count], option.steps[count:]
-                    kept = (step for step in rest if step.kind == "B" or step.node not in fixed)
-                    options.append(replace(option, steps=(*first, *kept)))
+                options = list(ways_to_run(recorded, self.settings.backend))
             wanted = [local_part(p) for p in model.parameters() if p.requires_grad and shards]
             gathered = sum(p.numel() * p.element_size() for p in wanted)
             self.kinds[key] = Kind(recorded, tuple(options), gathered, bool(whole))

@@ -72,8 +72,11 @@ def trace_step(
             marker.span = None
 
     with kept_as_it_is(model, device):
+        start, traces = StartOfCall(model, device), []
         _run(model, call, Marker())  # gradients are there from now on, and buffers of libraries
-        traces = [trace_memory(run, device) for _ in range(times)]
+        for _ in range(times):
+            start.restore()  # by other random numbers, it might go another way
+            traces.append(trace_memory(run, device))
     trace = min(traces, key=lambda trace: trace.peak_bytes)
     marks = [Mark(s.name, s.start_bytes, s.next_peak_bytes) for s in trace.spans]
     return trace.peak_bytes, tuple(marks)
@@ -95,17 +98,25 @@ def _run(model: nn.Module, call: Call, marker: Marker) -> None:
 def kept_as_it_is(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Put gradients, buffers, attributes and random numbers back in the end."""
     start = StartOfCall(model, device)
-    parameters = list(model.parameters())
-    grads = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
+    leaves = [*model.parameters(), *_leaves_kept(model)]
+    grads = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
     try:
-        with without_hooks_after_gradients(parameters):
+        with without_hooks_after_gradients(leaves):
             yield
     finally:
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad
+        for leaf, grad in zip(leaves, grads, strict=True):
+            leaf.grad = grad
         start.restore()
+
+
+def _leaves_kept(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the buffers and attributes that get gradients of their own."""
+    for module in model.modules():
+        for value in (*module._buffers.values(), *vars(module).values()):
+            if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
+                yield value
 
 
 @contextlib.contextmanager

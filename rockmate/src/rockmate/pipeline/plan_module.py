@@ -90,7 +90,8 @@ def plan_module(
 
     Raises:
         BudgetFormatError: the budget cannot be read.
-        InfeasibleBudgetError: no plan fits; it names the smallest budget that does.
+        InfeasibleBudgetError: no plan fits; it names the smallest budget that does, and what runs
+            whole.
         rkgb.TraceError, rkgb.UnsupportedOpError: the module cannot be recorded exactly.
         UnsupportedModuleError: the module or its state cannot be run exactly.
         SelfTestError: the planned module disagreed with eager PyTorch.
@@ -119,7 +120,11 @@ def plan_module(
     made_before = _made_before(call, asked, shelf)
     if made_before is not None:
         return made_before
-    planned = _planned_anew(call, basic, recorded, budget_bytes, fraction)
+    try:
+        planned = _planned_anew(call, basic, recorded, budget_bytes, fraction)
+    except InfeasibleBudgetError as error:
+        error.whole = basic.opaque
+        raise
     phases.close("planned")
     shelf.keep(asked, planned)
     return planned

@@ -1,4 +1,4 @@
-"""The door: plan every block of a model in place, within one budget for the whole step."""
+"""`apply_to_blocks`: plan every block of a model in place, within one budget for the whole step."""
 
 from __future__ import annotations
 

@@ -1,0 +1,326 @@
+"""The blocks of a root: submodules that it calls in a sample's step, and ways to run each call.
+
+A block is recorded where it is called, and has the options of a module among others. One that
+decides by values itself is looked into: what it calls are blocks instead, unless these would save
+little of what it holds; then its calls keep everything or nothing. So do those of blocks that are
+called with tensors of many sizes (experts that get some of the tokens), which come otherwise again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkgb import OpaquePieceError, OtherWayError, RkgbError
+from rkgb.elements import flatten
+from rkgb.opaque import BufferContents, StartOfCall, is_inside
+from rockmate.blockwise.kinds import Kind, ways_to_run
+from rockmate.decisions.dressing import Dressing, view_of
+from rockmate.decisions.recomputed import tensors_read
+from rockmate.errors import RockmateError
+from rockmate.networks import Planned
+from rockmate.options.options import BlockOption
+from rockmate.plan_cache import Family, Key
+from rockmate.planned_forward import PlannedForward
+from rockmate.plans_of_module import Call
+from rockmate.runtime.plain import plain
+from rockmate.settings import Settings
+
+KEEP, AGAIN = "keep", "again"  # a plain call; one that keeps nothing and runs again
+EVERYTHING = 1 << 62  # a budget that keeps everything
+_DIGITS = re.compile(r"\d+")
+_MUCH = 0.5  # of what a block holds, that its parts must be able to save to stand for it
+_TORCH = "torch.nn.modules."
+
+
+class NotPlannedHereError(Exception):
+    """A call of a kind that a block was not planned for."""
+
+
+class BlockForward(PlannedForward):
+    """Plans until it is sealed; later calls of other kinds are left to the caller."""
+
+    is_sealed = False
+
+    def recorded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Key, Planned]:
+        """Return the key of a call, and its recording, which keeps everything."""
+        self.prepare([(args, kwargs)])
+        key, family = next(reversed(self.plans.families.items()))
+        return key, family.variants[0]
+
+    def as_planned(self, key: Key, planned: Planned) -> BlockForward:
+        """Return a forward of the same block for calls of one key, which run as planned."""
+        forward = BlockForward(self.model, self.settings)
+        forward.watch = self.watch
+        row = self.plans.families[key].row
+        forward.plans.put(key, Family([planned], row))
+        forward.first, forward.is_sealed = planned, True
+        return forward
+
+    def _plan(self, key: Key, call: Call) -> Family:
+        if self.is_sealed:
+            raise NotPlannedHereError
+        return super()._plan(key, call)
+
+    def _add_way(self, family: Family, call: Call) -> Planned:
+        if self.is_sealed:
+            raise NotPlannedHereError
+        return super()._add_way(family, call)
+
+    def _with_pieces(
+        self,
+        planned: Planned,
+        external: Mapping[str, Tensor],
+        leaves: Sequence[Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        start = StartOfCall(self.model, planned.signature.device)
+        try:
+            return planned.run(self.model, external, leaves, call=(args, kwargs))
+        except (OpaquePieceError, OtherWayError) as error:
+            start.restore()
+            raise NotPlannedHereError from error
+
+
+Run = BlockForward | str  # or `KEEP`, or `AGAIN`
+
+
+@dataclass(eq=False)
+class Block:
+    """One submodule, its recordings, and what a step of it was seen to write."""
+
+    path: str
+    module: nn.Module
+    view: nn.Module  # the same state, never led elsewhere
+    base: BlockForward
+    writes_buffers: bool = False
+    can_run_again: bool = True  # it changes nothing but buffers and attributes
+    planned: dict[tuple[Key, int], BlockForward] = field(default_factory=dict)
+
+    @property
+    def group(self) -> str:
+        """Equal for layers in the same place."""
+        return _DIGITS.sub("#", self.path)
+
+
+@dataclass(eq=False)
+class SeenCall:
+    """One call of a block in the sample's step, and the ways to run it."""
+
+    block: Block
+    shapes: tuple[Any, ...]
+    key: Key
+    kind: Kind
+    runs_whole: bool  # it keeps everything or nothing
+
+    @property
+    def options(self) -> tuple[BlockOption, ...]:
+        """What the ways take, the fastest first."""
+        if not self.runs_whole:
+            return self.kind.options
+        options = self.kind.options
+        most = max(options, key=lambda o: o.saved_bytes)
+        least = min(options, key=lambda o: o.saved_bytes)
+        time_ms = sum(node.fwd_time_ms for node in self.kind.recorded.problem.nodes)
+        if not self.block.can_run_again or most.saved_bytes == least.saved_bytes:
+            return (most,)
+        return most, replace(
+            most, saved_bytes=least.saved_bytes, overhead_ms=max(time_ms, most.overhead_ms)
+        )
+
+    def run(self, number: int) -> Run:
+        """Return what runs one of the options."""
+        if self.runs_whole:
+            return (KEEP, AGAIN)[number]
+        known = self.block.planned.get((self.key, number))
+        if known is None:
+            planned = self.kind.planned(number)
+            known = self.block.base.as_planned(self.key, planned)
+            self.block.planned[self.key, number] = known
+        return known
+
+    @property
+    def least(self) -> int:
+        """The option that keeps least."""
+        rows = self.options
+        return min(range(len(rows)), key=lambda n: (rows[n].saved_bytes, rows[n].bwd_peak_bytes))
+
+    @property
+    def savable_bytes(self) -> int:
+        """What the options differ by at most."""
+        kept = [option.saved_bytes for option in self.options]
+        return max(kept) - min(kept)
+
+
+class Meeting:
+    """Stands in all submodules during one step, records blocks where they are called, and runs them
+    with what keeps least."""
+
+    def __init__(
+        self, model: nn.Module, settings: Settings, whole: Iterable[str], *, plans: bool
+    ) -> None:
+        self.model, self.plans = model, plans
+        self.settings = replace(
+            settings, budget=EVERYTHING, self_test=False, share=False, cache=False, plan=None,
+            reserve_bytes=0, compile=False, progress=False, opaque=(), max_plans=1 << 10,
+        )  # fmt: skip
+        self.modules = {path: m for path, m in model.named_modules() if path}
+        self.views = {path: view_of(module) for path, module in self.modules.items()}
+        self.dressing = Dressing(self.modules)
+        self.open = {p for p in self.modules if any(is_inside(w, p) for w in whole if w)}
+        self.plain: set[str] = set()  # nothing to choose
+        self.blocks: dict[str, Block] = {}
+        self.calls: list[SeenCall] = []
+        self.samples: dict[str, Call] = {}  # by group
+        self.kinds: list[Kind] = []
+        self._inside = False
+
+    def __call__(self, path: str, /, *args: Any, **kwargs: Any) -> Any:
+        view = self.views[path]
+        may = not self._inside and path not in self.open and torch.is_grad_enabled()
+        if not may or not _is_worth_it(view, args, kwargs):
+            return view.forward(*args, **kwargs)
+        seen = None if path in self.plain else self._seen(path, args, kwargs)
+        if seen is None:
+            is_leaf = path in self.plain
+            return self._run(path, KEEP, args, kwargs) if is_leaf else view.forward(*args, **kwargs)
+        first = len(self.calls)
+        is_new = not any(call.block is seen.block for call in self.calls)
+        if self._decides(seen) and is_new and next(view.children(), None) is not None:
+            with self._observed(seen.block, args, kwargs):
+                result = view.forward(*args, **kwargs)
+            inner = sum(call.savable_bytes for call in self.calls[first:])
+            if inner >= _MUCH * seen.savable_bytes:
+                self.open.add(path)
+                return result
+            del self.calls[first:]
+            self.calls.append(seen)
+            return result
+        self.calls.append(seen)
+        with self._observed(seen.block, args, kwargs):
+            return self._run(path, seen.run(seen.least), args, kwargs)
+
+    def _decides(self, seen: SeenCall) -> bool:
+        """Whether a part with modules inside runs whole in the recording of a block."""
+        model = seen.block.view
+        opaque = seen.kind.recorded.network.opaque
+        return any(next(model.get_submodule(p).children(), None) is not None for p in opaque)
+
+    def _run(self, path: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._inside = True
+        try:
+            if isinstance(run, str):
+                return self.views[path].forward(*args, **kwargs)
+            return run(args, kwargs)
+        finally:
+            self._inside = False
+
+    @contextlib.contextmanager
+    def _observed(
+        self, block: Block, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Iterator[None]:
+        """See what a call of a block writes."""
+        buffers = {id(b) for b in block.view.buffers()}
+        leaves = (*flatten((args, dict(kwargs)))[0], *tensors_read(block.view))
+        read = [t for t in leaves if isinstance(t, Tensor) and not t.is_inference()]
+        versions = [(t, t._version) for t in read if id(t) not in buffers]
+        contents = BufferContents(block.view)
+        yield
+        block.writes_buffers |= contents.changed()
+        block.can_run_again &= all(tensor._version == version for tensor, version in versions)
+
+    # ------------------------------------------------------------------ recordings
+
+    def _seen(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SeenCall | None:
+        """Return a call with its ways; None where there is nothing to choose or to record."""
+        block = self.blocks.get(path)
+        if block is None:
+            base = BlockForward(self.views[path], self.settings)
+            block = Block(path, self.modules[path], self.views[path], base)
+        block.base.known = tuple(kind.recorded for kind in self.kinds)
+        try:
+            with self.dressing.off(), plain():
+                key, planned = block.base.recorded(args, kwargs)
+                kind = self._kind(planned)
+        except (RockmateError, RkgbError):
+            self.open.add(path)
+            return None
+        leaves = flatten((args, dict(kwargs)))[0]
+        shapes = tuple(tuple(t.shape) for t in leaves if isinstance(t, Tensor))
+        whole = not self.plans or "" in planned.network.opaque
+        seen = SeenCall(block, shapes, key, kind, whole)
+        if not seen.savable_bytes:
+            self.plain.add(path)
+            return None
+        self.blocks[path] = block
+        if block.group not in self.samples:
+            self.samples[block.group] = _detached(args), _detached(kwargs)
+        return seen
+
+    def _kind(self, planned: Planned) -> Kind:
+        """Return the options of a recording; those of an equal one, if there is any."""
+        for kind in self.kinds:
+            if kind.recorded.problem is planned.problem:
+                return Kind(planned, kind.options, 0)
+        kind = Kind(planned, ways_to_run(planned, self.settings.backend), 0)
+        self.kinds.append(kind)
+        return kind
+
+    # ------------------------------------------------------------------ afterwards
+
+    def settle(self) -> None:
+        """Let calls of blocks that come with many sizes keep everything or nothing."""
+        shapes: dict[tuple[str, int], set[Any]] = {}
+        for call in self.calls:
+            shapes.setdefault((call.block.group, len(call.shapes)), set()).add(call.shapes)
+        for call in self.calls:
+            if len(shapes[call.block.group, len(call.shapes)]) > 1:
+                call.runs_whole = True
+        used = {call.block.path for call in self.calls}
+        self.blocks = {path: block for path, block in self.blocks.items() if path in used}
+
+    def unseen(self) -> list[SeenCall]:
+        """Return calls that did not come, of layers in the places of those that did."""
+        found = []
+        groups = {block.group: block for block in self.blocks.values()}
+        whole = {call.block.group for call in self.calls if call.runs_whole}
+        for path, module in self.modules.items():
+            alike = groups.get(_DIGITS.sub("#", path))
+            is_alike = alike is not None and type(module) is type(alike.view)
+            if is_alike and path not in self.blocks and alike is not None:
+                seen = self._seen(path, *self.samples[alike.group])
+                if seen is not None:
+                    seen.runs_whole |= alike.group in whole
+                    seen.block.writes_buffers = alike.writes_buffers
+                    seen.block.can_run_again = alike.can_run_again
+                    found.append(seen)
+        return found
+
+
+def _is_worth_it(view: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is trained, and of more than one operation."""
+    kind = type(view).__module__
+    is_one = kind.startswith(_TORCH) and not kind.endswith(".rnn")
+    if is_one and next(view.children(), None) is None:
+        return False
+    leaves = (*flatten((args, dict(kwargs)))[0], *view.parameters())
+    return any(isinstance(t, Tensor) and t.requires_grad for t in leaves)
+
+
+def _detached(call: Any) -> Any:
+    leaves, structure = flatten(call)
+    return structure.unflatten(
+        [
+            leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in leaves
+        ]
+    )

@@ -1,0 +1,294 @@
+"""From a root, a call and a budget to a step plan: blocks are met, a way for each call is chosen.
+
+meet     one step: blocks are recorded where they are called, and run with what keeps least
+measure  one step: the memory where each call of a block begins and ends, all keeping least
+choose   a way for each call, by what they keep and where they are called; what runs between them,
+         and gradients on their way, are what the step took beyond that
+test     one step against plain PyTorch, in bits and bytes; chosen anew by what was seen, until
+         little of the budget is left or nothing faster fits
+
+Whole steps are run on the model itself, and nothing stays of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rkgb.engine import Sample
+from rockmate.blockwise.rehearsal import TURN, Call, Mark, Marker, kept_as_it_is, trace_step
+from rockmate.blockwise.rehearsal import run_step as rehearse
+from rockmate.comparison.eager import StepResult, differences, run_step
+from rockmate.decisions.blocks import EVERYTHING, Meeting, Run
+from rockmate.decisions.report import DecidedPlan, report
+from rockmate.decisions.step_plan import StepPlan
+from rockmate.errors import InfeasibleBudgetError, RockmateError, SelfTestError
+from rockmate.keys.module_state import without_hooks
+from rockmate.options.module_choice import ModuleCall, StepMemory, choose, peak_of, smallest_budget
+from rockmate.settings import Settings
+
+_log = logging.getLogger("rockmate")
+_MOST_TRIES = 8
+_NEAR = 0.98  # of the budget: nothing better is looked for
+_STEP = 0.005  # of the budget: nothing finer is tried
+
+
+class NoBlocksError(RockmateError):
+    """Nothing that the root calls can keep less."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """A step plan, and what is known of it."""
+
+    step: StepPlan
+    report: DecidedPlan
+    eager_peak_bytes: int | None
+
+
+def plan_step(
+    model: nn.Module,
+    call: Call,
+    settings: Settings,
+    budget_bytes: int,
+    whole: Sequence[str],
+    why: str,
+) -> Chosen:
+    """Return a plan for a root of which the submodules `whole` cannot be recorded.
+
+    Raises:
+        NoBlocksError: there is nothing to plan in it.
+        InfeasibleBudgetError: no choice fits; `minimum_bytes` is the smallest budget that does.
+        SelfTestError: the step disagrees with plain PyTorch.
+    """
+    bare = without_hooks(model, type(model))
+    sample = Sample.of(bare, *call)
+    eager = _eager_step(bare, sample)
+    for plans in (True, False):
+        try:
+            planner = _Planner(bare, model, call, sample, settings, eager, plans=plans)
+            planner.meet(whole)
+            return planner.chosen(budget_bytes, why)
+        except (InfeasibleBudgetError, NoBlocksError):
+            raise
+        except Exception as error:
+            if not plans:
+                raise
+            _log.info("blocks of %s run again whole: %s", type(model).__name__, error)
+    raise AssertionError("the last of them returns or raises")
+
+
+def _eager_step(bare: nn.Module, sample: Sample) -> StepResult | None:
+    """Run one plain step; None where the device has too little memory for it."""
+    try:
+        with kept_as_it_is(bare, sample.device):
+            return run_step(bare, bare, sample, keep="fingerprints")
+    except torch.OutOfMemoryError:
+        _log.warning("a plain step of %s does not fit, and is not compared", type(bare).__name__)
+        return None
+
+
+class _Planner:
+    def __init__(
+        self,
+        bare: nn.Module,
+        model: nn.Module,
+        call: Call,
+        sample: Sample,
+        settings: Settings,
+        eager: StepResult | None,
+        *,
+        plans: bool,
+    ) -> None:
+        self.bare, self.model, self.call, self.sample = bare, model, call, sample
+        self.settings, self.eager, self.plans = settings, eager, plans
+        self.name = type(model).__name__
+        self.tested: dict[tuple[int, ...], StepResult] = {}
+
+    def meet(self, whole: Sequence[str]) -> None:
+        """Find the blocks and their ways.
+
+        Raises:
+            NoBlocksError: there is none.
+        """
+        meeting = Meeting(self.bare, self.settings, whole, plans=self.plans)
+        with meeting.dressing.led_to(meeting):
+            rehearse(self.bare, self.call, self.sample.device)
+        meeting.settle()
+        self.calls = meeting.calls
+        if not self.calls:
+            raise NoBlocksError(f"no submodule that {self.name} calls can keep less than it does")
+        with kept_as_it_is(self.bare, self.sample.device):
+            self.unseen = meeting.unseen()
+        self.blocks = meeting.blocks
+
+    def chosen(self, budget_bytes: int, why: str) -> Chosen:
+        """Return the fastest plan that was found within the budget.
+
+        Raises:
+            InfeasibleBudgetError: none was; `minimum_bytes` is what would do.
+        """
+        room = budget_bytes - self.settings.reserve_bytes
+        least = [call.least for call in self.calls]
+        memory, more_bytes = self._measure(least)
+        first = self._test(least).allocated_peak_bytes
+        beyond = first - peak_of(memory, least)
+        smallest = choose(memory, smallest_budget(memory))
+        ways = [least] if smallest is None else [least, list(smallest.options)]
+        minimum = min(self._test(numbers).allocated_peak_bytes for numbers in ways)
+        aside = more_bytes if minimum + more_bytes <= room else 0
+        found = self._search(memory, room - aside, beyond, ways) if minimum <= room else None
+        if found is None:
+            minimum += self.settings.reserve_bytes
+            raise InfeasibleBudgetError(
+                f"the {len(self.blocks)} blocks of {self.name} cannot be run within {budget_bytes} "
+                f"bytes; it is planned block by block: {why} The whole step needs {minimum}. "
+                "Raise the budget to that, or reduce the batch size",
+                asked_bytes=budget_bytes,
+                minimum_bytes=minimum,
+            )
+        if more_bytes and not aside:
+            _log.warning(
+                "%d blocks of %s did not run in the sample's step; a step that runs them too may "
+                "take up to %d bytes more than the budget of %d",
+                len(self.unseen),
+                self.name,
+                more_bytes,
+                budget_bytes,
+            )
+        step = self._test(found)
+        made = report(
+            self.name, why, self.calls, self.unseen, found, budget_bytes, step, self.eager
+        )
+        eager_bytes = None if self.eager is None else self.eager.allocated_peak_bytes
+        return Chosen(self._step_plan(found, budget_bytes), made, eager_bytes)
+
+    def _search(
+        self, memory: StepMemory, room: int, beyond: int, known: Sequence[Sequence[int]]
+    ) -> Sequence[int] | None:
+        """Return the fastest options that were seen to stay within `room` bytes.
+
+        A step takes `beyond` more than is known of its memory; how much more with other options,
+        the steps that test them show.
+        """
+        fitting = [n for n in known if self._test(n).allocated_peak_bytes <= room]
+        best = min(fitting, key=self._time, default=None)
+        most = room - smallest_budget(memory)
+        over: int | None = None  # where a choice took too much
+        fits: int | None = None  # where one did not
+        for _ in range(_MOST_TRIES):
+            beyond = min(beyond, most)
+            choice = choose(memory, room - beyond)
+            if choice is None:
+                break
+            peak = self._test(choice.options).allocated_peak_bytes
+            if peak <= room:
+                if best is None or self._time(choice.options) < self._time(best):
+                    best = choice.options
+                if not self._time(best) or peak > _NEAR * room:
+                    break
+                fits, beyond = beyond, beyond - (room - peak)
+            else:
+                over, beyond = beyond, beyond + peak - room
+                if over == most:
+                    break
+            if over is not None and fits is not None:
+                if fits - over < _STEP * room:
+                    break
+                beyond = (over + fits) // 2
+        return best
+
+    def _time(self, numbers: Sequence[int]) -> float:
+        pairs = zip(self.calls, numbers, strict=True)
+        return sum(call.options[number].overhead_ms for call, number in pairs)
+
+    def _step_plan(self, numbers: Sequence[int], budget_bytes: int = EVERYTHING) -> StepPlan:
+        ways: dict[str, list[Run]] = {}
+        for call, number in zip(self.calls, numbers, strict=True):
+            ways.setdefault(call.block.path, []).append(call.run(number))
+        for call in self.unseen:
+            ways[call.block.path] = [call.run(call.least)]
+        blocks = {call.block.path: call.block for call in (*self.calls, *self.unseen)}
+        fixed = {path: tuple(runs) for path, runs in ways.items()}
+        return StepPlan(self.name, blocks, fixed, budget_bytes)
+
+    def _measure(self, numbers: Sequence[int]) -> tuple[StepMemory, int]:
+        """Return the memory of a step, and what blocks that did not run would add to it."""
+        step, marker = self._step_plan(numbers), Marker()
+        root = _Root(self.bare, step)
+        step.marker = marker
+        _, marks = trace_step(root, self.call, self.sample.device, marker)
+        spots = {mark.name: mark for mark in marks}
+        calls = []
+        for place, (call, number) in enumerate(zip(self.calls, numbers, strict=True)):
+            begins, ends = spots[f"F{place} begins"], spots[f"F{place} ends"]
+            options = call.options
+            kept = options[number].saved_bytes
+            calls.append(
+                ModuleCall(
+                    name=call.block.path,
+                    options=options,
+                    reference=number,
+                    more_bytes=tuple(option.saved_bytes - kept for option in options),
+                    forward_start_bytes=begins.bytes,
+                    after_forward_bytes=ends.next_peak_bytes,
+                    backward_base_bytes=begins.bytes,
+                    after_backward_bytes=begins.bytes,
+                )
+            )
+        turn = spots[TURN]
+        memory = StepMemory(tuple(calls), spots["begin"].next_peak_bytes, turn.bytes, turn.bytes)
+        return memory, self._more_bytes(spots)
+
+    def _more_bytes(self, spots: Mapping[str, Mark]) -> int:
+        """Return what blocks that did not run keep, and the root around each at most."""
+        around: dict[str, int] = {}
+        for place, call in enumerate(self.calls[:-1]):
+            grown = spots[f"F{place + 1} begins"].bytes - spots[f"F{place} ends"].bytes
+            group = call.block.group
+            around[group] = max(around.get(group, 0), grown)
+        return sum(
+            call.options[call.least].saved_bytes + around.get(call.block.group, 0)
+            for call in self.unseen
+        )
+
+    def _test(self, numbers: Sequence[int]) -> StepResult:
+        """Run a step, and hold it to plain PyTorch.
+
+        Raises:
+            SelfTestError: it has other bits.
+        """
+        known = self.tested.get(tuple(numbers))
+        if known is not None:
+            return known
+        root = _Root(self.bare, self._step_plan(numbers))
+        with kept_as_it_is(self.bare, self.sample.device):
+            ours = run_step(root, root.bare, self.sample, keep="fingerprints")
+        wrong = [] if self.eager is None else differences(self.eager, ours)
+        if wrong and self.settings.self_test:
+            again = _eager_step(self.bare, self.sample)
+            noise = [] if again is None or self.eager is None else differences(self.eager, again)
+            wrong = [what for what in wrong if what not in noise]
+            if wrong:
+                raise SelfTestError(
+                    f"the planned blocks of {self.name} do not compute the bits of plain PyTorch: "
+                    f"{', '.join(wrong[:3])} of {len(wrong)}. Please report it."
+                )
+        self.tested[tuple(numbers)] = ours
+        return ours
+
+
+class _Root(nn.Module):
+    """A root that runs by a step plan."""
+
+    def __init__(self, bare: nn.Module, step: StepPlan) -> None:
+        super().__init__()
+        self.bare, self.step = bare, step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.step.run(self.bare, args, kwargs)

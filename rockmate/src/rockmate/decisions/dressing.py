@@ -1,0 +1,117 @@
+"""Submodules whose calls are led elsewhere while a call of their root runs, in its thread only.
+
+A submodule gets another class for that time, of the same name, and stays the same object: whoever
+holds it, calls it, or looks at its attributes finds it. Nothing of it is left after the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from torch import nn
+
+
+class Lead(Protocol):
+    """What calls of submodules are led to."""
+
+    def __call__(self, path: str, /, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class _Here(threading.local):
+    lead: Lead | None = None
+    paths: Mapping[int, str] = {}
+
+
+_here = _Here()
+_lock = threading.Lock()
+_worn: Counter[int] = Counter()  # calls in which a module is dressed, by its id
+_classes: dict[type, type] = {}
+
+
+class _LedForward:
+    """`forward` of a dressed module: before whatever it has as its own in its attributes."""
+
+    kind: Any  # the class of the module while it is dressed
+
+    def __get__(self, module: Any, owner: Any = None) -> Any:
+        if module is None:
+            return super(self.kind, owner).forward  # type: ignore[misc]
+        lead, path = _here.lead, _here.paths.get(id(module))
+        if lead is None or path is None:
+            own = vars(module).get("forward")
+            return super(self.kind, module).forward if own is None else own  # type: ignore[misc]
+        return lambda *args, **kwargs: lead(path, *args, **kwargs)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        vars(module)["forward"] = value
+
+    def __delete__(self, module: Any) -> None:
+        del vars(module)["forward"]
+
+
+def _dressed(base: Any) -> type:
+    known = _classes.get(base)
+    if known is None:
+        led = _LedForward()
+        names = ("__module__", "__qualname__", "__doc__")
+        space = {"forward": led, **{name: getattr(base, name) for name in names}}
+        led.kind = known = _classes[base] = type(base)(base.__name__, (base,), space)
+    return known
+
+
+def view_of(module: nn.Module) -> nn.Module:
+    """Return another object with the state of a module, of the class that it has by itself."""
+    view: nn.Module = object.__new__(type(module))
+    object.__setattr__(view, "__dict__", vars(module))
+    return view
+
+
+class Dressing:
+    """Some submodules of a model by their paths."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.paths = {id(module): path for path, module in modules.items()}
+        self._rows = [(m, type(m), _dressed(type(m))) for m in modules.values()]
+
+    @contextlib.contextmanager
+    def led_to(self, lead: Lead) -> Iterator[None]:
+        """Lead their calls to `lead` while active."""
+        self._put_on()
+        before = _here.lead, _here.paths
+        _here.lead, _here.paths = lead, self.paths
+        try:
+            yield
+        finally:
+            _here.lead, _here.paths = before
+            self._take_off()
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Have them as they are by themselves, in the midst of a call that is led."""
+        before = _here.lead, _here.paths
+        _here.lead = None
+        self._take_off()
+        try:
+            yield
+        finally:
+            self._put_on()
+            _here.lead, _here.paths = before
+
+    def _put_on(self) -> None:
+        with _lock:
+            for module, _, dressed in self._rows:
+                _worn[id(module)] += 1
+                if _worn[id(module)] == 1:
+                    object.__setattr__(module, "__class__", dressed)
+
+    def _take_off(self) -> None:
+        with _lock:
+            for module, own, _ in self._rows:
+                _worn[id(module)] -= 1
+                if not _worn[id(module)]:
+                    del _worn[id(module)]
+                    object.__setattr__(module, "__class__", own)

@@ -1,0 +1,193 @@
+"""The forward of a planned module, whether it is recorded as a whole or decides by values."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkgb import RkgbError
+from rkgb.elements import flatten, is_running
+from rkgb.engine import Sample, record
+from rkgb.torch_api import (
+    has_global_hooks,
+    is_abstract,
+    is_transforming,
+    without_global_hooks,
+    without_saved_hooks,
+)
+from rockmate.decisions.choosing import Chosen, NoBlocksError, plan_step
+from rockmate.decisions.report import DecidedPlan, no_file
+from rockmate.errors import InfeasibleBudgetError
+from rockmate.files.plan_file import PlanFile
+from rockmate.keys.input_signature import ambient, in_order
+from rockmate.keys.module_state import without_hooks
+from rockmate.keys.sharded import settled_call
+from rockmate.networks import Planned
+from rockmate.plan_cache import PlanRow, PlanRows
+from rockmate.planned_forward import PlannedForward
+from rockmate.plans_of_module import Call, HandedOverOtherwiseError, planning
+from rockmate.runtime.plain import is_plain, unseen
+from rockmate.settings import Settings
+
+_log = logging.getLogger("rockmate")
+
+
+class _ByBlocksError(HandedOverOtherwiseError):
+    """The module is planned block by block from now on."""
+
+
+class DecidingForward(PlannedForward):
+    """Runs a module as a whole where a plan of the whole fits, or else by its blocks."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        super().__init__(model, settings)
+        self.why = ""  # it is not planned as a whole; '' while it is
+        self.whole: tuple[str, ...] = ()  # submodules that cannot be recorded
+        self.steps = OrderedDict[Hashable, Chosen]()  # by the kinds of calls that they are for
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the module: planned where it trains, as it is where it does not."""
+        if not self.why:
+            return super().__call__(args, kwargs)
+        if not torch.is_grad_enabled() or is_plain() or is_transforming():
+            return self.model.forward(*args, **kwargs)
+        if has_global_hooks():
+            return self._with_global_hooks(args, kwargs)
+        if not any(module.training for module in self.model.modules()):
+            return self.model.forward(*args, **kwargs)
+        leaves = flatten((args, dict(kwargs)))[0]
+        if any(map(is_running, leaves)):
+            return self(*settled_call(args, kwargs))
+        wanting = (*leaves, *self.model.parameters())
+        if any(map(is_abstract, leaves)) or not any(map(_wants, wanting)):
+            return self.model.forward(*args, **kwargs)
+        return self._step_for((args, kwargs)).step.run(self.model, args, kwargs)
+
+    # ------------------------------------------------------------------ planning
+
+    def _prepare(self, calls: Sequence[Call]) -> None:
+        if not self.why:
+            try:
+                return super()._prepare(calls)
+            except _ByBlocksError:
+                pass
+        for args, kwargs in calls:
+            self._step_for((args, kwargs))
+        return None
+
+    def _planned(self, call: Call, why: str, **options: Any) -> Planned:
+        try:
+            return super()._planned(call, why, **options)
+        except InfeasibleBudgetError as error:
+            whole = getattr(error, "whole", ())
+            if not whole or self.settings.strict or self.settings.compile:
+                raise
+            own = set(self.watch.numbers(ambient()[0])) if self.watch.open else set()
+            args, kwargs = call
+            kwargs = {name: value for name, value in kwargs.items() if name not in own}
+            self.whole, before = tuple(whole), self.settings
+            self.settings = replace(before, budget=error.asked_bytes)
+            reason = self._reason(args, kwargs)
+            try:
+                self._plan_step((args, kwargs), reason)
+            except NoBlocksError:
+                self.settings = before
+                raise error from None
+            except InfeasibleBudgetError as other:
+                self.settings = before
+                raise (other if other.minimum_bytes < error.minimum_bytes else error) from None
+            self.why = reason
+        raise _ByBlocksError
+
+    def _reason(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """Say why the module is not recorded as a whole."""
+        bare = without_hooks(self.model, type(self.model))
+        try:
+            with unseen():
+                record(bare, Sample.of(bare, tuple(args), kwargs), guards=False)
+        except RkgbError as error:
+            return str(error).partition(". ")[0] + "."  # what to do instead is done here
+        return "parts of it are run whole: " + ", ".join(f"'{path}'" for path in self.whole) + "."
+
+    def _step_for(self, call: Call) -> Chosen:
+        key = _kind_of(call)
+        known = self.steps.get(key)
+        if known is not None and known.step.holds(self.model):
+            self.steps.move_to_end(key)
+            return known
+        return self._plan_step(call, self.why)
+
+    def _plan_step(self, call: Call, why: str) -> Chosen:
+        """Plan the blocks for a kind of call."""
+        with (
+            planning,
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            without_saved_hooks(),
+            without_global_hooks(),
+        ):
+            began = time.perf_counter()
+            args, kwargs = call
+            budget = self.settings.budget
+            assert isinstance(budget, int)
+            chosen = plan_step(
+                self.model, (tuple(args), kwargs), self.settings, budget, self.whole, why
+            )
+            seconds = {"blocks": time.perf_counter() - began}
+            chosen = replace(chosen, report=replace(chosen.report, seconds=seconds))
+            self.steps[_kind_of(call)] = chosen
+            while len(self.steps) > max(1, self.settings.max_plans):
+                self.steps.popitem(last=False)
+            _log.info("planned by blocks: %s", chosen.report.summary())
+            return chosen
+
+    # ------------------------------------------------------------------ what was planned
+
+    @property
+    def by_blocks(self) -> Chosen | None:
+        """The plan by blocks for the sample, where there is one."""
+        return next(iter(self.steps.values()), None) if self.why else None
+
+    def rows(self) -> PlanRows:
+        """Return what was planned, by kinds of calls."""
+        rows = [_row(key, chosen.report) for key, chosen in self.steps.items()]
+        return PlanRows([*self.plans.rows(), *rows])
+
+    def plan_file(self) -> PlanFile:
+        if self.why:
+            raise no_file(type(self.model).__name__)
+        return super().plan_file()
+
+
+def _row(key: Hashable, plan: DecidedPlan) -> PlanRow:
+    seconds = sum(plan.seconds.values())
+    why = "it decides by values"
+    return PlanRow(
+        "blocks", why, "planned", seconds, plan.peak_bytes, plan.budget_bytes, plan.overhead
+    )
+
+
+def _wants(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _kind_of(call: Call) -> Hashable:
+    """Return what a plan by blocks is for: sizes of tensors, and torch's state; no numbers."""
+    args, kwargs = call
+    leaves, structure = flatten((tuple(args), in_order(kwargs)))
+    kinds = tuple(
+        (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else _worth(leaf)
+        for leaf in leaves
+    )
+    return structure, kinds, ambient()
+
+
+def _worth(leaf: Any) -> Hashable:
+    return leaf if leaf is None or isinstance(leaf, (bool, str)) else type(leaf).__qualname__

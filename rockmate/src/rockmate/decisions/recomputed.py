@@ -1,0 +1,172 @@
+"""A call of a submodule that keeps nothing for its backward but its arguments, and runs again then.
+
+Autograd's graph is that of the plain call: only what it saves is dropped, and made again by another
+run when the first of it is asked for. That run finds the random numbers, attributes and buffers as
+the first one found them, and leaves them as it finds them. What it reads must not have changed
+since: parameters, buffers, attributes and arguments are held to their versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from rkgb import OpaquePieceError
+from rkgb.device import KeptGenerators
+from rkgb.elements import flatten, storage_id
+from rkgb.graphs import ambient_autocast, autocast_as
+from rkgb.opaque import BufferContents, ModuleState
+from rockmate.errors import ChangedTensorError
+from rockmate.runtime.plain import plain
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def run_recomputed(
+    view: nn.Module,
+    path: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    writes_buffers: bool = False,
+) -> Any:
+    """Run the forward of `view` so that its backward runs it again; plain where that cannot be."""
+    leaves, structure = flatten((args, dict(kwargs)))
+    others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    usable = all(type(leaf) in _PLAIN for leaf in others) and not has_hooks_inside(view)
+    if not usable or any(t.is_inference() or t.is_sparse for t in tensors):
+        return view.forward(*args, **kwargs)
+    device = next((t.device for t in (*tensors, *view.parameters())), torch.device("cpu"))
+    call = _Call(view, path, structure, leaves, device, writes_buffers)
+    with saved_tensors_hooks(call.pack, call.unpack):
+        result = view.forward(*args, **kwargs)
+    call.is_running = False
+    return result
+
+
+def has_hooks_inside(module: nn.Module) -> bool:
+    """Whether modules inside have hooks, which a second run would call again."""
+    return any(
+        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
+        for path, part in module.named_modules()
+        if path
+    )
+
+
+def tensors_read(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors among parameters, buffers and attributes of a module and those inside."""
+    for part in module.modules():
+        for table in (part._parameters, part._buffers, vars(part)):
+            yield from (t for t in table.values() if isinstance(t, Tensor))
+
+
+class _Dropped:
+    """Stands in autograd's graph for a tensor that is made again."""
+
+    __slots__ = ("call", "number")
+
+    def __init__(self, call: _Call, number: int) -> None:
+        self.call, self.number = call, number
+
+
+class _Call:
+    """One call, as long as its backward may come."""
+
+    def __init__(
+        self,
+        view: nn.Module,
+        path: str,
+        structure: Any,
+        leaves: list[Any],
+        device: torch.device,
+        writes_buffers: bool,
+    ) -> None:
+        self.view, self.path, self.structure, self.leaves = view, path, structure, leaves
+        self.device, self.autocast = device, ambient_autocast()
+        self.buffers = BufferContents(view) if writes_buffers else None
+        self.start = KeptGenerators.keep(device), ModuleState(view)
+        written = {id(b) for b in view.buffers()} if writes_buffers else set()
+        read = [t for t in (*leaves, *tensors_read(view)) if isinstance(t, Tensor)]
+        self.versions = [(t, t._version) for t in read if id(t) not in written]
+        self.held = {storage_id(t) for t in read}
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # of what was dropped
+        self.made: dict[int, tuple[Tensor, int]] = {}
+        self.is_running = True
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Drop what autograd saves, unless it is an argument or parameter, which is held anyway."""
+        if storage_id(tensor) in self.held:
+            return tensor.detach(), tensor._version
+        self.kinds.append((tensor.shape, tensor.dtype))
+        return _Dropped(self, len(self.kinds) - 1)
+
+    def unpack(self, saved: Any) -> Tensor:
+        """Return what autograd has saved, made again."""
+        if not isinstance(saved, _Dropped):
+            return self._unchanged(*saved)
+        if saved.number not in self.made:
+            self._run_again()
+        return self._unchanged(*self.made.pop(saved.number))
+
+    def _unchanged(self, tensor: Tensor, version: int) -> Tensor:
+        if tensor._version != version:
+            raise ChangedTensorError(
+                f"a tensor of {list(tensor.shape)} that the backward of '{self.path}' reads was "
+                "changed in place after its forward. Change a copy instead (x = x.clone())."
+            )
+        return tensor
+
+    def _run_again(self) -> None:
+        for tensor, version in self.versions:
+            self._unchanged(tensor, version)
+        found: list[tuple[Tensor, int]] = []
+
+        def pack(tensor: Tensor) -> None:
+            if storage_id(tensor) not in self.held:
+                found.append((tensor.detach(), tensor._version))
+
+        def unpack(_: Any) -> Tensor:
+            raise AssertionError("nobody runs this backward")
+
+        args, kwargs = self.structure.unflatten(self.leaves)
+        with (
+            self._as_then(),
+            saved_tensors_hooks(pack, unpack),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            self.view.forward(*args, **kwargs)
+        if [(t.shape, t.dtype) for t, _ in found] != self.kinds:
+            raise OpaquePieceError(
+                f"'{self.path}' took another way when it was run again for its backward. It "
+                "depends on something that is not restored (a clock, a file, another thread). Make "
+                "it depend on its inputs only, or raise the budget.",
+                module_path=self.path,
+            )
+        self.made = dict(enumerate(found))
+
+    @contextlib.contextmanager
+    def _as_then(self) -> Iterator[None]:
+        """Be where the call began, and put everything back afterwards."""
+        generators, state = self.start
+        now = KeptGenerators.keep(self.device), ModuleState(self.view)
+        contents = BufferContents(self.view) if self.buffers is not None else None
+        generators.restore()
+        state.restore()
+        if self.buffers is not None:
+            self.buffers.restore()
+        try:
+            with torch.enable_grad(), autocast_as(self.autocast), plain():
+                yield
+        finally:
+            now[0].restore()
+            now[1].restore()
+            if contents is not None:  # nothing has changed for whoever has saved them
+                for buffer, content in contents.copies:
+                    buffer.data.copy_(content)

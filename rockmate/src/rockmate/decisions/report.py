@@ -1,0 +1,125 @@
+"""What was planned for a root that decides by values; printed, it says what its blocks keep."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from os import PathLike
+from pathlib import Path
+
+from rockmate.blockwise.report import BlockRow, BlocksPlan
+from rockmate.comparison.eager import StepResult
+from rockmate.decisions.blocks import SeenCall
+from rockmate.errors import PlanFileError
+from rockmate.schedules.report import format_bytes
+
+
+@dataclass(frozen=True)
+class DecidedPlan(BlocksPlan):
+    """The ways of all calls of blocks in the sample's step, chosen within one budget.
+
+    `rows` are the calls in their order; blocks that are called more than once have several.
+    """
+
+    name: str = ""  # of the root's class
+    why: str = ""  # it is not recorded as a whole
+    unseen: tuple[str, ...] = ()  # blocks that did not run in the sample's step
+
+    @property
+    def opaque(self) -> tuple[str, ...]:
+        """Paths of what runs whole: the root, whose own Python runs at every step."""
+        return ("",)
+
+    @property
+    def overhead_percent(self) -> float:
+        """Recomputation in percent of the time of all blocks."""
+        return 100 * self.overhead
+
+    def summary(self) -> str:
+        """Return one line: the peak, the budget, the extra time."""
+        return (
+            f"peak {format_bytes(self.measured_peak_bytes)} within "
+            f"{format_bytes(self.budget_bytes)}, without recomputation "
+            f"{format_bytes(self.keeping_all_bytes)}; {self.overhead_percent:.2f} % more time of "
+            "its blocks"
+        )
+
+    def save_plan(self, path: str | PathLike[str]) -> None:
+        """Refuse to: a plan of a root that decides by values has no file."""
+        raise no_file(self.name)
+
+    def html(self, path: str | PathLike[str], *, points: int = 7) -> Path:
+        """Write the same text as a page of its own, and return its path; no curve is drawn."""
+        path = Path(path)
+        title = f"Plan of {escape(self.name)}"
+        text = f"<!doctype html><title>{title}</title><pre>{escape(str(self))}</pre>\n"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def source(self) -> str:
+        """Return a comment: there is no program of the whole step."""
+        return f"# {self.name} runs its own Python, and {len(self.rows)} calls run planned\n"
+
+    def __str__(self) -> str:
+        count = len({row.path.partition(" (")[0] for row in self.rows}) + len(self.unseen)
+        head = [
+            f"-- Plan of {self.name}: {self.why}",
+            f"  its own Python runs at every step, and its {count} blocks are planned one by one",
+        ]
+        lines = super().__str__().splitlines()[1:]
+        lines = [line for line in lines if not line.startswith("  free plan")]
+        if self.unseen:
+            lines.append(f"  not called for the sample: {', '.join(self.unseen)}")
+        return "\n".join(head + lines)
+
+    __repr__ = __str__
+
+
+def no_file(name: str) -> PlanFileError:
+    return PlanFileError(
+        f"{name} decides by values, so that its blocks are planned one by one, and such a plan is "
+        "not written to a file. Plan anew at the next start, which takes some steps, or plan the "
+        "blocks in place: rockmate.apply_to_blocks(model, sample, budget) has a file."
+    )
+
+
+def report(
+    name: str,
+    why: str,
+    calls: Sequence[SeenCall],
+    unseen: Sequence[SeenCall],
+    numbers: Sequence[int],
+    budget_bytes: int,
+    step: StepResult,
+    eager: StepResult | None,
+) -> DecidedPlan:
+    """Return the report of a choice, by the step that tested it."""
+    counts = Counter(call.block.path for call in calls)
+    seen: Counter[str] = Counter()
+    rows = []
+    for call, number in zip(calls, numbers, strict=True):
+        option, path = call.options[number], call.block.path
+        seen[path] += 1
+        which = f" (call {seen[path]})" if counts[path] > 1 else ""
+        rows.append(
+            BlockRow(
+                path + which,
+                option.saved_bytes,
+                max(option.fwd_peak_bytes, option.bwd_peak_bytes),
+                option.overhead_ms,
+                call.kind.recorded.problem.base_time_ms,
+            )
+        )
+    peak = step.allocated_peak_bytes
+    return DecidedPlan(
+        rows=tuple(rows),
+        budget_bytes=budget_bytes,
+        peak_bytes=peak,
+        measured_peak_bytes=peak,
+        keeping_all_bytes=peak if eager is None else eager.allocated_peak_bytes,
+        name=name,
+        why=why,
+        unseen=tuple(call.block.path for call in unseen),
+    )

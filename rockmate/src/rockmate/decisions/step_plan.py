@@ -1,0 +1,107 @@
+"""One way for every call of a block in a step, and the step that runs so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate.blockwise.rehearsal import Marker
+from rockmate.decisions.blocks import AGAIN, KEEP, Block, NotPlannedHereError, Run
+from rockmate.decisions.dressing import Dressing
+from rockmate.decisions.recomputed import run_recomputed
+
+
+@dataclass(eq=False)
+class StepPlan:
+    """Runs a root whose blocks keep what is chosen for each of their calls.
+
+    A call that the sample's step did not have keeps nothing. `name` is that of the root's class.
+    """
+
+    name: str
+    blocks: Mapping[str, Block]
+    ways: Mapping[str, tuple[Run, ...]]  # of the calls of a block, in their order
+    budget_bytes: int
+    marker: Marker | None = None
+    told: set[str] = field(default_factory=set)
+    dressing: Dressing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dressing = Dressing({path: block.module for path, block in self.blocks.items()})
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether the blocks are still those that were planned."""
+        return all(_at(model, block.path) is block.module for block in self.blocks.values())
+
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the forward of the root."""
+        with self.dressing.led_to(_Step(self)):
+            return model.forward(*args, **kwargs)
+
+    def tell_of_more(self, path: str, count: int) -> None:
+        """Warn, once for each block, that a step calls it more often than the sample's."""
+        if path in self.told:
+            return
+        self.told.add(path)
+        warnings.warn(
+            f"'{path}' in {self.name} is called {count} times in this step, and "
+            f"{len(self.ways.get(path, ()))} calls were planned from the sample. The others keep "
+            f"nothing but their arguments, and the step may take more than the budget of "
+            f"{self.budget_bytes} bytes. Plan with a sample whose step calls it most often.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _at(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+class _Step:
+    """One call of the root: what its blocks are led to."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan, self.counts = plan, dict[str, int]()
+        self.is_inside, self.place = False, 0
+
+    def __call__(self, path: str, /, *args: Any, **kwargs: Any) -> Any:
+        plan, block = self.plan, self.plan.blocks[path]
+        if self.is_inside or not torch.is_grad_enabled():
+            return block.view.forward(*args, **kwargs)
+        count = self.counts.get(path, 0)
+        self.counts[path] = count + 1
+        ways = plan.ways.get(path, ())
+        if count >= len(ways):
+            plan.tell_of_more(path, count + 1)
+        way = ways[count] if count < len(ways) else AGAIN
+        self.is_inside = True
+        try:
+            if plan.marker is None:
+                return self._run(block, way, args, kwargs)
+            plan.marker(f"F{self.place} begins")
+            result = self._run(block, way, args, kwargs)
+            plan.marker(f"F{self.place} ends")
+            self.place += 1
+            return result
+        finally:
+            self.is_inside = False
+
+    def _run(self, block: Block, way: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if not isinstance(way, str):
+            try:
+                return way(args, kwargs)
+            except NotPlannedHereError:
+                way = AGAIN
+        if way is KEEP or not block.can_run_again:
+            return block.view.forward(*args, **kwargs)
+        return run_recomputed(
+            block.view, block.path, args, kwargs, writes_buffers=block.writes_buffers
+        )
