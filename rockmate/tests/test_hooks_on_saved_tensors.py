@@ -35,9 +35,10 @@ class Looks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.last = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.norm = nn.BatchNorm1d(24)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.inner(x))
+        h = torch.tanh(self.norm(self.inner(x)))
         if h.mean() > 5:
             h = h * 2
         made: Tensor = self.last(h)
@@ -115,6 +116,22 @@ def test_a_submodule_that_runs_whole_is_exact_inside_them(around: str) -> None:
             module.zero_grad()
             AROUND[around](module, x.clone().requires_grad_()).square().mean().backward()
         assert_same_gradients(model, twin)
+        assert _same_buffers(model, twin)
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_a_module_that_runs_whole_is_exact_inside_them(around: str) -> None:
+    torch.manual_seed(0)
+    model = Looks()
+    twin = copy.deepcopy(model)
+    wrapped = wrap(model, torch.randn(32, 24), "1MiB")
+    for _ in range(3):
+        x = torch.randn(32, 24)
+        for module in (wrapped, twin):
+            module.zero_grad()
+            AROUND[around](module, x.clone().requires_grad_()).square().mean().backward()
+        assert_same_gradients(model, twin)
+        assert _same_buffers(model, twin)
 
 
 def test_a_checkpoint_lets_go_of_what_a_planned_step_has_saved() -> None:

@@ -74,7 +74,7 @@ class _Outputs(torch.autograd.Function):
                 "cannot be differentiated again. Run the forward of that step under `with "
                 "rockmate.plain():`, as plain PyTorch."
             )
-        if ctx.step.passed:
+        if ctx.step.passed is not None:
             ctx.step.take_back(ctx.saved_tensors)
         ctx.step.start(grads)
         return None, None, None, ctx.token

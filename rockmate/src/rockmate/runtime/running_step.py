@@ -47,7 +47,7 @@ class RunningStep:
     bridged: dict[str, list[Tensor]] | None = None
     watch: FirstsWatch | None = None
     kept: Mapping[str, Tensor] | None = None  # for another backward, if asked for
-    passed: Sequence[int] = ()  # places in `saved` of what hooks on saved tensors have taken
+    passed: Sequence[int] | None = None  # places in `saved` of what hooks have taken, if any
     start_random: KeptGenerators | None = None
     choice: KernelChoice | None = None
     rerunning: AbstractContextManager[None] = _NOTHING
@@ -117,13 +117,14 @@ class RunningStep:
         found = [self.saved[place] for place in self.passed]
         for place in self.passed:
             self.saved[place] = None
-        return found
+        # Without any, a checkpoint would not run the forward again, as plain PyTorch makes it do.
+        return found or [torch.empty(0)]
 
     def take_back(self, tensors: Sequence[Tensor]) -> None:
         """Go on with what the hooks have given for the saved tensors."""
-        for place, tensor in zip(self.passed, tensors, strict=True):
+        for place, tensor in zip(self.passed or (), tensors, strict=False):
             self.saved[place] = tensor
-        self.passed = ()
+        self.passed = None
         # They are the values as they were saved: nothing done to an output since shows in them.
         self.output_versions = [self.saved[p]._version for p, _ in self.executable.saved_outputs]
 
