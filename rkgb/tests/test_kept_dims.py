@@ -14,7 +14,8 @@ from rkgb.capture.record import make_B
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.dataflow import B_to_D
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
-from rkgb.run.program import Step, lower_step
+from rkgb.run.places import Step
+from rkgb.run.program import lower_step
 from rkgb.run.statements import Call
 from rkgb.run.views import runnable
 from rkgb.testing.assertions import assert_same_gradients

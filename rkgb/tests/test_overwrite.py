@@ -13,7 +13,8 @@ from rkgb.capture.record import make_B
 from rkgb.graphs.dataflow import B_to_D
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
 from rkgb.run.part_sums import PART_SUMS
-from rkgb.run.program import Step, lower_step, without_idle_steps
+from rkgb.run.places import Step
+from rkgb.run.program import lower_step, without_idle_steps
 from rkgb.run.views import runnable
 from rkgb.testing.assertions import assert_same_gradients
 from rkgb.testing.check_program import check_program

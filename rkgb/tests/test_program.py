@@ -29,7 +29,8 @@ from rkgb.errors import InvalidGraphError
 from rkgb.graphs.basic import external_values
 from rkgb.graphs.dataflow import B_to_D
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
-from rkgb.run.program import Step, lower_step
+from rkgb.run.places import Step
+from rkgb.run.program import lower_step
 from rkgb.run.source import compile_step, plain_callee
 from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
 from rkgb.run.views import runnable

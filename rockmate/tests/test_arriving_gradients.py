@@ -226,15 +226,7 @@ def test_gradients_are_accumulated_in_eagers_order() -> None:
             parameter.register_post_accumulate_grad_hook(lambda _, n=name, o=order: o.append(n))
     wrapped(*sample).backward()
     twin(*sample).backward()
-    assert sorted(seen[0]) == sorted(seen[1])
-    # Gradients are handed over in groups: the groups come in eager's order, each whole.
-    basic = wrapped._rockmate.planned.network.graph.dataflow.basic
-    groups = wrapped._rockmate.planned.executor.expected.leaf_names
-    assert len(groups) > 3
-    last = {basic.parameters[leaf]: i for i, group in enumerate(groups) for leaf in group}
-    for order in seen:
-        places = [last[name] for name in order]
-        assert places == sorted(places)
+    assert seen[0] == seen[1]
 
 
 class Squared(torch.autograd.Function):

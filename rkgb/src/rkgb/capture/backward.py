@@ -28,6 +28,18 @@ class RecordedBackward:
         self.recorder, self.twin, self.leaves = recorder, twin, leaves
         self.keep_content = keep_content
         self.hand_overs: list[HandOver] = []
+        self._edges: list[tuple[int, int, str]] = []  # number of a node, which edge, to which leaf
+        self._complete: list[str] = []  # leaves, in the order in which their gradients were whole
+
+    @property
+    def leaf_edges(self) -> tuple[tuple[str, int], ...]:
+        """The edges to leaves of all nodes of the forward, in the order in which they are run.
+
+        Of one node that has several, the engine decides which leaf comes first, and has shown it.
+        """
+        ranks = {leaf: rank for rank, leaf in enumerate(self._complete)}
+        order = sorted(self._edges, key=lambda e: (-e[0], ranks.get(e[2], len(ranks)), e[1]))
+        return tuple((leaf, number) for number, _, leaf in order)
 
     def roots(self, outputs: Sequence[Any]) -> list[Tensor]:
         """Return the outputs that a gradient can flow back from; leaves are handed through."""
@@ -80,9 +92,9 @@ class RecordedBackward:
                     (content if 0 not in strides else content.as_strided((), ())).fill_(1)
             names.append(recorder.add_external(f"tangent_{place}", content, "tangent"))
             given.append(content)
+        hooks = self._watch_leaves(roots)
         roots[:] = [root for root, name in zip(roots, names, strict=True) if name is not None]
         if roots:
-            hooks = self._watch_leaves(roots)
             recorder.in_backward = True
             try:
                 with autocast_as(kind.autocast), no_backward_inside(recorder, roots):
@@ -108,6 +120,7 @@ class RecordedBackward:
         itself instead, and autograd adds them at run time, together with those from outside.
         """
         hooks = []
+        accumulators = {}
         stack = [root.grad_fn for root in roots]
         seen = set(stack)
         for node in stack:  # grows while it is walked
@@ -118,13 +131,18 @@ class RecordedBackward:
                 variable = getattr(source, "variable", None)
                 if variable is not None and id(variable) in self.leaves:
                     edges[index] = self.leaves[id(variable)]
+                    accumulators[source] = edges[index]
                 elif source not in seen:
                     if variable is not None:
                         self._refuse_foreign(variable)
                     seen.add(source)
                     stack.append(source)
             if edges:
-                hooks.append(node.register_hook(self._noting(edges, node._sequence_nr())))  # type: ignore[union-attr]
+                number = node._sequence_nr()  # type: ignore[union-attr]
+                self._edges += [(number, index, leaf) for index, leaf in edges.items()]
+                hooks.append(node.register_hook(self._noting(edges, number)))  # type: ignore[union-attr]
+        for source, leaf in accumulators.items():
+            hooks.append(source.register_hook(lambda *_, leaf=leaf: self._complete.append(leaf)))
         return hooks
 
     def _refuse_foreign(self, leaf: Tensor) -> None:

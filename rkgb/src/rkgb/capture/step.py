@@ -166,6 +166,7 @@ class RecordedStep:
             kind=kind,
             tangent_names=tangent_names,
             hand_overs=tuple(backward.hand_overs),
+            leaf_edges=backward.leaf_edges,
         )
 
     def _graph(self, *, roots: tuple[str, ...], **found: Any) -> BasicGraph:

@@ -126,6 +126,13 @@ class BasicGraph:
     metered: Mapping[str, Metered] = field(default_factory=dict, compare=False, repr=False)
     # What Python has read besides the arguments, to be looked at again at each call.
     sources: Sources = field(default_factory=Sources, compare=False, repr=False)
+    # What the forward's autograd nodes lead to, whatever backward runs: leaf, and number of a node.
+    leaf_edges: tuple[tuple[str, int], ...] = ()
+
+    @cached_property
+    def edges(self) -> tuple[tuple[str, int], ...]:
+        """The edges from autograd nodes to leaves, in the order in which eager runs along them."""
+        return self.leaf_edges or tuple((h.leaf, h.sequence_nr) for h in self.hand_overs)
 
     @cached_property
     def externals(self) -> tuple[str, ...]:

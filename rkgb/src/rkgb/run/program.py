@@ -13,15 +13,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
-from rkgb.device.chosen import device_of
 from rkgb.elements.op import BATCH_NORMS, Op, Ref, map_refs
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.opaque.piece import RunPiece
 from rkgb.run.freeing import FREEING
 from rkgb.run.node_storages import dying_in_backward, storages_of
+from rkgb.run.places import Places, Step, ends_of, given_by, waiting_places
 from rkgb.run.statements import (
     Begin,
     Call,
@@ -36,23 +35,15 @@ from rkgb.run.statements import (
     read_by,
 )
 
-Step = tuple[Literal["F", "B"], int]
-
-
-# Gradients of so many bytes together are handed over, whatever room there is: an optimizer or the
-# other processes may be waiting for them.
-_MOST_WAITING_BYTES = 1 << 18
-
 
 def lower_step(
-    sg: SimplifiedGraph, steps: Sequence[Step], spare_bytes: Sequence[int] = ()
+    sg: SimplifiedGraph, steps: Sequence[Step], places: Places | None = None
 ) -> StepProgram:
     """Return the program of a plan: F of every node once in order, then F and B as they come.
 
-    `spare_bytes` says for each step how much more memory may be in use during it. Gradients of
-    leaves wait there for the next ones, since a hand-over costs as much as a small operation.
+    It hands gradients over at these places, or without them after each B that gives some.
     """
-    return _Lowering(sg, steps, spare_bytes).run()
+    return _Lowering(sg, steps, waiting_places(sg, steps) if places is None else places).run()
 
 
 def for_backward_alone(program: StepProgram) -> StepProgram:
@@ -172,10 +163,8 @@ def rerun_ops(sg: SimplifiedGraph, node: SimplifiedNode) -> tuple[Op, ...]:
 
 
 class _Lowering:
-    def __init__(
-        self, sg: SimplifiedGraph, steps: Sequence[Step], spare_bytes: Sequence[int]
-    ) -> None:
-        self.sg, self.steps, self.spare_bytes = sg, steps, spare_bytes
+    def __init__(self, sg: SimplifiedGraph, steps: Sequence[Step], places: Places) -> None:
+        self.sg, self.steps, self.places = sg, steps, places
         basic = sg.dataflow.basic
         self.infos = basic.infos
         self.last_forward = {node: t for t, (kind, node) in enumerate(steps) if kind == "F"}
@@ -189,8 +178,7 @@ class _Lowering:
 
     def run(self) -> StepProgram:
         parts = [self._part(t) for t in range(len(self.steps))]
-        if self.spare_bytes:
-            self._let_wait(parts)
+        self._hand_over(parts)
         externals = self._externals(parts)
         lines = self._with_drops(parts, set(externals))
         forward = [s for part in lines[: self.count] for s in part]
@@ -220,9 +208,7 @@ class _Lowering:
         kind, index = self.steps[t]
         node = self.sg.nodes[index]
         if kind == "B":
-            gradients = tuple((h.leaf, h.value) for h in node.hand_overs)
-            give = [Give(index, gradients, ())] if gradients else []
-            return [Begin("B", index), *(Call(op) for op in node.backward), *give]
+            return [Begin("B", index), *(Call(op) for op in node.backward)]
         if t < self.count:
             ops = node.ops
             if self.last_forward[index] < self.count:
@@ -262,34 +248,16 @@ class _Lowering:
         read = free_variables([s for part in parts for s in part])
         return tuple(n for n in self.sg.dataflow.basic.externals if n in read)
 
-    def _let_wait(self, parts: list[list[Statement]]) -> None:
-        """Let gradients wait for the next hand-over, as long as there is room for them."""
-        waiting: Give | None = None
-        place = -1  # of the part that hands over what is waiting
-        room = 0
-        given: set[str] = set()  # leaves that autograd holds a part of the gradient of
-        for t in range(self.count, len(parts)):
-            room = min(room, self.spare_bytes[t])
-            if not parts[t] or not isinstance(parts[t][-1], Give):
-                continue
-            give = parts[t][-1]
-            assert isinstance(give, Give)
-            if waiting is not None and self._bytes(waiting, given) <= min(
-                room, _MOST_WAITING_BYTES
-            ):
-                parts[place].pop()
-                give = Give(give.node, (*waiting.gradients, *give.gradients), ())
-                parts[t][-1] = give
-            elif waiting is not None:
-                given.update(leaf for leaf, _ in waiting.gradients)
-            waiting, place, room = give, t, _MOST_WAITING_BYTES
-
-    def _bytes(self, give: Give, given: set[str]) -> int:
-        """Return what is not freed while a hand-over waits: sums wait for their last part, too."""
-        roots = {self._root(value) for _, value in give.gradients}
-        sums = {self._root(leaf) for leaf, _ in give.gradients if leaf in given}
-        block_bytes = device_of(self.sg.dataflow.basic.device).block_bytes
-        return sum(block_bytes(self.infos[root].storage_bytes) for root in (*roots, *sums))
+    def _hand_over(self, parts: list[list[Statement]]) -> None:
+        """Hand over at each place what there is for it, once all of it is there."""
+        given = given_by(self.sg, self.steps)
+        if not given:
+            return
+        values = {part.edge: part.value for part in given}
+        edges = self.sg.dataflow.basic.edges
+        for place, end in zip(self.places, ends_of(given, self.places), strict=True):
+            gradients = tuple((edges[edge][0], values.get(edge, "")) for edge in place)
+            parts[end].append(Give(self.steps[end][1], gradients, ()))
 
     # ------------------------------------------------------------------ drops
 
@@ -310,6 +278,7 @@ class _Lowering:
             live = set(needed)
             late: dict[str, None] = {}
             lines: list[Statement] = []
+            gives = 0
             for statement in reversed(part):
                 uses = dict.fromkeys((*made_by(statement), *read_by(statement)))
                 dead = [n for n in uses if n not in live and n not in externals]
@@ -320,6 +289,7 @@ class _Lowering:
                     statement, now = _freeing(statement, now)
                 if isinstance(statement, Give):
                     lines.append(replace(statement, dropped=now))
+                    gives += 1
                 else:
                     lines += [Drop(now)] if now else []
                     lines.append(statement)
@@ -327,8 +297,7 @@ class _Lowering:
                 live |= set(read_by(statement))
             lines.reverse()
             if late:
-                place = len(lines) - (bool(lines) and isinstance(lines[-1], Give))
-                lines.insert(place, Drop(tuple(late)))
+                lines.insert(len(lines) - gives, Drop(tuple(late)))
             needed = live
             result.append(lines)
         result.reverse()

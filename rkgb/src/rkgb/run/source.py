@@ -223,7 +223,7 @@ class _Writer:
                 return [f"put_back_random({name})"]
             case Give(_, gradients, dropped):
                 # What runs while gradients are handed over is autograd's, and not this part's.
-                values = [_variable(value) for _, value in gradients]
+                values = [_variable(value) if value else "None" for _, value in gradients]
                 values += [f"*sums.end({leaf!r}, {added})" for leaf, added in statement.ends]
                 lines = [*self.end_of_span(), f"given = [{', '.join(values)}]"]
                 lines += [f"del {self.names(dropped)}"] if dropped else []

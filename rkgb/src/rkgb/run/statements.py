@@ -52,7 +52,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """Hand gradients over: (leaf, value), in order; the values are dropped by it.
+    """Hand gradients over: (leaf, value or "" for none), in order; the values are dropped by it.
 
     With them go what is left of sums that end here: (leaf, how many were added to its first).
     """
@@ -131,7 +131,7 @@ def read_by(statement: Statement) -> tuple[str, ...]:
     if isinstance(statement, Draw) and statement.kind == "put back":
         return (statement.name,)
     if isinstance(statement, Give):
-        return tuple(dict.fromkeys(value for _, value in statement.gradients))
+        return tuple(dict.fromkeys(value for _, value in statement.gradients if value))
     if isinstance(statement, Sum):
         return (statement.value,)
     return ()

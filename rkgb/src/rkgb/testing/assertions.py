@@ -17,7 +17,8 @@ from rkgb.graphs.basic import BasicGraph, external_values
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.opaque.module_state import StartOfCall
-from rkgb.run.program import Step, lower_step
+from rkgb.run.places import Step
+from rkgb.run.program import lower_step
 from rkgb.run.source import compile_step, plain_callee
 from rkgb.run.statements import StepProgram
 from rkgb.run.views import runnable

@@ -237,6 +237,8 @@ class _Check:
 
     def _give(self, gradients: Sequence[tuple[str, str]]) -> None:
         for leaf, value in gradients:
+            if not value:
+                continue
             self._take(leaf, value)
             self.given[self.memory.variables[value].storage] = leaf
             first = self.firsts.pop(leaf, None if leaf in self.sums else value)
@@ -275,7 +277,7 @@ def _reads(statement: Statement) -> set[str]:
         case Draw(name, "put back"):
             return {name}
         case Give(_, gradients, _):
-            return {value for _, value in gradients}
+            return {value for _, value in gradients if value}
         case Sum(_, _, value):
             return {value}
     return set()

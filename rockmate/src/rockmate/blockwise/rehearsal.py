@@ -21,7 +21,6 @@ from rkgb.engine import trace_memory
 from rkgb.opaque import StartOfCall
 from rkgb.torch_api import without_hooks_after_gradients
 from rockmate.comparison.eager import seed_backward
-from rockmate.runtime.executable import Executable
 from rockmate.runtime.execute import Executor
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -136,13 +135,8 @@ def marked(executor: Executor, place: int, marker: Marker) -> Iterator[None]:
         yield from compiled.backward(saved, tangents)
 
     last = len(compiled.program.gives) - 1
-    traced = Executable(
-        expected.graph,
-        replace(
-            compiled, forward=forward, backward=_ending(backward, last, f"B{place} ends", marker)
-        ),
-        expected.leaves,
-    )
+    ending = _ending(backward, last, f"B{place} ends", marker)
+    traced = replace(expected, compiled=replace(compiled, forward=forward, backward=ending))
     known = executor.variants[expected.kind]
     executor.expected = executor.variants[expected.kind] = traced
     try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rkgb.costs import Measured, call_kind, op_key
 from rkgb.elements import Op
 from rkgb.engine import compile_step, lower_step, operations, plain_callee
 from rkgb.graphs import SimplifiedGraph
-from rkgb.run import without_idle_steps
+from rkgb.run import single_places, waiting_places, without_idle_steps
 from rockmate.networks.network import Network
 from rockmate.runtime.executable import Executable
 from rockmate.schedules.baselines import no_recomputation
@@ -54,26 +55,6 @@ def spare_bytes_of(network: Network, steps: Sequence[Step]) -> list[int]:
     return [min(room) for room in zip(*rooms, strict=True)]
 
 
-def spare_with_fewer(network: Network, plan: Plan, steps: Sequence[Any]) -> list[int]:
-    """Return the same for the steps of fewer gradients, which are some of the plan's.
-
-    Each needs what it needs in the plan, at most. A step that the plan has not lets nothing wait.
-    """
-    planned = tuple(Step(*step) for step in without_idle_steps(network.graph, plan.steps))
-    spare = spare_bytes_of(network, planned)
-    found: list[int] = []
-    begin = 0  # of what has not been met yet: a forward may run several times
-    for step in steps:
-        try:
-            place = planned.index(Step(*step), begin)
-        except ValueError:
-            found.append(0)
-        else:
-            found.append(spare[place])
-            begin = place + 1
-    return found
-
-
 def unplanned_executable(network: Network) -> Executable:
     """Compile the program that keeps everything: no budget, nothing run again."""
     return executable(
@@ -88,12 +69,12 @@ def executable(
     steps: Sequence[Any],
     measured: Measured,
     *,
-    leaves: tuple[str, ...] = (),
+    like: Executable | None = None,
     spare_bytes: Sequence[int] = (),
 ) -> Executable:
-    """Compile the program of some steps; `leaves` are those of every kind of backward.
+    """Compile the program of some steps, with the hand-overs of `like`, for other gradients.
 
-    `spare_bytes` says for each step how much more memory may be in use during it.
+    Without it, `spare_bytes` says for each step how much more memory may be in use during it.
     """
     infos, chosen = graph.dataflow.infos, measured.callees
     alike = {call_kind(key): callee for key, callee in chosen.items()}
@@ -107,10 +88,11 @@ def executable(
         is_plain = not op.flags and getattr(op.target, "namespace", "") == "aten"
         return (alike.get(call_kind(key)) if is_plain else None) or plain_callee(op)
 
-    compiled = compile_step(graph, lower_step(graph, steps, spare_bytes), callee)
-    return Executable(graph, compiled, leaves or leaves_of(graph))
-
-
-def leaves_of(graph: SimplifiedGraph) -> tuple[str, ...]:
-    """Return the leaf of each part of a gradient that the backward of a graph hands over."""
-    return tuple(h.leaf for node in graph.nodes for h in node.hand_overs)
+    lower = partial(lower_step, graph, steps)
+    if like is not None:
+        places, singles = like.places, like.singles
+    else:
+        places = waiting_places(graph, steps, spare_bytes)
+        singles = single_places(graph, steps, spare_bytes)
+    compiled = compile_step(graph, lower(places), callee)
+    return Executable(graph, compiled, places, singles, lower)

@@ -19,6 +19,14 @@ def likely_kinds(basic: BasicGraph) -> list[BackwardKind]:
     return [_alone(basic, place) for place in places if len(roots) > 1]
 
 
+def kinds_of_sums(basic: BasicGraph) -> list[BackwardKind]:
+    """Return the same for gradients of a sum or a mean: one number for all elements."""
+    places = range(len(basic.roots))
+    alone = likely_kinds(basic) or [_alone(basic, place) for place in places]
+    strides = ([None if t is None else (0,) * len(t) for t in kind.tangents] for kind in alone)
+    return [BackwardKind(tuple(found), basic.kind.autocast) for found in strides]
+
+
 def _alone(basic: BasicGraph, place: int) -> BackwardKind:
     """Return the kind of a backward from one output, in the form that arriving gradients have."""
     strides = [None if i != place else t for i, t in enumerate(basic.kind.tangents)]

@@ -21,10 +21,10 @@ from rkgb.graphs import BackwardKind, SimplifiedGraph
 from rkgb.opaque import RunPiece
 from rkgb.run import Outcomes, RunnableGraph, without_idle_steps
 from rockmate.keys.input_signature import InputSignature
-from rockmate.networks.executables import executable, leaves_of, planned_executable
-from rockmate.networks.likely import likely_kinds
+from rockmate.networks.executables import executable, planned_executable
+from rockmate.networks.likely import kinds_of_sums, likely_kinds
 from rockmate.networks.network import Network
-from rockmate.networks.variants import Replan, variant_of
+from rockmate.networks.variants import Replan, fits_into_a_step, variant_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.reports.plan_report import CompiledPart
@@ -100,7 +100,9 @@ class Planned:
             return
         basic = self.network.graph.dataflow.basic
         variants = self.executor.variants
-        for kind in likely_kinds(basic):
+        # A sum's gradient is recorded when it comes, where that fits into the budget.
+        sums = (kind for kind in kinds_of_sums(basic) if not fits_into_a_step(self, kind))
+        for kind in (*likely_kinds(basic), *sums):
             try:
                 if kind not in variants:
                     variants[kind] = variant_of(self, model, leaves, kind, in_a_step=False)
@@ -219,7 +221,7 @@ def with_other_numbers(
         program = planned_executable(network, planned.plan)
     else:  # the problem is one of other gradients, and says nothing of these
         steps = without_idle_steps(recorded.graph, planned.plan.steps)
-        program = executable(recorded.graph, steps, measured, leaves=leaves_of(old.graph))
+        program = executable(recorded.graph, steps, measured)
     return replace(
         planned,
         network=network,

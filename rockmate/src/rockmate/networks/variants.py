@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -21,20 +22,19 @@ from rkgb.engine import (
     runnable,
 )
 from rkgb.graphs import BackwardKind, BasicGraph, SimplifiedGraph, autocast_as
-from rkgb.run import without_idle_steps
+from rkgb.run import held_bytes, without_idle_steps
 from rockmate.errors import InfeasibleBudgetError, RockmateError
 from rockmate.keys.input_signature import InputSignature
 from rockmate.keys.module_state import without_hooks
 from rockmate.networks.executables import (
     executable,
-    leaves_of,
     spare_bytes_of,
-    spare_with_fewer,
     without_reruns,
 )
 from rockmate.networks.network import Network, assembled
 from rockmate.networks.network_problem import problem_of
 from rockmate.problems.problem import Problem
+from rockmate.runtime.backwards import Backwards
 from rockmate.runtime.executable import Executable
 from rockmate.runtime.plain import unseen
 from rockmate.schedules.plan import Plan
@@ -44,8 +44,11 @@ from rockmate.schedules.steps import Step
 _log = logging.getLogger("rockmate")
 
 
-# Makes a plan for a problem within the budget of another plan, whose steps need not fit.
-Replan = Callable[[Problem], Plan]
+_RANDOM_STATE_BYTES = 5056  # of a generator on the CPU; a recording keeps a few
+
+# Makes a plan for a problem within the budget of another plan, whose steps need not fit, less some
+# bytes.
+Replan = Callable[[Problem, int], Plan]
 
 
 class PlannedFor(Protocol):
@@ -55,6 +58,8 @@ class PlannedFor(Protocol):
     def network(self) -> Network: ...
     @property
     def plan(self) -> Plan: ...
+    @property
+    def executor(self) -> Backwards: ...
     @property
     def signature(self) -> InputSignature: ...
     @property
@@ -80,15 +85,14 @@ def variant_of(
     with autocast_as(planned.signature.autocast), unseen(), no_collection():
         bare = without_hooks(model, type(model))
         known = planned.network.graph.dataflow.basic
-        needed = _recording_bytes(known, kind) if in_a_step else 0
-        is_tight = needed > planned.budget_bytes
+        is_tight = in_a_step and not fits_into_a_step(planned, kind)
         basic = record_other_backward(bare, sample, known, kind) if is_tight else None
         if basic is None:
             if is_tight:
                 _log.warning(
                     "gradients have come as never before, and their backward has to be recorded on "
                     "real tensors: this step may take about %d bytes, and the budget is %d",
-                    *(needed, planned.budget_bytes),
+                    *(_recording_bytes(known, kind), planned.budget_bytes),
                 )
             basic = record(bare, sample, kind, opaque=known.opaque, known=known)
         if known.numbers is not None:
@@ -97,22 +101,28 @@ def variant_of(
     if planned.other_gradients is not None:
         graph = network.recorded.with_backward(basic)
         return _within_budget(planned, planned.other_gradients, graph, model, leaves)
-    every = leaves_of(planned.network.graph)
+    like = planned.executor.planned
     if network.compiled is not None:
         graph = runnable(compile_variant(network.compiled, basic)).graph
         measured = _measured_within(planned, graph, model, leaves)
         steps = without_idle_steps(graph, planned.plan.steps)
-        return executable(graph, steps, measured, leaves=every)
-    graph = network.recorded.with_backward(basic)
-    steps = without_idle_steps(graph, planned.plan.steps)
-    spare = spare_with_fewer(network, planned.plan, steps)
-    return executable(graph, steps, measured, leaves=every, spare_bytes=spare)
+    else:
+        graph = network.recorded.with_backward(basic)
+        steps = without_idle_steps(graph, planned.plan.steps)
+    return executable(graph, steps, measured, like=like)
+
+
+def fits_into_a_step(planned: PlannedFor, kind: BackwardKind) -> bool:
+    """Whether another backward can be recorded on real tensors in the midst of a step."""
+    basic = planned.network.graph.dataflow.basic
+    return _recording_bytes(basic, kind) <= planned.budget_bytes
 
 
 def _recording_bytes(known: BasicGraph, kind: BackwardKind) -> int:
     """Return about what is held while another backward is recorded in the midst of a step.
 
-    Outputs and their gradients, of the step and of the recording, and what its widest nodes use.
+    Outputs and their gradients, of the step and of the recording, what its widest nodes use, and
+    states of random generators.
     """
     infos = known.infos
     outputs = {infos[name].alias_of: infos[name].storage_bytes for name in known.output_names}
@@ -120,7 +130,7 @@ def _recording_bytes(known: BasicGraph, kind: BackwardKind) -> int:
     gradients = sum(infos[root].size_bytes for root in asked)
     made = ([n for n in op.results if n] for op in (*known.ops, *known.backward))
     widest = max((sum(infos[n].size_bytes for n in names) for names in made), default=0)
-    return 2 * (sum(outputs.values()) + gradients) + 4 * widest
+    return 2 * (sum(outputs.values()) + gradients) + 4 * widest + 4 * _RANDOM_STATE_BYTES
 
 
 def _within_budget(
@@ -139,23 +149,33 @@ def _within_budget(
     known = planned.network.measured
     measured = measure_others(graph.dataflow.basic, operations(graph), external, known)
     network = assembled(graph, planned.network.recorded, measured, external)
-    every = leaves_of(planned.network.graph)
-    plan, is_apart = planned.plan, False
-    if not _fits(network.problem, plan, without_idle_steps(graph, plan.steps)):
-        plan, is_apart = without_reruns(network, replan(network.problem)), True
-    steps = tuple(Step(*step) for step in without_idle_steps(graph, plan.steps))
-    spare = spare_bytes_of(network, steps)
-    made = executable(graph, steps, measured, leaves=every, spare_bytes=spare)
-    return replace(made, is_apart=is_apart)
+    like = planned.executor.planned
+    steps = _steps_of(graph, planned.plan)
+    is_apart = not _fits(network, planned.plan, steps, like)
+    less_bytes = 0
+    while is_apart:  # at most twice: the second time with room for gradients that wait
+        plan = without_reruns(network, replan(network.problem, less_bytes))
+        steps = _steps_of(graph, plan)
+        if less_bytes or _fits(network, plan, steps, like):
+            break
+        less_bytes = max(held_bytes(graph, steps, like.places))
+    return replace(executable(graph, steps, measured, like=like), is_apart=is_apart)
 
 
-def _fits(problem: Problem, plan: Plan, steps: Sequence[Any]) -> bool:
-    """Whether the steps of a plan for another problem of the same forward are a plan for this."""
+def _steps_of(graph: SimplifiedGraph, plan: Plan) -> tuple[Step, ...]:
+    return tuple(Step(*step) for step in without_idle_steps(graph, plan.steps))
+
+
+def _fits(network: Network, plan: Plan, steps: Sequence[Step], like: Executable) -> bool:
+    """Whether these steps are a plan, with gradients that wait for each other as in another one."""
     try:
-        peak_bytes = simulate(problem, [Step(*step) for step in steps]).peak_bytes
+        peak_bytes = simulate(network.problem, steps).peak_bytes
     except RockmateError:
         return False
-    return peak_bytes <= plan.budget_bytes
+    if peak_bytes > plan.budget_bytes:
+        return False
+    waiting = held_bytes(network.graph, steps, like.places)
+    return all(map(operator.le, waiting, spare_bytes_of(network, steps)))
 
 
 def _measured_within(

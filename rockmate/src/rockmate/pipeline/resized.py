@@ -114,13 +114,14 @@ def _replanned(
 
 
 def _planned_anew(
-    room_bytes: int, settings: Settings, blocks: KnownBlocks, problem: Problem
+    room_bytes: int, settings: Settings, blocks: KnownBlocks, problem: Problem, less_bytes: int
 ) -> Plan:
-    """Return a plan for the same sizes and other gradients.
+    """Return a plan for the same sizes and other gradients, in so much less room.
 
     Raises:
         InfeasibleBudgetError: there is none.
     """
+    room_bytes -= less_bytes
     plan = _replanned(problem, room_bytes, [], settings, blocks)
     return plan or planners.plan(problem, room_bytes, effort=settings.effort)
 

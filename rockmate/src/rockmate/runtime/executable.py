@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,12 +13,14 @@ from torch import Tensor
 from rkgb.elements import CompiledCall, Numbers
 from rkgb.graphs import BackwardKind, SimplifiedGraph, Tangent
 from rkgb.opaque import RunPiece
-from rkgb.run import CompiledStep, StepProgram, rerun_state
+from rkgb.run import CompiledStep, Places, StepProgram, rerun_state
 from rkgb.torch_api import current_dispatch_modes
 from rockmate.runtime.rails import Rail, RailPlaces, reader
 from rockmate.runtime.shared_uses import Arrivals, FirstsWatch, RunningSums, SharedUses
 
 _SPARE_RAILS = 4  # of steps that are between forward and backward at once
+_hooks_before = operator.attrgetter("_backward_hooks")
+_hooks_after = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,14 @@ class Executable:
 
     graph: SimplifiedGraph
     compiled: CompiledStep
-    leaves: tuple[str, ...]  # one for each part of a gradient that any backward may give
+    # Where every kind of backward hands over; with hooks on leaves, each part by itself.
+    places: Places
+    singles: Places
+    lower: Callable[[Places], StepProgram]  # the same steps with hand-overs at other places
     is_apart: bool = False  # by a plan of its own: its forward keeps other values
     arrivals: Arrivals = field(default_factory=Arrivals)
     _rails: list[Rail] = field(default_factory=list)
+    _waiting: dict[SharedUses, Executable] = field(default_factory=dict)
 
     @property
     def program(self) -> StepProgram:
@@ -67,11 +73,6 @@ class Executable:
         return tuple(basic.infos[name].shape for name in basic.roots)
 
     @cached_property
-    def leaf_names(self) -> tuple[tuple[str, ...], ...]:
-        """For each hand-over, whose gradients it gives."""
-        return tuple(give.leaves for give in self.program.gives)
-
-    @cached_property
     def shared_uses(self) -> SharedUses:
         """Which gradients may be added to earlier ones of the same leaf."""
         return SharedUses.of(self.graph, self.program)
@@ -82,8 +83,29 @@ class Executable:
 
         Its forward is the same.
         """
-        program = self.shared_uses.in_sums(self.program)
-        return replace(self, compiled=self.compiled.other(program), _rails=[])
+        return self._with(self.shared_uses.in_sums(self.program))
+
+    @cached_property
+    def single(self) -> Executable:
+        """The executable that hands over each part by itself, as eager does.
+
+        Its forward is the same.
+        """
+        return replace(self._with(self.lower(self.singles)), places=self.singles)
+
+    def _with(self, program: StepProgram) -> Executable:
+        return replace(self, compiled=self.compiled.other(program), _rails=[], _waiting={})
+
+    def on_rail_of(self, laid: Executable, form: Executable) -> Executable:
+        """Return the one whose backward hands over along a rail that was laid for another one."""
+        if form.program.has_sums:
+            uses = laid.shared_uses
+            if uses.serves(self.shared_uses) and not self.has_pieces:
+                return self.summed
+            if uses not in self._waiting:
+                self._waiting[uses] = self._with(uses.waiting(self.program))
+            return self._waiting[uses]
+        return self if form.places is laid.places else self.single
 
     @property
     def backs(self) -> Executable:
@@ -98,9 +120,11 @@ class Executable:
     @cached_property
     def layout(self) -> RailPlaces:
         """The layout of rails: a place for each hand-over."""
-        given = Counter(leaf for part in self.leaf_names for leaf in part)
-        rest = tuple((Counter(self.leaves) - given).elements())
-        return RailPlaces(self.leaf_names, self.program.has_sums).with_others(rest)
+        edges = self.graph.dataflow.basic.edges
+        leaves = [tuple(edges[edge][0] for edge in place) for place in self.places]
+        if self.program.has_sums:
+            leaves = [give.leaves for give in self.program.gives]
+        return RailPlaces(tuple(leaves), self.program.has_sums)
 
     def sums(self) -> tuple[RunningSums, ...]:
         """Return what a program takes that adds up gradients of a backward."""
@@ -117,7 +141,7 @@ class Executable:
     def lasting(self) -> bool:
         """Whether all leaves are parameters, which stay the same from step to step."""
         inputs = set(self.graph.dataflow.basic.inputs)
-        return inputs.isdisjoint(self.leaves)
+        return inputs.isdisjoint(leaf for leaf, _ in self.graph.dataflow.basic.edges)
 
     @cached_property
     def saved_externals(self) -> tuple[tuple[int, str], ...]:
@@ -199,6 +223,17 @@ class Executable:
         places = {name: place for place, name in enumerate(self.program.externals)}
         return reader([places[name] for _, name in self.saved_externals])
 
+    @cached_property
+    def read_leaves(self) -> Callable[[Mapping[str, Tensor]], Sequence[Tensor]]:
+        """Picks the leaves, each once, from the external values."""
+        return reader(list(dict.fromkeys(leaf for leaf, _ in self.graph.dataflow.basic.edges)))
+
+    def for_hooks(self, external: Mapping[str, Tensor]) -> Executable:
+        """Return the one whose rail is laid: hooks of leaves are called in eager's order."""
+        leaves = self.read_leaves(external)
+        has_hooks = any(map(_hooks_before, leaves)) or any(map(_hooks_after, leaves))
+        return self.single if has_hooks or self.arrivals.in_parts else self.backs
+
     def rail(self, external: Mapping[str, Tensor]) -> Rail:
         """Return a rail to the leaves among the external values that no other step is using."""
         layout = self.layout
@@ -208,11 +243,11 @@ class Executable:
             if rail.layout is layout and rail.fits(leaves):
                 rail.renew()
                 return rail
-        return Rail(layout, leaves, self.graph.dataflow.basic.device)
+        return Rail(layout, leaves, self.graph.dataflow.basic.device, self.arrivals)
 
     def give_back(self, rail: Rail) -> None:
         """Take a rail back whose step has ended."""
-        if self.lasting and len(self._rails) < _SPARE_RAILS:
+        if self.lasting and not rail.has_hooks and len(self._rails) < _SPARE_RAILS:
             self._rails.append(rail)
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -20,6 +21,15 @@ import torch
 from torch import Tensor
 
 from rkgb.torch_api import latest_sequence_nr, set_sequence_nr
+from rockmate.errors import BackwardTwiceError
+from rockmate.runtime.shared_uses import Arrivals
+
+OUT_OF_ORDER = (
+    "a part of the backward of a Rockmate module was asked for out of order, or after what it "
+    "needs was gone. Begin each backward at the module's outputs, with retain_graph=True if parts "
+    "of it are run later, or run the forward of that step under `with rockmate.plain():`, as plain "
+    "PyTorch."
+)
 
 
 class Advancing(Protocol):
@@ -36,19 +46,13 @@ class RailPlaces:
     leaves: tuple[tuple[str, ...], ...]
     in_sums: bool  # whether later uses of a leaf are added to its first
 
-    def with_others(self, leaves: Sequence[str]) -> RailPlaces:
-        """Return a layout that leads to these leaves once more.
-
-        The program gives them fewer parts than there may be: gradients may arrive otherwise than
-        expected. A part more comes with the last one, or in the end.
-        """
-        if not leaves:
-            return self
-        places = [list(part) for part in self.leaves] or [[]]
-        last = {leaf: part for part in places for leaf in part}
-        for leaf in leaves:
-            last.get(leaf, places[-1]).append(leaf)
-        return replace(self, leaves=tuple(map(tuple, places)))
+    @cached_property
+    def is_mixed(self) -> str:
+        """A leaf with parts at several places, one of which has parts of others, too; or ''."""
+        parts = [set(part) for part in self.leaves]
+        uses = Counter(leaf for part in parts for leaf in part)
+        mixed = (leaf for part in parts if len(part) > 1 for leaf in part if uses[leaf] > 1)
+        return next(mixed, "")
 
     @cached_property
     def read_leaves(self) -> Callable[[Mapping[str, Tensor]], Sequence[Tensor]]:
@@ -59,11 +63,18 @@ class RailPlaces:
 class Rail:
     """The Functions of one step at a time, from the token to the leaves of every place."""
 
-    def __init__(self, layout: RailPlaces, leaves: Sequence[Tensor], device: torch.device) -> None:
-        self.layout, self.leaves = layout, leaves
+    def __init__(
+        self,
+        layout: RailPlaces,
+        leaves: Sequence[Tensor],
+        device: torch.device,
+        arrivals: Arrivals,
+    ) -> None:
+        self.layout, self.leaves, self.arrivals = layout, leaves, arrivals
         self.step: weakref.ref[Advancing] | None = None
+        self.has_hooks = False
         self.token = torch.empty(0, device=device, requires_grad=True)
-        self._nodes = []
+        self._nodes: list[Any] = []  # from the last place to the first
         end = len(leaves)
         for place in reversed(range(len(layout.leaves))):
             start = end - len(layout.leaves[place])
@@ -84,19 +95,68 @@ class Rail:
     def carry(self, step: Advancing) -> None:
         """Serve this step from now on."""
         self.step = weakref.ref(step)
+        for node in self._nodes if self.has_hooks else ():
+            node.given = None
+
+    def give_all(self) -> None:
+        """Let the step run to its end, and each place keep what it will hand over.
+
+        Who has put hooks on places and keeps the graph may run them one by one, in any order, and
+        after the outputs are gone: this is how a backward is split into one for the inputs and one
+        for the weights.
+        """
+        assert self.step is not None
+        step = self.step()
+        assert step is not None
+        nodes = self._nodes[::-1]
+        for place, node in enumerate(nodes):
+            node.given = step.advance(place)
 
 
 class _HandOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rail: Rail, place: int, token: Tensor, *_leaves: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.rail, ctx.place = weakref.ref(rail), place
+        ctx.rail, ctx.place, ctx.given = weakref.ref(rail), place, None
         return token.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        if ctx.given is not None:
+            return (None, None, grad, *ctx.given)
         rail = ctx.rail()
-        return (None, None, grad, *rail.step().advance(ctx.place))
+        step = None if rail is None or rail.step is None else rail.step()
+        if step is None:
+            raise BackwardTwiceError(OUT_OF_ORDER)
+        return (None, None, grad, *step.advance(ctx.place))
+
+
+class _HandOverNode(_HandOver._backward_cls):  # type: ignore[name-defined, misc]
+    """A node that tells its rail of hooks on it: another step must not call them."""
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        self._note()
+        return super().register_hook(hook)
+
+    def register_prehook(self, hook: Callable[..., Any]) -> Any:
+        rail = self._note()
+        if rail is not None and rail.layout.is_mixed:
+            rail.arrivals.in_parts = True
+            raise BackwardTwiceError(
+                "a backward is about to be split in the middle of a Rockmate module that hands the "
+                f"gradients of {rail.layout.is_mixed} over in several parts, together with others. "
+                "Run the step again: from now on each part is handed over by itself."
+            )
+        return super().register_prehook(hook)
+
+    def _note(self) -> Rail | None:
+        rail: Rail | None = self.rail()
+        if rail is not None:
+            rail.has_hooks = True
+        return rail
+
+
+_HandOver._backward_cls = _HandOverNode
 
 
 def reader(keys: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:

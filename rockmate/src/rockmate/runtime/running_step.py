@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -30,7 +29,7 @@ from rkgb.torch_api import (
 from rockmate.errors import BackwardTwiceError, ChangedTensorError, UnsupportedModuleError
 from rockmate.runtime.backwards import Backwards, Variant
 from rockmate.runtime.executable import Executable, plain_strides
-from rockmate.runtime.rails import Rail
+from rockmate.runtime.rails import OUT_OF_ORDER, Rail
 from rockmate.runtime.shared_uses import FirstsWatch
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
@@ -43,8 +42,8 @@ class RunningStep:
     rail: Rail | None = None
     started = False
     program: Iterator[list[Tensor]] | None = None
+    place = 0  # of the rail, which is next
     held: Sequence[Tensor] = ()
-    bridged: dict[str, list[Tensor]] | None = None
     watch: FirstsWatch | None = None
     kept: Mapping[str, Tensor] | None = None  # for another backward, if asked for
     passed: Sequence[int] | None = None  # places in `saved` of what hooks have taken, if any
@@ -57,8 +56,6 @@ class RunningStep:
     storages: list[int]
     output_versions: list[int]
     start_versions: list[int]
-    to_come: list[tuple[str, ...]]  # hand-overs of a program that is bridged
-    left: Counter[str]  # and how many of them each leaf still gets
 
     def __init__(
         self,
@@ -69,8 +66,8 @@ class RunningStep:
         numbers: Sequence[Any] = (),
     ) -> None:
         self.backwards, self.executable, self.numbers = backwards, executable, numbers
-        self.laid = self.runs = executable.backs  # whose rail is laid, and whose backward runs
         self.laid_for = executable
+        self.laid = self.runs = executable.for_hooks(external)  # whose rail is laid, and what runs
         self.external: Mapping[str, Tensor] | None = external
         self.variant: Variant | None = variant
         # Reading the flags takes as long as some small operations: only where they are used.
@@ -162,6 +159,7 @@ class RunningStep:
                 "the losses before calling backward, or run the forward again."
             )
         self.started = True
+        self.program = self.watch = None  # of a backward that has ended on its way
         self.rerunning = _NOTHING
         if self.choice is not None and (now := KernelChoice.now()) != self.choice:
             self.rerunning = RecomputingAs(self.choice, now)
@@ -184,26 +182,18 @@ class RunningStep:
             self.kept = self.external
         else:
             self.external = self.variant = self.kept = None
-        if self.bridged is not None:
-            self.to_come = list(executable.leaf_names)
-            self.left = Counter(name for names in self.to_come for name in names)
-            assert self.rail is not None
-            laid = Counter(name for names in self.rail.layout.leaves for name in names)
-            if more := self.left - laid:
-                raise UnsupportedModuleError(
-                    "gradients have arrived at outputs of a Rockmate module in another way than "
-                    f"before, and give '{next(iter(more))}' more parts of its gradient than this "
-                    "forward was made for. Run the step again: it is planned for such gradients "
-                    "from now on."
-                )
+        assert self.rail is not None
         given = [grad for grad in arrived if grad is not None]
-        runs = self.runs = self.laid if self.bridged is None else executable
+        runs = self.runs = executable.on_rail_of(self.laid_for, self.laid)
+        self.place = 0
         self.program = runs.compiled.backward(
             self.saved, given, *runs.sums(), *runs.taken(self.numbers)
         )
-        self.watch = runs.watch() if self.bridged is None else None
-        assert self.rail is not None
         self.rail.carry(self)
+        if self.rail.has_hooks and self.kept is not None:
+            self.rail.give_all()
+        elif executable is self.laid_for:
+            self.watch = runs.watch()
 
     def _refuse_second(self, kind: BackwardKind) -> None:
         assert self.variant is not None
@@ -288,7 +278,6 @@ class RunningStep:
             if now is not None:
                 now.restore()
         self.executable = executable
-        self.bridged = None if executable is self.laid_for else {}
         self.remember_versions()
 
     def _change_to(self, executable: Executable) -> None:
@@ -304,7 +293,6 @@ class RunningStep:
                 "kept. Run the step again: it is planned for such gradients from now on."
             )
         self.saved[:] = [values[name] for name in executable.program.saved]
-        self.bridged = {}
         held = dict(
             zip((n for _, n in self.executable.saved_externals), self.versions, strict=True)
         )
@@ -315,45 +303,14 @@ class RunningStep:
             for (_, name), tensor in zip(executable.saved_externals, self.held, strict=True)
         ]
 
-    def _bridge(self, place: int) -> Sequence[Tensor | None]:
-        """Run a program whose hand-overs are others than the rail's: as far as a place needs."""
-        assert self.bridged is not None
-        assert self.rail is not None
-        laid = self.rail.layout.leaves
-        is_last = place + 1 == len(laid)
-        edges = Counter(laid[place]).items()
-        while self.to_come and (
-            is_last
-            or any(self.left[n] and len(self.bridged.get(n, ())) < many for n, many in edges)
-        ):
-            self._take_next()
-        waiting = (self.bridged.get(name) for name in laid[place])
-        found = [queue.pop(0) if queue else None for queue in waiting]
-        if is_last:
-            self._finish()
-        return found
-
-    def _take_next(self) -> None:
-        """Run a program that is bridged to its next hand-over, and keep what it gives."""
-        assert self.program is not None
-        assert self.bridged is not None
-        self._check_reads(len(self.executable.leaf_names) - len(self.to_come))
-        with straight_to_kernels(), self.on_model(), self.rerunning:
-            given = next(self.program)
-        for name, gradient in zip(self.to_come.pop(0), given, strict=True):
-            self.bridged.setdefault(name, []).append(gradient)
-            self.left[name] -= 1
-        given.clear()
-
     def advance(self, place: int) -> Sequence[Tensor | None]:
         """Run the program to its next hand-over; return the gradients of number `place`."""
-        if self.bridged is not None:
-            return self._bridge(place)
-        assert self.program is not None
+        if self.program is None or place != self.place:
+            raise BackwardTwiceError(OUT_OF_ORDER)
         assert self.rail is not None
         leaves = self.rail.layout.leaves
-        found: tuple[Tensor | None, ...] = ()
-        if place < len(self.runs.reads):  # a program may give nothing
+        found: tuple[Tensor | None, ...]
+        if place < len(self.runs.reads):
             self._check_reads(place)
             with straight_to_kernels(), self.on_model(), self.rerunning:
                 given = next(self.program)
@@ -361,9 +318,10 @@ class RunningStep:
                 self.watch.look(place, given)
             found = tuple(given)
             given.clear()  # the program holds it, and autograd keeps what nobody else holds
-        if (more := len(leaves[place]) - len(found)) > 0:  # edges for other backwards
-            found = (*found, *[None] * more)
-        if place + 1 == len(leaves):
+        else:  # these gradients lead to no leaf
+            found = (None,) * len(leaves[place])
+        self.place += 1
+        if self.place == len(leaves):
             if self.watch is not None:
                 self.watch.finish()
             self._finish()
@@ -380,7 +338,7 @@ class RunningStep:
         self.held = ()
         if self.kept is not None:  # its rail may be needed again
             return
-        if self.rail is not None and self.bridged is None:
+        if self.rail is not None:
             self.laid.give_back(self.rail)
         self.rail = None
 

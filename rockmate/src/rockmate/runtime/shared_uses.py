@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rkgb.elements import TensorInfo
 from rkgb.graphs import SimplifiedGraph
-from rkgb.run import Drop, Give, Statement, StepProgram, Sum
+from rkgb.run import Call, Drop, Give, Statement, StepProgram, Sum
 
 # Backwards in which nothing came from outside, before that is expected: in those that are wrong
 # about it, gradients that wait take memory that no plan knows.
@@ -50,7 +50,8 @@ class SharedUses:
         uses: dict[str, list[tuple[int, int, str]]] = {}
         for i, give in enumerate(program.gives):
             for slot, (leaf, value) in enumerate(give.gradients):
-                uses.setdefault(leaf, []).append((i, slot, value))
+                if value:
+                    uses.setdefault(leaf, []).append((i, slot, value))
         firsts: list[list[int]] = [[] for _ in leaves]
         later = [[""] * len(part) for part in leaves]
         ends: list[list[tuple[str, int]]] = [[] for _ in leaves]
@@ -90,6 +91,55 @@ class SharedUses:
                 lines.append(statement)
         return replace(program, backward=tuple(lines))
 
+    def serves(self, other: SharedUses) -> bool:
+        """Whether another backward, of the same places, gives all that is added up in this one."""
+        mine = self.firsts, self.later, self.ends
+        return mine == (other.firsts, other.later, other.ends)
+
+    def waiting(self, program: StepProgram) -> StepProgram:
+        """Return another program with the hand-overs of the one in sums, and without sums.
+
+        What would be added to a first gradient waits, and is handed over by itself in the end.
+        """
+        lines: list[Statement] = []
+        waiting: dict[str, list[str]] = {}
+        held: set[str] = set()
+        i = -1
+        for statement in program.backward:
+            if isinstance(statement, Give):
+                i += 1
+                lines += self._handed_over_late(i, statement, waiting, held)
+            elif isinstance(statement, Drop):
+                now = tuple(name for name in statement.names if name not in held)
+                lines += [Drop(now)] if now else []
+            elif isinstance(statement, Call):
+                frees = tuple(name for name in statement.frees if name not in held)
+                lines.append(replace(statement, frees=frees))
+            else:
+                lines.append(statement)
+        return replace(program, backward=tuple(lines))
+
+    def _handed_over_late(
+        self, i: int, give: Give, waiting: dict[str, list[str]], held: set[str]
+    ) -> list[Statement]:
+        alone = []
+        for (leaf, value), later in zip(give.gradients, self.later[i], strict=True):
+            if not later:
+                alone.append((leaf, value))
+            elif value:
+                waiting.setdefault(later, []).append(value)
+                held.add(value)
+        dropped = [name for name in give.dropped if name not in held]
+        for leaf, added in self.ends[i]:
+            values = waiting.pop(leaf, [])
+            held.difference_update(values)
+            dropped += values
+            alone += [(leaf, value) for value in [*values, *[""] * (added - len(values))]]
+        now = tuple(dict.fromkeys(dropped))
+        if alone or self.ends[i]:
+            return [replace(give, gradients=tuple(alone), dropped=now)]
+        return [Drop(now)] if now else []
+
     def _summed(self, i: int, give: Give) -> list[Statement]:
         lines: list[Statement] = []
         alone = []
@@ -111,7 +161,7 @@ def _alone_once_given(graph: SimplifiedGraph, program: StepProgram) -> set[tuple
     made = {infos[name].alias_of for op in basic.backward for name in op.results if name}
     passed = (*basic.externals, *program.tangents, *program.saved)  # random states have no facts
     others = {infos[name].alias_of for name in passed if name in infos}
-    given = Counter(infos[v].alias_of for give in program.gives for _, v in give.gradients)
+    given = Counter(infos[v].alias_of for give in program.gives for _, v in give.gradients if v)
     read_later: set[str] = set()
     found: set[tuple[int, int]] = set()
     i = len(program.gives)
@@ -119,6 +169,8 @@ def _alone_once_given(graph: SimplifiedGraph, program: StepProgram) -> set[tuple
         if hands_over:
             i -= 1
             for slot, (_, value) in enumerate(program.gives[i].gradients):
+                if not value:
+                    continue
                 root = infos[value].alias_of
                 if root in made - others - read_later and given[root] == 1:
                     found.add((i, slot))
@@ -148,6 +200,7 @@ class Arrivals:
 
     quiet: int = 0
     noisy: bool = False
+    in_parts: bool = False  # backwards are split, and need each part by itself
 
     @property
     def expect_none(self) -> bool:

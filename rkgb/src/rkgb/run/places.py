@@ -1,0 +1,128 @@
+"""At which places of a backward gradients are handed over, the same for every kind of gradients.
+
+Which autograd nodes lead to leaves is decided by the forward. How gradients arrive decides only
+which of these nodes run. So the places are groups of those edges, and what a kind does not give
+is None there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rkgb.device.chosen import device_of
+from rkgb.graphs.simplified import SimplifiedGraph
+
+Step = tuple[Literal["F", "B"], int]
+Places = tuple[tuple[int, ...], ...]  # of edges, by their numbers in the recording
+
+# Gradients of so many bytes together are handed over, whatever room there is: an optimizer or the
+# other processes may be waiting for them.
+_MOST_WAITING_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class Given:
+    """A part of a gradient, and the step of a plan that makes it."""
+
+    step: int
+    edge: int
+    leaf: str
+    value: str
+
+
+def given_by(sg: SimplifiedGraph, steps: Sequence[Step]) -> list[Given]:
+    """Return what the steps of a plan give, in order."""
+    numbers: dict[tuple[str, int], deque[int]] = defaultdict(deque)
+    for edge, key in enumerate(sg.dataflow.basic.edges):
+        numbers[key].append(edge)
+    return [
+        Given(t, numbers[h.leaf, h.sequence_nr].popleft(), h.leaf, h.value)
+        for t, (kind, index) in enumerate(steps)
+        if kind == "B"
+        for h in sg.nodes[index].hand_overs
+    ]
+
+
+def waiting_places(
+    sg: SimplifiedGraph, steps: Sequence[Step], spare_bytes: Sequence[int] = ()
+) -> Places:
+    """Return a place for each backward, or one for several, where there is room to wait.
+
+    `spare_bytes` says for each step how much more memory may be in use during it. Gradients of
+    leaves wait there for the next ones, since a hand-over costs as much as a small operation. What
+    these steps do not give has places of its own: nobody knows how much it would need.
+    """
+    parts: dict[int, list[Given]] = {}
+    for given in given_by(sg, steps):
+        parts.setdefault(given.step, []).append(given)
+    found: list[list[Given]] = []
+    waiting: list[Given] = []
+    room = 0
+    known: set[str] = set()  # leaves that autograd holds a part of the gradient of
+    for t in range(len(steps)):
+        room = min(room, spare_bytes[t]) if spare_bytes else -1
+        if t not in parts:
+            continue
+        if waiting and _bytes(sg, waiting, known) <= min(room, _MOST_WAITING_BYTES):
+            found.pop()
+            waiting = [*waiting, *parts[t]]
+        else:
+            known.update(given.leaf for given in waiting)
+            waiting = parts[t]
+        found.append(waiting)
+        room = _MOST_WAITING_BYTES
+    places = [tuple(given.edge for given in part) for part in found]
+    rest = set(range(len(sg.dataflow.basic.edges))).difference(*places)
+    for edge in sorted(rest):
+        later = (i for i, place in enumerate(places) if min(place) > edge)
+        places.insert(next(later, len(places)), (edge,))
+    return tuple(places)
+
+
+def single_places(
+    sg: SimplifiedGraph, steps: Sequence[Step], spare_bytes: Sequence[int] = ()
+) -> Places:
+    """Return a place for each edge, in eager's order as far as there is room to wait for it."""
+    places = tuple((edge,) for edge in range(len(sg.dataflow.basic.edges)))
+    held = held_bytes(sg, steps, places)
+    if all(more <= spare for more, spare in zip(held, spare_bytes or [0] * len(held), strict=True)):
+        return places
+    return tuple((e,) for place in waiting_places(sg, steps) for e in sorted(place))
+
+
+def ends_of(given: Sequence[Given], places: Places) -> list[int]:
+    """Return for each place the step after which all is there that it and those before give."""
+    made = {part.edge: part.step for part in given}
+    ends: list[int] = []
+    end = min(made.values(), default=0)
+    for place in places:
+        end = max([end, *(made[edge] for edge in place if edge in made)])
+        ends.append(end)
+    return ends
+
+
+def held_bytes(sg: SimplifiedGraph, steps: Sequence[Step], places: Places) -> list[int]:
+    """Return for each step how much is held that its own hand-over would have freed before."""
+    given = given_by(sg, steps)
+    end_of = {
+        edge: end
+        for place, end in zip(places, ends_of(given, places), strict=True)
+        for edge in place
+    }
+    held = [0] * len(steps)
+    for part in given:
+        for t in range(part.step + 1, end_of[part.edge] + 1):
+            held[t] += _bytes(sg, [part], set())
+    return held
+
+
+def _bytes(sg: SimplifiedGraph, waiting: Sequence[Given], known: set[str]) -> int:
+    """Return what is not freed while a hand-over waits: sums wait for their last part, too."""
+    infos = sg.dataflow.infos
+    roots = {infos[part.value].alias_of for part in waiting}
+    sums = {infos[part.leaf].alias_of for part in waiting if part.leaf in known}
+    block_bytes = device_of(sg.dataflow.basic.device).block_bytes
+    return sum(block_bytes(infos[root].storage_bytes) for root in (*roots, *sums))

@@ -1,0 +1,293 @@
+"""Gradients leave a step as in plain PyTorch: other kinds, hooks, errors, split backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+import rockmate
+from rkgb.engine import trace_memory
+from rockmate.errors import BackwardTwiceError
+from rockmate.testing.nets import assert_same_gradients, eager_copy
+from rockmate.testing.wrapping import wrap
+
+
+class Convolutions(nn.Module):
+    """Two outputs, whose gradients may come in any order of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(part for _ in range(3) for part in (nn.Conv2d(4, 4, 3, padding=1), nn.GELU()))
+        )
+        self.left, self.right = nn.Conv2d(4, 4, 1), nn.Sequential(nn.Conv2d(4, 4, 1), nn.Tanh())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.body(x)
+        return self.left(y), self.right(y)
+
+
+class Unrolled(nn.Module):
+    """One cell over time, and a weight that is used twice; a result for each point of time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(6, 6), nn.Linear(6, 6)
+        self.head.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        state, found = x[0], []
+        for point in x:
+            state = self.cell(point, state)
+            found.append(nn.functional.linear(self.head(state), self.head.weight))
+        return found
+
+
+def channels_last(out: Any) -> Tensor:
+    weights = torch.arange(out[0].numel() * 1.0).view_as(out[0])
+    return (out[0] * weights.contiguous(memory_format=torch.channels_last)).mean()
+
+
+def in_autocast(out: Any) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return sum(o.square().mean() for o in out)  # type: ignore[no-any-return]
+
+
+Loss = Callable[[Any], Tensor]
+LOSSES: dict[str, Loss] = {
+    "all": lambda out: sum((o.square().mean() for o in out), torch.zeros(())),
+    "sum": lambda out: sum((o.sum() for o in out), torch.zeros(())),
+    "first": lambda out: out[0].square().mean(),
+    "last": lambda out: out[-1].exp().sum(),
+    "middle": lambda out: out[len(out) // 2].square().sum() * 3,
+    "mean of the first": lambda out: 2 * out[0].mean(),
+}
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Loss]]] = {
+    "convolutions": (Convolutions, (2, 4, 8, 8), {**LOSSES, "channels last": channels_last}),
+    "cells": (Unrolled, (5, 3, 6), LOSSES),
+}
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.8])
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("seed", range(2))
+def test_kinds_of_gradients_come_in_any_order(name: str, budget: float, seed: int) -> None:
+    make, shape, losses = NETS[name]
+    torch.manual_seed(seed)
+    model, x = make(), torch.randn(shape)
+    twin = eager_copy(model)
+    wrapped = wrap(model, x, budget)
+    names = list(losses)
+    order = [names[i] for i in torch.randint(len(names), (8,)).tolist()]
+    for at, kind in enumerate([*["all"] * 5 * (seed % 2), *order, *names]):
+        for module, call in ((model, wrapped), (twin, twin)):
+            if at % 3:
+                module.zero_grad()
+            if at % 4 == 3:  # the backward runs in a region of autocast
+                with torch.autocast("cpu", torch.bfloat16):
+                    losses[kind](call(x)).backward()
+            else:
+                losses[kind](call(x)).backward()
+        assert_same_gradients(model, twin)
+
+
+def noisy(module: nn.Module, seen: list[str]) -> None:
+    def hook(gradient: Tensor, name: str) -> Tensor:
+        seen.append(name)
+        return gradient + torch.randn_like(gradient)
+
+    for name, p in module.named_parameters():
+        p.register_hook(lambda g, name=name: hook(g, name))
+
+
+class Tied(nn.Module):
+    """Branches, norms with two leaves each, and a weight of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.lstm = nn.LSTM(8, 8, num_layers=2, batch_first=True)
+        self.out = nn.Linear(8, 11)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.embed(x))
+        q, k, v = (part(h) for part in self.parts)
+        y = self.attend(q, k, v, need_weights=False)[0] + self.lstm(h)[0]
+        return self.out(self.norm(y + q))
+
+
+def plain_chain() -> nn.Module:
+    return nn.Sequential(*(q for _ in range(4) for q in (nn.Linear(6, 6), nn.GELU())))
+
+
+HOOKED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "a chain": (plain_chain, lambda: torch.randn(5, 6)),
+    "cells": (Unrolled, lambda: torch.randn(4, 3, 6)),
+    "tied": (Tied, lambda: torch.randint(11, (3, 4))),
+    "convolutions": (Convolutions, lambda: torch.randn(2, 4, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.8])
+@pytest.mark.parametrize("name", HOOKED)
+def test_hooks_that_draw_are_called_in_eagers_order(name: str, budget: float) -> None:
+    make, inputs = HOOKED[name]
+    torch.manual_seed(0)
+    model, x = make(), inputs()
+    twin = eager_copy(model)
+    wrapped = wrap(model, x, budget)
+    seen: tuple[list[str], list[str]] = ([], [])
+    for at in range(6):
+        if at == 2:  # from this step on
+            noisy(model, seen[0])
+            noisy(twin, seen[1])
+        for module in (wrapped, twin):
+            module.zero_grad()
+            torch.manual_seed(at)
+            out = module(x)
+            loss = sum(
+                o.square().mean() for o in (out if isinstance(out, (list, tuple)) else [out])
+            )
+            loss.backward()
+        assert_same_gradients(model, twin)
+        assert seen[0] == seen[1]
+    assert len(seen[0]) == 4 * len(list(model.parameters()))
+
+
+def staged(module: nn.Module, x: Tensor, gradient: Tensor) -> Tensor:
+    """Take one step as zero-bubble schedules do: first the inputs' gradients, then the weights'."""
+    x = x.detach().requires_grad_()
+    y = module(x)
+    (found,), groups = stage_backward_input([y], [gradient], [x], module.parameters())
+    stage_backward_weight(module.parameters(), groups)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("way", ["Rockmate", "apply", "apply_to_blocks"])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_backward_is_split_into_inputs_and_weights(way: str, is_shared: bool) -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6)) for _ in range(4)]
+    if is_shared:
+        for block in blocks:
+            block[0].weight = block[2].weight
+    model = nn.Sequential(*blocks)
+    x, gradient = torch.randn(5, 6, requires_grad=True), torch.randn(5, 6)
+    twin = eager_copy(model)
+    module: nn.Module = model
+    match way:
+        case "Rockmate":
+            module = wrap(model, x, 0.9)
+        case "apply":
+            rockmate.apply(model, x, 0.9, cost="flops")
+        case _:
+            rockmate.apply_to_blocks(model, x, 0.9, cost="flops", compare=False)
+    # Parts that went together are told apart from then on, in each planned module.
+    for _ in (blocks if way == "apply_to_blocks" else blocks[:1]) if is_shared else ():
+        with pytest.raises(RuntimeError) as caught:
+            staged(module, x, gradient)
+        assert isinstance(caught.value.__cause__, BackwardTwiceError)
+        assert "Run the step again" in str(caught.value.__cause__)
+    module.zero_grad()
+    for at in range(4):
+        ours, theirs = (staged(net, x, gradient) for net in (module, twin))
+        assert torch.equal(ours, theirs)
+        assert_same_gradients(model, twin)
+        for net in (module, twin):  # and a step as usual
+            net(x).backward(gradient)
+        assert_same_gradients(model, twin)
+        for net in (module, twin) if at % 2 else ():
+            net.zero_grad()
+
+
+def test_a_part_of_a_backward_that_is_gone_is_refused_by_name() -> None:
+    model, x = plain_chain(), torch.randn(5, 6, requires_grad=True)
+    wrapped = wrap(model, x, 1.0)
+    y = wrapped(x)
+    node = y.grad_fn.next_functions[-1][0]
+    y.sum().backward()
+    with pytest.raises(BackwardTwiceError, match="out of order"):
+        torch.autograd.grad(torch.autograd.graph.GradientEdge(node, 0), x, torch.empty(0))
+    twin = eager_copy(model)
+    for net in (wrapped, twin):
+        net.zero_grad()
+        net(x).sum().backward()
+    assert_same_gradients(model, twin)
+
+
+def test_backwards_for_some_leaves_twice() -> None:
+    torch.manual_seed(0)
+    model, x = plain_chain(), torch.randn(5, 6, requires_grad=True)
+    twin = eager_copy(model)
+    wrapped = wrap(model, x, 0.9)
+    for at in range(4):
+        found = []
+        for net, own in ((wrapped, model), (twin, twin)):
+            first, last = own[0].weight, own[6].bias
+            y = net(x)
+            values = torch.autograd.grad(y.mean(), [last], retain_graph=True)
+            y.sum().backward(inputs=[first], retain_graph=True)
+            values += torch.autograd.grad(y, [x, last], torch.ones_like(y) * at, retain_graph=True)
+            y.square().sum().backward()
+            found.append(values)
+        assert all(map(torch.equal, *found))
+        assert_same_gradients(model, twin)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_the_step_after_an_error_in_a_hook(error: type[BaseException]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(q for _ in range(4) for q in (nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.2)))
+    )
+    x = torch.randn(50, 6)
+    twin = eager_copy(model)
+    wrapped = wrap(model, x, 0.8)
+    hooked = [net[6].weight for net in (model, twin)]
+
+    def fail(_: Tensor) -> None:
+        raise error("in a hook")
+
+    for at in range(6):
+        for net, weight in zip((wrapped, twin), hooked, strict=True):
+            net.zero_grad()
+            torch.manual_seed(at)
+            y = net(x)
+            handle = weight.register_hook(fail) if at % 2 else None
+            if handle is None:
+                y.square().sum().backward()
+                continue
+            with pytest.raises(error, match="in a hook"):
+                y.square().sum().backward()
+            handle.remove()
+        if at % 2 == 0:
+            assert_same_gradients(model, twin)
+
+
+@pytest.mark.parametrize("loss", [Tensor.sum, Tensor.mean, lambda y: 3 * y.sum()])
+def test_the_gradient_of_a_sum_is_expected(loss: Loss, caplog: pytest.LogCaptureFixture) -> None:
+    """It is one number, expanded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(q for _ in range(2) for q in (nn.Linear(8, 8), nn.GELU())))
+    x = torch.randn(8, 8)
+    twin = eager_copy(model)
+    wrapped = wrap(model, x, 1.0)
+    for _ in range(3):
+        for net in (model, twin):
+            for p in net.parameters():
+                p.grad = torch.zeros_like(p)
+        peak = trace_memory(lambda _: loss(wrapped(x)).backward(), x.device).peak_bytes
+        # The scalars of the loss and of its gradient are not the module's.
+        assert peak <= wrapped.budget_bytes + 64
+        loss(twin(x)).backward()
+        assert_same_gradients(model, twin)
+    assert "never before" not in caplog.text
