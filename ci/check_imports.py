@@ -81,6 +81,7 @@ LAYERS = {
         "pipeline planning",
         "estimate plan_cache",
         "plans_of_module forward_of_planned",
+        "second_look",
         "planned_forward",
         "blockwise",
         "decisions",

@@ -24,13 +24,14 @@ from rockmate.networks import compiled_part
 from rockmate.plan_cache import PlanRows
 from rockmate.plans_of_module import INSTEAD
 from rockmate.reports.plan_report import PlanReport
+from rockmate.second_look import Differences
 from rockmate.settings import Budget, SelfTest, Settings, check_choices
 
 _log = logging.getLogger("rockmate")
 # What a Rockmate module offers beside the model; a model's own attribute of that name goes first.
 _OFFERED = (
     *("plan", "plans", "budget_bytes", "planning_seconds", "eager_peak_bytes"),
-    *("measured_peak_bytes", "backward", "original", "save_plan", "plan_file"),
+    *("measured_peak_bytes", "backward", "original", "save_plan", "plan_file", "check"),
 )
 
 
@@ -80,6 +81,8 @@ class Rockmate(nn.Module):
             path or "off", or else the user's cache directory.
         share: where torch.distributed runs, let rank 0 plan for all ranks whose step is the same;
             False lets each rank plan for itself, without waiting for others.
+        check_every: record every so many calls once more before they run, and compare (`check`).
+            The calls after a recorded one are compared in any case.
 
     Examples:
         >>> rk = Rockmate(model, x, "2GiB")
@@ -123,13 +126,14 @@ class Rockmate(nn.Module):
         plan: str | PathLike[str] | None = None,
         cache: bool | str | PathLike[str] | None = None,
         share: bool = True,
+        check_every: int = 0,
     ) -> None:
         options = {
             **{"kwargs": kwargs, "effort": effort, "cost": cost, "self_test": self_test},
             **{"reserve": reserve, "max_plans": max_plans, "samples": samples},
             **{"planner": planner, "backend": backend, "progress": progress},
             **{"opaque": opaque, "strict": strict, "compile": compile, "plan": plan},
-            **{"cache": cache, "share": share},
+            **{"cache": cache, "share": share, "check_every": check_every},
         }
         plain = plain_of(model)
         if plain is not model and not isinstance(model, Rockmate):
@@ -152,6 +156,19 @@ class Rockmate(nn.Module):
     def plan_file(self) -> PlanFile:
         """Return what was planned as `save_plan` writes it."""
         return self._rockmate.plan_file()
+
+    def check(self, *args: Any, **kwargs: Any) -> Differences:
+        """Record a call once more and return what it does otherwise than the plan for it.
+
+        Nothing else differs: what does was decided by something that no key of a plan holds. It is
+        named by module and line, and runs whole from now on. Without arguments, the next call is
+        looked at before it runs, and what differs is logged.
+
+        Example:
+            >>> print(rk.check(x))
+            module 'blocks.3' (model.py:41): 'mul' took 0.5 when recorded, and takes 0.25 now
+        """
+        return self._rockmate.check(args, kwargs)
 
     # ------------------------------------------------------------------ the plan
 
@@ -375,7 +392,7 @@ def _restore(model: nn.Module, saved: tuple[Any, Settings]) -> None:
 def settings_of(budget: Budget, options: Mapping[str, Any]) -> Settings:
     """Return what the user chose, checked."""
     known = {name: value for name, value in options.items() if name not in ("kwargs", "samples")}
-    names = {"cost", "effort", "planner", "backend", "self_test", "compile"}
+    names = {"cost", "effort", "planner", "backend", "self_test", "compile", "check_every"}
     check_choices(**{name: value for name, value in known.items() if name in names})
     if known.get("compile") and known.get("plan") is not None:
         raise ValueError("plan= and compile=True exclude each other: a file knows no compiled code")

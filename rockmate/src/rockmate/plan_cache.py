@@ -102,6 +102,7 @@ class Family:
 
     variants: list[Planned]
     row: PlanRow
+    looks: int = 1  # how many of the next calls are recorded once more, to compare
 
     def takes(self, leaves: Sequence[Any]) -> bool:
         """Whether a plan for any number is for a call with these leaves; it comes first then."""

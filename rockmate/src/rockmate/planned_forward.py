@@ -18,11 +18,12 @@ from rockmate.keys.module_state import ExternalValues, Snapshot
 from rockmate.keys.sharded import settled_call
 from rockmate.networks import Planned
 from rockmate.plan_cache import Family, Key
-from rockmate.plans_of_module import Call, HandedOverOtherwiseError, PlansOfModule
+from rockmate.plans_of_module import Call, HandedOverOtherwiseError
 from rockmate.runtime.plain import is_plain
+from rockmate.second_look import SecondLook
 
 
-class PlannedForward(PlansOfModule):
+class PlannedForward(SecondLook):
     """Runs the forward of `model` within a budget; `model` itself is the plain module."""
 
     forward: Any = None  # what a user has put over the planned forward
@@ -55,6 +56,7 @@ class PlannedForward(PlansOfModule):
             return self.model.forward(*args, **kwargs)
         key = Key(state, inputs, autocast, flags)
         family = self.plans.get(key) or self.plans.for_any_number(key, leaves)
+        looks = self.looks_often or (family is not None and family.looks)
         try:
             if family is None:
                 family = self._plan(key, (args, ordered))
@@ -67,6 +69,8 @@ class PlannedForward(PlansOfModule):
         except HandedOverOtherwiseError:
             family = None
         if family is None:
+            return self(args, kwargs)
+        if looks and self.is_otherwise(family, planned, leaves, (args, ordered)):
             return self(args, kwargs)
         if planned.may_go_another_way:
             return self._with_pieces(planned, external, leaves, args, kwargs)

@@ -45,6 +45,7 @@ from rockmate.settings import Settings, parse_budget
 _log = logging.getLogger("rockmate")
 _MOST_WAYS = 6  # through one forward, chosen by values of its inputs, that have plans
 _MANY = 8  # recordings one after the other for numbers that change
+_LOOKS = 2  # at calls that were planned ahead
 _MOST_TRIES = 4  # to make a plan for all numbers
 _MOST_NAMED = 3  # compiled modules, in the log
 # What is said where torch.compile is taken off.
@@ -73,6 +74,7 @@ class PlansOfModule:
         self._shelf: Shelf | None = None  # of plans that were made before
         self._told: set[str] = set()  # what is taken off
         self._in_a_row = 0  # recordings for nothing but other numbers
+        self._because = ""  # the next plan is made
         self._tried: dict[Key | None, int] = {}  # how often no plan could be for any number
         self._in_vain: dict[Place, int] = {}  # the same of an attribute
 
@@ -107,6 +109,7 @@ class PlansOfModule:
                 )
             others = (p for p in self.settings.opaque if not _is_covered(p, paths))
             self.settings = replace(self.settings, opaque=(*others, *paths))
+            self._because = f"runs {', '.join(map(repr, paths))} whole: {why}"
             self.plans.drop(lambda planned: not _run_whole(paths, planned))
             if self.first is not None and not _run_whole(paths, self.first):
                 self.first = next(iter(self.plans), None)
@@ -145,7 +148,7 @@ class PlansOfModule:
                 _, inputs = key_of(args, ordered)
                 key = Key(self.watch.now(autocast).state, inputs, autocast, flags)
                 if self.plans.get(key) is None:
-                    self._plan(key, (args, ordered))
+                    self._plan(key, (args, ordered)).looks = _LOOKS
 
     def _plan(self, key: Key, call: Call) -> Family:
         """Plan for a key that no plan is for, within the same bytes."""
@@ -154,7 +157,8 @@ class PlansOfModule:
             if family is not None:  # another thread has planned it
                 return family
             last = self.plans.last_key()
-            why = "the sample" if last is None else key.unlike(last)
+            why = self._because or ("the sample" if last is None else key.unlike(last))
+            self._because = ""
             _log.debug("planning: %s", why)
             self._try_any_attribute(key, call)
             began = time.perf_counter()
@@ -267,6 +271,7 @@ class PlansOfModule:
             _log.info("planned for other %s: %s", why, "; ".join(planned.outcomes.texts[:3]))
             self.watch.read(planned.network.graph.dataflow.basic.sources)
             family.variants.insert(0, planned)
+            family.looks += 1
             del family.variants[_MOST_WAYS:]
             return planned
 

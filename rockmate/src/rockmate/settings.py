@@ -43,6 +43,7 @@ class Settings:
     plan: str | None = None  # path of a file of plans
     cache: bool | str | None = None
     share: bool = True
+    check_every: int = 0  # calls, of which one is recorded once more; 0: only the first ones are
 
 
 def check_choices(
@@ -53,6 +54,7 @@ def check_choices(
     backend: str = "cp-sat",
     self_test: SelfTest = True,
     compile: bool = False,
+    check_every: int = 0,
 ) -> None:
     """Refuse what planning would refuse later, after the module was captured and measured.
 
@@ -66,6 +68,8 @@ def check_choices(
         raise UnknownChoiceError("self_test", str(self_test), tuple(map(str, SELF_TESTS)))
     if not isinstance(compile, bool):
         raise UnknownChoiceError("compile", compile, ("True", "False"))
+    if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
+        raise UnknownChoiceError("check_every", check_every, ("0", "a number of calls"))
     effort_of(effort)
     check_planner(planner)
     check_backend(backend)

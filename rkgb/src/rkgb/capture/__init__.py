@@ -3,11 +3,13 @@
 Gets a module and a `Sample`; gives a `BasicGraph`. Read record.py (which submodules run whole),
 then step.py (one step from start to end) with twin.py and held.py (the copy that runs),
 saved_by_autograd.py, backward.py, pieces.py, functions.py and hooks.py; sizes.py records without
-memory, and numbered.py once more, so that numbers of the call need not be recorded anew.
+memory, and numbered.py once more, so that numbers of the call need not be recorded anew; look.py
+compares another recording with the one that a plan was made from.
 """
 
 from rkgb.capture.collector import no_collection
 from rkgb.capture.hooks import may_run_again
+from rkgb.capture.look import look_again
 from rkgb.capture.numbered import for_any_number, for_same_numbers
 from rkgb.capture.record import make_B
 from rkgb.capture.sizes import SizedStep, record_other_backward, record_sizes
@@ -18,6 +20,7 @@ __all__ = [
     "Twin",
     "for_any_number",
     "for_same_numbers",
+    "look_again",
     "make_B",
     "may_run_again",
     "no_collection",

@@ -109,6 +109,7 @@ class RecordedBackward:
                 raise refusal from error
             finally:
                 recorder.in_backward = False
+                roots.clear()  # a graph that has not run to its end holds on to the recorder
                 for hook in hooks:
                     hook.remove()
         return tuple(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.spread import memory_of
 from rkgb.elements.trees import flatten
-from rkgb.errors import RkgbError
+from rkgb.errors import RkgbError, SideEffectError
 from rkgb.graphs.basic import BasicGraph, ambient_autocast
 from rkgb.opaque.call import Call, Kind
 from rkgb.opaque.module_state import ModuleState
@@ -34,6 +35,8 @@ class PieceRecorder:
         twin: nn.Module,
         paths: Sequence[str],
         known: BasicGraph | None = None,
+        *,
+        runs: bool = True,
     ) -> None:
         targets = [op.target for op in known.ops] if known is not None else []
         pieces = [target.piece for target in targets if isinstance(target, RunPiece)]
@@ -41,6 +44,7 @@ class PieceRecorder:
         self.recorder, self.twin, self.paths = recorder, twin, tuple(paths)
         self.trials = Trials(twin, recorder.device)
         self.count = 0
+        self.runs = runs  # else what a `known` call makes only has the kind of what it made then
 
     def call(
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -133,6 +137,8 @@ class PieceRecorder:
         self, call: Call, module: nn.Module, tensors: Sequence[Tensor]
     ) -> tuple[Piece, list[Tensor]]:
         known = self.known.get((call.path, call.number))
+        if not self.runs:
+            return self._stood_in(known, call, tensors)
         if known is None or not known.call.like(call):
             return self.trials.piece(call, module, tensors)
         state = ModuleState(module)
@@ -140,6 +146,26 @@ class PieceRecorder:
             made, _ = known.run((*tensors, *call.own_numbers()))
         state.restore()
         return known, made
+
+    def _stood_in(
+        self, known: Piece | None, call: Call, tensors: Sequence[Tensor]
+    ) -> tuple[Piece, list[Tensor]]:
+        """Return what stands for the results of a known call, with the plain values of this one.
+
+        Raises:
+            SideEffectError: it was never made so.
+        """
+        if known is None or not known.call.is_of_kind(call):
+            error = SideEffectError(f"module {call}, which runs whole, is called otherwise.")
+            error.module_path = call.path.rpartition(".")[0]
+            raise error
+        made: list[Tensor] = []
+        for kind, place in zip(known.kinds, known.lies_in, strict=True):
+            if place < 0 or kind.sparse:
+                made.append(kind.made(self.recorder.device))
+            else:
+                made.append(tensors[place].detach().as_strided(kind.shape, kind.stride))
+        return replace(known, call=replace(known.call, leaves=call.leaves)), made
 
     # ------------------------------------------------------------------ the recording
 

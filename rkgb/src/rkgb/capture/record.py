@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from rkgb.capture.functions import Function, function_of
 from rkgb.capture.hooks import refuse_hooks_inside
 from rkgb.capture.step import RecordedStep
 from rkgb.device.rng import RngState
+from rkgb.elements.effect import Assign
 from rkgb.elements.sample import Sample
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import RkgbError, SideEffectError
@@ -26,6 +27,7 @@ from rkgb.graphs.basic import BackwardKind, BasicGraph
 from rkgb.opaque.call import is_inside
 from rkgb.opaque.piece import RunPiece
 from rkgb.opaque.trial import BrokenPieceError
+from rkgb.recording.bounded import BoundedRecorder
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.places import Places
 from rkgb.recording.recorder import Recorder
@@ -73,6 +75,8 @@ def record(
     held_bytes: dict[str, int] | None = None,
     numbers: NumberTrace | None = None,
     is_metered: bool = False,
+    runs_pieces: bool = True,
+    bound: tuple[Sequence[int], int] | None = None,
 ) -> BasicGraph:
     """Return the recording of one step of `model` on `sample` in the mode the model is in.
 
@@ -87,8 +91,11 @@ def record(
     Hooks that were found to only look are not called again, and what runs whole is not tried again,
     where a recording of the same call is `known`. With `held_bytes`, which is
     filled, tensors have no content (see `record_sizes`). With `numbers`, which is filled, those of
-    the call are followed (see `numbered`). If it `is_metered`, the recording says what memory its
-    kernels took, where they ran once for equal arguments.
+    the call are followed (see `numbered`). Unless it `runs_pieces`, what runs whole does not run:
+    something like what the `known` calls have made stands for it. With a `bound`, which is what
+    each operation needs and the most bytes, it stops with a `TooLargeError` before it takes more.
+    If it `is_metered`, the recording says what memory its kernels took, where they ran once for
+    equal arguments.
 
     Raises:
         DataDependentError: control flow, a size or a Python number depends on the input's values.
@@ -111,15 +118,17 @@ def record(
                     held_bytes=held_bytes,
                     numbers=numbers,
                     is_metered=is_metered,
+                    runs_pieces=runs_pieces,
+                    bound=bound,
                 )
                 if first is not None:
-                    _let_go(first)
+                    let_go(first)
                 return recorded
             except RkgbError as error:
                 first = first or error
                 function = None if strict else function_of(error)
                 if error is not first:
-                    _let_go(error)
+                    let_go(error)
                 if function is not None and function not in functions:
                     _log.info("running %s as one operation: %s", function.__name__, error)
                     functions.append(function)
@@ -157,15 +166,23 @@ def _recorded(
     held_bytes: dict[str, int] | None = None,
     numbers: NumberTrace | None = None,
     is_metered: bool = False,
+    runs_pieces: bool = True,
+    bound: tuple[Sequence[int], int] | None = None,
 ) -> BasicGraph:
     """Record once; `places` gets what the attempt has seen of the module."""
     stream = RngState.save(sample.device)
     # Without content there is nothing to give up.
     keep_content, hidden = held_bytes is not None, frozenset[tuple[str, str]]()
-    make = Recorder if held_bytes is None else functools.partial(SizeRecorder, held_bytes)
+    if known is not None and not runs_pieces:
+        hidden |= {(e.path, e.name) for e in known.effects if isinstance(e, Assign)}
+    make: Callable[..., Recorder] = Recorder
+    if held_bytes is not None:
+        make = functools.partial(SizeRecorder, held_bytes)
+    elif bound is not None:
+        make = functools.partial(BoundedRecorder, *bound)
     written = frozenset[str]()
     # What runs whole is tried out on what it gets.
-    repeats = not opaque and not functions
+    repeats = not runs_pieces or (not opaque and not functions)
     while True:
         step = RecordedStep(
             *(model, sample, opaque, hidden, known, make),
@@ -176,6 +193,7 @@ def _recorded(
             functions=functions,
             numbers=numbers,
             is_metered=is_metered,
+            runs_pieces=runs_pieces,
         )
         places.append(step.places)
         refuse_backward_hooks(model, opaque)
@@ -199,7 +217,7 @@ def _recorded(
             refused = isinstance(error.__cause__, RuntimeError)
             if repeated is None or not repeated.has_repeated or not refused:
                 raise
-            _let_go(error)
+            let_go(error)
             repeats = False
         stream.restore()
 
@@ -242,7 +260,7 @@ def _wider(opaque: Sequence[str], error: RkgbError, places: Places) -> str | Non
     return path
 
 
-def _let_go(error: BaseException) -> None:
+def let_go(error: BaseException) -> None:
     """Let an error hold no frames.
 
     The tensors in them lead to graphs of autograd that lead back to the frames, by hooks that

@@ -80,15 +80,34 @@ def record_other_backward(
     tensors: an operation of the forward, or a kind of operation that the backward did not have.
     """
     try:
-        without = _bare_call(model, sample.args, sample.kwargs, sample.device)
-        with without as (twin, bare), bare.device:
-            found = record(twin, bare, kind, strict=True, known=known, held_bytes={})
+        found = record_without_content(model, sample, known, kind)
     except Exception as error:  # whatever it is, real tensors will say it again
         _log.debug("no recording without content: %s", error)
         return None
     if not _is_same_forward(found, known) or not _knows_backward(found, known):
         return None
     return replace(found, constants=known.constants, reads=known.reads, device=known.device)
+
+
+def record_without_content(
+    model: nn.Module, sample: Sample, known: BasicGraph, kind: BackwardKind
+) -> BasicGraph:
+    """Return another recording of the step of a `known` one, for next to no memory.
+
+    Nothing runs whole in it.
+
+    Raises:
+        RkgbError: it cannot be recorded now, or not without content.
+    """
+    without = _bare_call(model, sample.args, sample.kwargs, sample.device)
+    with without as (twin, bare), bare.device:
+        return record(
+            *(twin, bare, kind),
+            opaque=known.opaque,
+            known=known,
+            held_bytes={},
+            runs_pieces=False,
+        )
 
 
 def _is_same_forward(found: BasicGraph, known: BasicGraph) -> bool:

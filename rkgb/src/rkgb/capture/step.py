@@ -70,6 +70,7 @@ class RecordedStep:
         repeats: bool = True,
         numbers: NumberTrace | None = None,
         is_metered: bool = False,
+        runs_pieces: bool = True,
     ) -> None:
         self.model, self.device, self.keep_content = model, sample.device, keep_content
         twin = twin_of(model)
@@ -87,7 +88,7 @@ class RecordedStep:
         if keep_content or not repeats:
             self.recorder.repeated = None
         self.is_metered = is_metered and self.recorder.repeated is not None
-        self.pieces = PieceRecorder(self.recorder, self.twin, opaque, known)
+        self.pieces = PieceRecorder(self.recorder, self.twin, opaque, known, runs=runs_pieces)
         self.places.run_whole(opaque, self.pieces.call)
         self.functions = run_functions_whole(self.pieces, functions)
         self.leaves: dict[int, str] = {}

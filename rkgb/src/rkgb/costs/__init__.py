@@ -9,7 +9,7 @@ op_costs.py (one kind of operation), measure.py and rounds.py (how it is measure
 from rkgb.costs.foreseen import Foreseen, foresee, foresee_as_recorded
 from rkgb.costs.measure import Measured, choose_callees
 from rkgb.costs.node_facts import Cost, NodeFacts
-from rkgb.costs.op_costs import FlopCost, OpCost, call_kind, cost_of_piece, op_key
+from rkgb.costs.op_costs import FlopCost, OpCost, call_kind, cost_of_piece, made_bytes, op_key
 from rkgb.costs.plain_step import plain_peak_bytes
 from rkgb.costs.rounds import Timing
 from rkgb.costs.scaled import foresee_resized, measure_others, measure_resized
@@ -28,6 +28,7 @@ __all__ = [
     "foresee",
     "foresee_as_recorded",
     "foresee_resized",
+    "made_bytes",
     "measure_others",
     "measure_resized",
     "op_key",

@@ -16,6 +16,7 @@ from rkgb.graphs.basic import (
     autocast_as,
 )
 from rkgb.graphs.compare import same_but_for_numbers, same_but_for_sizes
+from rkgb.graphs.differences import Difference, differences
 from rkgb.graphs.passes import PLANNED_PASSES
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 
@@ -23,12 +24,14 @@ __all__ = [
     "PLANNED_PASSES",
     "BackwardKind",
     "BasicGraph",
+    "Difference",
     "HandOver",
     "SimplifiedGraph",
     "SimplifiedNode",
     "Tangent",
     "ambient_autocast",
     "autocast_as",
+    "differences",
     "same_but_for_numbers",
     "same_but_for_sizes",
 ]

@@ -87,9 +87,13 @@ class Call:
     def __str__(self) -> str:
         return f"'{self.path or '(root)'}' ({self.kind})"
 
+    def is_of_kind(self, other: Call) -> bool:
+        """Whether another call is the same but for what is in its tensors and plain values."""
+        return all(getattr(self, name) == getattr(other, name) for name in _ALIKE)
+
     def like(self, other: Call, *, but_for_numbers: bool = False) -> bool:
         """Whether another call is the same but for what is in its tensors."""
-        return all(getattr(self, name) == getattr(other, name) for name in _ALIKE) and all(
+        return self.is_of_kind(other) and all(
             (but_for_numbers and place in self.numbers) or _is_same(a, b)
             for place, (a, b) in enumerate(zip(self.leaves, other.leaves, strict=True))
         )

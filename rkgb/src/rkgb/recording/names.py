@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -109,6 +110,14 @@ class LiveNames:
             if reference() is not None:
                 return self.infos[self._names[key]].alias_of
         return None
+
+    def living(self) -> Iterator[str]:
+        """Yield the root of the values in each storage that is alive."""
+        for group in list(self._by_storage.values()):
+            for key, reference in list(group.items()):
+                if reference() is not None and key in self._names:
+                    yield self.infos[self._names[key]].alias_of
+                    break
 
     def overlap(self, first: str, second: str) -> bool:
         """Whether two values of one storage have an element in common (parts of a split do not)."""

@@ -95,7 +95,19 @@ class Hidden:
             nn.Module.__getattr__ = original  # type: ignore[method-assign]
 
     def effects(self) -> list[tuple[Assign, Any]]:
-        """Return what was set, and to what."""
+        """Return what was set, and to what.
+
+        Raises:
+            SideEffectError: something was set when the step was recorded before, and is not now.
+        """
+        for path, name in self.targets:
+            if not hasattr(self.twin.get_submodule(path), name):
+                error = SideEffectError(
+                    f"cannot capture {type(self.twin).__name__}: its forward sets the attribute "
+                    f"'{name}' of module '{path or '(root)'}' at one call, and not at another."
+                )
+                error.module_path = path
+                raise error
         return [
             (Assign(path, name), getattr(self.twin.get_submodule(path), name))
             for path, name in self.targets

@@ -78,7 +78,7 @@ def cache_key(recording: str, model: nn.Module, device: torch.device, settings: 
     choices = {
         name: value
         for name, value in vars(settings).items()
-        if name not in ("progress", "max_plans", "plan", "cache", "share")
+        if name not in ("progress", "max_plans", "plan", "cache", "share", "check_every")
     }
     rows = [recording, repr(sorted(made_with(device).items())), repr(sorted(choices.items()))]
     return _digest([*rows, *_code_of(model)])

@@ -1,0 +1,192 @@
+"""What one recording of a step has otherwise than another of the same call, and where that is.
+
+Nothing of a call differs between the two: what does, Python has decided by something that belongs
+neither to the call nor to the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rkgb.elements.numbers import is_number_of_calls
+from rkgb.elements.op import Op, Ref
+from rkgb.graphs.basic import BasicGraph
+
+_MOST_SHOWN = 60  # characters of a value in an error
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What a step has otherwise now than when it was recorded."""
+
+    module_path: str  # of the smallest submodule around it
+    source: str  # "file.py:12"
+    what: str
+
+    def __str__(self) -> str:
+        return f"module '{self.module_path or '(root)'}' ({self.source or 'unknown'}): {self.what}"
+
+
+def differences(
+    known: BasicGraph, found: BasicGraph, numbers: Sequence[float] = ()
+) -> list[Difference]:
+    """Return what `found` has otherwise than `known`, up to where it goes another way altogether.
+
+    `numbers` are what the program of `known` takes from the numbers of the call.
+    """
+    made = _Differences(known, found, numbers)
+    if made.operations(known.ops, found.ops) and made.operations(known.backward, found.backward):
+        made.values()
+    return list(dict.fromkeys(made.found))
+
+
+class _Differences:
+    def __init__(self, known: BasicGraph, found: BasicGraph, numbers: Sequence[float]) -> None:
+        self.known, self.now, self.numbers = known, found, numbers
+        self.found: list[Difference] = []
+        # Numbers of autograd's nodes differ between the two.
+        self.made_by = [{op.sequence_nr: op for op in reversed(g.ops)} for g in (known, found)]
+
+    def operations(self, ours: Sequence[Op], theirs: Sequence[Op]) -> bool:
+        """Compare operations; return whether they went the same way to the end."""
+        for a, b in zip_longest(ours, theirs):
+            if a is None or b is None or not _is_same_call(a, b):
+                was, now = ("nothing" if op is None else _named(op) for op in (a, b))
+                places = [self._place(op, turn) for turn, op in enumerate((a, b)) if op is not None]
+                path = _around([path for path, _ in places] if len(places) > 1 else [""])
+                self._note(path, places[-1][1], f"ran {was} when it was recorded, and {now} now")
+                return False
+            changed = next(self._arguments(a, b), None)
+            if changed is not None:
+                path, source = self._place(b)
+                if hasattr(b.target, "piece"):  # whoever calls what runs whole has decided
+                    path = path.rpartition(".")[0]
+                was, now = (_shown(value) for value in changed)
+                self._note(
+                    path, source, f"'{b.target_name}' took {was} when recorded, and takes {now} now"
+                )
+        return True
+
+    def values(self) -> None:
+        """Compare what is no operation: constants, results that are no tensors, what is set."""
+        readers: dict[str, Op] = {}
+        for op in self.now.ops:
+            for name in op.inputs:
+                readers.setdefault(name, op)
+        for name, value in self.known.constants.items():  # of a backward, content may stand in
+            if name in readers and not _is_same_content(value, self.now.constants.get(name)):
+                path, source = self._place(readers[name])
+                self._note(path, source, f"the content of a tensor made there, '{name}', is other")
+        ours, theirs = (_assigned(g.effects) for g in (self.known, self.now))
+        for path, name in sorted(ours ^ theirs):
+            self._note(path, "", f"its attribute '{name}' is set at one call, and not at another")
+        if ours != theirs:  # their values are among the outputs
+            return
+        for was, now in zip_longest(self.known.outputs, self.now.outputs):
+            if not self._is_same(was, now) and (_is_plain(was) or _is_plain(now)):
+                self._note("", "", f"gave {_shown(was)} when recorded, and gives {_shown(now)} now")
+
+    def _arguments(self, a: Op, b: Op) -> Iterator[tuple[Any, Any]]:
+        for was, now in zip(_given(a), _given(b), strict=True):
+            if not self._is_same(was, now):
+                yield was, now
+        for name, was in a.kwargs.items():
+            if not self._is_same(was, b.kwargs[name]):
+                yield was, b.kwargs[name]
+
+    def _is_same(self, a: Any, b: Any) -> bool:
+        if is_number_of_calls(a):
+            a = self.numbers[a.place] if a.place < len(self.numbers) else a
+        kind = type(a)
+        if kind is not type(b):
+            return False
+        if kind is tuple or kind is list:
+            return len(a) == len(b) and all(map(self._is_same, a, b))
+        if kind is float:
+            return bool(a.hex() == b.hex())
+        if kind is Ref:
+            return bool(a.name == b.name)
+        if isinstance(a, Mapping):
+            return list(a) == list(b) and all(self._is_same(a[key], b[key]) for key in a)
+        return a is b or repr(a) == repr(b) or not _is_plain(a)
+
+    def _place(self, op: Op, recording: int = 1) -> tuple[str, str]:
+        """Return where an operation was made; one of the backward, where its forward was."""
+        if not op.source:
+            op = self.made_by[recording].get(op.sequence_nr, op)
+        return op.module_path, op.source
+
+    def _note(self, path: str, source: str, what: str) -> None:
+        self.found.append(Difference(path, source, what))
+
+
+def _is_same_call(a: Op, b: Op) -> bool:
+    """Whether two operations differ in nothing but plain values among their arguments."""
+    return (
+        _is_same_target(a.target, b.target)
+        and (a.name, a.results, a.writes, a.flags) == (b.name, b.results, b.writes, b.flags)
+        and a.inputs == b.inputs
+        and len(a.args) == len(b.args)
+        and list(a.kwargs) == list(b.kwargs)
+    )
+
+
+def _is_same_target(a: Any, b: Any) -> bool:
+    piece = getattr(a, "piece", None)
+    if piece is None:
+        return bool(a is b or a == b)
+    return type(a) is type(b) and b.piece.call.is_of_kind(piece.call)
+
+
+def _given(op: Op) -> Sequence[Any]:
+    """Return the arguments of an operation; those of a piece with the plain values that it gets."""
+    call = getattr(getattr(op.target, "piece", None), "call", None)
+    if call is None or not op.source:
+        return op.args
+    others = enumerate(call.leaves)
+    return [*op.args, *(leaf for place, leaf in others if place not in call.numbers)]
+
+
+def _assigned(effects: Sequence[Any]) -> set[tuple[str, str]]:
+    return {(effect.path, effect.name) for effect in effects if hasattr(effect, "name")}
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(
+        value, (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+    )
+
+
+def _is_same_content(a: Tensor, b: Any) -> bool:
+    if a is b or not isinstance(b, Tensor) or type(a) is not type(b):
+        return a is b
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return False
+    with torch.no_grad():
+        return bool(torch.equal(a, b) or ((a == b) | (a != a)).all())
+
+
+def _around(paths: Sequence[str]) -> str:
+    """Return the path of the module around all of these."""
+    parts = [path.split(".") if path else [] for path in paths]
+    common: list[str] = []
+    for names in zip(*parts, strict=False):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return ".".join(common)
+
+
+def _named(op: Op) -> str:
+    return f"'{op.target_name}' ({op.module_path or '(root)'}, {op.source or 'backward'})"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"

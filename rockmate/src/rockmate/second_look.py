@@ -1,0 +1,177 @@
+"""Look at a call once more, as it was recorded, before its plan runs it.
+
+The calls after the one that was recorded are looked at, and those that the user asks for. What is
+otherwise than in the plan's recording, Python has decided by something that no key holds: the
+submodule around it runs whole from then on, and the call is planned anew before it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rkgb.capture import look_again, no_collection
+from rkgb.costs import made_bytes, op_key
+from rkgb.engine import Sample
+from rkgb.graphs import Difference
+from rkgb.torch_api import current_dispatch_modes, has_saved_hooks
+from rockmate.errors import RockmateError
+from rockmate.keys.module_state import without_hooks
+from rockmate.networks import Planned
+from rockmate.networks.network import Network
+from rockmate.plan_cache import Family
+from rockmate.plans_of_module import Call, PlansOfModule, planning
+from rockmate.runtime.plain import unseen
+from rockmate.settings import Settings
+
+_log = logging.getLogger("rockmate")
+_MOST_NAMED = 3  # differences, in the log
+_COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
+
+
+class Differences(tuple[Difference, ...]):
+    """What a call does otherwise than the plan for it was recorded; printing shows a line each."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "nothing differs from the recording"
+
+    __repr__ = __str__
+
+
+class _LookedAtError(Exception):
+    """A call was looked at, and is not to run."""
+
+    def __init__(self, found: Differences) -> None:
+        super().__init__(found)
+        self.found = found
+
+
+class SecondLook(PlansOfModule):
+    """Plans for the calls of a module, some of which are recorded once more before they run."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        super().__init__(model, settings)
+        self.is_asked = False  # for a look at the next call
+        self.looks_often = bool(settings.check_every)
+        self._calls, self._stops = 0, False
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the module."""
+        raise NotImplementedError
+
+    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Differences:
+        """Look at a call, which does not run; without arguments at the next one, before it runs.
+
+        Raises:
+            RockmateError: the call is none that a plan is for.
+        """
+        self.looks_often = True
+        if not args and not kwargs:
+            self.is_asked = True
+            return Differences()
+        self._stops = True
+        try:
+            with torch.enable_grad():
+                self(args, kwargs)
+        except _LookedAtError as look:
+            return look.found
+        finally:
+            self._stops, self.looks_often = False, bool(self.settings.check_every)
+        raise RockmateError(
+            "this call is run by the plain module (in eval mode, nothing requires a gradient, or a "
+            "transform of torch.func is around it), so that no plan can be compared with it."
+        )
+
+    def is_otherwise(
+        self, family: Family, planned: Planned, leaves: Sequence[Any], call: Call
+    ) -> bool:
+        """Whether this call, if it is to be looked at, needs another plan than the one for it."""
+        if self._stops:
+            raise _LookedAtError(self.look(planned, leaves, call))
+        return self._is_due(family) and bool(self.look(planned, leaves, call))
+
+    def look(self, planned: Planned, leaves: Sequence[Any], call: Call) -> Differences:
+        """Return what a call does otherwise than its plan, which it is never run with then.
+
+        Raises:
+            UnsupportedModuleError: something differs, and no part may run whole (`strict=True`).
+        """
+        found = self._recorded_again(planned, leaves, call)
+        if found is None and self._stops:
+            raise RockmateError(
+                f"a call of {type(self.model).__name__} cannot be recorded once more here, so that "
+                "nothing can be compared: its values are looked at, or its processes run "
+                "collectives, or it takes too much memory. The log of 'rkgb' says which."
+            )
+        if not found:
+            return Differences()
+        paths = _outermost([self._called(difference.module_path) for difference in found])
+        more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        _log.warning(
+            "%s was recorded otherwise than it is called now, though nothing differs that a plan "
+            "knows of: %s%s. What runs whole from now on: %s. Pass what decides this as an "
+            "argument, or keep it as an attribute of the module",
+            type(self.model).__name__,
+            "; ".join(map(str, found[:_MOST_NAMED])),
+            more,
+            ", ".join(f"'{path or '(root)'}'" for path in paths),
+        )
+        self.run_whole(paths, str(found[0]))
+        return Differences(found)
+
+    def _is_due(self, family: Family) -> bool:
+        if self.settings.check_every:
+            self._calls += 1
+        often = self.settings.check_every
+        is_due = family.looks > 0 or self.is_asked or bool(often and self._calls % often == 0)
+        # Whoever watches the operations of this call has not asked for those of a look.
+        if not is_due or current_dispatch_modes() or has_saved_hooks():
+            return False
+        family.looks = max(0, family.looks - 1)
+        self.is_asked, self.looks_often = False, bool(often)
+        return True
+
+    def _recorded_again(
+        self, planned: Planned, leaves: Sequence[Any], call: Call
+    ) -> list[Difference] | None:
+        basic = planned.network.graph.dataflow.basic
+        spaces = {getattr(op.target, "namespace", "") for op in basic.ops}
+        if not self.plans_alone or not spaces.isdisjoint(_COLLECTIVES):
+            return None  # the other processes may not be looking
+        numbers = () if planned.numbers is None else planned.numbers.of(leaves) or ()
+        bare = without_hooks(self.model, type(self.model))
+        with planning, unseen(), no_collection():
+            sample = Sample.of(bare, *call)
+            within = _needs_bytes(planned.network), planned.budget_bytes
+            return look_again(bare, sample, basic, numbers, within=within)
+
+    def _called(self, path: str) -> str:
+        """Return the module at a path, or the one around it that is called: a list never is."""
+        while path and type(self.model.get_submodule(path)).forward is nn.Module.forward:
+            path = path.rpartition(".")[0]
+        return path
+
+
+def _needs_bytes(network: Network) -> list[int]:
+    """Return what each operation of a step makes and takes for itself."""
+    basic, costs = network.graph.dataflow.basic, network.measured.costs
+    most = max((cost.workspace_bytes for cost in costs.values()), default=0)
+    needs: list[int] = []
+    for op in (*basic.ops, *basic.backward):
+        if hasattr(op.target, "piece"):  # something stands for what it makes
+            needs.append(sum(basic.infos[name].size_bytes for name in op.results if name))
+            continue
+        cost = costs.get(op_key(op, basic.infos))
+        needs.append(made_bytes(op, basic.infos) + (most if cost is None else cost.workspace_bytes))
+    return needs
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    kept = dict.fromkeys(paths)
+    return [p for p in kept if not any(p != q and (not q or p.startswith(f"{q}.")) for q in kept)]
