@@ -139,6 +139,30 @@ class Checked(nn.Module):
         return x.square().mean()
 
 
+class Residual(nn.Module):
+    """BatchNorm counts and in-place sums in layers that come or not."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv1d(1, 4, 3, 1, 1), nn.BatchNorm1d(4)
+            self.back = nn.Conv1d(4, 1, 3, 1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.back(F.relu(self.norm(self.conv(x)), inplace=True)).add_(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None]
+        for layer in self.layers:
+            if float(torch.rand(())) < 0.8:
+                x = layer(x)
+        return x.square().mean()
+
+
 def rows(step: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
 
@@ -154,6 +178,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "forcing": (Forcing, tokens),
     "encoder": (Encoder, rows),
     "checked": (Checked, rows),
+    "residual": (Residual, rows),
 }
 
 
@@ -358,6 +383,28 @@ def test_more_calls_than_were_planned_keep_nothing_and_are_told() -> None:
     assert_steps_like(rk, twin, rows, steps=1)
     rk.times = twin.times = 1
     assert_steps_like(rk, twin, rows, steps=1)
+
+
+def test_planning_leaves_gradients_of_the_sample_alone() -> None:
+    torch.manual_seed(0)
+    model = Depth().train()
+    twin = copy.deepcopy(model)
+    x = rows(0).requires_grad_()
+    seed(7)
+    rk = Rockmate(model, x, 0.7, cost="flops")
+    assert x.grad is None
+    other = x.detach().clone().requires_grad_()
+    for step in range(2):  # the gradients are added up
+        for module, given in ((rk, x), (twin, other)):
+            seed(step)
+            first, second = module(given), module(given)
+            second.backward()
+            first.backward(retain_graph=True)
+            first.backward()
+        assert x.grad is not None
+        assert other.grad is not None
+        assert torch.equal(x.grad, other.grad)
+    assert_same_gradients(rk, twin)
 
 
 def test_hooks_on_blocks_are_called_once_a_step() -> None:

@@ -55,12 +55,18 @@ def run_step(model: nn.Module, call: Call, device: torch.device) -> None:
 
 
 def trace_step(
-    model: nn.Module, call: Call, device: torch.device, marker: Marker, times: int = 1
+    model: nn.Module,
+    call: Call,
+    device: torch.device,
+    marker: Marker,
+    times: int = 1,
+    restore: Callable[[], None] = lambda: None,
 ) -> tuple[int, tuple[Mark, ...]]:
     """Return the peak of one step above what is in use before it, and its marked points.
 
     Gradients of parameters are there before the step, as the budget is defined. Of several `times`
     the one of the lowest peak counts: threads that send tensors let go of them a moment late.
+    `restore` puts back what else a step changes.
     """
 
     def run(span: Span) -> None:
@@ -75,6 +81,7 @@ def trace_step(
         _run(model, call, Marker())  # gradients are there from now on, and buffers of libraries
         for _ in range(times):
             start.restore()  # by other random numbers, it might go another way
+            restore()
             traces.append(trace_memory(run, device))
     trace = min(traces, key=lambda trace: trace.peak_bytes)
     marks = [Mark(s.name, s.start_bytes, s.next_peak_bytes) for s in trace.spans]

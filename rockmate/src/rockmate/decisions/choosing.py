@@ -12,8 +12,9 @@ Whole steps are run on the model itself, and nothing stays of them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,10 +69,13 @@ def plan_step(
     """
     bare = without_hooks(model, type(model))
     sample = Sample.of(bare, *call)
-    eager = _eager_step(bare, sample)
+    parameters = _Parameters(bare)
+    eager = _eager_step(bare, sample, parameters)
     for plans in (True, False):
         try:
-            planner = _Planner(bare, model, call, sample, settings, eager, plans=plans)
+            planner = _Planner(
+                bare, type(model).__name__, sample, parameters, settings, eager, plans=plans
+            )
             planner.meet(whole)
             return planner.chosen(budget_bytes, why)
         except (InfeasibleBudgetError, NoBlocksError):
@@ -83,10 +87,34 @@ def plan_step(
     raise AssertionError("the last of them returns or raises")
 
 
-def _eager_step(bare: nn.Module, sample: Sample) -> StepResult | None:
+class _Parameters:
+    """What is in the parameters, which a forward may write to; copies lie on the host."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.rows = [(p, p.data, p.detach().to("cpu", copy=True)) for p in model.parameters()]
+
+    def restore(self) -> None:
+        """Put it back where it has changed."""
+        for parameter, own, content in self.rows:
+            if parameter.data_ptr() != own.data_ptr():
+                parameter.data = own
+            if not torch.equal(own.cpu(), content):
+                own.copy_(content)
+
+    @contextlib.contextmanager
+    def kept(self, model: nn.Module, device: torch.device) -> Iterator[None]:
+        """Let nothing stay of the steps that are run while active."""
+        try:
+            with kept_as_it_is(model, device):
+                yield
+        finally:
+            self.restore()
+
+
+def _eager_step(bare: nn.Module, sample: Sample, parameters: _Parameters) -> StepResult | None:
     """Run one plain step; None where the device has too little memory for it."""
     try:
-        with kept_as_it_is(bare, sample.device):
+        with parameters.kept(bare, sample.device):
             return run_step(bare, bare, sample, keep="fingerprints")
     except torch.OutOfMemoryError:
         _log.warning("a plain step of %s does not fit, and is not compared", type(bare).__name__)
@@ -97,17 +125,18 @@ class _Planner:
     def __init__(
         self,
         bare: nn.Module,
-        model: nn.Module,
-        call: Call,
+        name: str,
         sample: Sample,
+        parameters: _Parameters,
         settings: Settings,
         eager: StepResult | None,
         *,
         plans: bool,
     ) -> None:
-        self.bare, self.model, self.call, self.sample = bare, model, call, sample
+        self.bare, self.name, self.sample, self.parameters = bare, name, sample, parameters
+        own = sample.detached()  # whose gradients nobody sees
+        self.call: Call = own.args, own.keywords
         self.settings, self.eager, self.plans = settings, eager, plans
-        self.name = type(model).__name__
         self.tested: dict[tuple[int, ...], StepResult] = {}
 
     def meet(self, whole: Sequence[str]) -> None:
@@ -117,13 +146,14 @@ class _Planner:
             NoBlocksError: there is none.
         """
         meeting = Meeting(self.bare, self.settings, whole, plans=self.plans)
-        with meeting.dressing.led_to(meeting):
-            rehearse(self.bare, self.call, self.sample.device)
+        device = self.sample.device
+        with self.parameters.kept(self.bare, device), meeting.dressing.led_to(meeting):
+            rehearse(self.bare, self.call, device)
         meeting.settle()
         self.calls = meeting.calls
         if not self.calls:
             raise NoBlocksError(f"no submodule that {self.name} calls can keep less than it does")
-        with kept_as_it_is(self.bare, self.sample.device):
+        with self.parameters.kept(self.bare, device):
             self.unseen = meeting.unseen()
         self.blocks = meeting.blocks
 
@@ -222,7 +252,9 @@ class _Planner:
         step, marker = self._step_plan(numbers), Marker()
         root = _Root(self.bare, step)
         step.marker = marker
-        _, marks = trace_step(root, self.call, self.sample.device, marker)
+        restore = self.parameters.restore
+        with self.parameters.kept(self.bare, self.sample.device):
+            _, marks = trace_step(root, self.call, self.sample.device, marker, restore=restore)
         spots = {mark.name: mark for mark in marks}
         calls = []
         for place, (call, number) in enumerate(zip(self.calls, numbers, strict=True)):
@@ -267,11 +299,11 @@ class _Planner:
         if known is not None:
             return known
         root = _Root(self.bare, self._step_plan(numbers))
-        with kept_as_it_is(self.bare, self.sample.device):
+        with self.parameters.kept(self.bare, self.sample.device):
             ours = run_step(root, root.bare, self.sample, keep="fingerprints")
         wrong = [] if self.eager is None else differences(self.eager, ours)
         if wrong and self.settings.self_test:
-            again = _eager_step(self.bare, self.sample)
+            again = _eager_step(self.bare, self.sample, self.parameters)
             noise = [] if again is None or self.eager is None else differences(self.eager, again)
             wrong = [what for what in wrong if what not in noise]
             if wrong:

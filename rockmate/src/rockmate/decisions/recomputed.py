@@ -160,13 +160,18 @@ class _Call:
         generators.restore()
         state.restore()
         if self.buffers is not None:
-            self.buffers.restore()
+            _put_back(self.buffers)
         try:
             with torch.enable_grad(), autocast_as(self.autocast), plain():
                 yield
         finally:
             now[0].restore()
             now[1].restore()
-            if contents is not None:  # nothing has changed for whoever has saved them
-                for buffer, content in contents.copies:
-                    buffer.data.copy_(content)
+            if contents is not None:
+                _put_back(contents)
+
+
+def _put_back(contents: BufferContents) -> None:
+    """Put the content of buffers back; for whoever has saved them, nothing has changed."""
+    for buffer, content in contents.copies:
+        buffer.data.copy_(content)
