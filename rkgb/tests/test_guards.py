@@ -73,10 +73,13 @@ def test_what_libraries_run_is_passed_over():
     assert [seen.code for seen in watch.seen.values()] == [_scaled.__code__]
 
 
-def test_what_does_not_count_is_passed_over():
-    with CodeWatch(lambda: None) as watch:
-        _scaled()
-    assert not watch.seen
+def test_what_runs_apart_is_noted_apart():
+    with CodeWatch(lambda: "") as watch:
+        with watch.apart() as ran:
+            _scaled()
+        assert not watch.seen
+        watch.add(ran)
+    assert [seen.code for seen in watch.seen.values()] == [_scaled.__code__]
 
 
 def test_a_trace_function_of_others_is_called_and_put_back():

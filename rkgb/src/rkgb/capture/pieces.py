@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,9 @@ from rkgb.elements.spread import memory_of
 from rkgb.elements.trees import flatten
 from rkgb.errors import RkgbError, SideEffectError
 from rkgb.graphs.basic import BasicGraph, ambient_autocast
+from rkgb.guards.code_watch import CodeWatch, Seen
 from rkgb.opaque.call import Call, Kind
-from rkgb.opaque.module_state import ModuleState
+from rkgb.opaque.module_state import Lent, ModuleState
 from rkgb.opaque.piece import Piece, RunPiece, RunPieceBackward, running_on
 from rkgb.opaque.trial import BrokenPieceError, Trials
 from rkgb.recording.recorder import Recorder
@@ -34,10 +35,13 @@ class PieceRecorder:
         recorder: Recorder,
         twin: nn.Module,
         paths: Sequence[str],
-        known: BasicGraph | None = None,
+        known: BasicGraph | None,
+        codes: CodeWatch,
+        must_run_once: Callable[[list[Seen]], bool],
         *,
         runs: bool = True,
     ) -> None:
+        self.codes, self.must_run_once = codes, must_run_once
         targets = [op.target for op in known.ops] if known is not None else []
         pieces = [target.piece for target in targets if isinstance(target, RunPiece)]
         self.known = {(piece.call.path, piece.call.number): piece for piece in pieces}
@@ -45,6 +49,10 @@ class PieceRecorder:
         self.trials = Trials(twin, recorder.device)
         self.count = 0
         self.runs = runs  # else what a `known` call makes only has the kind of what it made then
+
+    def close(self) -> None:
+        """Let go of what watches the forward: autograd may hold this longer than the step."""
+        del self.codes, self.must_run_once
 
     def call(
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -140,10 +148,18 @@ class PieceRecorder:
         if not self.runs:
             return self._stood_in(known, call, tensors)
         if known is None or not known.call.like(call):
-            return self.trials.piece(call, module, tensors)
-        state = ModuleState(module)
-        with running_on(self.twin):
-            made, _ = known.run((*tensors, *call.own_numbers()))
+            with self.codes.apart() as ran:
+                self.trials.once(call, module, tensors)
+            runs_once = self.must_run_once(ran)
+            with self.codes.resting():
+                piece, made = self.trials.piece(call, module, tensors)
+            return replace(piece, runs_once=runs_once), made
+        state, lent = ModuleState(module), Lent(module)
+        try:
+            with running_on(self.twin), self.codes.resting():
+                made, _ = known.run((*tensors, *call.own_numbers()))
+        finally:
+            lent.end()
         state.restore()
         return known, made
 

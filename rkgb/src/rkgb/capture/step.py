@@ -30,7 +30,8 @@ from rkgb.elements.sample import Sample
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 from rkgb.errors import RkgbError, SideEffectError, TraceError
 from rkgb.graphs.basic import BasicGraph, Metered
-from rkgb.guards.code_watch import CodeWatch
+from rkgb.guards.code_watch import CodeWatch, Seen
+from rkgb.guards.outside import Outside
 from rkgb.guards.sources import Sources
 from rkgb.opaque.adding import add_in_parts
 from rkgb.recording.numbers import NumberTrace
@@ -84,11 +85,17 @@ class RecordedStep:
         self.places = Places(self.twin)
         self.recorder = make_recorder(type(model).__name__, self.device, self.places, guards=guards)
         self.recorder.numbers = numbers
-        self.codes = CodeWatch(self._path)
+        self.outside = Outside(self.twin)
+        places = self.places
+        self.codes = CodeWatch(lambda: places.path, self.outside.note)
         if keep_content or not repeats:
             self.recorder.repeated = None
         self.is_metered = is_metered and self.recorder.repeated is not None
-        self.pieces = PieceRecorder(self.recorder, self.twin, opaque, known, runs=runs_pieces)
+        self.pieces = PieceRecorder(
+            *(self.recorder, self.twin, opaque, known),
+            *(self.codes, self._must_run_once),
+            runs=runs_pieces,
+        )
         self.places.run_whole(opaque, self.pieces.call)
         self.functions = run_functions_whole(self.pieces, functions)
         self.leaves: dict[int, str] = {}
@@ -133,12 +140,15 @@ class RecordedStep:
             no_reading(self.recorder),
             self.recorder.patched(self.functions),
             self.recorder,
+            contextlib.closing(self.outside),  # before what is patched is put back
         ):
             stack.callback(before.restore)  # Python's random numbers, if it is refused
+            stack.callback(self.pieces.close)
             with contextlib.nullcontext() if self.keep_content else saving(self.recorder):
                 result = self._forward_or_refusal()
             printed.refuse()
             before.refuse_changes(self._call, lambda: self.recorder.is_paused)
+            self.outside.refuse(self.codes.seen.values(), self.originals)
             effects = self._effects()
             returned = len(self._taken_apart(result)[0])
             if effects:
@@ -280,8 +290,9 @@ class RecordedStep:
             leaves = [copy if leaf is own else leaf for leaf in leaves]
         return self.sample.with_leaves(tuple(leaves)) if self.written else self.sample
 
-    def _path(self) -> str | None:
-        return None if self.recorder.is_paused else self.places.path
+    def _must_run_once(self, ran: list[Seen]) -> bool:
+        """Whether functions that ran in a piece change or use up what is outside of it."""
+        return any(True for _ in self.outside.reasons(ran, self.originals, of_piece=True))
 
     def _call(self) -> Any:
         watched, plain = self.places.watching(), as_written()

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.capture.held import hold_copies
-from rkgb.errors import SideEffectError, TraceError
+from rkgb.errors import TraceError
+from rkgb.guards.contents import Untouched
 from rkgb.torch_api.torch_private import mode_of
 
 
@@ -61,25 +62,6 @@ def _memo(model: nn.Module) -> dict[int, Any]:
 
 # What is read or written once: a recording that used it would take it from the step.
 _ONCE: tuple[type, ...] = (io.IOBase, types.GeneratorType)
-
-
-class Untouched:
-    """Stands in a copy for an open file or a generator, which a forward may have but not use."""
-
-    def __init__(self, place: str) -> None:
-        self._place = place
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise SideEffectError(
-            f"the forward uses {self._place}: recording a step would read or write it once more "
-            "than the step does. Use it outside of the forward, and pass what it gives as an "
-            "argument."
-        )
-
-    __getattr__ = __iter__ = __next__ = __enter__ = __exit__ = __call__ = __bool__ = _refuse
-
-    def __deepcopy__(self, _memo: Any) -> Untouched:
-        return self
 
 
 def cannot_copy(model: nn.Module, memo: Mapping[int, Any], error: Exception) -> TraceError:

@@ -7,6 +7,7 @@ function does that looks at calls only and follows no line.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -34,11 +35,16 @@ class Seen:
 class CodeWatch:
     """While active, notes which functions of the user start on this thread.
 
-    `path` gives the submodule that runs, and None where what runs does not count.
+    `path` gives the submodule that runs. `first` is called before a function runs for the first
+    time.
     """
 
-    def __init__(self, path: Callable[[], str | None]) -> None:
-        self._path = path
+    def __init__(
+        self,
+        path: Callable[[], str],
+        first: Callable[[Seen, FrameType], None] = lambda _seen, _frame: None,
+    ) -> None:
+        self._path, self._first = path, first
         self.seen: dict[tuple[int, int], Seen] = {}  # by code and module, by identity
         self._skipped: dict[int, CodeType] = {}  # kept alive: ids are used again
         self._thread = 0
@@ -47,12 +53,25 @@ class CodeWatch:
 
     def __enter__(self) -> CodeWatch:
         self._thread = threading.get_ident()
+        for callback in gc.callbacks:  # Python's collector calls them at any time
+            code = getattr(callback, "__code__", None)
+            if code is not None:
+                self._skipped[id(code)] = code
         if sys.version_info < (3, 12) or not self._monitor():
             self._trace()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._leave()
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """While active, note nothing: frames that are traced hold their arguments to the end."""
+        self._leave()
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[list[Seen]]:
@@ -74,14 +93,12 @@ class CodeWatch:
             known.owners |= other.owners
 
     def _note(self, code: CodeType, frame: FrameType) -> None:
-        path = self._path()
-        if path is None:
-            return
         key = id(code), id(frame.f_globals)
         seen = self.seen.get(key)
         if seen is None:
             seen = self.seen[key] = Seen(code, frame.f_globals)
-        seen.paths.add(path)
+            self._first(seen, frame)
+        seen.paths.add(self._path())
         if code.co_freevars or code.co_argcount:
             values = frame.f_locals
             if code.co_freevars:
@@ -129,7 +146,7 @@ class CodeWatch:
             if threading.get_ident() != self._thread:
                 return None
             frame = sys._getframe(1)
-            if frame.f_code is not code or not self._is_users(code, frame):
+            if id(code) in self._skipped or not self._is_users(code, frame):
                 return monitoring.DISABLE
             self._note(code, frame)
             return None

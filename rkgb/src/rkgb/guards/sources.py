@@ -7,8 +7,9 @@ is among them: where a function holds a copy, the user's function that it was ma
 from __future__ import annotations
 
 import gc
+import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CellType, CodeType, FunctionType
@@ -81,6 +82,8 @@ class Sources:
                 if name in one.globals:
                     told = f"global '{name}' of {one.globals.get('__name__', 'a module')}"
                     found._add(Source(one.globals, name, told, _line(one.code, line)), one.paths)
+                    if _reads_environment(one.globals[name], loads.attributes):
+                        found._add(_environment(_line(one.code, line)), one.paths)
             for name, line in loads.imports.items():
                 if name in sys.modules:
                     told = f"module '{name}'"
@@ -121,6 +124,15 @@ class Sources:
                 self._add(Source(function, kind, told, where), seen.paths)
 
 
+def _reads_environment(value: Any, attributes: Container[str]) -> bool:
+    asks = "environ" in attributes or "getenv" in attributes
+    return value is os.environ or value is os.getenv or (value is os and asks)
+
+
+def _environment(where: str) -> Source:
+    return Source(vars(os.environ), "_data", "environment of the process", where)
+
+
 def _line(code: CodeType, line: int) -> str:
     return f"{Path(code.co_filename).name}:{line}"
 
@@ -138,7 +150,7 @@ def _functions(
         code = one.code
         if code.co_name.endswith(("comp>", "genexpr>")):  # made where it ran
             continue
-        named = None if code.co_freevars else _named(one)
+        named = None if code.co_freevars else function_named(one)
         if named is not None:
             yield one, named
         elif code.co_freevars or code.co_argcount or code.co_kwonlyargcount:
@@ -156,7 +168,7 @@ def _functions(
             yield from ((one, function) for function in ran)
 
 
-def _named(seen: Seen) -> FunctionType | None:
+def function_named(seen: Seen) -> FunctionType | None:
     """Return the function that goes by the name of a code in its module or its classes."""
     name = seen.code.co_name
     owners = [vars(kind) for owner in seen.owners for kind in owner.__mro__]

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rkgb.device.rng import RngState
-
-CONTAINERS = (list, dict, set, deque)
+from rkgb.guards.contents import CONTAINERS, Contents, content_of, is_used_up, put_back
+from rkgb.guards.outside import OutsideState
 
 
 class PythonRandom:
-    """The state of Python's random numbers, and of numpy's where it is loaded."""
+    """The state of Python's random numbers, of numpy's where it is loaded, and of what is outside.
 
-    def __init__(self) -> None:
+    Outside of modules are the places that forwards were seen to change (`OutsideState`).
+    """
+
+    def __init__(self, *, lends: bool = False) -> None:
         self.python = random.getstate()
         self.numpy = numpy_state()
+        self.outside = OutsideState(lends=lends)
 
     def restore(self) -> None:
-        """Put both states back."""
+        """Put these states back."""
+        self.outside.restore()
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
@@ -56,12 +60,35 @@ class ModuleState:
                 if now.get(name) is not value:
                     now[name] = value
         for container, content in self.contents:
-            if not same_content(content_of(container), content):
-                container.clear()
-                if isinstance(container, (dict, set)):
-                    container.update(content)
-                else:
-                    container.extend(content)
+            put_back(container, content)
+
+
+class Lent:
+    """Copies of what changes by being used, in the places of a module and outside: for one run."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [
+            (vars(part), name)
+            for part in module.modules()
+            for name, value in vars(part).items()
+            if is_used_up(value)
+        ]
+        self._lend()
+
+    def again(self) -> None:
+        """Lend other copies, for another run."""
+        self.end()
+        self._lend()
+
+    def end(self) -> None:
+        """Put back what was there."""
+        self._outside.restore()
+        self._contents.restore()
+
+    def _lend(self) -> None:
+        self._contents, self._outside = Contents(), OutsideState(lends=True)
+        for table, name in self._places:
+            self._contents.add(table, name)
 
 
 class BufferContents:
@@ -104,15 +131,3 @@ def numpy_state() -> Any:
     """Return the state of numpy's random numbers; None where numpy is not loaded."""
     numpy = sys.modules.get("numpy")  # where it is not loaded, nothing draws from it
     return numpy.random.get_state() if numpy is not None else None
-
-
-def content_of(container: Any) -> Any:
-    """Return a shallow copy of a container, to compare with later."""
-    return dict(container) if isinstance(container, dict) else list(container)
-
-
-def same_content(a: Any, b: Any) -> bool:
-    """Whether two contents hold the same objects in the same places."""
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(value is b[key] for key, value in a.items())
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

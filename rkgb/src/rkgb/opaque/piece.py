@@ -67,6 +67,7 @@ class Piece:
     freeing_workspace_bytes: int  # of a backward that frees the gradients that come in
     time_ms: tuple[float, float]
     flops: tuple[int, int]
+    runs_once: bool = False  # it changes or uses up what no recomputation would find again
     over: dict[str, int] = field(default_factory=dict)  # most bytes held, once above `held_bytes`
 
     def result(self, tensors: Sequence[Tensor]) -> Any:

@@ -19,7 +19,7 @@ from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import SideEffectError, TraceError
 from rkgb.opaque.call import Call, Kind, Place, result_tensors, run_call
-from rkgb.opaque.module_state import BufferContents, ModuleState
+from rkgb.opaque.module_state import BufferContents, Lent, ModuleState
 from rkgb.opaque.piece import Piece, added, gradients_of
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.torch_private import weak_storage
@@ -56,6 +56,21 @@ class Trials:
         self.twin, self.device = twin, device
         self.names = {id(p): n for n, p in twin.named_parameters() if p.requires_grad}
 
+    def once(self, call: Call, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """Run a call for others to watch; nothing is changed by it."""
+        stream, state, contents = (
+            *(RngState.save(self.device), ModuleState(module)),
+            BufferContents(module),
+        )
+        lent = Lent(module)
+        try:
+            run_call(call, self.twin, tensors)
+        finally:
+            lent.end()
+            contents.restore()
+            state.restore()
+            stream.restore()
+
     def piece(
         self, call: Call, module: nn.Module, tensors: Sequence[Tensor]
     ) -> tuple[Piece, list[Tensor]]:
@@ -67,6 +82,7 @@ class Trials:
         """
         device = self.device
         stream, state, contents = RngState.save(device), ModuleState(module), BufferContents(module)
+        lent = Lent(module)
         trials: list[_Trial] = []
         strangers: list[str] = []
         gradients = [(buffer, buffer.grad) for buffer in self.twin.buffers()]
@@ -76,10 +92,12 @@ class Trials:
             stream.restore()
             state.restore()
             contents.restore()
+            lent.again()
             for buffer, _ in gradients:  # as the first step finds it: the next one adds in place
                 buffer.grad = None
 
         def put_back() -> None:
+            lent.end()
             for buffer, gradient in gradients:
                 buffer.grad = gradient
             for parameter in added_to:

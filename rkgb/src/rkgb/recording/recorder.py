@@ -151,7 +151,7 @@ class Recorder(Values, TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         trace = self.trace
-        if trace is None:
+        if trace is None or self._paused:
             return self._dispatch(func, args, kwargs or {})
         sys.settrace(None)  # nothing in here is the user's, and tracing it takes time
         try:

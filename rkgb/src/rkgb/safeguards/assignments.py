@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rkgb.elements.effect import Assign
 from rkgb.elements.trees import holds_tensors
 from rkgb.errors import SideEffectError
-from rkgb.opaque.module_state import CONTAINERS
+from rkgb.guards.contents import CONTAINERS
 from rkgb.safeguards.refusals import place_of
 
 _PLAIN = (bool, int, float, str)

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from rkgb.errors import SideEffectError
-from rkgb.opaque.module_state import CONTAINERS, ModuleState, numpy_state
+from rkgb.guards.contents import CONTAINERS
+from rkgb.opaque.module_state import ModuleState, numpy_state
 from rkgb.safeguards.refusals import place_of
 
 _TORCH_DIR = str(Path(torch.__file__).parent)

@@ -57,7 +57,7 @@ def run_step(
     """
     sample, device = sample.detached(), sample.device
     results = _Results(twin, sample, keep)
-    stream, python = RngState.save(device), PythonRandom()
+    stream, python = RngState.save(device), PythonRandom(lends=True)
 
     def run(_span: Any) -> None:
         with as_written():  # else BatchNorm inside counts the step twice

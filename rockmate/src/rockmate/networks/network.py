@@ -94,7 +94,7 @@ def assembled(
 ) -> Network:
     """Return the network of a recording whose kinds of operation cost so much."""
     facts = node_facts(graph, measured.costs)
-    fixed = _unsteady_nodes(graph, measured) | _readers_of_written(graph)
+    fixed = _unsteady_nodes(graph, measured) | _readers_of_written(graph) | _runs_once(graph)
     problem = asked = problem_of(graph, facts, external, fixed=fixed)
     if device_of(graph.dataflow.basic.device).block_bytes(1) > 1:
         plain = node_facts(graph, measured.costs, in_blocks=False)
@@ -122,6 +122,16 @@ def _readers_of_written(graph: SimplifiedGraph) -> frozenset[int]:
         index
         for index, node in enumerate(graph.nodes)
         if any(name in written for op in node.ops for name in op.inputs) or runs_once(graph, node)
+    )
+
+
+def _runs_once(graph: SimplifiedGraph) -> frozenset[int]:
+    """Return the nodes with submodules that run whole and change or use up what is outside."""
+    targets = ([op.target for op in node.ops] for node in graph.nodes)
+    return frozenset(
+        index
+        for index, own in enumerate(targets)
+        if any(isinstance(target, RunPiece) and target.piece.runs_once for target in own)
     )
 
 

@@ -1,0 +1,252 @@
+"""What places hold before something runs: to be compared with afterwards, and put back.
+
+What changes by being used (an iterator, a generator of random numbers) lends a copy meanwhile.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import random
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkgb.errors import SideEffectError
+from rkgb.guards.owners import is_users
+
+CONTAINERS = (list, dict, set, deque)
+_EMPTY = object()
+_DEPTH = 4  # of containers and objects in each other
+_LONG = 512  # longer containers are not looked into
+_CLOSED = (str, bytes, int, float, complex, Tensor, nn.Module, FunctionType, torch.dtype)
+_STREAMS = (io.IOBase, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+
+
+def is_used_up(value: Any) -> bool:
+    """Whether a value is one that changes by being used, and cannot be looked at without.
+
+    Examples:
+        >>> is_used_up(iter([1])), is_used_up([1])
+        (True, False)
+    """
+    kind = type(value)
+    if isinstance(value, (random.Random, *_STREAMS)):
+        return True
+    if kind.__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
+        return True
+    if kind.__module__.startswith("numpy.random") and hasattr(value, "get_state"):
+        return True
+    return hasattr(kind, "__next__") and not isinstance(value, _CLOSED)
+
+
+def content_of(container: Any) -> Any:
+    """Return a shallow copy of a container, to compare with later."""
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def same_content(a: Any, b: Any) -> bool:
+    """Whether two contents hold the same objects in the same places."""
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(value is b[key] for key, value in a.items())
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def put_back(container: Any, content: Any) -> None:
+    """Let a container hold what it held."""
+    if not same_content(content_of(container), content):
+        container.clear()
+        if isinstance(container, (dict, set)):
+            container.update(content)
+        else:
+            container.extend(content)
+
+
+class Reached:
+    """What a value leads to that may change: containers, attributes of objects and classes.
+
+    `asked` are names of attributes: of modules and classes others are not followed.
+    """
+
+    def __init__(self, asked: frozenset[str]) -> None:
+        self.asked = asked
+        self.owners: dict[int, Any] = {}  # containers, `vars` of objects, and classes
+        self.used: list[Any] = []
+
+    def add(self, value: Any, depth: int = 0) -> None:
+        """Add what a value leads to."""
+        if value is None or isinstance(value, _CLOSED) or id(value) in self.owners:
+            return
+        if is_used_up(value):
+            self.used.append(value)
+        elif isinstance(value, MethodType):
+            self.add(value.__self__, depth)
+        elif depth < _DEPTH:
+            self._follow(value, depth + 1)
+
+    def _follow(self, value: Any, depth: int) -> None:
+        if isinstance(value, CONTAINERS):
+            self.owners[id(value)] = value
+            items = [*value.values()] if isinstance(value, dict) else [*value]
+            self._add_all(items if len(items) <= _LONG else [], depth)
+        elif isinstance(value, (tuple, frozenset)):
+            self._add_all(value, depth)
+        elif isinstance(value, functools.partial):
+            self._add_all((value.func, value.args, value.keywords), depth)
+        elif isinstance(value, (ModuleType, type)):
+            home = value.__name__ if isinstance(value, ModuleType) else value.__module__
+            if is_users(home):
+                self.owners[id(value)] = value
+                table = vars(value)
+                self._add_all((table[n] for n in self.asked & table.keys()), depth)
+        else:
+            held = getattr(value, "__dict__", None)
+            own = is_users(type(value).__module__) or isinstance(value, types.SimpleNamespace)
+            if own and isinstance(held, dict):  # loggers, for one, are nobody's
+                self.owners[id(value)] = value
+                self._add_all(held.values(), depth)
+
+    def _add_all(self, values: Iterable[Any], depth: int) -> None:
+        for value in values:
+            self.add(value, depth)
+
+
+class Contents:
+    """What owners of values held when they were added.
+
+    An owner is a container, an object or a class with attributes, a cell, or the variables of a
+    module of which some names count.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, str | None], tuple[Any, Any]] = {}
+
+    def add(self, owner: Any, name: str | None = None, *, lends: bool = True) -> None:
+        """Keep what an owner holds, or what it holds by a name, if that is new.
+
+        If it `lends`, copies take the places of what changes by being used.
+        """
+        key = id(owner), name
+        if key in self._held:
+            return
+        content = _content(owner, name)
+        self._held[key] = owner, content
+        if not lends:
+            return
+        if name is not None or isinstance(owner, CellType):
+            if is_used_up(content):
+                _set(owner, name, copied(content))
+        elif isinstance(content, dict):
+            for own, value in content.items():
+                if is_used_up(value):
+                    _set(owner, own, copied(value))
+        elif isinstance(owner, list):
+            for place, value in enumerate(content):
+                if is_used_up(value):
+                    owner[place] = copied(value)
+
+    def changed(self) -> Iterator[tuple[Any, str | None]]:
+        """Yield the owners that hold something else, but for copies that were lent."""
+        for (_, name), (owner, content) in self._held.items():
+            now = _content(owner, name)
+            if isinstance(content, (dict, list)) and name is None:
+                if not _alike(owner, now, content):
+                    yield owner, name
+            elif now is not content and not is_used_up(content):
+                yield owner, name
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for (_, name), (owner, content) in self._held.items():
+            if name is not None or isinstance(owner, CellType):
+                if _content(owner, name) is not content:
+                    _set(owner, name, content)
+            elif isinstance(owner, CONTAINERS):
+                put_back(owner, content)
+            else:
+                now = _content(owner, None)
+                for own in (*(now.keys() - content.keys()), *content):
+                    value = content.get(own, _EMPTY)
+                    if now.get(own, _EMPTY) is not value:
+                        _set(owner, own, value)
+
+
+def _set(owner: Any, name: str | None, value: Any) -> None:
+    """Let a cell, a dict or an object hold a value, or nothing."""
+    if isinstance(owner, CellType):
+        if value is _EMPTY:
+            del owner.cell_contents
+        else:
+            owner.cell_contents = value
+    elif isinstance(owner, dict):
+        if value is _EMPTY:
+            owner.pop(name, None)
+        else:
+            owner[name] = value
+    elif value is _EMPTY:
+        delattr(owner, str(name))
+    else:
+        setattr(owner, str(name), value)
+
+
+def _content(owner: Any, name: str | None) -> Any:
+    if name is not None:
+        return owner.get(name, _EMPTY)
+    if isinstance(owner, CellType):
+        try:
+            return owner.cell_contents
+        except ValueError:
+            return _EMPTY
+    if isinstance(owner, CONTAINERS):
+        return content_of(owner)
+    own = vars(owner)
+    if isinstance(owner, (type, ModuleType)):
+        return {key: value for key, value in own.items() if not key.startswith("__")}
+    return dict(own)
+
+
+def _alike(owner: Any, now: Any, content: Any) -> bool:
+    if not isinstance(content, dict):
+        return len(now) == len(content) and all(
+            a is b or is_used_up(b) for a, b in zip(now, content, strict=True)
+        )
+    new = now.keys() - content.keys()
+    if not isinstance(owner, dict):  # what is found once and kept for later
+        cached = (getattr(type(owner), name, None) for name in new)
+        new = new if not all(isinstance(c, functools.cached_property) for c in cached) else set()
+    return not new and all(
+        now.get(key, _EMPTY) is value or is_used_up(value) for key, value in content.items()
+    )
+
+
+class Untouched:
+    """Stands in for an open file or a generator, which a forward may have but not use."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise SideEffectError(
+            f"the forward uses {self._place}: recording a step would read or write it once more "
+            "than the step does. Use it outside of the forward, and pass what it gives as an "
+            "argument."
+        )
+
+    __getattr__ = __iter__ = __next__ = __enter__ = __exit__ = __call__ = __bool__ = _refuse
+
+    def __deepcopy__(self, _memo: Any) -> Untouched:
+        return self
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of what changes by being used, or what stands in for it."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # files, generators
+        return Untouched(f"an open file or a generator ({type(value).__name__})")

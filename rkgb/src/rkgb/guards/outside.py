@@ -1,0 +1,200 @@
+"""What a forward changes outside of its module, or uses up: found, said where, and undone.
+
+Before a function of the user runs for the first time, what it leads to is kept; a copy takes the
+place of what changes by being used. Afterwards everything is compared, and put back.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from datetime import date, datetime
+from types import CellType, FrameType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from rkgb.errors import SideEffectError
+from rkgb.guards.code_watch import Seen
+from rkgb.guards.contents import CONTAINERS, Contents, Reached
+from rkgb.guards.loads import loads_of
+from rkgb.guards.sources import Source, Sources, function_named
+
+_CLOCKS = frozenset(
+    (
+        *("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns"),
+        *("process_time", "thread_time", "now", "utcnow", "today", "urandom"),
+    )
+)
+_WITH_CLOCKS = (time, datetime, date, os)
+_OWN = frozenset(vars(nn.Module()))  # of nn.Module itself
+# Places that forwards were seen to change, of all models: few, and looked at by planning only.
+_changing: dict[tuple[int, str | None], tuple[Any, str | None]] = {}
+
+
+class OutsideState:
+    """What is in the places that forwards were seen to change, to be put back.
+
+    If it `lends`, copies take the places of what changes by being used.
+    """
+
+    def __init__(self, *, lends: bool = False) -> None:
+        self._contents = Contents()
+        for owner, name in _changing.values():
+            self._contents.add(owner, name, lends=lends)
+
+    def restore(self) -> None:
+        """Put it back."""
+        self._contents.restore()
+
+
+class Outside:
+    """What the functions that run lead to, as it was before."""
+
+    def __init__(self, twin: nn.Module) -> None:
+        self.contents = Contents()
+        self.held = Contents()  # of the copy of the module
+        self._twin = twin
+        self._paths: dict[int, tuple[str, str]] = {}  # of owners: module, and attribute
+        self._direct: set[int] = set()  # containers that are attributes themselves
+        self._local: set[int] = set()  # codes of functions that are made while it runs
+        for path, module in twin.named_modules():
+            for name, value in vars(module).items():
+                if name not in _OWN and value is not None:
+                    reached = Reached(frozenset())
+                    reached.add(value)
+                    if isinstance(value, CONTAINERS):
+                        self._direct.add(id(value))
+                    for key, owner in reached.owners.items():
+                        self._paths.setdefault(key, (path, name))
+                        self.held.add(owner, lends=False)
+
+    def note(self, seen: Seen, frame: FrameType) -> None:
+        """Keep what a function leads to that is about to run for the first time."""
+        code, loads = seen.code, loads_of(seen.code)
+        reached = Reached(frozenset(loads.attributes))
+        for name in (*loads.globals, *loads.stores):
+            if name in seen.globals or (name in loads.stores and name not in code.co_freevars):
+                self.contents.add(seen.globals, name)
+                reached.add(seen.globals.get(name))
+        if code.co_freevars and id(code) not in self._local:
+            values = frame.f_locals
+            for name in code.co_freevars:
+                reached.add(values.get(name))
+            if reached.used or not loads.stores.keys().isdisjoint(code.co_freevars):
+                for cell in _cells(seen, values):
+                    self.contents.add(cell)
+        if code.co_argcount:
+            owner = frame.f_locals.get(code.co_varnames[0])
+            for kind in type(owner).__mro__:
+                reached.add(kind)
+        named = function_named(seen)
+        if named is not None:
+            reached.add(named.__defaults__)
+            reached.add(named.__kwdefaults__)
+        for owner in reached.owners.values():
+            if id(owner) not in self._paths:
+                self.contents.add(owner)
+        self._local.update(id(c) for c in code.co_consts if hasattr(c, "co_code"))
+
+    def close(self) -> None:
+        """Put everything back."""
+        self.contents.restore()
+
+    def refuse(self, seen: Iterable[Seen], copies: Mapping[int, Any]) -> None:
+        """Refuse what changes something, or uses it up.
+
+        Raises:
+            SideEffectError: with the module, and the line.
+        """
+        for path, text in self.reasons([*seen], copies):
+            error = SideEffectError(
+                f"cannot capture {type(self._twin).__name__}: in module '{path or '(root)'}' its "
+                f"forward {text}, which a captured graph would not do again. Pass what it gives as "
+                "an argument, or do it outside of forward."
+            )
+            error.module_path = path
+            raise error
+
+    def reasons(
+        self, seen: list[Seen], copies: Mapping[int, Any], *, of_piece: bool = False
+    ) -> Iterator[tuple[str, str]]:
+        """Yield what is changed or used up: the submodule, and the words for it.
+
+        What a recomputation of a piece finds again does not count there.
+        """
+        sources = Sources.of(seen, copies)
+        for one in seen:
+            yield from ((max(one.paths), f"reads {text}") for text in _clocks(one))
+        changed = [*self.contents.changed()]
+        for owner, name in changed:
+            _changing.setdefault((id(owner), name), (owner, name))
+        owners = {(id(owner), name) for owner, name in changed}
+        for key, source in sources.places.items():
+            reached = Reached(sources.attributes)
+            reached.add(source.read())
+            text = ""
+            if {(id(source.owner), None), (id(source.owner), source.name)} & owners:
+                text = f"sets the {source.told}"
+            elif any((id(owner), None) in owners for owner in reached.owners.values()):
+                text = f"changes what the {source.told} leads to"
+            elif reached.used:
+                text = f"uses the {source.told} ({_kinds(reached)})"
+                self._keep(source, reached)
+            if text:
+                yield max(sources.paths[key]), f"{text} ({source.where})"
+        passed = self._direct if of_piece else frozenset[int]()
+        yield from self._of_modules(sources, {p for one in seen for p in one.paths}, passed)
+
+    def _keep(self, source: Source, reached: Reached) -> None:
+        """Remember where something is that changes by being used."""
+        name = None if isinstance(source.owner, CellType) else source.name
+        for owner, own in ((source.owner, name), *((o, None) for o in reached.owners.values())):
+            if isinstance(owner, (dict, list, CellType)) or hasattr(owner, "__dict__"):
+                _changing.setdefault((id(owner), own), (owner, own))
+
+    def _of_modules(
+        self, sources: Sources, paths: set[str], passed: Collection[int]
+    ) -> Iterator[tuple[str, str]]:
+        for owner, _ in self.held.changed():
+            if id(owner) in passed:
+                continue
+            path, name = self._paths[id(owner)]
+            if path in paths:
+                yield path, f"changes what attribute '{name}' leads to ({type(owner).__name__})"
+        for path, module in self._twin.named_modules():
+            for name, value in vars(module).items() if path in paths else ():
+                if name in sources.attributes and name not in _OWN:
+                    reached = Reached(sources.attributes)
+                    reached.add(value)
+                    if reached.used:
+                        yield path, f"uses attribute '{name}' ({_kinds(reached)})"
+
+
+def _kinds(reached: Reached) -> str:
+    return ", ".join(dict.fromkeys(type(value).__name__ for value in reached.used))
+
+
+def _clocks(seen: Seen) -> Iterator[str]:
+    loads = loads_of(seen.code)
+    for name, line in loads.globals.items():
+        value = seen.globals.get(name)
+        known = next((c for c in _WITH_CLOCKS if value is c), None)
+        names = sorted(_CLOCKS & loads.attributes.keys() & set(dir(known))) if known else []
+        if not names and getattr(value, "__module__", "") in ("time", "posix"):
+            names = [n for n in (getattr(value, "__name__", ""),) if n in _CLOCKS]
+        for found in names:
+            yield f"'{name if known is None else f'{name}.{found}'}' (line {line})"
+
+
+def _cells(seen: Seen, values: Mapping[str, Any]) -> Iterator[CellType]:
+    """Yield the cells of the functions behind a code whose variables hold these values."""
+    for function in gc.get_referrers(seen.code):
+        if isinstance(function, FunctionType) and function.__code__ is seen.code:
+            cells = function.__closure__ or ()
+            names = seen.code.co_freevars
+            held = [Source(cell, "", "", "").read() for cell in cells]
+            if all(v is values.get(n, v) for n, v in zip(names, held, strict=True)):
+                yield from cells

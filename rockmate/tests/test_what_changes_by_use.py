@@ -1,0 +1,224 @@
+"""What a forward changes outside of its module, or uses up: at every step, as in plain PyTorch."""
+
+import copy
+import itertools
+import os
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rkgb import SideEffectError
+from rockmate import Rockmate
+
+NAME = "ROCKMATE_TEST_SCALE"
+
+
+class World:
+    """Everything outside of the modules, as it is when training begins."""
+
+    def __init__(self):
+        self.begin()
+
+    def begin(self):
+        global ITERATOR, COUNT, GENERATOR
+        ITERATOR, COUNT = iter([0.5, 0.25, 2.0, 3.0]), 0.0
+        GENERATOR = (float(n) for n in range(1, 9))
+        HELD["iterator"] = itertools.count(1.0)
+        RANDOM.seed(0)
+        NUMPY.bit_generator.state = np.random.default_rng(0).bit_generator.state
+        LOG.clear()
+        CACHE.clear()
+        Counting.calls = 0
+        HELPER.ticks = 0
+        _reset()
+
+    def state(self):
+        return COUNT, len(LOG), {**CACHE}, Counting.calls, HELPER.ticks, RANDOM.getstate()
+
+
+class Counting:
+    calls = 0
+
+
+class Helper:
+    def __init__(self):
+        self.ticks, self.handle = 0, object()
+
+    def tick(self):
+        self.ticks += 1
+        return float(self.ticks)
+
+
+def _nonlocal():
+    n = 0.0
+
+    def count(_):
+        nonlocal n
+        n += 1
+        return n
+
+    def reset():
+        nonlocal n
+        n = 0.0
+
+    return count, reset
+
+
+ITERATOR, COUNT, GENERATOR = iter([1.0]), 0.0, iter([1.0])
+HELD: dict = {}
+RANDOM, NUMPY = random.Random(0), np.random.default_rng(0)
+LOG: list = []
+CACHE: dict = {}
+HELPER = Helper()
+_counted, _reset = _nonlocal()
+WORLD = World()
+
+
+def _count(_):
+    global COUNT
+    COUNT += 1
+    return COUNT
+
+
+def _log(_):
+    LOG.append(1.0)
+    return float(len(LOG))
+
+
+def _keep(_):
+    CACHE["calls"] = CACHE.get("calls", 0) + 1
+    return float(CACHE["calls"])
+
+
+def _count_calls(_):
+    Counting.calls += 1
+    return float(Counting.calls)
+
+
+def _seeded(_):
+    return torch.rand(1, generator=torch.Generator().manual_seed(int(next(HELD["iterator"]))))
+
+
+READS = {
+    "iterator": lambda _: next(ITERATOR),
+    "iterator in a dict": lambda _: next(HELD["iterator"]),
+    "seed of a generator": _seeded,
+    "random.Random": lambda _: RANDOM.random(),
+    "numpy's Generator": lambda _: float(NUMPY.random()),
+    "global counter": _count,
+    "nonlocal counter": _counted,
+    "list that grows": _log,
+    "dict": _keep,
+    "attribute of a class": _count_calls,
+    "attribute of an object": lambda _: HELPER.tick(),
+    "iterator of the module": lambda module: next(module.numbers),
+    "object of the module": lambda module: module.helper.tick(),
+}
+
+
+class Scaled(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.linear, self.read = nn.Linear(16, 16), read
+        self.numbers, self.helper = iter([0.5, 0.25, 2.0, 3.0]), Helper()
+
+    def forward(self, x):
+        return self.linear(x) * self.read(self)
+
+
+def _net(read):
+    torch.manual_seed(0)
+    outside = [layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.GELU())]
+    return nn.Sequential(*outside, Scaled(read), nn.GELU(), nn.Linear(16, 16))
+
+
+def _train(model, x, steps=4):
+    found = []
+    for _ in range(steps):
+        model.zero_grad()
+        y = model(x)
+        y.square().sum().backward()
+        found += [y.detach(), *(p.grad.clone() for p in model.parameters())]
+    return found
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.8])
+@pytest.mark.parametrize("name", READS)
+def test_every_step_changes_it_as_a_plain_step_does(name, budget):
+    x = torch.randn(64, 16)
+    WORLD.begin()
+    expected = _train(_net(READS[name]), x)
+    theirs = WORLD.state()
+    WORLD.begin()
+    before = WORLD.state()
+    planned = Rockmate(_net(READS[name]), x, budget, cost="flops")
+    assert WORLD.state() == before, "planning has left a trace"
+    assert planned.plan.opaque == ("6",)
+    assert all(map(torch.equal, _train(planned, x), expected))
+    assert WORLD.state() == theirs
+    assert len(planned.plans) == 1
+
+
+def test_an_iterator_that_the_user_holds_is_the_one_that_advances():
+    WORLD.begin()
+    ours, x = ITERATOR, torch.randn(8, 16)
+    planned = Rockmate(_net(READS["iterator"]), x, 1.0, cost="flops")
+    assert ITERATOR is ours
+    _train(planned, x, 1)
+    assert next(ours) == 0.25
+
+
+def test_a_generator_outside_is_refused_and_not_used():
+    WORLD.begin()
+    with pytest.raises(SideEffectError, match="generator"):
+        Rockmate(_net(lambda _: next(GENERATOR)), torch.randn(8, 16), 1.0, cost="flops")
+    assert next(GENERATOR) == 1.0
+
+
+def test_strict_names_the_place_and_the_line():
+    WORLD.begin()
+    text = (
+        r"module '6'.*uses the global 'ITERATOR' .*list_iterator.*test_what_changes_by_use.py:\d+"
+    )
+    with pytest.raises(SideEffectError, match=text):
+        Rockmate(_net(READS["iterator"]), torch.randn(8, 16), 1.0, cost="flops", strict=True)
+    text = r"module '6'.*sets the global 'COUNT' .*test_what_changes_by_use.py:\d+"
+    with pytest.raises(SideEffectError, match=text):
+        Rockmate(_net(_count), torch.randn(8, 16), 1.0, cost="flops", strict=True)
+
+
+class Timed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.times = nn.Linear(16, 16), []
+
+    def forward(self, x):
+        begin = time.perf_counter()
+        result = self.linear(x)
+        self.times.append(time.perf_counter() - begin)
+        return result
+
+
+def test_a_module_that_reads_the_clock_runs_whole_at_every_step():
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(16, 16), nn.GELU(), Timed()), torch.randn(8, 16)
+    twin, planned = copy.deepcopy(net), Rockmate(net, x, "1MiB", cost="flops")
+    assert planned.plan.opaque == ("2",)
+    assert all(map(torch.equal, _train(planned, x), _train(twin, x)))
+    assert len(net[2].times) == 4
+    assert len({*net[2].times}) > 1
+
+
+def test_the_environment_is_a_guard(monkeypatch):
+    monkeypatch.setenv(NAME, "2.0")
+    net, x = _net(lambda _: float(os.environ[NAME])), torch.randn(8, 16)
+    twin, planned = copy.deepcopy(net), Rockmate(net, x, 1.0, cost="flops")
+    assert planned.plan.opaque == ()
+    for value in ("3.0", "2.0"):
+        monkeypatch.setenv(NAME, value)
+        assert all(map(torch.equal, _train(planned, x, 1), _train(twin, x, 1)))
+    assert len(planned.plans) == 2
