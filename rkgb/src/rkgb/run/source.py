@@ -180,6 +180,7 @@ class _Writer:
         }
         self.in_forward = False
         self.in_span = False
+        self.in_try = False
         self.known: dict[int, str] = {}
         self.sums: dict[str, int] = {}  # leaf -> number of its sum
 
@@ -191,12 +192,26 @@ class _Writer:
 
         Some kernels are chosen by it, or make what a backward needs only then (LSTM on a CPU).
         """
+        if isinstance(statement, Draw) and statement.name == "random_now":
+            return self._moved_back(statement)
         if not isinstance(statement, Begin):
-            return self.lines(statement)
+            return self._in_try(self.lines(statement))
         again = statement.kind == "F"
         switch = [f"grad_mode({again})"] if again != self.in_forward else []
         self.in_forward = again
         return [*self.lines(statement), *switch]
+
+    def _moved_back(self, statement: Draw) -> list[str]:
+        """Return the lines between which random numbers are drawn again, also if something raises.
+
+        Whoever is interrupted there goes on with the numbers that come after the forward.
+        """
+        self.in_try = statement.kind == "keep"
+        lines = self.lines(statement)
+        return [*lines, "try:"] if self.in_try else ["finally:", *_indented(lines)]
+
+    def _in_try(self, lines: list[str]) -> list[str]:
+        return _indented(lines) if self.in_try else lines
 
     def lines(self, statement: Statement) -> list[str]:
         match statement:
