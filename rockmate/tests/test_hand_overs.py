@@ -162,6 +162,25 @@ def test_hooks_that_draw_are_called_in_eagers_order(name: str, budget: float) ->
     assert len(seen[0]) == 4 * len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("name", ["a chain", "convolutions", "tied"])
+def test_hooks_that_come_after_the_forward_are_called_in_eagers_order(name: str) -> None:
+    make, inputs = HOOKED[name]
+    torch.manual_seed(0)
+    model, x = make(), inputs()
+    twin = eager_copy(model)
+    wrapped = wrap(model, x, 1.0)
+    orders: list[list[str]] = []
+    for module, net in ((wrapped, model), (twin, twin)):
+        torch.manual_seed(1)
+        out = module(x)
+        orders.append([])
+        noisy(net, orders[-1])
+        made = out if isinstance(out, (list, tuple)) else [out]
+        sum(o.square().mean() for o in made).backward()
+    assert orders[0] == orders[1]
+    assert_same_gradients(model, twin)
+
+
 def staged(module: nn.Module, x: Tensor, gradient: Tensor) -> Tensor:
     """Take one step as zero-bubble schedules do: first the inputs' gradients, then the weights'."""
     x = x.detach().requires_grad_()

@@ -9,6 +9,7 @@ to inputs, which change, is laid anew.
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections import Counter
@@ -20,7 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rkgb.torch_api import latest_sequence_nr, set_sequence_nr
+from rkgb.run import Places
+from rkgb.torch_api import latest_sequence_nr, run_backward, set_sequence_nr
 from rockmate.errors import BackwardTwiceError
 from rockmate.runtime.shared_uses import Arrivals
 
@@ -157,6 +159,52 @@ class _HandOverNode(_HandOver._backward_cls):  # type: ignore[name-defined, misc
 
 
 _HandOver._backward_cls = _HandOverNode
+
+
+@functools.cache
+def firing_order(count: int, *, is_last: bool) -> tuple[int, ...]:
+    """Return in which order the engine comes to the leaves of one place, all of which are complete.
+
+    They are of one priority, and it keeps them in a heap: no order of its own. So it is tried out.
+    """
+    fired: list[int] = []
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [torch.empty(0, requires_grad=True) for _ in range(count)]
+        for number, leaf in enumerate(leaves):
+            leaf.register_post_accumulate_grad_hook(lambda _, n=number: fired.append(n))
+        token = torch.empty(0, requires_grad=True)
+        parts = [[], leaves] if not is_last else [leaves]
+        for part in parts:
+            token = _Trial.apply(token, *part)  # type: ignore[no-untyped-call]
+        run_backward([token], [torch.empty(0)])
+    return tuple(fired)
+
+
+class _Trial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.count = len(leaves)
+        return token.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return (grad, *(torch.empty(0) for _ in range(ctx.count)))
+
+
+def fired_in_order(places: Places, edges: Sequence[tuple[str, int]]) -> Places:
+    """Return the same places, each with its edges so that leaves are come to in eager's order.
+
+    Hooks that are put on leaves after the forward see this order, where nothing else runs beside.
+    """
+    last = {edges[edge][0]: edge for place in places for edge in sorted(place)}
+    found = []
+    for number, place in enumerate(places):
+        complete = [edge for edge in sorted(place) if last[edges[edge][0]] == edge]
+        fired = firing_order(len(complete), is_last=number + 1 == len(places))
+        by_slot = dict(zip(fired, complete, strict=True))
+        rest = [edge for edge in sorted(place) if last[edges[edge][0]] != edge]
+        found.append((*rest, *(by_slot[slot] for slot in range(len(complete)))))
+    return tuple(found)
 
 
 def reader(keys: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:
