@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree  # containers taken apart and put together
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operation below autograd
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -269,12 +271,25 @@ _FLAGS = tuple(_NAMED_FLAGS.values())
 
 
 def is_transforming() -> bool:
-    """Whether a call is for a transform, a trace or an export, not for its values."""
+    """Whether a call is for more, or for something else, than its values and gradients.
+
+    It may be for a transform, a trace, an export, for tangents of forward-mode differentiation, or
+    for a mode that gives torch's functions another meaning.
+    """
     return (
         torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or (current_dispatch_modes() > 0 and any(map(torch._C._get_dispatch_mode, _TRACERS)))
+        or forward_ad._current_level >= 0
+        or (torch._C._len_torch_function_stack() > 0 and _changes_functions())
     )
+
+
+def _changes_functions() -> bool:
+    """Whether a mode sees torch's functions; one that says where tensors are made is none."""
+    places = range(torch._C._len_torch_function_stack())
+    modes = (torch._C._get_function_stack_at(place) for place in places)
+    return any(type(mode) is not DeviceContext for mode in modes)
 
 
 def is_abstract(value: Any) -> bool:

@@ -1,0 +1,124 @@
+"""Modes of torch around a call: its bits are those of plain PyTorch inside of the same."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+
+from rockmate import Rockmate
+
+
+class Net(nn.Module):
+    """Some of everything that modes may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.drop, self.b = nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.drop(torch.sin(self.a(x))) + torch.ones(16))
+
+
+@pytest.fixture
+def pair() -> tuple[Rockmate, Net, Tensor]:
+    torch.manual_seed(0)
+    module, x = Net(), torch.randn(12, 8)
+    plain = copy.deepcopy(module)
+    return Rockmate(module, x, "1MiB", cost="flops"), plain, x
+
+
+def step(module: nn.Module, x: Tensor) -> list[Tensor | None]:
+    torch.manual_seed(1)
+    module.zero_grad()
+    result = module(x)
+    result.square().sum().backward()
+    return [result.detach(), *(p.grad for p in module.parameters())]
+
+
+class Doubling(TorchFunctionMode):
+    """Gives a function another meaning."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is nn.functional.linear else result
+
+
+@contextlib.contextmanager
+def anomalies() -> Iterator[None]:
+    with torch.autograd.set_detect_anomaly(True):
+        yield
+
+
+AROUND: Mapping[str, Callable[[], Any]] = {
+    "function mode": Doubling,
+    "device": lambda: torch.device("cpu"),
+    "forked generators": lambda: torch.random.fork_rng(devices=[]),
+    "anomalies": anomalies,
+    "one thread": lambda: torch.autograd.set_multithreading_enabled(False),
+    "saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_a_step_inside_is_plain_pytorchs(around: str, pair: tuple[Rockmate, Net, Tensor]) -> None:
+    planned, plain, x = pair
+    for _ in range(2):
+        for inside in (contextlib.nullcontext, AROUND[around]):
+            with inside():
+                ours = step(planned, x)
+            with inside():
+                theirs = step(plain, x)
+            for a, b in zip(ours, theirs, strict=True):
+                assert torch.equal(a, b)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("of", ["input", "parameter"])
+def test_tangents_arrive(of: str, pair: tuple[Rockmate, Net, Tensor]) -> None:
+    planned, plain, x = pair
+    found = []
+    for module in (planned, plain):
+        torch.manual_seed(1)
+        with forward_ad.dual_level():
+            given = forward_ad.make_dual(x, x.cos()) if of == "input" else x
+            if of == "parameter":
+                weight = module.get_parameter("a.weight")
+                del module.get_submodule("a")._parameters["weight"]
+                module.get_submodule("a").weight = forward_ad.make_dual(weight, weight.cos())  # type: ignore[assignment]
+            found.append(forward_ad.unpack_dual(module(given)))
+            if of == "parameter":
+                del module.get_submodule("a").weight
+                module.get_submodule("a").weight = weight  # type: ignore[assignment]
+    ours, theirs = found
+    assert torch.equal(ours.primal, theirs.primal)
+    assert torch.equal(ours.tangent, theirs.tangent)
+    for a, b in zip(step(planned, x), step(plain, x), strict=True):
+        assert torch.equal(a, b)  # type: ignore[arg-type]
+
+
+def test_another_default_type_is_another_plan(pair: tuple[Rockmate, Net, Tensor]) -> None:
+    planned, plain, x = pair
+    step(planned, x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(RuntimeError, match="dtype"):
+            step(plain, x)
+        with pytest.raises(RuntimeError, match="dtype"):
+            step(planned, x)
+    finally:
+        torch.set_default_dtype(torch.float32)
