@@ -49,8 +49,17 @@ class RecordedBackward:
     def kind(
         self, asked: AskedKind, roots: Sequence[Tensor], returned: Sequence[Any]
     ) -> BackwardKind:
-        """Return the kind of backward that is asked for."""
+        """Return the kind of backward that is asked for.
+
+        Raises:
+            TraceError: it is for other outputs than those that a gradient can flow back from.
+        """
         if isinstance(asked, BackwardKind):
+            if len(asked.tangents) != len(roots):
+                raise TraceError(
+                    f"a backward of {self.recorder.model_name} was asked for from "
+                    f"{len(asked.tangents)} tensors, and a gradient can flow back from {len(roots)}"
+                )
             return asked
         usual = self.usual_kind(roots, returned)
         return usual if asked is None else asked(usual)
