@@ -121,7 +121,7 @@ def test_a_planted_fault_is_shrunk() -> None:
     case = next(
         case
         for case in map(draw_case, range(1000))
-        if len(case.events) > 4
+        if len(case.events) > 3
         and has_dropout(case)
         and any(e.form == "autocast" for e in case.events)
     )
