@@ -72,13 +72,14 @@ def _network(chance: random.Random) -> Network:
 
 def _block(chance: random.Random, layers: tuple[Layer, ...]) -> Block:
     own = chance.random() < 0.5
+    calls = 2 if own and chance.random() < 0.1 else 1
     return Block(
         layers,
         own=own,
         residual=chance.random() < 0.25,
-        calls=2 if own and chance.random() < 0.1 else 1,
+        calls=calls,
         shown=chance.random() < 0.15,
-        checkpointed=own and chance.random() < 0.05,
+        checkpointed=own and calls == 1 and chance.random() < 0.05,
     )
 
 

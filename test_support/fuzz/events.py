@@ -195,7 +195,7 @@ EVENTS = {
     "bytes": EventForm(
         "x = batch(SIZE, SEED)\n\ndef step():\n"
         "    outs = journal.tensors(model(INPUT))\n"
-        "    torch.autograd.backward(outs[:1], [torch.ones_like(outs[0])])\n\n"
+        "    outs[0].sum().backward()\n\n"
         "journal.peak(step, model)",
         2,
     ),

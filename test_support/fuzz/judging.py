@@ -148,7 +148,9 @@ def _compared(plain: Journal, planned: Journal) -> Verdict:
     for theirs, ours in zip(plain.pages, planned.pages, strict=False):
         verdict = _of_errors(theirs, ours) or _of_facts(theirs, ours)
         if verdict is not None:
-            if verdict.kind == "refused" and _is_planning(ours) and plain.failed():
+            # A refusal leaves the module as it was; an error of plain PyTorch, half changed.
+            both = theirs.error is not None and isinstance(ours.error, _OURS)
+            if both or (verdict.kind == "refused" and _is_planning(ours) and plain.failed()):
                 return replace(verdict, kind="both refuse", signature="both refuse")
             return verdict
         for peak in planned.peaks:
