@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fuzz.campaign import Found, Tally, found_small, search, verdict_of
 from fuzz.drawing import draw_case
+from fuzz.known import KNOWN
 from fuzz.script import script_of
 
 
@@ -26,8 +27,10 @@ def main() -> int:
     parser.add_argument("--case", type=int, default=None, help="run this one alone")
     parser.add_argument("--shrink", action="store_true", help="make it small")
     parser.add_argument("--out", type=Path, default=None, help="a folder for the scripts")
-    parser.add_argument("--without", nargs="*", default=(), help="forms of layers and events")
+    parser.add_argument("--without", nargs="*", default=(), help="leave these forms out")
+    parser.add_argument("--all", action="store_true", help="look for known faults, too")
     asked = parser.parse_args()
+    without = {*asked.without, *(() if asked.all else KNOWN)}
     if asked.case is not None:
         return _one(asked.case, shrinks=asked.shrink)
     if asked.minutes is None and asked.cases is None:
@@ -44,10 +47,12 @@ def main() -> int:
         minutes=asked.minutes,
         cases=asked.cases,
         processes=asked.processes,
-        without=asked.without,
+        without=without,
         tell=tell,
     )
     print(report(tally))
+    for name in KNOWN.keys() & without:
+        print(f"  left out: '{name}': {KNOWN[name]}")
     return 1 if tally.found or tally.broken else 0
 
 

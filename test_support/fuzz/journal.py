@@ -81,7 +81,11 @@ class Journal:
         facts[f"{name} ({len(facts)})"] = fact(value)
 
     def peak(self, step: Callable[[], object], model: nn.Module) -> None:
-        """Run a step; where it is planned, note how many bytes it takes above its start."""
+        """Run a step twice; where it is planned, note how many bytes the second one takes.
+
+        The first one may plan, which takes bytes of its own.
+        """
+        step()
         if not self.planned:
             step()
             return

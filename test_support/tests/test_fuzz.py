@@ -16,6 +16,7 @@ from fuzz.case import Block, Case, Event, Layer, Network
 from fuzz.drawing import draw_case
 from fuzz.events import EVENTS, LOSSES
 from fuzz.judging import Choice, judge
+from fuzz.known import KNOWN
 from fuzz.layers import KINDS
 from fuzz.layers_that_read import FORMS
 from fuzz.script import RESULTS, script_of, source_of
@@ -61,6 +62,10 @@ def test_every_form_is_drawn() -> None:
     assert {event.loss for case in cases for event in case.events} == set(LOSSES)
     assert {case.network.result for case in cases} == set(RESULTS)
     assert {case.network.kind for case in cases} == set(KINDS)
+
+
+def test_known_faults_are_of_forms() -> None:
+    assert set(KNOWN) <= set(FORMS) | set(EVENTS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
