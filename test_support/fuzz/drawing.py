@@ -72,6 +72,7 @@ def _network(chance: random.Random) -> Network:
 
 def _block(chance: random.Random, layers: tuple[Layer, ...]) -> Block:
     own = chance.random() < 0.5
+    layers_are_plain = all(layer.form in PLAIN for layer in layers)
     calls = 2 if own and chance.random() < 0.1 else 1
     return Block(
         layers,
@@ -79,7 +80,8 @@ def _block(chance: random.Random, layers: tuple[Layer, ...]) -> Block:
         residual=chance.random() < 0.25,
         calls=calls,
         shown=chance.random() < 0.15,
-        checkpointed=own and calls == 1 and chance.random() < 0.05,
+        # A checkpoint runs its forward twice, and sets what it keeps twice.
+        checkpointed=own and calls == 1 and layers_are_plain and chance.random() < 0.1,
     )
 
 
