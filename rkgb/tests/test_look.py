@@ -27,16 +27,16 @@ COUNTER = ctypes.c_int(2)
 
 
 class Counting:
-    """An object that answers otherwise each time."""
+    """An object that answers otherwise each time, and counts where Python does not show it."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = ctypes.c_int(0)
 
     def __getattr__(self, name: str) -> float:
         if name != "scale":
             raise AttributeError(name)
-        self.count += 1
-        return float(self.count)
+        self.count.value += 1
+        return float(self.count.value)
 
 
 class Owner:
