@@ -22,6 +22,9 @@ WIDTH, ROWS = 32, 64
 
 
 class Layer(nn.Module):
+    def __init_subclass__(cls) -> None:
+        assert callable(cls.forward)  # libraries look at it while a class is made
+
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
@@ -112,6 +115,17 @@ class Encoder(nn.Module):
         return self.head(self.inner(torch.tanh(self.before(x)))[None])
 
 
+class Nested(nn.Module):
+    """The root decides, and what decides inside lies two modules deeper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Encoder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x if random.random() < 0.5 else -x)
+
+
 class Checked(nn.Module):
     """Layers that look at their own values, and are no chain of modules inside."""
 
@@ -177,6 +191,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "exit": (Exit, lambda step: rows(step) * (1 + 4 * (step % 3))),
     "forcing": (Forcing, tokens),
     "encoder": (Encoder, rows),
+    "nested": (Nested, rows),
     "checked": (Checked, rows),
     "residual": (Residual, rows),
 }

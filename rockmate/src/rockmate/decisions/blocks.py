@@ -179,7 +179,7 @@ class Meeting:
         self.blocks: dict[str, Block] = {}
         self.calls: list[SeenCall] = []
         self.samples: dict[str, Call] = {}  # by group
-        self.kinds: list[Kind] = []
+        self.kinds: dict[str, list[Kind]] = {}  # by group: what is known of one serves its like
         self._inside = False
 
     def __call__(self, path: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -244,11 +244,12 @@ class Meeting:
         if block is None:
             base = BlockForward(self.views[path], self.settings)
             block = Block(path, self.modules[path], self.views[path], base)
-        block.base.known = tuple(kind.recorded for kind in self.kinds)
+        kinds = self.kinds.setdefault(block.group, [])
+        block.base.known = tuple(kind.recorded for kind in kinds)
         try:
             with self.dressing.off(), plain():
                 key, planned = block.base.recorded(args, kwargs)
-                kind = self._kind(planned)
+                kind = self._kind(planned, kinds)
         except (RockmateError, RkgbError):
             self.open.add(path)
             return None
@@ -264,13 +265,13 @@ class Meeting:
             self.samples[block.group] = _detached(args), _detached(kwargs)
         return seen
 
-    def _kind(self, planned: Planned) -> Kind:
+    def _kind(self, planned: Planned, kinds: list[Kind]) -> Kind:
         """Return the options of a recording; those of an equal one, if there is any."""
-        for kind in self.kinds:
+        for kind in kinds:
             if kind.recorded.problem is planned.problem:
                 return Kind(planned, kind.options, 0)
         kind = Kind(planned, ways_to_run(planned, self.settings.backend), 0)
-        self.kinds.append(kind)
+        kinds.append(kind)
         return kind
 
     # ------------------------------------------------------------------ afterwards

@@ -37,9 +37,12 @@ class _LedForward:
 
     kind: Any  # the class of the module while it is dressed
 
+    def __init__(self, base: Any) -> None:
+        self.base = base
+
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is None:
-            return super(self.kind, owner).forward  # type: ignore[misc]
+            return self.base.forward  # classes are asked while they are made
         lead, path = _here.lead, _here.paths.get(id(module))
         if lead is None or path is None:
             own = vars(module).get("forward")
@@ -56,7 +59,7 @@ class _LedForward:
 def _dressed(base: Any) -> type:
     known = _classes.get(base)
     if known is None:
-        led = _LedForward()
+        led = _LedForward(base)
         names = ("__module__", "__qualname__", "__doc__")
         space = {"forward": led, **{name: getattr(base, name) for name in names}}
         led.kind = known = _classes[base] = type(base)(base.__name__, (base,), space)
