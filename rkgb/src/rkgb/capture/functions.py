@@ -19,6 +19,7 @@ from rkgb.capture.pieces import Link, PieceRecorder
 from rkgb.elements.trees import flatten
 from rkgb.errors import SideEffectError
 from rkgb.opaque.call import Place
+from rkgb.torch_api.patches import ForAll
 from rkgb.torch_api.torch_private import latest_sequence_nr
 
 Function = torch.autograd.Function
@@ -56,11 +57,27 @@ def run_functions_whole(
     found: list[tuple[Any, str, Any]] = []
     plain = Function.setup_context
     for kind in functions:
-        found.append((kind, "forward", staticmethod(_forward(pieces, kind))))
+        forward = _forward(pieces, kind)
+        if kind.setup_context is not plain:
+            forward.elsewhere = _with_context(kind)
+        found.append((kind, "forward", staticmethod(forward)))
         found.append((kind, "backward", staticmethod(_backward(pieces))))
         if kind.setup_context is not plain:  # a forward that gets the context does without
-            found.append((kind, "setup_context", staticmethod(plain)))
+            found.append((kind, "setup_context", ForAll(staticmethod(plain))))
     return found
+
+
+def _with_context(kind: type[Function]) -> Any:
+    """Return the forward of another thread, which gets the context while there is no other way."""
+    compute: Any = kind.forward
+    setup: Any = kind.setup_context
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        result = compute(*args)
+        setup(ctx, args, result)
+        return result
+
+    return forward
 
 
 def _forward(pieces: PieceRecorder, kind: type[Function]) -> Any:

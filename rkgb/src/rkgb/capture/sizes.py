@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +19,7 @@ from rkgb.elements.op import Op, map_refs
 from rkgb.elements.sample import Sample, bind_inputs
 from rkgb.elements.trees import flatten
 from rkgb.graphs.basic import BackwardKind, BasicGraph
+from rkgb.torch_api.quiet import without_warnings
 from rkgb.torch_api.torch_private import without_content
 
 _log = logging.getLogger("rkgb")
@@ -147,8 +147,8 @@ def _bare_call(
 ) -> Iterator[tuple[nn.Module, Sample]]:
     """Give copies of a model and a sample without content; what runs inside has none either."""
     where = device_of(device).where
-    with without_content() as mode, warnings.catch_warnings(), _without_log():
-        warnings.simplefilter("ignore")  # about copies of what has no content
+    # Torch warns of copies of what has no content.
+    with without_content() as mode, without_warnings(), _without_log():
         made: dict[int, Any] = {id(mode): mode}
 
         def bare(value: Any) -> Any:

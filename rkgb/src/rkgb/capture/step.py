@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -50,6 +49,7 @@ from rkgb.safeguards.arguments import Arguments
 from rkgb.safeguards.assignments import AssignsError, Hidden, assigned
 from rkgb.safeguards.explain import explained
 from rkgb.safeguards.side_effects import KeptState, Printed
+from rkgb.torch_api.quiet import printing_to, without_warnings
 
 
 class RecordedStep:
@@ -136,7 +136,7 @@ class RecordedStep:
         with (
             contextlib.ExitStack() as stack,
             _quiet(),
-            contextlib.redirect_stdout(printed),
+            printing_to(printed),
             no_reading(self.recorder),
             self.recorder.patched(self.functions),
             self.recorder,
@@ -330,6 +330,5 @@ def _identifier(target: str) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
+    with without_warnings(), printing_to(io.StringIO(), "stderr"):
         yield

@@ -7,7 +7,6 @@ them again, and hands them to the backward. Only what is made inside stays with 
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -97,14 +96,10 @@ class InnerGraph:
 
         But for what it saves in a transform (`torch.func.grad`), which refuses to run under hooks.
         """
-        refuse, here = torch.autograd.graph.disable_saved_tensors_hooks, threading.get_ident()
+        refuse = torch.autograd.graph.disable_saved_tensors_hooks
 
         @contextlib.contextmanager
         def disable(message: str) -> Iterator[None]:
-            if threading.get_ident() != here:
-                with refuse(message):
-                    yield
-                return
             self.transforms = True
             with without_saved_hooks(), refuse(message):
                 yield

@@ -33,6 +33,7 @@ from rkgb.opaque.call import Call, Kind, Place, result_tensors, run_call
 from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.opaque.memory import apart, span
 from rkgb.opaque.module_state import BufferContents, ModuleState
+from rkgb.torch_api.quiet import printing_to
 from rkgb.torch_api.torch_private import back_to_autograd
 
 _running = threading.local()
@@ -333,7 +334,7 @@ class _Before:
         if self.buffers is not None:
             self.buffers.restore()
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
+            with printing_to(io.StringIO()):
                 yield
         finally:
             now.restore()

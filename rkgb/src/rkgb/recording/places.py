@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rkgb.torch_api.patches import Patches
+
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _RKGB_DIR = str(Path(__file__).parents[1])
 _TORCH_MODULES = f"{_TORCH_DIR}/nn/modules"
@@ -50,12 +52,8 @@ class Places:
                 if whole is None:
                     return original(module, *args, **kwargs)
                 # It calls the module itself, and compilers look into what they find there.
-                watched = nn.Module.__call__
-                nn.Module.__call__ = original  # type: ignore[method-assign]
-                try:
+                with patches.undone():
                     return whole(path, module, args, kwargs)
-                finally:
-                    nn.Module.__call__ = watched  # type: ignore[method-assign]
             except Exception as error:
                 if self._raised is not error:
                     self._raised, self.raised_in = error, tuple(stack[1:])
@@ -63,11 +61,8 @@ class Places:
             finally:
                 stack.pop()
 
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        try:
+        with Patches([(nn.Module, "__call__", call)]) as patches:
             yield
-        finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]
 
     def run_whole(self, paths: Iterable[str], run: RunWhole) -> None:
         """Let `run` make the calls of these modules, where it does not make one already."""

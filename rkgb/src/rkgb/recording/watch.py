@@ -170,18 +170,16 @@ def transparent_checkpoints() -> Iterator[None]:
     loads = plain is not None and not hasattr(plain, "__dynamo_disable")
     if loads:
         setattr(plain, "__dynamo_disable", plain)
-    reentrant = torch_checkpoint.CheckpointFunction
-    old_apply = reentrant.apply
-    old_generator = torch_checkpoint._checkpoint_without_reentrant_generator
-    reentrant.apply = apply  # type: ignore[method-assign]
-    torch_checkpoint._checkpoint_without_reentrant_generator = generator
+    replaced = Patches(
+        [
+            (torch_checkpoint.CheckpointFunction, "apply", apply),
+            (torch_checkpoint, "_checkpoint_without_reentrant_generator", generator),
+        ]
+    )
     try:
-        yield
+        with replaced:
+            yield
     finally:
-        del reentrant.apply
-        if reentrant.apply != old_apply:
-            reentrant.apply = old_apply  # type: ignore[method-assign]
-        torch_checkpoint._checkpoint_without_reentrant_generator = old_generator
         if loads:
             delattr(plain, "__dynamo_disable")
 
@@ -191,15 +189,11 @@ def no_idle_looks() -> Iterator[None]:
     """While active, transformers does not look at the data only to give a warning."""
     base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     name = "warn_if_padding_and_no_attention_mask"
-    old = getattr(base, name, None)
-    if old is None:
+    if getattr(base, name, None) is None:
         yield
         return
-    setattr(base, name, lambda *_args, **_kwargs: None)
-    try:
+    with Patches([(base, name, lambda *_args, **_kwargs: None)]):
         yield
-    finally:
-        setattr(base, name, old)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -19,6 +19,7 @@ from rkgb.elements.trees import holds_tensors
 from rkgb.errors import SideEffectError
 from rkgb.guards.contents import CONTAINERS
 from rkgb.safeguards.refusals import place_of
+from rkgb.torch_api.patches import Patches
 
 _PLAIN = (bool, int, float, str)
 _OWN = frozenset(("_parameters", "_buffers", "_modules"))
@@ -88,11 +89,8 @@ class Hidden:
                 self._refuse(path, name)
             return original(module, name)
 
-        nn.Module.__getattr__ = look  # type: ignore[method-assign]
-        try:
+        with Patches([(nn.Module, "__getattr__", look)]):
             yield
-        finally:
-            nn.Module.__getattr__ = original  # type: ignore[method-assign]
 
     def effects(self) -> list[tuple[Assign, Any]]:
         """Return what was set, and to what.

@@ -22,6 +22,7 @@ from rkgb.errors import SideEffectError
 from rkgb.guards.contents import CONTAINERS
 from rkgb.opaque.module_state import ModuleState, numpy_state
 from rkgb.safeguards.refusals import place_of
+from rkgb.torch_api.patches import Patches
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
 
@@ -143,11 +144,8 @@ def _where_set(
             found.append(_here(model)[1])
         original(self, key, value)
 
-    nn.Module.__setattr__ = watching  # type: ignore[method-assign,assignment]
-    try:
+    with Patches([(nn.Module, "__setattr__", watching)]):
         run_again()
-    finally:
-        nn.Module.__setattr__ = original  # type: ignore[method-assign]
     return found[0] if found else ""
 
 

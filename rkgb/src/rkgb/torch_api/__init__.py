@@ -1,10 +1,10 @@
 """What this package takes of torch beyond its documented surface.
 
 Gets nothing from the rest of the package; gives torch's private functions under names of ours, the
-flags by which kernels are chosen, functions of torch replaced for a while, the code that compiled
-functions were made from, and FLOP formulas that torch has none for. When torch changes, read
-torch_private.py, which alone imports private modules (so it is one file, though a long one); then
-kernel_choice.py and global_hooks.py.
+flags by which kernels are chosen, functions of torch replaced for a while, prints and warnings of
+one thread, the code that compiled functions were made from, and FLOP formulas that torch has none
+for. When torch changes, read torch_private.py, which alone imports private modules (so it is one
+file, though a long one); then kernel_choice.py and global_hooks.py.
 """
 
 from rkgb.torch_api.compiled_code import compiled_modules, is_optimized

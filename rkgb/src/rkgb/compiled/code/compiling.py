@@ -7,7 +7,6 @@ the backward compiled for what has come out.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from rkgb.compiled.code.sizes import SizeRule
 from rkgb.compiled.pieces.joint import Joint
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import autocast_as
+from rkgb.torch_api.quiet import without_warnings
 from rkgb.torch_api.torch_private import (
     AnySize,
     compiled_by_inductor,
@@ -81,8 +81,7 @@ def refusals() -> Iterator[None]:
     """Say in one way what tracing, partition, lowering and compilers raise."""
     try:
         # Casts were recorded, and warnings are inductor's, about itself.
-        with warnings.catch_warnings(), autocast_as(None):
-            warnings.simplefilter("ignore")
+        with without_warnings(), autocast_as(None):
             yield
     except NotCompiledError:
         raise
