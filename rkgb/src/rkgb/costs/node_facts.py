@@ -16,7 +16,7 @@ from rkgb.graphs.basic import HandOver
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.opaque.piece import RunPiece
 from rkgb.run.node_storages import NodeStorage, dying_in_backward, storages_of
-from rkgb.run.program import rerun_state
+from rkgb.run.state import rerun_ops, rerun_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,15 @@ class _Facts:
         return tuple(self._node(index, node) for index, node in enumerate(self.sg.nodes))
 
     def _node(self, index: int, node: SimplifiedNode) -> NodeFacts:
-        names = rerun_state(self.sg, node)
-        state = sum(self.rounded(self.infos[name].size_bytes) for name in names)
-        state += self.random_bytes if node.is_random else 0
+        copied = rerun_state(self.sg, node)
+        state = sum(map(self._copy_bytes, copied))
+        written = {self.infos[n].alias_of for op in rerun_ops(self.sg, node) for n in op.writes}
+        # What is run once more later leaves the copies as they are, and writes to copies of them.
+        twice = sum(self._copy_bytes(n) for n in copied if self.infos[n].alias_of in written)
         copies = sum(map(_copied_buffers, node.ops))
-        state += copies
+        beside = copies + (self.random_bytes if node.is_random else 0)
+        state += beside
+        twice += beside + copies
         others = {s.root for s in self.storages[index] if not s.is_phantom}
         all_kept = {s.root for s in self.storages[index]}
         # For a moment a recomputation holds the random state of then and that of now.
@@ -108,7 +112,7 @@ class _Facts:
             state_bytes=state,
             has_backward=bool(node.backward or node.hand_overs),
             fwd_peak_bytes=keeping,
-            fwd_peak_dropping_bytes=dropping + state + copies,
+            fwd_peak_dropping_bytes=dropping + twice,
             bwd_peak_bytes=peak,
             grads_before_bytes=before,
             fwd_overhead_bytes=max(0, keeping - kept),
@@ -126,6 +130,9 @@ class _Facts:
 
     def _size(self, root: str) -> int:
         return self.rounded(self.infos[root].storage_bytes)
+
+    def _copy_bytes(self, name: str) -> int:
+        return self.rounded(self.infos[name].size_bytes)
 
     def _workspace(self, op: Op) -> int:
         return self.rounded(self._cost(op).workspace_bytes)

@@ -9,13 +9,14 @@ compiled_call.py (a compiled target).
 from rkgb.elements.compiled_call import CompiledCall
 from rkgb.elements.effect import Assign, Check, Effect, Look, Refill, Write
 from rkgb.elements.numbers import Numbers
-from rkgb.elements.op import Op, Ref
+from rkgb.elements.op import BATCH_NORMS, Op, Ref
 from rkgb.elements.sample import attribute_keyword, attribute_of
 from rkgb.elements.spread import is_running, settled
 from rkgb.elements.tensor_info import TensorInfo, storage_id
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 
 __all__ = [
+    "BATCH_NORMS",
     "Assign",
     "Check",
     "CompiledCall",

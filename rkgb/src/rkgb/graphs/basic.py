@@ -140,6 +140,13 @@ class BasicGraph:
         names = [*self.parameters, *self.buffers, *self.constants]
         return tuple(dict.fromkeys((*names, *(name for name in self.inputs if name is not None))))
 
+    @cached_property
+    def written_roots(self) -> frozenset[str]:
+        """Memory from before the forward that the step writes to: of buffers, mostly."""
+        writes = {name for op in (*self.ops, *self.backward) for name in op.writes}
+        found = {self.infos[name].alias_of for name in writes}
+        return frozenset(found & {self.infos[name].alias_of for name in self.externals})
+
     @property
     def output_names(self) -> tuple[str, ...]:
         """Values that the forward returns, each once, in order."""

@@ -69,6 +69,11 @@ class SimplifiedGraph:
         nodes = enumerate(self.nodes)
         return {name: i for i, node in nodes for op in node.ops for name in op.results if name}
 
+    @property
+    def written_roots(self) -> frozenset[str]:
+        """Memory from before the step that it writes to."""
+        return self.dataflow.basic.written_roots
+
     @cached_property
     def input_names(self) -> tuple[str, ...]:
         """Values that the graph reads and does not make: empty for a whole forward."""

@@ -18,12 +18,13 @@ import threading
 import warnings
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rkgb.elements.op import Op, Ref
 from rkgb.elements.spread import settled
 from rkgb.elements.tensor_info import storage_id
 from rkgb.elements.trees import Structure, flatten
@@ -193,6 +194,15 @@ class RunPieceAgain:
             made, inner = self.piece.run(taken)
         before.compare(made, inner)
         return (*made, inner, None)
+
+
+def piece_again(op: Op) -> Op:
+    """Return what a recomputation calls for a piece: it takes what its first run has kept."""
+    if not isinstance(op.target, RunPiece):
+        return op
+    *results, before = op.results
+    args = (*op.args, Ref(before))
+    return replace(op, target=op.target.again(), args=args, results=(*results, ""), writes=())
 
 
 class RunPieceBackward:

@@ -3,15 +3,16 @@
 Gets a simplified graph and the steps of a plan; gives a forward function and a backward generator.
 Read views.py, kept_dims.py and overwrite.py (which graph is run), node_storages.py (what a node
 makes), freeing.py (what a call lets go), statements.py (what a program consists of), places.py
-(where it hands gradients over), program.py (what is run, and when it is dropped), source.py (how it
-is written down), then bindings.py (what is called).
+(where it hands gradients over), state.py (what a recomputation must find), program.py (what is run,
+and when it is dropped), source.py (how it is written down), then bindings.py (what is called).
 """
 
 from rkgb.run.node_storages import NodeStorage
 from rkgb.run.places import Places, held_bytes, single_places, waiting_places
-from rkgb.run.program import rerun_state, runs_once, without_idle_steps
+from rkgb.run.program import without_idle_steps
 from rkgb.run.reads import Outcomes
 from rkgb.run.source import CompiledStep
+from rkgb.run.state import rerun_state, runs_once
 from rkgb.run.statements import Call, Drop, Give, Statement, StepProgram, Sum
 from rkgb.run.views import RunnableGraph
 

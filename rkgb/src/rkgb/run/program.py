@@ -10,17 +10,18 @@ a backward goes within it.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from rkgb.elements.op import BATCH_NORMS, Op, Ref, map_refs
+from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.opaque.piece import RunPiece
 from rkgb.run.freeing import FREEING
 from rkgb.run.node_storages import dying_in_backward, storages_of
 from rkgb.run.places import Places, Step, ends_of, given_by, waiting_places
+from rkgb.run.state import copied_for_rerun, rerun_ops, rerun_state, runs_once
 from rkgb.run.statements import (
     Begin,
     Call,
@@ -108,60 +109,6 @@ def _with_other_backwards(sg: SimplifiedGraph, steps: Sequence[Step]) -> list[St
     return result
 
 
-def rerun_state(sg: SimplifiedGraph, node: SimplifiedNode) -> tuple[str, ...]:
-    """Return the values that a recomputation of `node` needs as they were before its first run.
-
-    They lie in memory from before the forward that a forward writes to. The next forward, which
-    may come before the backward of this one, writes to it again.
-    """
-    infos, written = sg.dataflow.infos, _written_storages(sg)
-    found: dict[str, None] = {}
-    made: set[str] = set()
-    for op in rerun_ops(sg, node):
-        names = (n for n in op.inputs if n not in made and infos[n].alias_of in written)
-        found.update(dict.fromkeys(names))
-        made.update(n for n in op.results if n)
-    return tuple(found)
-
-
-def runs_once(sg: SimplifiedGraph, node: SimplifiedNode) -> bool:
-    """Whether copies of what `node` needs as it was would not be what it has run on.
-
-    It writes to memory of which it reads several values, or reads a part that does not lie densely.
-    """
-    infos = sg.dataflow.infos
-    state = [infos[name] for name in rerun_state(sg, node)]
-    changed = {infos[name].alias_of for op in rerun_ops(sg, node) for name in op.writes}
-    values = Counter(info.alias_of for info in state)
-    return any(not i.is_dense or (i.alias_of in changed and values[i.alias_of] > 1) for i in state)
-
-
-def _written_storages(sg: SimplifiedGraph) -> set[str]:
-    return {name for other in sg.nodes for name in other.written_buffers}
-
-
-def rerun_ops(sg: SimplifiedGraph, node: SimplifiedNode) -> tuple[Op, ...]:
-    """Return what a recomputation of `node` runs: without updates that nothing in it reads."""
-    if any(isinstance(op.target, RunPiece) for op in node.ops):
-        node = replace(node, ops=tuple(map(_piece_again, node.ops)))
-    if not node.written_buffers:
-        return node.ops
-    infos, written = sg.dataflow.infos, set(node.written_buffers)
-    read = set(node.outputs)
-    kept: list[Op] = []
-    for op in reversed(node.ops):
-        updates = bool(op.writes) and all(infos[n].alias_of in written for n in op.writes)
-        if updates and op.target_name in BATCH_NORMS:
-            # Only evaluation reads the statistics: without them no other result changes.
-            op = replace(op, args=(*op.args[:3], None, None, *op.args[5:]), writes=())
-            updates = False
-        if updates and read.isdisjoint(op.results) and not (written & read):
-            continue
-        kept.append(op)
-        read.update(op.inputs)
-    return tuple(reversed(kept))
-
-
 class _Lowering:
     def __init__(self, sg: SimplifiedGraph, steps: Sequence[Step], places: Places) -> None:
         self.sg, self.steps, self.places = sg, steps, places
@@ -207,6 +154,11 @@ class _Lowering:
     def _part(self, t: int) -> list[Statement]:
         kind, index = self.steps[t]
         node = self.sg.nodes[index]
+        if kind == "F" and t >= self.count and runs_once(self.sg, node):
+            raise InvalidGraphError(
+                f"the plan of {self.sg.dataflow.basic.model_name} runs '{node.name}' again, which "
+                "reads memory that the forward writes to and that no copy can stand for."
+            )
         if kind == "B":
             return [Begin("B", index), *(Call(op) for op in node.backward)]
         if t < self.count:
@@ -231,16 +183,18 @@ class _Lowering:
         if node.is_random:
             before = [Draw("random_now", "keep"), Draw(f"random_{index}", "put back")]
             after = [Draw("random_now", "put back")]
-        changed = {self.infos[name].alias_of for op in ops for name in op.writes}
-        for name in rerun_state(self.sg, node):
-            renamed[name] = f"{name}_of_{index}"
-            if self.infos[name].alias_of in changed and self.last_forward[index] != t:
-                renamed[name] = f"{name}_again"
-                before.append(Copy(f"{name}_again", f"{name}_of_{index}"))
-        # What the user holds stays as it is; the new copy of it is dropped at once.
+        changed = {self._root(name) for op in ops for name in op.writes}
+        for name, copied in copied_for_rerun(self.sg, node).items():
+            renamed[name] = f"{copied}_of_{index}"
+            if self._root(name) in changed and self.last_forward[index] != t:
+                renamed[name] = f"{copied}_again"
+                if name == copied:
+                    before.append(Copy(f"{name}_again", f"{name}_of_{index}"))
+        # What the user or the module holds stays as it is; the new copy of it is dropped at once.
+        held = self.output_roots | self.sg.written_roots
         for op in ops:
             for name in op.results:
-                if name and self.infos[name].alias_of in self.output_roots:
+                if name and self._root(name) in held:
                     renamed[name] = f"{name}_again"
         return [*before, *(Call(_renamed(op, renamed)) for op in ops), *after]
 
@@ -324,15 +278,6 @@ def _freeing(statement: Call, dead: Sequence[str]) -> tuple[Call, tuple[str, ...
     theirs = {name for at, name in enumerate(op.inputs) if at in op.target.frees}
     freed = tuple(name for name in dead if name in theirs)
     return Call(op, freed), tuple(name for name in dead if name not in theirs)
-
-
-def _piece_again(op: Op) -> Op:
-    """Return what a recomputation calls for a piece: it takes what its first run has kept."""
-    if not isinstance(op.target, RunPiece):
-        return op
-    *results, before = op.results
-    args = (*op.args, Ref(before))
-    return replace(op, target=op.target.again(), args=args, results=(*results, ""))
 
 
 def _piece_once(op: Op) -> Op:

@@ -97,6 +97,13 @@ class StepProgram:
         """What the backward hands over, in order."""
         return tuple(s for s in self.backward if isinstance(s, Give))
 
+    @property
+    def calls(self) -> Iterator[Op]:
+        """The operations that it calls, in order."""
+        for statement in (*self.forward, *self.backward):
+            if isinstance(statement, Call):
+                yield statement.op
+
     @cached_property
     def has_sums(self) -> bool:
         """Whether the backward adds gradients to what it has handed over."""

@@ -48,6 +48,7 @@ class _Check:
         self.alive: set[str] = set()
         self.gone: dict[str, str] = {}  # variable -> the statement that dropped it
         self.outside: set[int] = set()  # storages of externals
+        self.rewritten: set[int] = set()  # of them, those that another forward writes to as well
         self.given: dict[int, str] = {}  # storage -> leaf that has it as a gradient
         self.firsts: dict[str, str] = {}  # leaf -> value that is about to be handed over
         self.sums: dict[str, tuple[int, int]] = {}  # leaf -> storage of its sum, and terms after it
@@ -66,6 +67,10 @@ class _Check:
             self.memory.add_external(name)
         self.alive = set(program.externals)
         self.outside.update(v.storage for v in self.memory.variables.values())
+        written = self.recording.written
+        self.rewritten.update(
+            v.storage for n, v in self.memory.variables.items() if self.memory.root(n) in written
+        )
         self._half("forward", program.forward, needed[0])
         count = len(self.graph.nodes)
         self.where = "the end of the forward"
@@ -134,6 +139,8 @@ class _Check:
     def _follow(self, half: str, statement: Statement) -> None:
         for name in _reads(statement):
             self._expect(name in self.alive, f"'{name}' is not there{self._who_dropped(name)}")
+            fresh = not self.again or self.memory.storage_of(name) not in self.rewritten
+            self._expect(fresh, f"another forward may have written to '{name}' since")
         for name in _makes(statement):
             self._expect(name not in self.alive, f"'{name}' is there already")
         match statement:

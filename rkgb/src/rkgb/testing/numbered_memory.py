@@ -57,6 +57,14 @@ class NumberedMemory:
         for name in tangents:
             self.add_external(name)
 
+    def root(self, name: str) -> str:
+        """Return the value that made the memory of a value."""
+        return self.infos[name].alias_of
+
+    def storage_of(self, name: str) -> int | None:
+        """Return the storage of a variable; None where it is a random state."""
+        return self.variables[name].storage if name in self.variables else None
+
     def seen(self, name: str) -> tuple[int, Geometry]:
         """Return what a reader of the variable finds."""
         variable = self.variables[name]
@@ -133,6 +141,8 @@ class FollowedRecording:
     def __init__(self, basic: BasicGraph, numbers: dict[Hashable, int]) -> None:
         self.ops = {op.name: op for op in (*basic.ops, *basic.backward)}
         self.buffers = tuple(basic.buffers)
+        infos = basic.infos
+        self.written = {infos[n].alias_of for op in self.ops.values() for n in op.writes}
         self.tangents = tuple(name for name in basic.tangent_names if name is not None)
         memory = NumberedMemory(basic.infos, numbers)
         for name in basic.externals:

@@ -112,16 +112,17 @@ def _unsteady_nodes(graph: SimplifiedGraph, measured: Measured) -> frozenset[int
 
 
 def _readers_of_written(graph: SimplifiedGraph) -> frozenset[int]:
-    """Return the nodes that run once: they read what is written to, and no copy of it would do.
+    """Return the nodes that read what the step writes to, and that no copy of it can serve.
 
-    Among them are those that read an argument which the step writes to in the end.
+    An argument is written to in the end.
     """
-    basic = graph.dataflow.basic
+    basic, infos = graph.dataflow.basic, graph.dataflow.infos
     written = {basic.inputs[e.place] for e in basic.effects if isinstance(e, Write)}
     return frozenset(
         index
         for index, node in enumerate(graph.nodes)
-        if any(name in written for op in node.ops for name in op.inputs) or runs_once(graph, node)
+        if runs_once(graph, node)
+        or any(infos[name].alias_of in written for op in node.ops for name in op.inputs)
     )
 
 

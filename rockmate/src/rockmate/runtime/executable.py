@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rkgb.elements import CompiledCall, Numbers
+from rkgb.elements import BATCH_NORMS, CompiledCall, Numbers
 from rkgb.graphs import BackwardKind, SimplifiedGraph, Tangent
 from rkgb.opaque import RunPiece
 from rkgb.run import CompiledStep, Places, StepProgram, rerun_state
@@ -144,16 +145,45 @@ class Executable:
         return inputs.isdisjoint(leaf for leaf, _ in self.graph.dataflow.basic.edges)
 
     @cached_property
-    def saved_externals(self) -> tuple[tuple[int, str], ...]:
-        """What the backward reads of externals that no operation writes: (place in saved, name)."""
-        written = {name for node in self.graph.nodes for name in node.written_buffers}
-        known = set(self.program.externals) - written
-        return tuple((i, name) for i, name in enumerate(self.program.saved) if name in known)
+    def _roots(self) -> Mapping[str, str]:
+        """Of every value of the program, the value that made its memory."""
+        infos = self.graph.dataflow.infos
+        roots = {name: info.alias_of for name, info in infos.items()}
+        for op in self.program.calls:
+            if op.target is torch.ops.aten.as_strided.default:  # such views have names of their own
+                roots.setdefault(op.results[0], roots.get(op.inputs[0], ""))
+        return roots
+
+    @cached_property
+    def held(self) -> tuple[str, ...]:
+        """Externals in whose memory the backward reads: they must be then as they are now."""
+        roots = self._roots
+        read = {roots.get(name, name) for name in self.program.saved}
+        return tuple(name for name in self.program.externals if roots[name] in read)
+
+    @cached_property
+    def holds_written(self) -> bool:
+        """Whether the forward writes to what the backward reads later."""
+        return not self.written.isdisjoint(self.held)
 
     @cached_property
     def written(self) -> frozenset[str]:
-        """Buffers that the forward writes to."""
-        return frozenset(name for node in self.graph.nodes for name in node.written_buffers)
+        """Externals in whose memory the forward writes: buffers."""
+        roots, written = self._roots, self.graph.written_roots
+        return frozenset(name for name in self.program.externals if roots[name] in written)
+
+    @cached_property
+    def written_places(self) -> tuple[int, ...]:
+        """Places of `written` among the externals of the program."""
+        return tuple(i for i, n in enumerate(self.program.externals) if n in self.written)
+
+    @cached_property
+    def seen_writes(self) -> tuple[str, ...]:
+        """Of these, those whose versions plain PyTorch moves, too: no statistics of BatchNorms."""
+        infos, ops = self.graph.dataflow.infos, self.graph.dataflow.basic.ops
+        names = {n for op in ops if op.target_name not in BATCH_NORMS for n in op.writes}
+        roots = {infos[name].alias_of for name in names}
+        return tuple(name for name in self.program.externals if self._roots[name] in roots)
 
     @cached_property
     def unrepeatable(self) -> str:
@@ -196,12 +226,16 @@ class Executable:
 
     @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
-        """For each hand-over, which of `saved_externals` are read on the way to it."""
-        places = {name: place for place, (_, name) in enumerate(self.saved_externals)}
+        """For each hand-over, which of `held` are read on the way to it."""
+        roots = self._roots
+        places: dict[str, list[int]] = {}
+        for place, name in enumerate(self.held):
+            places.setdefault(roots[name], []).append(place)
         found: list[tuple[int, ...]] = []
         current: dict[int, None] = {}
         for names, ends in self.program.reads_of_backward():
-            current.update(dict.fromkeys(places[n] for n in names if n in places))
+            for name in names:
+                current.update(dict.fromkeys(places.get(roots.get(name, name), ())))
             if ends:
                 found.append(tuple(current))
                 current = {}
@@ -213,15 +247,20 @@ class Executable:
         return reader(self.program.externals)
 
     @cached_property
-    def read_held(self) -> Callable[[Sequence[Any]], Sequence[Tensor]]:
-        """Picks `saved_externals` from what the forward has saved."""
-        return reader([place for place, _ in self.saved_externals])
+    def read_held(self) -> Callable[[Mapping[str, Tensor]], Sequence[Tensor]]:
+        """Picks `held` from the external values."""
+        return reader(self.held)
+
+    @cached_property
+    def read_seen_writes(self) -> Callable[[Mapping[str, Tensor]], Sequence[Tensor]]:
+        """Picks `seen_writes` from the external values."""
+        return reader(self.seen_writes)
 
     @cached_property
     def pick_held(self) -> Callable[[Sequence[int]], Sequence[int]]:
-        """Picks what belongs to `saved_externals` from what belongs to the externals, in order."""
+        """Picks what belongs to `held` from what belongs to the externals, in order."""
         places = {name: place for place, name in enumerate(self.program.externals)}
-        return reader([places[name] for _, name in self.saved_externals])
+        return reader([places[name] for name in self.held])
 
     @cached_property
     def read_leaves(self) -> Callable[[Mapping[str, Tensor]], Sequence[Tensor]]:

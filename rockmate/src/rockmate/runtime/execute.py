@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from rkgb.torch_api import apply_function, has_saved_hooks, straight_to_kernels
 from rockmate.errors import DoubleBackwardError
@@ -41,7 +42,9 @@ class Executor(Backwards):
             step.model = model
         with straight_to_kernels(), step.on_model():
             outputs, step.saved = executable.compiled.forward(values, *executable.taken(numbers))
-        step.remember_versions()
+        if executable.seen_writes:  # below autograd, kernels do not count them
+            increment_version(executable.read_seen_writes(external))
+        step.remember_versions(external)
         rail = step.rail = step.laid.rail(external)
         passed = step.pass_to_hooks() if has_saved_hooks() else ()
         return list(apply_function(_Outputs, step, outputs, passed, rail.token))

@@ -87,6 +87,8 @@ class RunningStep:
     def remember_start(self, values: Sequence[Tensor]) -> None:
         """Remember what a second backward needs to run the forward again."""
         self.start_versions = _versions(values)
+        for place in self.executable.written_places:  # whoever writes them, nothing depends on it
+            self.start_versions[place] = -1
         if self.executable.is_random:
             self.start_random = KeptGenerators.keep(self._device)
 
@@ -94,10 +96,10 @@ class RunningStep:
     def _device(self) -> torch.device:
         return self.executable.graph.dataflow.basic.device
 
-    def remember_versions(self) -> None:
+    def remember_versions(self, external: Mapping[str, Tensor]) -> None:
         saved, executable = self.saved, self.executable
-        held = self.held = executable.read_held(saved)
-        if executable.has_pieces:  # which may write to what others read
+        held = self.held = executable.read_held(external)
+        if executable.has_pieces or executable.holds_written:  # pieces may write to what is held
             self.versions = _versions(held)
         else:
             self.versions = [*executable.pick_held(self.start_versions)]
@@ -130,7 +132,7 @@ class RunningStep:
         storages = [t.untyped_storage()._cdata for t in self.held]
         if storages != self.storages:
             differ = list(map(operator.ne, storages, self.storages))
-            self._changed(self.executable.saved_externals[differ.index(True)][1])
+            self._changed(self.executable.held[differ.index(True)])
 
     def _check_outputs(self) -> None:
         pairs = zip(self.executable.saved_outputs, self.output_versions, strict=True)
@@ -239,11 +241,12 @@ class RunningStep:
                 "again. Run the step again: it is compiled for such gradients from now on."
             )
         self.saved.clear()
-        self._run_again(kind, self.external)
+        external = self.external
+        self._run_again(kind, external)
         names = self.executable.program.saved
         # The user holds the outputs already.
         self.saved[:] = [outputs.get(n, t) for n, t in zip(names, self.saved, strict=True)]
-        self.remember_versions()
+        self.remember_versions(external)
         return self.executable
 
     def _can_run_again(self) -> bool:
@@ -278,7 +281,7 @@ class RunningStep:
             if now is not None:
                 now.restore()
         self.executable = executable
-        self.remember_versions()
+        self.remember_versions(external)
 
     def _change_to(self, executable: Executable) -> None:
         """Go on with the backward of another executable, from what this forward has saved."""
@@ -293,14 +296,12 @@ class RunningStep:
                 "kept. Run the step again: it is planned for such gradients from now on."
             )
         self.saved[:] = [values[name] for name in executable.program.saved]
-        held = dict(
-            zip((n for _, n in self.executable.saved_externals), self.versions, strict=True)
-        )
+        held = dict(zip(self.executable.held, self.versions, strict=True))
         self.executable = executable
-        self.held = executable.read_held(self.saved)
+        self.held = executable.read_held(self.external)
         self.versions = [
             held.get(name, tensor._version)
-            for (_, name), tensor in zip(executable.saved_externals, self.held, strict=True)
+            for name, tensor in zip(executable.held, self.held, strict=True)
         ]
 
     def advance(self, place: int) -> Sequence[Tensor | None]:
@@ -331,7 +332,7 @@ class RunningStep:
         versions, held = self.versions, self.held
         for index in self.runs.reads[give]:
             if held[index]._version != versions[index] and versions[index] >= 0:
-                self._changed(self.executable.saved_externals[index][1])
+                self._changed(self.executable.held[index])
 
     def _finish(self) -> None:
         self.program = None
