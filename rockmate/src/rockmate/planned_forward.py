@@ -96,7 +96,7 @@ class PlannedForward(SecondLook):
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Run a plan with submodules that run whole; the plain module where one comes otherwise."""
-        start = StartOfCall(self.model, planned.signature.device)
+        start = StartOfCall(self.model, planned.signature.device, planned.written)
         try:
             return planned.run(self.model, external, leaves, call=(args, kwargs))
         except (OpaquePieceError, OtherWayError) as error:

@@ -16,6 +16,7 @@ from rkgb.errors import RkgbError, SideEffectError
 from rkgb.graphs.basic import BasicGraph, ambient_autocast
 from rkgb.guards.code_watch import CodeWatch, Seen
 from rkgb.opaque.call import Call, Kind
+from rkgb.opaque.kept_writes import Contents
 from rkgb.opaque.module_state import Lent, ModuleState
 from rkgb.opaque.piece import Piece, RunPiece, RunPieceBackward, running_on
 from rkgb.opaque.trial import BrokenPieceError, Trials
@@ -122,6 +123,39 @@ class PieceRecorder:
             ),
         )
 
+    def refuse_shared_writes(self, ops: Sequence[Op], parameters: Mapping[str, str]) -> None:
+        """Refuse a parameter that is written to where others read it, and a piece does either.
+
+        A piece that runs again finds as it was what it writes to itself, and nothing else.
+
+        Raises:
+            SideEffectError: only the whole module can be run whole.
+        """
+        infos = self.recorder.infos
+        uses: dict[str, set[object]] = {}
+        written: set[str] = set()
+        for place, op in enumerate(ops):
+            if isinstance(op.target, RunPiece):
+                module = self.twin.get_submodule(op.target.piece.call.path)
+                inside = {id(p) for p in module.parameters()}
+                names = {n for n, p in self.twin.named_parameters() if id(p) in inside}
+                written.update(op.target.piece.written)
+                for name in (*names, *op.target.piece.written):
+                    uses.setdefault(name, set()).add(place)
+            for name in (*op.inputs, *op.writes):
+                target = parameters.get(infos[name].alias_of)
+                if target is not None:
+                    uses.setdefault(target, set()).add("ops")
+            written.update(parameters.get(infos[name].alias_of, "") for name in op.writes)
+        shared = sorted(n for n in written - {""} if len(uses[n]) > 1)
+        if shared:
+            error = SideEffectError(
+                f"cannot run a part of {self.recorder.model_name} whole: '{shared[0]}' is written "
+                "to by the forward, and is used both inside of the part and outside."
+            )
+            error.module_path = ""
+            raise error
+
     # ------------------------------------------------------------------ trials
 
     def _explored(
@@ -149,16 +183,18 @@ class PieceRecorder:
             return self._stood_in(known, call, tensors)
         if known is None or not known.call.like(call):
             with self.codes.apart() as ran:
-                self.trials.once(call, module, tensors)
+                written = self.trials.once(call, module, tensors)
             runs_once = self.must_run_once(ran)
             with self.codes.resting():
-                piece, made = self.trials.piece(call, module, tensors)
+                piece, made = self.trials.piece(call, module, tensors, written)
             return replace(piece, runs_once=runs_once), made
         state, lent = ModuleState(module), Lent(module)
+        contents = Contents(map(self.twin.get_parameter, known.written))
         try:
             with running_on(self.twin), self.codes.resting():
                 made, _ = known.run((*tensors, *call.own_numbers()))
         finally:
+            contents.restore()
             lent.end()
         state.restore()
         return known, made

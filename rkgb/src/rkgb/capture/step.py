@@ -33,6 +33,7 @@ from rkgb.guards.code_watch import CodeWatch, Seen
 from rkgb.guards.outside import Outside
 from rkgb.guards.sources import Sources
 from rkgb.opaque.adding import add_in_parts
+from rkgb.opaque.kept_writes import KeptWrites, ParameterPlaces
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.places import Places
 from rkgb.recording.recorder import Recorder
@@ -139,6 +140,7 @@ class RecordedStep:
             printing_to(printed),
             no_reading(self.recorder),
             self.recorder.patched(self.functions),
+            KeptWrites(self.twin.named_parameters()),
             self.recorder,
             contextlib.closing(self.outside),  # before what is patched is put back
         ):
@@ -183,6 +185,9 @@ class RecordedStep:
     def _graph(self, *, roots: tuple[str, ...], **found: Any) -> BasicGraph:
         """Return the recording, of what the recorder has seen and what the step has `found`."""
         recorder = self.recorder
+        if self.pieces.paths:
+            ops = (*recorder.forward, *recorder.backward)
+            self.pieces.refuse_shared_writes(ops, self.parameters)
         wanting = {name: recorder.requires_grad(name) for name in recorder.infos}
         wanting.update(dict.fromkeys(roots, True))
         return BasicGraph(
@@ -257,8 +262,10 @@ class RecordedStep:
     def _forward(self) -> Any:
         attributes = {path: dict(vars(module)) for path, module in self.twin.named_modules()}
         buffers = dict(self.twin.named_buffers(remove_duplicate=False))
+        places = ParameterPlaces(self.twin)
         with self.hidden.watching():
             result = self._call()
+        places.refuse_moves()
         new = assigned(self.twin, attributes, buffers) - frozenset(self.hidden.targets)
         if new:
             raise AssignsError(new)

@@ -6,7 +6,7 @@ import copy
 import io
 import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,10 @@ class Twin:
     originals: Mapping[int, Any]  # identity of a copy -> what it is a copy of
 
 
-def twin_of(model: nn.Module) -> Twin:
+def twin_of(model: nn.Module, own: Collection[str] = ()) -> Twin:
     """Return a copy whose parameters are new leaves on the same memory, and buffers clones.
+
+    The parameters that are its `own` are clones too: its forward writes to them.
 
     Locks, process groups and the like among its attributes are shared with the model. For open
     files and generators stand-ins are there, which refuse to be used.
@@ -37,6 +39,10 @@ def twin_of(model: nn.Module) -> Twin:
         TraceError: the module cannot be copied.
     """
     memo = _memo(model)
+    for name in own:
+        parameter = model.get_parameter(name)
+        clone = parameter.detach().clone()
+        memo[id(parameter)] = nn.Parameter(clone, parameter.requires_grad)
     try:
         twin = copy.deepcopy(model, memo)
     except Exception as error:

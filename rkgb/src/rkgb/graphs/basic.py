@@ -147,6 +147,15 @@ class BasicGraph:
         found = {self.infos[name].alias_of for name in writes}
         return frozenset(found & {self.infos[name].alias_of for name in self.externals})
 
+    @cached_property
+    def written_parameters(self) -> tuple[str, ...]:
+        """Parameters that the forward writes to, by their names in the model."""
+        roots = {self.infos[name].alias_of for op in self.ops for name in op.writes}
+        found = [self.parameters[root] for root in roots if root in self.parameters]
+        for op in self.ops:  # what runs whole
+            found += getattr(getattr(op.target, "piece", None), "written", ())
+        return tuple(sorted(set(found)))
+
     @property
     def output_names(self) -> tuple[str, ...]:
         """Values that the forward returns, each once, in order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -92,10 +93,10 @@ class Lent:
 
 
 class BufferContents:
-    """What is in the buffers of a module, to be put back."""
+    """What is in the buffers of a module, and in others of its tensors, to be put back."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.copies = [(b, b.detach().clone()) for b in module.buffers()]
+    def __init__(self, module: nn.Module, others: Iterable[Tensor] = ()) -> None:
+        self.copies = [(b, b.detach().clone()) for b in (*module.buffers(), *others)]
 
     def restore(self) -> None:
         """Put the content back where it has changed."""
@@ -111,10 +112,10 @@ class BufferContents:
 class StartOfCall:
     """What a call of a model finds, to be found again by another one in its place."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, written: Iterable[str] = ()) -> None:
         self.stream = RngState.save(device)
         self.state = ModuleState(model)
-        self.buffers = BufferContents(model)
+        self.buffers = BufferContents(model, map(model.get_parameter, written))
 
     def restore(self) -> None:
         """Put random numbers, attributes and buffers back."""

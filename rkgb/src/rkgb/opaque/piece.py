@@ -70,6 +70,7 @@ class Piece:
     time_ms: tuple[float, float]
     flops: tuple[int, int]
     runs_once: bool = False  # it changes or uses up what no recomputation would find again
+    written: tuple[str, ...] = ()  # parameters that the call writes to
     over: dict[str, int] = field(default_factory=dict)  # most bytes held, once above `held_bytes`
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
@@ -321,7 +322,8 @@ class _Before:
         module = _running.model.get_submodule(piece.call.path)
         self.piece, self.module = piece, module
         self.state = ModuleState(module)
-        self.buffers = BufferContents(module) if piece.buffer_bytes else None
+        self.written = [_running.model.get_parameter(name) for name in piece.written]
+        self.buffers = BufferContents(module, self.written) if piece.buffer_bytes else None
         self.trail: Any = None
 
     def remember(self, made: Sequence[Tensor], inner: InnerGraph) -> None:
@@ -339,7 +341,7 @@ class _Before:
     @contextlib.contextmanager
     def as_then(self) -> Iterator[None]:
         now = ModuleState(self.module)
-        contents = BufferContents(self.module) if self.buffers is not None else None
+        contents = None if self.buffers is None else BufferContents(self.module, self.written)
         self.state.restore()
         if self.buffers is not None:
             self.buffers.restore()

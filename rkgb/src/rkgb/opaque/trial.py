@@ -19,8 +19,10 @@ from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import SideEffectError, TraceError
 from rkgb.opaque.call import Call, Kind, Place, result_tensors, run_call
+from rkgb.opaque.kept_writes import Contents, KeptWrites, ParameterPlaces
 from rkgb.opaque.module_state import BufferContents, Lent, ModuleState
 from rkgb.opaque.piece import Piece, added, gradients_of
+from rkgb.torch_api.compiled_code import BRANCHES
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.torch_private import weak_storage
 
@@ -56,23 +58,37 @@ class Trials:
         self.twin, self.device = twin, device
         self.names = {id(p): n for n, p in twin.named_parameters() if p.requires_grad}
 
-    def once(self, call: Call, module: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """Run a call for others to watch; nothing is changed by it."""
-        stream, state, contents = (
-            *(RngState.save(self.device), ModuleState(module)),
-            BufferContents(module),
-        )
-        lent = Lent(module)
+    def once(self, call: Call, module: nn.Module, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+        """Run a call for others to watch; nothing is changed by it.
+
+        Returns the parameters that it writes to.
+        """
+        stream, state = RngState.save(self.device), ModuleState(module)
+        contents, lent = BufferContents(module), Lent(module)
+        kept = KeptWrites(self.twin.named_parameters())
+        refused = [(torch, name, _refuse) for name in BRANCHES if hasattr(torch, name)]
         try:
-            run_call(call, self.twin, tensors)
+            with kept, Patches(refused):
+                # On the parameters themselves: a new leaf would be forgotten with other memory.
+                places = ParameterPlaces(self.twin)
+                run_call(replace(call, parameters=()), self.twin, tensors)
+            places.refuse_moves()
+        except NotImplementedError:  # it may have gone on to write
+            inside = {id(p) for p in module.parameters()}
+            return tuple(n for n, p in self.twin.named_parameters() if id(p) in inside)
         finally:
             lent.end()
             contents.restore()
             state.restore()
             stream.restore()
+        return kept.written
 
     def piece(
-        self, call: Call, module: nn.Module, tensors: Sequence[Tensor]
+        self,
+        call: Call,
+        module: nn.Module,
+        tensors: Sequence[Tensor],
+        written: tuple[str, ...],
     ) -> tuple[Piece, list[Tensor]]:
         """Run a call four times; return what that showed, and what the call makes.
 
@@ -80,9 +96,24 @@ class Trials:
             SideEffectError: the call changes its arguments, or depends on a tensor that it does
                 not take; only a larger piece can be run whole.
         """
+        parameters = [self.twin.get_parameter(name) for name in written]
+        before = Contents(parameters)
+        try:
+            return self._explored(call, module, tensors, written, parameters)
+        finally:
+            before.restore()
+
+    def _explored(
+        self,
+        call: Call,
+        module: nn.Module,
+        tensors: Sequence[Tensor],
+        written: tuple[str, ...],
+        parameters: Sequence[Tensor],
+    ) -> tuple[Piece, list[Tensor]]:
         device = self.device
-        stream, state, contents = RngState.save(device), ModuleState(module), BufferContents(module)
-        lent = Lent(module)
+        stream, state = RngState.save(device), ModuleState(module)
+        contents, lent = BufferContents(module, parameters), Lent(module)
         trials: list[_Trial] = []
         strangers: list[str] = []
         gradients = [(buffer, buffer.grad) for buffer in self.twin.buffers()]
@@ -120,13 +151,13 @@ class Trials:
         if fewer != call.parameters:
             again()
             put_back()
-            return self.piece(replace(call, parameters=fewer), module, tensors)
+            call = replace(call, parameters=fewer)
+            return self._explored(call, module, tensors, written, parameters)
         if strangers:
             again()
             put_back()
-            return self.piece(
-                replace(call, parameters=(*call.parameters, *strangers)), module, tensors
-            )
+            call = replace(call, parameters=(*call.parameters, *strangers))
+            return self._explored(call, module, tensors, written, parameters)
         writes = contents.changed()
         again()
         total = self._flops(call, tensors)
@@ -157,7 +188,8 @@ class Trials:
             differentiable=one.differentiable,
             gradients=one.gradients,
             needs=tuple(sorted({*one.needs, *hidden})),
-            buffer_bytes=sum(b.nbytes for b in module.buffers()) if writes else 0,
+            buffer_bytes=sum(b.nbytes for b, _ in contents.copies) if writes else 0,
+            written=written,
             held_bytes=held,
             workspace_bytes=(
                 max(0, spans[0].added_peak_bytes - one.made_bytes[0] - held),

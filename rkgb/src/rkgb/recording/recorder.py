@@ -179,7 +179,7 @@ class Recorder(Values, TorchDispatchMode):
         if traits.name in BATCH_NORMS and named_args[5] is True:  # unseen by autograd too
             writes += tuple(v.name for v in named_args[3:5] if isinstance(v, Ref))
         if writes:
-            self._refuse_writes(traits.name, writes)
+            self._refuse_writes(traits.name, writes, _is_differentiated(args, kwargs))
         old = self._snapshots(inputs, writes)
         is_skipped = is_metered = False
         if self.repeated is None or known or given:
@@ -429,7 +429,7 @@ class Recorder(Values, TorchDispatchMode):
             shapes = [tuple(t.shape) for t in (made if isinstance(made, tuple) else (made,))]
             self._note("size", op, tuple(shapes))
 
-    def _refuse_writes(self, what_writes: str, writes: Sequence[str]) -> None:
+    def _refuse_writes(self, what_writes: str, writes: Sequence[str], is_grad: bool) -> None:
         for name in writes:
             root = self.infos[name].alias_of
             kind = self.kinds.get(root, "")
@@ -439,6 +439,8 @@ class Recorder(Values, TorchDispatchMode):
             )
             if kind == "input" and not self.in_backward and root not in self.wanting:
                 raise WritesInputError(root, what_writes, *self.places.here())
+            if kind == "parameter" and not self.in_backward and not is_grad:
+                continue  # such as under no_grad: it is put back after the recording
             if kind in kept:
                 what = "input" if kind == "input" else "parameter or constant"
                 path, source = self.places.here()
@@ -459,3 +461,11 @@ class Recorder(Values, TorchDispatchMode):
             return ReadsDataError(what, f"'{node.name()}'")
         place = f"of module '{made.module_path or '(root)'}' ({made.source})"
         return ReadsDataError(what, f"'{node.name()}' {place}", made.module_path)
+
+
+def _is_differentiated(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether autograd follows an operation on these arguments."""
+    values = (*args, *kwargs.values())
+    return torch.is_grad_enabled() and any(
+        isinstance(value, Tensor) and value.requires_grad for value in values
+    )

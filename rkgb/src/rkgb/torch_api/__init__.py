@@ -19,6 +19,7 @@ from rkgb.torch_api.kernel_choice import (
 from rkgb.torch_api.torch_private import (
     apply_function,
     current_dispatch_modes,
+    dispatch_mode_stack,
     group_store,
     has_saved_hooks,
     is_abstract,
@@ -43,6 +44,7 @@ __all__ = [
     "apply_function",
     "compiled_modules",
     "current_dispatch_modes",
+    "dispatch_mode_stack",
     "group_store",
     "has_global_hooks",
     "has_saved_hooks",

@@ -32,6 +32,7 @@ __all__ = [
     "convolves_in_onednn",
     "current_autograd_node",
     "current_dispatch_modes",
+    "dispatch_mode_stack",
     "fake_tensors",
     "fp32_precision",
     "group_store",
@@ -157,6 +158,11 @@ def apply_function(function: Any, *args: Any) -> Any:
     Its own `apply` looks for both first, which takes as long as a small operation.
     """
     return super(torch.autograd.Function, function).apply(*args)
+
+
+def set_version(tensor: Tensor, version: int) -> None:
+    """Say how often a tensor was written to."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def set_sequence_nr(node: Any, number: int) -> None:
@@ -391,6 +397,11 @@ def mode_of(tensor: Tensor | None) -> Any:
 def keep_cuda_busy(cycles: int) -> None:
     """Let the current CUDA stream wait, so that the host runs ahead of it."""
     torch.cuda._sleep(cycles)
+
+
+def dispatch_mode_stack() -> list[Any]:
+    """Return the modes that see operations of this thread."""
+    return list(torch.utils._python_dispatch._get_current_dispatch_mode_stack())
 
 
 def current_dispatch_modes() -> int:

@@ -311,7 +311,8 @@ class Planner:
                     anyone = self.team.anyone if is_spread else bool
                     with self._meeting(bare):
                         eager = eager_step(
-                            bare, given, problem, "fingerprints", planned.effects, anyone
+                            *(bare, given, problem, "fingerprints", planned.effects, anyone),
+                            written=planned.written,
                         )
                         self_test(planned, bare, given, eager, anyone)
         except Exception as error:  # others wait in the collectives of this step

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rkgb.device import Span
 from rkgb.elements import flatten
 from rkgb.engine import trace_memory
-from rkgb.opaque import StartOfCall
+from rkgb.opaque import KeptWrites, StartOfCall
 from rkgb.torch_api import without_hooks_after_gradients
 from rockmate.comparison.eager import seed_backward
 from rockmate.runtime.execute import Executor
@@ -102,14 +102,14 @@ def _run(model: nn.Module, call: Call, marker: Marker) -> None:
 
 @contextlib.contextmanager
 def kept_as_it_is(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put gradients, buffers, attributes and random numbers back in the end."""
+    """Put gradients, buffers, written parameters, attributes and random numbers back in the end."""
     start = StartOfCall(model, device)
     leaves = [*model.parameters(), *_leaves_kept(model)]
     grads = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
     try:
-        with without_hooks_after_gradients(leaves):
+        with without_hooks_after_gradients(leaves), KeptWrites(model.named_parameters()):
             yield
     finally:
         for leaf, grad in zip(leaves, grads, strict=True):

@@ -78,6 +78,11 @@ class Planned:
         """What a step leaves behind besides its result."""
         return self.network.graph.dataflow.basic.effects
 
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The parameters that the forward writes to."""
+        return self.network.graph.dataflow.basic.written_parameters
+
     @cached_property
     def may_go_another_way(self) -> bool:
         """Whether a step may find that its recording does not hold for it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,13 +40,17 @@ def eager_step(
     keep: Keep,
     effects: Sequence[Effect] = (),
     anyone: Anyone = bool,
+    written: Collection[str] = (),
 ) -> StepResult | None:
-    """Run one step of the eager twin; None if the device has too little memory for it."""
+    """Run one step of the eager twin; None if the device has too little memory for it.
+
+    The forward writes to the parameters that are `written`.
+    """
     free = device_of(sample.device).free_bytes()
     needed = 0 if problem is None else simulate(problem, no_recomputation(problem)).peak_bytes
     # A step that fails on a GPU dumps memory, evicts neighbours, and is not always recognised.
     if not anyone(free is not None and needed > _USABLE_SHARE * free):
-        twin = without_looks(_twin(model, sample), effects)
+        twin = without_looks(_twin(model, sample, written), effects)
         try:
             return run_step(twin, twin, _own_copies(sample, effects), keep=keep)
         except (RuntimeError, MemoryError) as error:
@@ -76,8 +80,8 @@ def _own_copies(sample: Sample, effects: Sequence[Effect]) -> Sample:
     return sample.with_leaves(tuple(leaves)) if written else sample
 
 
-def _twin(model: nn.Module, sample: Sample) -> nn.Module:
-    twin = twin_of(model).module
+def _twin(model: nn.Module, sample: Sample, written: Collection[str]) -> nn.Module:
+    twin = twin_of(model, written).module
     sample.set_attributes(twin)
     return twin
 
@@ -124,7 +128,7 @@ def self_test(
         return _planned_step(planned, model, sample, keep)
 
     def run_eager() -> StepResult:
-        twin = without_looks(_twin(model, sample), planned.effects)
+        twin = without_looks(_twin(model, sample, planned.written), planned.effects)
         return run_step(twin, twin, _own_copies(sample, planned.effects))
 
     if why_bits_may_differ():  # the search for algorithms takes memory, at a first run only
@@ -143,7 +147,7 @@ def self_test(
 
 
 def _planned_step(planned: Planned, model: nn.Module, sample: Sample, keep: Keep) -> StepResult:
-    twin = _twin(model, sample)
+    twin = _twin(model, sample, planned.written)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves = tuple(flatten((args, {**kwargs, **sample.attributes}))[0])
@@ -172,7 +176,7 @@ def _test_of_compiled(
         )
 
     def run_nudged() -> StepResult:
-        twin = nudge(without_looks(_twin(model, sample), planned.effects))
+        twin = nudge(without_looks(_twin(model, sample, planned.written), planned.effects))
         return run_step(twin, twin, _own_copies(sample, planned.effects))
 
     found = compare_rounded(

@@ -23,6 +23,7 @@ from rkgb.capture import no_collection
 from rkgb.compiled import CompiledGraph, compile_pieces
 from rkgb.engine import B_to_D, D_to_S, Sample, device_of, record, runnable
 from rkgb.graphs import PLANNED_PASSES, BasicGraph
+from rkgb.opaque import KeptWrites
 from rkgb.run import RunnableGraph
 from rockmate import planners
 from rockmate.comparison.deterministic import deterministic_algorithms
@@ -174,7 +175,8 @@ def _planned_anew(
             keep: Keep = "nothing"
             if settings.self_test:  # what is compiled is compared by its values
                 keep = "values" if settings.compile else "fingerprints"
-            eager = eager_step(model, given, network.problem, keep, effects)
+            written = network.graph.dataflow.basic.written_parameters
+            eager = eager_step(model, given, network.problem, keep, effects, written=written)
             device_of(given.device).give_back()
     if fraction is not None:
         budget_bytes = int(fraction * peak_of(eager, network.problem))
@@ -222,7 +224,10 @@ def _planned_before(saved: SavedPlan, asked: Asked, phases: Phases) -> Planned:
         )
     if settings.self_test and saved.measured_peak_bytes is None:
         with phases.phase("self_test"), no_collection():
-            eager = eager_step(model, given, network.problem, "fingerprints", planned.effects)
+            eager = eager_step(
+                *(model, given, network.problem, "fingerprints", planned.effects),
+                written=planned.written,
+            )
             ours, found = self_test(planned, model, given, eager)
             device_of(given.device).give_back()
         planned = replace(planned, measured_peak_bytes=ours.allocated_peak_bytes, comparison=found)
@@ -289,7 +294,10 @@ def eager_peak_bytes(model: nn.Module, sample: Any, kwargs: Mapping[str, Any] | 
     given = Sample.of(model, sample, kwargs)
     _refuse_nothing(model, given)
     given = given.with_leaves(tuple(map(own_copy, given.leaves)))
-    eager = eager_step(model, given, None, "nothing")
+    with KeptWrites(model.named_parameters()) as kept:
+        eager = eager_step(model, given, None, "nothing")
+    if kept.written:  # what was kept is no memory of a step
+        eager = eager_step(model, given, None, "nothing", written=kept.written)
     if eager is not None:
         return eager.allocated_peak_bytes
     settings = Settings(budget=1.0, cost="flops")

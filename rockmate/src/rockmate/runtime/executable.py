@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rkgb.elements import BATCH_NORMS, CompiledCall, Numbers
 from rkgb.graphs import BackwardKind, SimplifiedGraph, Tangent
-from rkgb.opaque import RunPiece
+from rkgb.opaque import KeptWrites, RunPiece
 from rkgb.run import CompiledStep, Places, StepProgram, rerun_state
-from rkgb.torch_api import current_dispatch_modes
+from rkgb.torch_api import current_dispatch_modes, dispatch_mode_stack
 from rockmate.runtime.rails import Rail, RailPlaces, reader
 from rockmate.runtime.shared_uses import Arrivals, FirstsWatch, RunningSums, SharedUses
 
@@ -295,7 +295,9 @@ def _sees_all() -> bool:
 
     A mode that watches operations may keep what they make.
     """
-    return not current_dispatch_modes()
+    if not current_dispatch_modes():
+        return True
+    return all(isinstance(mode, KeptWrites) for mode in dispatch_mode_stack())
 
 
 def plain_strides(shape: Sequence[int], strides: Sequence[int] | None) -> Tangent:

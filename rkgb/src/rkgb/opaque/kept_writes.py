@@ -1,0 +1,118 @@
+"""Parameters that a forward writes to: kept before the first write, and put back.
+
+Copies of a module share the memory of its parameters, which may be most of what a device has. So
+nothing is copied but what an operation is about to write to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkgb.elements.spread import memory_of
+from rkgb.elements.tensor_info import storage_id, storage_of
+from rkgb.errors import SideEffectError
+from rkgb.torch_api.torch_private import TorchDispatchMode, pytree, set_version
+
+
+class KeptWrites(TorchDispatchMode):
+    """While active, keeps what operations are about to write to of these tensors.
+
+    In the end they are as they were.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch loads its compiler
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._named: dict[int, list[tuple[str, Tensor]]] = {}
+        for name, tensor in tensors:
+            if tensor.layout is torch.strided and memory_of(tensor) is tensor:
+                self._named.setdefault(storage_id(tensor), []).append((name, tensor))
+        self._kept: dict[int, Contents] = {}
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The names of the tensors that were written to."""
+        return tuple(name for key in self._kept for name, _ in self._named[key])
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for where in _written_by(func):
+            value = kwargs.get(where[1]) if where[0] >= len(args) else args[where[0]]
+            for tensor in pytree.tree_leaves(value):
+                if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                    self._keep(storage_id(memory_of(tensor)))
+        return func(*args, **kwargs)
+
+    def _keep(self, key: int) -> None:
+        if key in self._named and key not in self._kept:
+            self._kept[key] = Contents(tensor for _, tensor in self._named[key])
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for contents in self._kept.values():
+            contents.restore()
+
+
+class Contents:
+    """What is in some tensors, and their versions, to be put back."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        with torch.no_grad():
+            self._copies = [(t, t.detach().clone(), t._version) for t in tensors]
+
+    def restore(self) -> None:
+        """Put the content back."""
+        with torch.no_grad():
+            for tensor, copy, version in self._copies:
+                tensor.copy_(copy)
+                set_version(tensor, version)
+
+
+class ParameterPlaces:
+    """Where the parameters of a module lie: a copy that gets other memory leaves the module's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        every = module.named_parameters()
+        strided = [(n, p) for n, p in every if p.layout is torch.strided]
+        self._before = [(n, p, storage_of(memory_of(p))) for n, p in strided]
+
+    def refuse_moves(self) -> None:
+        """Refuse a forward that has given a parameter other memory.
+
+        Raises:
+            SideEffectError: it has.
+        """
+        for name, parameter, storage in self._before:
+            if storage_id(memory_of(parameter)) != storage._cdata:
+                error = SideEffectError(
+                    f"the forward gives the parameter '{name}' other memory (parameter.data = ... "
+                    "or swap_tensors), where neither a plan nor an optimizer's views would follow. "
+                    "Write into it: with torch.no_grad(): parameter.copy_(...)."
+                )
+                error.module_path = ""
+                raise error
+
+
+@cache
+def _written_by(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return the places and names of the arguments that an operation writes to."""
+    arguments = func._schema.arguments if hasattr(func, "_schema") else ()
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
