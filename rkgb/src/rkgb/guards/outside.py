@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import date, datetime
@@ -42,8 +43,14 @@ class OutsideState:
 
     def __init__(self, *, lends: bool = False) -> None:
         self._contents = Contents()
-        for owner, name in _changing.values():
-            self._contents.add(owner, name, lends=lends)
+        # Whoever looks at calls in this thread looks at the user's: copying is none of theirs.
+        looking = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            for owner, name in _changing.values():
+                self._contents.add(owner, name, lends=lends)
+        finally:
+            sys.setprofile(looking)
 
     def restore(self) -> None:
         """Put it back."""
