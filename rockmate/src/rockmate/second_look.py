@@ -17,7 +17,7 @@ from torch import nn
 from rkgb.capture import look_again, no_collection
 from rkgb.costs import made_bytes, op_key
 from rkgb.engine import Sample
-from rkgb.graphs import Difference
+from rkgb.graphs import Difference, ambient_autocast
 from rkgb.torch_api import current_dispatch_modes, has_saved_hooks
 from rockmate.errors import RockmateError
 from rockmate.keys.module_state import without_hooks
@@ -106,8 +106,8 @@ class SecondLook(PlansOfModule):
         if found is None and self._stops:
             raise RockmateError(
                 f"a call of {type(self.model).__name__} cannot be recorded once more here, so that "
-                "nothing can be compared: its values are looked at, or its processes run "
-                "collectives, or it takes too much memory. The log of 'rkgb' says which."
+                "nothing can be compared: its values are looked at, its processes run collectives, "
+                "it is in a region of autocast, or it takes too much memory."
             )
         if not found:
             return Differences()
@@ -144,6 +144,10 @@ class SecondLook(PlansOfModule):
         spaces = {getattr(op.target, "namespace", "") for op in basic.ops}
         if not self.plans_alone or not spaces.isdisjoint(_COLLECTIVES):
             return None  # the other processes may not be looking
+        # A region of autocast keeps casts that others have made, which a look would take for its
+        # own: what it then finds otherwise, nobody has decided.
+        if ambient_autocast() is not None:
+            return None
         numbers = () if planned.numbers is None else planned.numbers.of(leaves) or ()
         bare = without_hooks(self.model, type(self.model))
         with planning, unseen(), no_collection():

@@ -11,11 +11,13 @@ import gc
 import logging
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from rkgb.capture.record import let_go, record
 from rkgb.capture.sizes import record_without_content
-from rkgb.device.rng import KeptGenerators, RngState
+from rkgb.device.chosen import device_of
+from rkgb.device.rng import KeptGenerators
 from rkgb.elements.sample import Sample
 from rkgb.errors import DataDependentError, RkgbError, SideEffectError
 from rkgb.graphs.basic import BasicGraph
@@ -41,6 +43,12 @@ def look_again(
     more bytes than those it is to stay `within`, where operations need so much; if need be it is
     made without content, which takes several times as long. None where it was not possible.
     """
+    if within is not None:
+        needs, most_bytes = within
+        most_bytes -= _STATES * device_of(torch.device("cpu")).random_state_bytes
+        if most_bytes < 0:  # putting the states back takes as much again
+            return None
+        within = needs, most_bytes - sum(buffer.nbytes for buffer in model.buffers())
     stream, python = KeptGenerators.keep(sample.device), PythonRandom()
     try:
         return _differences(model, sample, known, numbers, within)
@@ -88,15 +96,8 @@ def _recorded_again(
     """Return another recording, in which nothing runs whole; None if it takes too much memory.
 
     Raises:
-        TooLargeError: the states of generators alone do.
         RkgbError: it cannot be recorded now.
     """
-    if within is not None:
-        needs, most_bytes = within
-        most_bytes -= _STATES * RngState.save(sample.device).cpu.nbytes
-        if most_bytes < 0:
-            raise TooLargeError
-        within = needs, most_bytes - sum(buffer.nbytes for buffer in model.buffers())
     try:
         return record(
             *(model, sample, known.kind),

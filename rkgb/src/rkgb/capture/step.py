@@ -140,10 +140,12 @@ class RecordedStep:
             printing_to(printed),
             no_reading(self.recorder),
             self.recorder.patched(self.functions),
-            KeptWrites(self.twin.named_parameters()),
             self.recorder,
             contextlib.closing(self.outside),  # before what is patched is put back
         ):
+            # Not a mode beside the recorder: it would be seen in what kernels take.
+            self.recorder.kept_writes = KeptWrites(self.twin.named_parameters())
+            stack.callback(self.recorder.kept_writes.restore)
             stack.callback(before.restore)  # Python's random numbers, if it is refused
             stack.callback(self.pieces.close)
             with contextlib.nullcontext() if self.keep_content else saving(self.recorder):

@@ -13,6 +13,8 @@ from rkgb.device.base import CallTime, Device
 from rkgb.device.profiled import trace_by_profiler
 from rkgb.device.trace import MemoryTrace, Span
 
+_STATE_BYTES = torch.get_rng_state().numel()  # asked once: the answer lies in counted memory
+
 
 class Cpu(Device):
     """The CPU of this machine."""
@@ -62,4 +64,4 @@ class Cpu(Device):
 
     @property
     def random_state_bytes(self) -> int:
-        return torch.get_rng_state().numel()
+        return _STATE_BYTES

@@ -50,21 +50,27 @@ class KeptWrites(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        self.keep(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def keep(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Keep what an operation is about to write to."""
         for where in _written_by(func):
             value = kwargs.get(where[1]) if where[0] >= len(args) else args[where[0]]
             for tensor in pytree.tree_leaves(value):
                 if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                    self._keep(storage_id(memory_of(tensor)))
-        return func(*args, **kwargs)
+                    key = storage_id(memory_of(tensor))
+                    if key in self._named and key not in self._kept:
+                        self._kept[key] = Contents(tensor for _, tensor in self._named[key])
 
-    def _keep(self, key: int) -> None:
-        if key in self._named and key not in self._kept:
-            self._kept[key] = Contents(tensor for _, tensor in self._named[key])
+    def restore(self) -> None:
+        """Put back what was written to."""
+        for contents in self._kept.values():
+            contents.restore()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for contents in self._kept.values():
-            contents.restore()
+        self.restore()
 
 
 class Contents:

@@ -20,6 +20,7 @@ from rkgb.elements.spread import memory_of
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import InvalidGraphError, SideEffectError
 from rkgb.graphs.basic import Read
+from rkgb.opaque.kept_writes import KeptWrites
 from rkgb.recording.blanks import Blanks
 from rkgb.recording.kernels import (
     tensors_returned,
@@ -77,6 +78,7 @@ class Recorder(Values, TorchDispatchMode):
         # Around whose kernels there was a span; None is no operation of the step, but a look.
         self.metered: list[Op | None] = []
         self.numbers: NumberTrace | None = None  # of the call, where they are followed
+        self.kept_writes: KeptWrites | None = None  # puts back parameters that are written to
         self.trace: Any = None  # what follows the user's calls, and nobody else's
         self._taken: tuple[int, ...] = ()  # by what runs now
         self._paused = False
@@ -180,6 +182,8 @@ class Recorder(Values, TorchDispatchMode):
             writes += tuple(v.name for v in named_args[3:5] if isinstance(v, Ref))
         if writes:
             self._refuse_writes(traits.name, writes, _is_differentiated(args, kwargs))
+            if self.kept_writes is not None:
+                self.kept_writes.keep(func, args, kwargs)
         old = self._snapshots(inputs, writes)
         is_skipped = is_metered = False
         if self.repeated is None or known or given:
