@@ -84,7 +84,9 @@ def _differences(
         let_go(error)
         _log.debug("a step was not recorded once more: %s", error)
         return None
-    return differences(known, found, numbers)
+    others = differences(known, found, numbers)
+    # Without content, assignments to parts of a tensor run other views: nobody has decided that.
+    return others if with_content or not others else None
 
 
 def _recorded_again(
