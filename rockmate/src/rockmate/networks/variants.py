@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from rkgb.capture import for_same_numbers, no_collection, record_other_backward
 from rkgb.compiled import compile_variant
 from rkgb.costs import Measured, measure_others
 from rkgb.engine import (
+    device_of,
     external_values,
     measure,
     node_facts,
@@ -44,7 +46,7 @@ from rockmate.schedules.steps import Step
 _log = logging.getLogger("rockmate")
 
 
-_RANDOM_STATE_BYTES = 5056  # of a generator on the CPU; a recording keeps a few
+_STATES = 4  # of the CPU's generator that a recording keeps
 
 # Makes a plan for a problem within the budget of another plan, whose steps need not fit, less some
 # bytes.
@@ -130,7 +132,8 @@ def _recording_bytes(known: BasicGraph, kind: BackwardKind) -> int:
     gradients = sum(infos[root].size_bytes for root in asked)
     made = ([n for n in op.results if n] for op in (*known.ops, *known.backward))
     widest = max((sum(infos[n].size_bytes for n in names) for names in made), default=0)
-    return 2 * (sum(outputs.values()) + gradients) + 4 * widest + 4 * _RANDOM_STATE_BYTES
+    states = _STATES * device_of(torch.device("cpu")).random_state_bytes
+    return 2 * (sum(outputs.values()) + gradients) + 4 * widest + states
 
 
 def _within_budget(
