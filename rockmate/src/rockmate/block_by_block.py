@@ -22,7 +22,7 @@ from rockmate.blockwise.team import Team
 from rockmate.errors import RockmateError, UnsupportedModuleError
 from rockmate.files.blocks_file import BlocksFile
 from rockmate.in_place import remove
-from rockmate.keys.module_state import without_hooks
+from rockmate.keys.module_watch import without_hooks
 from rockmate.keys.sharded import own_class
 from rockmate.module import Rockmate, dressed, plain_view
 from rockmate.pipeline import plan_module

@@ -14,8 +14,8 @@ from rkgb.elements import is_running
 from rkgb.opaque import StartOfCall
 from rkgb.torch_api import has_global_hooks, is_abstract, is_transforming
 from rockmate.keys.input_signature import ambient, in_order, key_of
-from rockmate.keys.module_state import ExternalValues, Snapshot
 from rockmate.keys.sharded import settled_call
+from rockmate.keys.snapshot import ExternalValues, Snapshot
 from rockmate.networks import Planned
 from rockmate.plan_cache import Family, Key
 from rockmate.plans_of_module import Call, HandedOverOtherwiseError
@@ -70,7 +70,7 @@ class PlannedForward(SecondLook):
             family = None
         if family is None:
             return self(args, kwargs)
-        if looks and self.is_otherwise(family, planned, leaves, (args, ordered)):
+        if looks and self.is_otherwise(family, planned, external, leaves, (args, ordered)):
             return self(args, kwargs)
         if planned.may_go_another_way:
             return self._with_pieces(planned, external, leaves, args, kwargs)
@@ -113,7 +113,8 @@ class PlannedForward(SecondLook):
         values = snapshot.values.get(planned.executor)
         if values is None:
             basic = planned.network.graph.dataflow.basic
-            values = snapshot.values[planned.executor] = ExternalValues(basic, self.model)
+            kept = snapshot.kept(planned.executor)
+            values = snapshot.values[planned.executor] = ExternalValues(basic, self.model, kept)
         return values
 
     def _variant(

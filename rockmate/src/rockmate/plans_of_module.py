@@ -25,7 +25,8 @@ from rockmate.errors import (
 )
 from rockmate.files.plan_file import PlanFile
 from rockmate.keys.input_signature import ambient, in_order, key_of
-from rockmate.keys.module_state import ModuleWatch, Place, without_hooks
+from rockmate.keys.module_state import ModuleState, Place
+from rockmate.keys.module_watch import ModuleWatch, without_hooks
 from rockmate.keys.sharded import whole_parts
 from rockmate.networks import Planned
 from rockmate.options.known_blocks import KnownBlocks
@@ -89,6 +90,7 @@ class PlansOfModule:
             for key, family in other.plans.families.items():
                 if key.state is theirs:
                     self.plans.put(replace(key, state=ours), family)
+            ours.kept.update(theirs.kept)
             self.first = other.first
 
     def run_whole(self, paths: Iterable[str], why: str) -> None:
@@ -178,13 +180,18 @@ class PlansOfModule:
                     why,
                 )
             family = self._family(key, planned, row)
-            is_new = self.watch.read(planned.network.graph.dataflow.basic.sources)
-            if self.watch.ignore(planned.network.opaque, planned.assigned) or is_new:
-                autocast, _ = ambient()
-                key = replace(key, state=self.watch.now(autocast).state)
+            self.watch.read(planned.network.graph.dataflow.basic.sources)
+            self.watch.ignore(planned.network.opaque, planned.assigned)
+            key = replace(key, state=self._locate(planned))
             if self.plans.put(key, family):
                 self.watch.forget(self.plans.states())
             return family
+
+    def _locate(self, planned: Planned) -> ModuleState:
+        """Return the state that a plan was made for, which knows where it reads kept tensors."""
+        snapshot = self.watch.now(ambient()[0])
+        snapshot.locate(planned.executor, planned.network.graph.dataflow.basic.constants)
+        return snapshot.state
 
     def _try_any_attribute(self, key: Key, call: Call) -> None:
         """Plan for all numbers in the place of attributes that have changed, if they allow it.
@@ -216,7 +223,7 @@ class PlansOfModule:
             self.watch.hand_over(before)
             raise
         self.watch.read(planned.network.graph.dataflow.basic.sources)
-        state = self.watch.now(key.autocast).state
+        state = self._locate(planned)
         general = replace(key, state=state, inputs=inputs).for_any_number(whole)
         if planned.numbers is None or general is None:
             self._leave_attributes(names, before)
@@ -270,6 +277,7 @@ class PlansOfModule:
             planned = self._planned(call, why, guards=guards)
             _log.info("planned for other %s: %s", why, "; ".join(planned.outcomes.texts[:3]))
             self.watch.read(planned.network.graph.dataflow.basic.sources)
+            self._locate(planned)
             family.variants.insert(0, planned)
             family.looks += 1
             del family.variants[_MOST_WAYS:]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rkgb.capture import look_again, no_collection
 from rkgb.costs import made_bytes, op_key
@@ -20,7 +21,7 @@ from rkgb.engine import Sample
 from rkgb.graphs import Difference, ambient_autocast
 from rkgb.torch_api import current_dispatch_modes, has_saved_hooks
 from rockmate.errors import RockmateError
-from rockmate.keys.module_state import without_hooks
+from rockmate.keys.module_watch import without_hooks
 from rockmate.networks import Planned
 from rockmate.networks.network import Network
 from rockmate.plan_cache import Family
@@ -89,20 +90,27 @@ class SecondLook(PlansOfModule):
         )
 
     def is_otherwise(
-        self, family: Family, planned: Planned, leaves: Sequence[Any], call: Call
+        self,
+        family: Family,
+        planned: Planned,
+        external: Mapping[str, Tensor],
+        leaves: Sequence[Any],
+        call: Call,
     ) -> bool:
         """Whether this call, if it is to be looked at, needs another plan than the one for it."""
         if self._stops:
-            raise _LookedAtError(self.look(planned, leaves, call))
-        return self._is_due(family) and bool(self.look(planned, leaves, call))
+            raise _LookedAtError(self.look(planned, external, leaves, call))
+        return self._is_due(family) and bool(self.look(planned, external, leaves, call))
 
-    def look(self, planned: Planned, leaves: Sequence[Any], call: Call) -> Differences:
+    def look(
+        self, planned: Planned, external: Mapping[str, Tensor], leaves: Sequence[Any], call: Call
+    ) -> Differences:
         """Return what a call does otherwise than its plan, which it is never run with then.
 
         Raises:
             UnsupportedModuleError: something differs, and no part may run whole (`strict=True`).
         """
-        found = self._recorded_again(planned, leaves, call)
+        found = self._recorded_again(planned, external, leaves, call)
         if found is None and self._stops:
             raise RockmateError(
                 f"a call of {type(self.model).__name__} cannot be recorded once more here, so that "
@@ -138,9 +146,10 @@ class SecondLook(PlansOfModule):
         return True
 
     def _recorded_again(
-        self, planned: Planned, leaves: Sequence[Any], call: Call
+        self, planned: Planned, external: Mapping[str, Tensor], leaves: Sequence[Any], call: Call
     ) -> list[Difference] | None:
         basic = planned.network.graph.dataflow.basic
+        basic = replace(basic, constants={name: external[name] for name in basic.constants})
         spaces = {getattr(op.target, "namespace", "") for op in basic.ops}
         if not self.plans_alone or not spaces.isdisjoint(_COLLECTIVES):
             return None  # the other processes may not be looking

@@ -13,13 +13,14 @@ from rkgb.capture.look import look_again
 from rkgb.capture.numbered import for_any_number, for_same_numbers
 from rkgb.capture.record import make_B
 from rkgb.capture.sizes import SizedStep, record_other_backward, record_sizes
-from rkgb.capture.twin import Twin, twin_of
+from rkgb.capture.twin import Twin, geometry_of, twin_of
 
 __all__ = [
     "SizedStep",
     "Twin",
     "for_any_number",
     "for_same_numbers",
+    "geometry_of",
     "look_again",
     "make_B",
     "may_run_again",

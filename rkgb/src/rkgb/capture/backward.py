@@ -164,11 +164,23 @@ class RecordedBackward:
         name = self.recorder.name_of(leaf)
         if name in self.recorder.kinds:
             raise TraceError(
-                f"cannot capture {self.recorder.model_name}: its forward reads '{name}', which "
-                "requires a gradient, from elsewhere than the module it is called on, as a "
-                "function set as the forward of a module does. Take parameters from self, in a "
-                "method of the class or a bound one."
+                f"cannot capture {self.recorder.model_name}: its forward reads "
+                f"{self._in_words(leaf)}, which requires a gradient, from elsewhere than the "
+                "module it is called on, as a function set as the forward of a module does. Take "
+                "parameters from self, in a method of the class or a bound one; what belongs to "
+                "none of its submodules is to be registered as one."
             )
+
+    def _in_words(self, leaf: Tensor) -> str:
+        """Return what a leaf from elsewhere is."""
+        for module in self.recorder.places.outside.values():
+            for name, parameter in module.named_parameters():
+                if parameter is leaf:
+                    return f"'{name}' of a {type(module).__name__} that is none of its submodules"
+        name = self.recorder.name_of(leaf)
+        op = next((op for op in self.recorder.forward if name in op.inputs), None)
+        where = "" if op is None else f", read at {op.source}"
+        return f"a tensor ({'x'.join(map(str, leaf.shape))}{where})"
 
     def _noting(self, edges: Mapping[int, str], sequence_nr: int) -> Callable[[Any, Any], Any]:
         def note(grad_inputs: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:

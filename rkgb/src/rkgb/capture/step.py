@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from rkgb.capture.functions import Function, run_functions_whole
 from rkgb.capture.hooks import HookWatch
 from rkgb.capture.pieces import PieceRecorder
 from rkgb.capture.saved_by_autograd import saving
-from rkgb.capture.twin import twin_of
+from rkgb.capture.twin import geometry_of, twin_of
 from rkgb.device.memory import trace_memory
 from rkgb.device.trace import Span
 from rkgb.elements.effect import Check, Effect, Write
@@ -76,7 +77,7 @@ class RecordedStep:
     ) -> None:
         self.model, self.device, self.keep_content = model, sample.device, keep_content
         twin = twin_of(model)
-        self.twin, self.originals = twin.module, twin.originals
+        self.twin, self.originals, self.own_tensors = twin.module, twin.originals, twin.tensors
         # Python may ask whether two inputs are one object, which is in the keys of plans.
         self.sample = sample.detached()
         if numbers is not None:
@@ -199,16 +200,31 @@ class RecordedStep:
             reads=tuple(recorder.reads),
             parameters=self.parameters,
             buffers=self.buffers,
-            constants=recorder.constants,
+            constants={n: self._users(t) for n, t in recorder.constants.items()},
             inputs=tuple(self.inputs),
             input_spec=self.sample.structure,
             infos={n: replace(i, requires_grad=wanting[n]) for n, i in recorder.infos.items()},
             roots=roots,
             device=self.device,
             model_name=type(self.model).__name__,
-            sources=Sources.of(self.codes.seen.values(), self.originals),
+            sources=self._sources(),
             **found,
         )
+
+    def _users(self, constant: Tensor) -> Tensor:
+        """Return the user's tensor that the forward would read, where it has read a copy of it."""
+        own = self.originals.get(id(constant))
+        if not isinstance(own, Tensor):  # it may be another object for the same memory
+            own = self.own_tensors.get(geometry_of(constant))
+        return constant if own is None else own.detach() if own.requires_grad else own
+
+    def _sources(self) -> Sources:
+        """Return what the forward's Python has read, besides its arguments."""
+        found = Sources.of([*self.codes.seen.values()], self.originals)
+        for key, module in self.places.outside.items():
+            own = self.originals.get(key, module)
+            found.called[id(own)] = weakref.ref(own)
+        return found
 
     def _forward_or_refusal(self) -> Any:
         try:

@@ -6,7 +6,7 @@ import copy
 import io
 import threading
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.capture.held import hold_copies
+from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import TraceError
 from rkgb.guards.contents import Untouched
 from rkgb.torch_api.torch_private import mode_of
@@ -25,6 +26,7 @@ class Twin:
 
     module: nn.Module
     originals: Mapping[int, Any]  # identity of a copy -> what it is a copy of
+    tensors: Mapping[Hashable, Tensor]  # where a copy of a tensor lies -> that tensor
 
 
 def twin_of(model: nn.Module, own: Collection[str] = ()) -> Twin:
@@ -49,7 +51,17 @@ def twin_of(model: nn.Module, own: Collection[str] = ()) -> Twin:
         raise cannot_copy(model, memo, error) from error
     hold_copies(twin, memo)
     kept_alive = memo.get(id(memo), [])  # by deepcopy itself: everything that has a copy
-    return Twin(twin, {id(memo[id(old)]): old for old in kept_alive if id(old) in memo})
+    pairs = [(memo[id(old)], old) for old in kept_alive if id(old) in memo]
+    tensors = {geometry_of(new): old for new, old in pairs if isinstance(new, Tensor)}
+    return Twin(twin, {id(new): old for new, old in pairs}, tensors)
+
+
+def geometry_of(tensor: Tensor) -> Hashable:
+    """Return in which memory a tensor lies, and how."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    place = storage_id(tensor), tensor.storage_offset(), tensor.is_conj()
+    return place, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _memo(model: nn.Module) -> dict[int, Any]:

@@ -10,6 +10,6 @@ whether it is the same still).
 from rkgb.guards.code_watch import CodeWatch
 from rkgb.guards.owners import is_users
 from rkgb.guards.sources import Sources
-from rkgb.guards.watched import Held, Same, Watched
+from rkgb.guards.watched import Kept, Named, Same, Watched
 
-__all__ = ["CodeWatch", "Held", "Same", "Sources", "Watched", "is_users"]
+__all__ = ["CodeWatch", "Kept", "Named", "Same", "Sources", "Watched", "is_users"]

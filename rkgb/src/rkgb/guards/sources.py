@@ -9,13 +9,14 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rkgb.guards.code_watch import Seen
 from rkgb.guards.loads import loads_of
@@ -70,6 +71,8 @@ class Sources:
     places: dict[tuple[int, str], Source] = field(default_factory=dict)
     paths: dict[tuple[int, str], frozenset[str]] = field(default_factory=dict)
     attributes: frozenset[str] = frozenset()
+    # Modules outside of the one that is recorded that were called, by identity.
+    called: dict[int, weakref.ref[nn.Module]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, seen: Iterable[Seen], copies: Mapping[int, Any] | None = None) -> Sources:
@@ -94,15 +97,27 @@ class Sources:
 
     def joined(self, other: Sources) -> Sources:
         """Return the places of both; this very object where the other has none of its own."""
-        if other.attributes <= self.attributes and all(
-            paths <= self.paths.get(key, frozenset()) for key, paths in other.paths.items()
+        if (
+            other.attributes <= self.attributes
+            and other.called.keys() <= self.called.keys()
+            and all(paths <= self.paths.get(k, frozenset()) for k, paths in other.paths.items())
         ):
             return self
         paths = {
             key: self.paths.get(key, frozenset()) | other.paths.get(key, frozenset())
             for key in (*self.places, *other.places)
         }
-        return Sources({**self.places, **other.places}, paths, self.attributes | other.attributes)
+        return Sources(
+            {**self.places, **other.places},
+            paths,
+            self.attributes | other.attributes,
+            {**self.called, **other.called},
+        )
+
+    def calls(self, module: nn.Module) -> bool:
+        """Whether a module outside of the one that is recorded was called."""
+        known = self.called.get(id(module))
+        return known is not None and known() is module
 
     def _add(self, source: Source, paths: Iterable[str]) -> None:
         self.places.setdefault(source.key, source)

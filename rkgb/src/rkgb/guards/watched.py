@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Container, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import getitem, is_
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,44 +41,46 @@ class Same:
         return id(self.value)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """A tensor that is no parameter and no buffer, with its content as it is now; not kept alive.
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor that is kept anywhere but in a table of a module: which one, and of what kind.
 
-    A recording holds a copy of it, so another content is another plan.
+    Steps read its content anew. The same number in two places is one tensor in both.
     """
 
-    tensor: weakref.ref[Tensor]
-    version: int
+    number: int
+    kind: Hashable
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> Held:
-        return cls(weakref.ref(tensor), -1 if tensor.is_inference() else tensor._version)
 
-    def holds(self) -> bool:
-        """Whether the tensor is still alive and has not been written to."""
-        tensor = self.tensor()
-        return tensor is not None and Held.of(tensor).version == self.version
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor of a module, which has another place as well."""
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Held) or other.version != self.version:
-            return False
-        ours = self.tensor()
-        return ours is not None and ours is other.tensor()
-
-    def __hash__(self) -> int:
-        return hash((Held, self.version))
+    path: str
 
 
 class Watched:
     """What values count as; looks at them again: the same things in the same places still?
 
     `asked` are names of attributes: others of an object that counts by identity are not looked at.
+    Of `modules` and tensors that are `named`, others look at what they hold.
     """
 
-    def __init__(self, asked: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        asked: frozenset[str] = frozenset(),
+        modules: Container[int] = frozenset(),
+        named: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         self.asked = asked
         self.checks: list[Callable[[], bool]] = []
+        self.where = ""  # what is looked at now, in words
+        self._modules, self._named = modules, named  # that are known by their path, by identity
+        self.outside: list[tuple[str, nn.Module]] = []  # modules that are not: where, and which
+        # Not kept alive: what a step keeps for the next one may be replaced there.
+        self.tensors: list[weakref.ref[Tensor]] = []
+        self._kinds: list[Hashable] = []
+        self._numbers: dict[int, int] = {}  # of tensors, by identity
         # What is found again by name: in which table, by what name, and what it was.
         self._owners: list[Mapping[Any, Any]] = []
         self._names: list[Any] = []
@@ -92,6 +94,8 @@ class Watched:
             if not all(map(is_, map(getitem, self._owners, self._names), self._found)):
                 return False
         except KeyError:  # it was deleted
+            return False
+        if self.tensors and [_kind(ref()) for ref in self.tensors] != self._kinds:
             return False
         return all(check() for check in self.checks)
 
@@ -117,10 +121,12 @@ class Watched:
         if kind in _PLAIN:
             return kind, value
         if isinstance(value, Tensor):
-            held = Held.of(value)
-            self.checks.append(held.holds)
-            return held
-        if depth >= _DEPTH or isinstance(value, (*_OBJECTS, nn.Module)):
+            return self._tensor(value)
+        if isinstance(value, nn.Module):
+            if id(value) not in self._modules:
+                self.outside.append((self.where, value))
+            return Same(value)
+        if depth >= _DEPTH or isinstance(value, _OBJECTS):
             return Same(value)
         if isinstance(value, MethodType):
             return Same(value.__func__), self.worth(value.__self__, depth)
@@ -140,6 +146,17 @@ class Watched:
             return Same(value), content
         return self._object(value, depth)
 
+    def _tensor(self, value: Tensor) -> Hashable:
+        path = self._named.get(id(value))
+        if path is not None:
+            return Named(path)
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = self._numbers[id(value)] = len(self.tensors)
+            self.tensors.append(weakref.ref(value))
+            self._kinds.append(_kind(value))
+        return Kept(number, self._kinds[number])
+
     def _container(self, value: Any, depth: int) -> Hashable:
         kind, items = type(value), _items(value)
         if isinstance(value, tuple):
@@ -158,6 +175,9 @@ class Watched:
             self.checks.append(lambda: len(_items(value)) == count)
             return Same(value), count
         if any(isinstance(item, Tensor) for item in items):
+            if isinstance(value, set):  # which comes first is nobody's to say
+                self.checks.append(partial(_is_still, value, items))
+                return Same(value), *map(Same, items)
             known = [weakref.ref(i) if isinstance(i, Tensor) else i for i in items]
             self.checks.append(lambda: _identical(_items(value), known))
         else:
@@ -200,6 +220,16 @@ class Watched:
         if place not in self._known:
             self._known[place] = (Same(kind), *self._attributes(kind, depth))
         return self._known[place]
+
+
+def _kind(tensor: Tensor | None) -> Hashable:
+    """Return what a plan takes for granted of a tensor; None if it is gone."""
+    if tensor is None:
+        return None
+    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
+    wants = tensor.requires_grad, tensor.is_inference()
+    is_lazy = tensor.is_conj(), tensor.is_neg()
+    return type(tensor), tensor.dtype, tensor.device, tensor.shape, strides, wants, is_lazy
 
 
 def _holds_in_slot(value: Any, name: str, held: Any) -> bool:

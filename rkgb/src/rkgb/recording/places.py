@@ -33,6 +33,7 @@ class Places:
         # Paths of the calls that the last exception came out of, the outermost first.
         self.raised_in: tuple[str, ...] = ("",)
         self.called: set[str] = set()
+        self.outside: dict[int, nn.Module] = {}  # modules that are none of the model's, and ran
         self._kinds: dict[CodeType, tuple[int, str]] = {}
 
     @contextlib.contextmanager
@@ -44,6 +45,7 @@ class Places:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = paths.get(id(module))
             if path is None:
+                self.outside.setdefault(id(module), module)
                 return original(module, *args, **kwargs)
             stack.append(path)
             self.called.add(path)

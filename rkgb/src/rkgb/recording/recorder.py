@@ -167,7 +167,10 @@ class Recorder(Values, TorchDispatchMode):
         traits = traits_of(func)
         if func in _IDENTITIES:
             result = func(*args, **kwargs)
-            self.names.bind(self.argument(args[0]), result, storage_id(result))
+            name = self.argument(args[0])
+            if func is _aten.lift_fresh.default:  # Python makes it here, of numbers
+                self.known.add(name)
+            self.names.bind(name, result, storage_id(result))
             return result
         inputs: list[str] = []
         named_args = self._named(args, inputs)
@@ -324,9 +327,11 @@ class Recorder(Values, TorchDispatchMode):
         Raises:
             ReadsDataError: they depend on more than the inputs; `what` says how they are read.
         """
-        if self.is_paused or self.knows_value_of(tensor):
+        if self.is_paused:
             return
-        name = self.name_of(tensor)
+        name = self.argument(tensor)
+        if name in self.known:
+            return
         may_look = self.guards and not self.in_backward
         readable = what != "data_ptr" and tensor.numel() <= _MOST_READ
         if name not in self.given or not may_look or not readable:
@@ -370,7 +375,9 @@ class Recorder(Values, TorchDispatchMode):
         return without_generator(tree) if kind is torch.Generator else tree
 
     def argument(self, tensor: Tensor) -> str:
-        """Return the name of what an operation reads; a tensor without one is a constant."""
+        """Return the name of what is read; a tensor without one was there before, or is made of
+        numbers.
+        """
         name = self.name_of(tensor)
         if name is None:
             root = self.names.alias_of(storage_id(tensor))

@@ -59,7 +59,10 @@ class SizeRecorder(Recorder):
         """Name a tensor that exists before the step; its memory is not the step's."""
         self._outside.append(tensor)
         self._own.add(storage_id(tensor))
-        return super().add_external(name, tensor, kind)
+        name = super().add_external(name, tensor, kind)
+        if kind == "constant":  # only of these there is content
+            self.known.add(name)
+        return name
 
     def _weigh(self, result: Any) -> None:
         """Note what is held now: storages that somebody still refers to, each once."""

@@ -21,8 +21,8 @@ class Values:
         self.kinds: dict[str, str] = {}  # 'parameter', 'input', 'buffer' of externals
         self.buffers: dict[str, Tensor] = {}
         self.resident: set[str] = set()  # roots that exist before the step
-        self.known: set[str] = set()  # values made from numbers and constants alone
-        self.given: set[str] = set()  # and those made from inputs and buffers as well
+        self.known: set[str] = set()  # values made from numbers alone
+        self.given: set[str] = set()  # and those made from what is there before as well
         self.wanting: set[str] = set()  # values that were seen to require a gradient
         # Storage -> (operation, what it wrote), and storages that no operation has written to yet.
         self.written: dict[str, list[tuple[int, str]]] = {}
@@ -43,7 +43,6 @@ class Values:
             self.buffers[name] = tensor
         elif kind == "constant":
             self.constants[name] = tensor
-            self.known.add(name)
         if kind in ("input", "buffer", "constant"):
             self.given.add(name)
         return name
@@ -97,7 +96,7 @@ class Values:
         return self.infos[name].dtype in (torch.bool, torch.uint8)
 
     def knows_value_of(self, tensor: Tensor) -> bool:
-        """Whether the value of the tensor comes from numbers and constants alone."""
+        """Whether the value of the tensor comes from numbers alone."""
         name = self.name_of(tensor)
         return name is None or name in self.known
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from rockmate.errors import UnsupportedModuleError
-from rockmate.keys.module_state import Snapshot
+from rockmate.keys.snapshot import Snapshot
 from rockmate.networks import Planned
 from rockmate.plan_cache import Family, Key
 from rockmate.planned_forward import PlannedForward

@@ -40,7 +40,7 @@ from rockmate.blockwise.team import Team
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
 from rockmate.files.blocks_file import BlocksFile
 from rockmate.keys.input_signature import ambient, in_order, key_of
-from rockmate.keys.module_state import without_hooks
+from rockmate.keys.module_watch import without_hooks
 from rockmate.keys.sharded import is_sharded, local_part, own_class, settled_call, whole_parts
 from rockmate.networks.self_test import eager_step, self_test
 from rockmate.options.module_choice import (

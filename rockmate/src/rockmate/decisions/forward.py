@@ -27,7 +27,7 @@ from rockmate.decisions.report import DecidedPlan, no_file
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.files.plan_file import PlanFile
 from rockmate.keys.input_signature import ambient, in_order
-from rockmate.keys.module_state import without_hooks
+from rockmate.keys.module_watch import without_hooks
 from rockmate.keys.sharded import settled_call
 from rockmate.networks import Planned
 from rockmate.plan_cache import PlanRow, PlanRows

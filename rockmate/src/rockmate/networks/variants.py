@@ -27,7 +27,7 @@ from rkgb.graphs import BackwardKind, BasicGraph, SimplifiedGraph, autocast_as
 from rkgb.run import held_bytes, without_idle_steps
 from rockmate.errors import InfeasibleBudgetError, RockmateError
 from rockmate.keys.input_signature import InputSignature
-from rockmate.keys.module_state import without_hooks
+from rockmate.keys.module_watch import without_hooks
 from rockmate.networks.executables import (
     executable,
     spare_bytes_of,

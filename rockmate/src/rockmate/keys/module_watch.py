@@ -1,0 +1,103 @@
+"""A module as it is at every call: the snapshot of it that still holds, or a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import nn
+
+from rkgb.elements import attribute_keyword
+from rkgb.guards import Sources
+from rockmate.keys.module_state import ModuleState, Place
+from rockmate.keys.snapshot import HOOKS, Snapshot
+
+_MORE_OF_HOOKS = (
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+_MOST_SNAPSHOTS = 8  # of one module in its states: a GAN's discriminator has two
+
+
+class ModuleWatch:
+    """A module as it is now: `now()` is taken at every call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._recent: list[Snapshot] = []
+        self._states: dict[tuple[Any, ...], ModuleState] = {}
+        self._ignored: frozenset[str | Place] = frozenset()
+        self.sources = Sources()  # what Python reads besides
+        self.open: tuple[Place, ...] = ()  # attributes that calls hand over as numbers
+
+    def ignore(self, paths: Sequence[str], names: Sequence[Place] = ()) -> None:
+        """Leave attributes of these submodules, and of those in them, out of states from now on.
+
+        They run whole, so nothing of them is frozen. `names` are single attributes, by the path of
+        their module, that every step sets anew.
+        """
+        new: frozenset[str | Place] = self._ignored | {*paths, *names}
+        if new != self._ignored:
+            self._ignored, self._recent = new, []
+
+    def read(self, sources: Sources) -> None:
+        """Look at these places too from now on."""
+        joined = self.sources.joined(sources)
+        if joined is not self.sources:
+            self.sources, self._recent = joined, []
+
+    def hand_over(self, names: tuple[Place, ...]) -> None:
+        """Leave these attributes out of states from now on: calls hand over their numbers."""
+        self.open, self._recent = names, []
+
+    def numbers(self, autocast: Hashable) -> dict[str, Any]:
+        """Return the numbers of open attributes by keyword; one that is none is open no more."""
+        while self.open:
+            snapshot = self.now(autocast)
+            found = [snapshot.attribute(*place) for place in self.open]
+            if all(type(value) in (float, int) for value in found):
+                keywords = (attribute_keyword(*place) for place in self.open)
+                return dict(zip(keywords, found, strict=True))
+            pairs = zip(self.open, found, strict=True)
+            self.hand_over(tuple(p for p, value in pairs if type(value) in (float, int)))
+        return {}
+
+    def now(self, autocast: Hashable) -> Snapshot:
+        """Return the snapshot that still holds, or a new one; the ones used last come first."""
+        recent = self._recent
+        if recent and recent[0].holds(autocast):
+            return recent[0]
+        for place, snapshot in enumerate(recent[1:], 1):
+            if snapshot.holds(autocast):
+                self._recent = [snapshot, *recent[:place], *recent[place + 1 :]]
+                return snapshot
+        ignored = self._ignored | {*self.open}
+        taken = Snapshot(self.model, self._states, ignored, self.sources)
+        others = [s for s in recent if s.state is not taken.state and s.is_of_the_same(taken)]
+        self._recent = [taken, *others][:_MOST_SNAPSHOTS]
+        return taken
+
+    def forget(self, used: Sequence[ModuleState]) -> None:
+        """Forget the states that no plan is for, and what was looked up for plans."""
+        kept = {*used, *(snapshot.state for snapshot in self._recent[:1])}
+        self._states = {facts: s for facts, s in self._states.items() if s in kept}
+        self._recent = [s for s in self._recent if s.state in kept]
+        for snapshot in self._recent:
+            snapshot.values.clear()
+
+
+def without_hooks(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """Return a module with everything that `model` has but its own hooks, which a call runs."""
+    bare: nn.Module = object.__new__(kind)
+    table = vars(bare)
+    table.update((n, value) for n, value in vars(model).items() if not n.startswith("__"))
+    for name in (*HOOKS, *_MORE_OF_HOOKS):
+        if name in table:
+            table[name] = type(table[name])()
+    table["_compiled_call_impl"] = None
+    table.pop("_rockmate", None)
+    own: Any = table.get("forward")
+    if getattr(own, "__self__", None) is model:
+        table["forward"] = own.__func__.__get__(bare)
+    return bare

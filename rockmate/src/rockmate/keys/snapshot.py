@@ -1,0 +1,271 @@
+"""What a plan takes for granted about the module: found out once, looked at again at every call.
+
+A recording freezes the modules, their train/eval flags, their attributes and the kind of every
+parameter and buffer. Together they are a `ModuleState`, a part of the key of a plan. Taking it is
+a walk through the whole module (10 µs a module). A call only looks whether everything is the very
+same object as when the walk was made, in loops that run in C (0.4 µs a parameter), and walks again
+if something is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import is_
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rkgb.capture import geometry_of, may_run_again
+from rkgb.elements import storage_id
+from rkgb.graphs import BasicGraph
+from rkgb.guards import Same, Sources, Watched, is_users
+from rkgb.opaque import is_inside
+from rkgb.torch_api import same_kinds
+from rockmate.keys.module_state import ModuleState, Place, module_in_words
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TABLES = ("_modules", "_parameters", "_buffers")
+# What nn.Module keeps for itself, and no forward reads.
+_OWN = (frozenset(vars(nn.Module())) - {"training"}) | {"_compiled_call_impl", "_rockmate"}
+# What libraries write on modules for themselves, torch's sharding and compiling among them.
+_OTHERS = ("__", "_fsdp", "_is_fsdp", "_is_torch_compile")
+_CALLED = frozenset(("forward",))  # methods that torch asks for
+
+
+class Snapshot:
+    """A state of a module, and what to look at to see whether it still holds."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        states: dict[tuple[Any, ...], ModuleState],
+        ignored: frozenset[str | Place] = frozenset(),
+        sources: Sources | None = None,
+    ) -> None:
+        self.values: dict[Any, ExternalValues] = {}  # for each executor, where its values are
+        sources = Sources() if sources is None else sources
+        self._tables: list[Mapping[Any, Any]] = []  # of attributes, submodules, tensors, hooks
+        self._empty: list[Mapping[Any, Any]] = []
+        self._ordered: list[Mapping[Any, Any]] = []  # submodules run in the order of their table
+        self._held: list[Tensor] = []
+        facts: dict[tuple[str, str, str], Hashable] = {}
+        modules = self._by_path = dict(model.named_modules())
+        self._paths = {id(module): path for path, module in modules.items()}
+        self._tensor_paths: dict[int, str] = {}
+        asked = sources.attributes | _CALLED
+        watched = self._watched = Watched(asked, self._paths, self._tensor_paths)
+        whole = [p for p in ignored if isinstance(p, str)]
+        for path, module in modules.items():
+            facts[path, "type", ""] = Same(type(module))
+            runs_whole = any(is_inside(path, p) for p in whole)
+            self._add_tables(path, module, facts, runs_whole=runs_whole)
+        for path, module in modules.items():
+            if not any(is_inside(path, p) for p in whole):
+                names = {p[1] for p in ignored if not isinstance(p, str) and p[0] == path}
+                self._add_attributes(path, module, facts, names)
+        self._modules = list(modules.values())  # kept alive, so that no other gets a place of one
+        wants = any(tensor.requires_grad for tensor in self._held)
+        trains = any(module.training for module in self._modules)
+        self._add_sources(sources, whole, facts)
+        for told, module in watched.outside:  # grows while it is walked
+            self._add_outside(told, module, sources, facts)
+        self._lengths = [*map(len, self._tables)]
+        self._orders = [*map(tuple, self._ordered)]
+        unique = {id(t): t for t in self._held}
+        self._tensors = list(unique.values())
+        if watched.tensors:
+            facts["", "memory", ""] = self._shared_memory()
+        self._kinds = [*map(_kind, self._tensors)]
+        self._same_kinds: dict[Hashable, Callable[[], bool]] = {}
+        self._types = [*map(type, self._modules)]  # parametrizations change it in place
+        key = tuple(facts.items())
+        if key not in states:
+            states[key] = ModuleState(facts, trains, wants)
+        self.state = states[key]
+
+    def attribute(self, path: str, name: str) -> Any:
+        """Return what a module has as an attribute of its own; None where it has none."""
+        module = self._by_path.get(path)
+        return None if module is None else vars(module).get(name)
+
+    def holds(self, autocast: Hashable) -> bool:
+        """Whether everything is as it was; no exception and no new object in the usual case."""
+        if [*map(len, self._tables)] != self._lengths or any(self._empty):
+            return False
+        if [*map(tuple, self._ordered)] != self._orders:
+            return False
+        if [*map(type, self._modules)] != self._types:
+            return False
+        return self._watched.holds() and self._are_of_the_same_kinds(autocast)
+
+    def is_of_the_same(self, other: Snapshot) -> bool:
+        """Whether both are of the same modules and tensors, in whatever state."""
+        ours, theirs = [*self._modules, *self._tensors], [*other._modules, *other._tensors]
+        return len(ours) == len(theirs) and all(map(is_, ours, theirs))
+
+    def _are_of_the_same_kinds(self, autocast: Hashable) -> bool:
+        check = self._same_kinds.get(autocast)
+        if check is not None and check():
+            return True
+        if [*map(_kind, self._tensors)] != self._kinds:  # also asked where torch is in some mode
+            return False
+        if check is None:
+            self._same_kinds[autocast] = same_kinds(self._tensors)
+        return True
+
+    def _add_attributes(
+        self,
+        path: str,
+        module: nn.Module,
+        facts: dict[tuple[str, str, str], Hashable],
+        ignored: set[str],
+    ) -> None:
+        table = vars(module)
+        self._tables.append(table)
+        for name, value in sorted(table.items()):  # their order means nothing
+            if name in _OWN or name in ignored or name.startswith(_OTHERS):
+                continue
+            self._watched.where = _of(path, name)
+            facts[path, "attribute", name] = self._watched.worth(value)
+            self._watched.note(table, name, value)
+
+    def _add_sources(
+        self,
+        sources: Sources,
+        whole: Sequence[str],
+        facts: dict[tuple[str, str, str], Hashable],
+    ) -> None:
+        """Add what Python reads elsewhere, but for what runs whole and reads it itself."""
+        if not sources.attributes and not sources.places:
+            return
+        for number, (key, source) in enumerate(sources.places.items()):
+            if all(any(is_inside(path, p) for p in whole) for path in sources.paths[key]):
+                continue
+            value = source.read()
+            self._watched.where = source.told
+            worth = self._watched.worth(value)
+            facts[f"{source.told} ({source.where})", "source", str(number)] = worth
+            source.watch(self._watched, value)
+        kinds = (kind for module in self._modules for kind in type(module).__mro__)
+        for kind in dict.fromkeys(kinds):
+            if is_users(kind.__module__):
+                told = f"class {kind.__module__}.{kind.__qualname__}"
+                facts[told, "class", ""] = self._watched.of_class(kind)
+
+    def _add_outside(
+        self,
+        told: str,
+        module: nn.Module,
+        sources: Sources,
+        facts: dict[tuple[str, str, str], Hashable],
+    ) -> None:
+        """Add a module that is none of the tree, and those in it.
+
+        Of one that did not run, the attributes count that are asked for.
+        """
+        for own, part in module.named_modules():
+            if id(part) in self._paths:
+                continue
+            path = self._paths[id(part)] = f"{own}{' in ' if own else ''}{told}"
+            self._modules.append(part)
+            facts[path, "type", ""] = Same(type(part))
+            self._add_tables(path, part, facts, runs_whole=False)
+            unread = set() if sources.calls(part) else vars(part).keys() - self._watched.asked
+            self._add_attributes(path, part, facts, {*unread})
+
+    def _shared_memory(self) -> tuple[int, ...]:
+        """Return for each kept tensor the first of all tensors that shares its memory."""
+        kept = [tensor for ref in self._watched.tensors if (tensor := ref()) is not None]
+        places = [_memory(tensor) for tensor in (*self._tensors, *kept)]
+        first = {place: number for number, place in reversed([*enumerate(places)])}
+        return tuple(first[place] for place in places[len(self._tensors) :])
+
+    def locate(self, executor: object, constants: Mapping[str, Tensor]) -> None:
+        """Remember where the tensors are that a plan for this state has found kept somewhere."""
+        every = [*self._tensors, *(ref() for ref in self._watched.tensors)]
+        places = {id(tensor): place for place, tensor in enumerate(every)}
+        lying = {geometry_of(t): n for n, t in enumerate(every) if t is not None and constants}
+        found = {n: places.get(id(t), lying.get(geometry_of(t))) for n, t in constants.items()}
+        self.state.kept[executor] = {n: place for n, place in found.items() if place is not None}
+
+    def kept(self, executor: object) -> dict[str, Tensor]:
+        """Return what is there now."""
+        every = [*self._tensors, *(ref() for ref in self._watched.tensors)]
+        found = self.state.kept.get(executor, {})
+        tensors = {name: every[place] for name, place in found.items()}
+        return {
+            n: t.detach() if t.requires_grad else t for n, t in tensors.items() if t is not None
+        }
+
+    def _note(self, table: Mapping[Any, Any], name: Any, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._held.append(value)
+        self._watched.note_alive(table, name, value)
+
+    def _add_tables(
+        self,
+        path: str,
+        module: nn.Module,
+        facts: dict[tuple[str, str, str], Hashable],
+        *,
+        runs_whole: bool,
+    ) -> None:
+        own = vars(module)
+        for kind in (*_TABLES, *HOOKS) if path else _TABLES:
+            table = own[kind]
+            (self._tables if table else self._empty).append(table)
+            if kind == "_modules" and len(table) > 1:
+                self._ordered.append(table)
+            for name, value in table.items():
+                self._note(table, name, value)
+                if kind == "_modules":
+                    facts[path, "submodule", name] = self._paths.get(id(value))
+                elif kind in _TABLES:
+                    where = f"{path}.{name}" if path else name
+                    # Two names of one tensor: what is known of the first holds for the second.
+                    first = self._tensor_paths.setdefault(id(value), where)
+                    is_first = value is None or first == where
+                    facts[path, "tensor", name] = _kind(value) if is_first else first
+                elif not (runs_whole and may_run_again(value)):  # a library puts such in a call
+                    facts[path, "hook", f"{kind} {name}"] = Same(value)
+
+
+class ExternalValues:
+    """The values that exist before a step: as long as a snapshot holds, all but inputs stay."""
+
+    def __init__(
+        self, graph: BasicGraph, model: nn.Module, kept: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> None:
+        self._inputs = [(name, i) for i, name in enumerate(graph.inputs) if name is not None]
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._lasting: dict[str, Tensor] = {}
+        for kind, names in (("_parameters", graph.parameters), ("_buffers", graph.buffers)):
+            for name, target in names.items():
+                path, _, own = target.rpartition(".")
+                self._lasting[name] = getattr(modules[path], kind)[own]
+        self._lasting.update(graph.constants)
+        self._lasting.update(kept)
+
+    def now(self, leaves: tuple[Any, ...]) -> dict[str, Tensor]:
+        """Return every value by its name; `leaves` are those of (args, kwargs)."""
+        values = self._lasting.copy()
+        for name, place in self._inputs:
+            values[name] = leaves[place]
+        return values
+
+
+def _kind(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    if tensor is None:
+        return None
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    return tensor.dtype, tensor.device, tensor.requires_grad, tensor.shape, strides, type(tensor)
+
+
+def _memory(tensor: Tensor) -> int:
+    return storage_id(tensor) if tensor.layout is torch.strided else id(tensor)
+
+
+def _of(path: str, name: str) -> str:
+    return f"attribute '{name}' of {module_in_words(path)}"
