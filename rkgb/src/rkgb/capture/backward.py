@@ -93,6 +93,7 @@ class RecordedBackward:
             if strides is None:
                 names.append(None)
                 continue
+            recorder.claim(root.nbytes)
             with recorder.paused(), torch.no_grad():
                 content = torch.empty_strided(
                     root.shape, strides, dtype=root.dtype, device=root.device

@@ -41,6 +41,7 @@ def saving(recorder: Recorder) -> Iterator[None]:
             return content
         assert name is not None
         size, stride, dtype = content
+        recorder.claim(recorder.infos[name].size_bytes)
         with recorder.paused(), torch.no_grad():
             content = blanks.make(size, stride, dtype, recorder.device)
             if recorder.repeated is None:

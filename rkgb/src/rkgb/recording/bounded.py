@@ -32,15 +32,26 @@ class BoundedRecorder(Recorder):
         place = self.count
         if not self.is_paused and self._next <= place < len(self.needs_bytes):
             self._next = place + 1
-            need = self.needs_bytes[place]
-            if self._most_held + need > self.most_bytes:
-                self._most_held = self.held_bytes()
-            if self._most_held + need > self.most_bytes:
-                raise TooLargeError
-            self._most_held += need
+            self.claim(self.needs_bytes[place])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def claim(self, size_bytes: int) -> None:
+        """Count what is about to be made.
+
+        Raises:
+            TooLargeError: there is no room for it.
+        """
+        if self._most_held + size_bytes > self.most_bytes:
+            self._most_held = self.held_bytes()
+        if self._most_held + size_bytes > self.most_bytes:
+            raise TooLargeError
+        self._most_held += size_bytes
+
     def held_bytes(self) -> int:
-        """Return the bytes of all that the step has made and that is alive."""
-        roots = set(self.names.living()) - self.resident
-        return sum(self.infos[root].storage_bytes for root in roots)
+        """Return the bytes of all that the step has made and that is alive.
+
+        A value counts as often as something stands in for it.
+        """
+        outside = {root for root in self.resident if self.kinds.get(root) != "tangent"}
+        living = (root for root in self.names.living() if root not in outside)
+        return sum(self.infos[root].storage_bytes for root in living)

@@ -246,6 +246,9 @@ class Recorder(Values, TorchDispatchMode):
         (self.backward if self.in_backward else self.forward).append(made)
         return result
 
+    def claim(self, size_bytes: int) -> None:
+        """Hear of memory that is about to be taken; see `BoundedRecorder`."""
+
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.repeated is None:
             return func(*args, **kwargs)
