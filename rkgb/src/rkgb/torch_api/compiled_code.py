@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rkgb.torch_api.patches import Patches
+from rkgb.torch_api.patches import Patches, as_before
 
 BRANCHES = ("cond", "while_loop")  # functions of torch that compile what they are given
 
@@ -34,7 +34,8 @@ def _compiling(branch: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of torch as it is without `uncompiled`, which it cannot do without."""
 
     def compiling(*args: Any, **kwargs: Any) -> Any:
-        with torch.compiler.set_stance("default"):
+        # A compiler takes along the methods that it finds, and refuses what asks for the thread.
+        with torch.compiler.set_stance("default"), as_before(nn.Module):
             return branch(*args, **kwargs)
 
     return compiling

@@ -114,6 +114,23 @@ class _Replacement:
         return _standing.get(id(vars(self.place).get(self.name, _ABSENT)))
 
 
+@contextlib.contextmanager
+def as_before(place: Any) -> Iterator[None]:
+    """While active, this thread finds the functions of a class or module as they were."""
+    here = threading.get_ident()
+    with _lock:
+        found = [r for r in _standing.values() if r.place is place and r.turn.is_active]
+        mine = [r for r in found if r.turn.thread == here]
+        for replacement in reversed(mine):
+            replacement.end()
+    try:
+        yield
+    finally:
+        with _lock:
+            for replacement in mine:
+                replacement.begin()
+
+
 def is_elsewhere(here: int) -> bool:
     """Whether this is another thread than `here`, and none of those that autograd starts."""
     now = threading.get_ident()
