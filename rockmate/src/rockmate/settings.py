@@ -12,7 +12,6 @@ from rockmate.errors import BudgetFormatError, UnknownChoiceError
 from rockmate.planners.effort import effort_of
 from rockmate.planners.portfolio import check_planner
 from rockmate.solvers import check_backend
-from rotor import MemoryLimitFormatError, parse_limit
 
 Budget = int | float | str
 COSTS = ("measured", "flops")
@@ -84,6 +83,8 @@ def parse_budget(budget: Budget) -> tuple[int | None, float | None]:
     Raises:
         BudgetFormatError: the value is not positive, a float above 1, or unreadable.
     """
+    from rotor import MemoryLimitFormatError, parse_limit  # only now, as it takes its core along
+
     try:
         found = parse_limit(budget)
     except MemoryLimitFormatError as error:
