@@ -340,7 +340,8 @@ def test_several_samples_are_planned_ahead() -> None:
     small, large = torch.randn(4, 8), torch.randn(64, 8)
     rk = wrap(model, small, 0.9, samples=[large, {"x": small, "scale": 3.0}])
     assert len(rk.plans) == 3
-    assert rk.budget_bytes == wrap(copy.deepcopy(twin), large, 0.9).budget_bytes
+    alone = wrap(copy.deepcopy(twin), large, 0.9).budget_bytes
+    assert rk.budget_bytes == pytest.approx(alone, rel=1e-3)  # one is measured, one predicted
     alike(rk, twin, large)
     alike(rk, twin, x=small, scale=3.0)
     assert len(rk.plans) == 3

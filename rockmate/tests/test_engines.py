@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import rockmate
 from rkgb.engine import trace_memory
-from rockmate.blockwise import planning
+from rockmate.blockwise import kinds
 from rockmate.testing.nets import Block, TinyGPT, eager_copy, tokens
 from rockmate.testing.processes import run_in_processes
 
@@ -226,8 +226,8 @@ def assert_trained_alike(model: nn.Module, twin: nn.Module, sample: tuple[Tensor
 def tensor_parallel(rank: int, kind: str) -> None:
     torch.manual_seed(0)
     if rank:  # what gloo's threads still hold is measured too, so that processes find other options
-        options = planning.module_options
-        planning.module_options = lambda *args, **named: options(*args, **named)[:1]
+        options = kinds.module_options
+        kinds.module_options = lambda *args, **named: options(*args, **named)[:1]
     model = Llama(layers=3)
     twin = eager_copy(model)
     ids, targets = tokens(4, 24, 40)
@@ -309,13 +309,13 @@ def tensor_parallel_fails(rank: int) -> None:
     model = Llama()
     parallelized(model, sequence=False)
     ids, targets = tokens(4, 24, 40)
-    options = planning.module_options
+    options = kinds.module_options
     if rank:
-        planning.module_options = _no_solver
+        kinds.module_options = _no_solver
     text = "process 1 of those that plan this model failed: RuntimeError: no solver here"
     with pytest.raises(rockmate.RockmateError, match=text):
         rockmate.apply_to_blocks(model, (ids, targets), 0.7, cost="flops", compare=False)
-    planning.module_options = options
+    kinds.module_options = options
     model(ids, targets).backward()  # still usable
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import rockmate
-from rockmate.blockwise import planning
+from rockmate.blockwise import kinds
 from rockmate.files.plan_file import PlanFile
 from rockmate.testing.nets import TinyGPT, eager_copy, tokens
 from rockmate.testing.wrapping import wrap
@@ -47,7 +47,7 @@ def _dies_in(where: str, rank: int, folder: Path) -> None:
         return
     model, sample = _sharded()
     if where == "planning" and rank:
-        planning.module_options = _dies
+        kinds.module_options = _dies
     plan = rockmate.apply_to_blocks(model, sample, 0.8, cost="flops", compare=False)
     if where == "a save" and rank == 0:
         plan.save_plan(folder / "old.json")
@@ -162,7 +162,7 @@ def _trains_again(folder: str) -> None:
             plan.save_plan(path)
         torch.distributed.barrier()
     else:
-        planning.module_options = _dies  # nothing is searched
+        kinds.module_options = _dies  # nothing is searched
         plan = rockmate.apply_to_blocks(model, sample, 0.8, plan=path)
     if is_first_start and rank:
         _dies()
@@ -198,7 +198,7 @@ def test_a_plan_of_blocks_is_one_file(tmp_path: Path, monkeypatch: pytest.Monkey
     plan = rockmate.apply_to_blocks(model, sample, 0.8, cost="flops", **options)
     plan.save_plan(where := tmp_path / "blocks.json")
     rockmate.remove(model)
-    monkeypatch.setattr(planning, "module_options", None)  # nothing is searched
+    monkeypatch.setattr(kinds, "module_options", None)  # nothing is searched
     again = rockmate.apply_to_blocks(model, sample, 0.8, plan=where, **options)
     assert again.rows == plan.rows
     assert again.measured_peak_bytes <= again.budget_bytes == plan.budget_bytes

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from rkgb.torch_api.torch_private import fp32_precision, set_fp32_precision
+from rkgb.torch_api.torch_private import fp32_precision, set_fp32_precision, unfrozen_flags
 from rockmate.testing.nets import assert_same_gradients
 from rockmate.testing.wrapping import wrap
 
@@ -54,9 +54,10 @@ def _reset() -> None:
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    _reset()
-    yield
-    _reset()
+    with unfrozen_flags():  # torch's own tests, of which others take a part, forbid to set them
+        _reset()
+        yield
+        _reset()
 
 
 def _model() -> nn.Module:
