@@ -52,6 +52,7 @@ from rkgb.safeguards.assignments import AssignsError, Hidden, assigned
 from rkgb.safeguards.explain import explained
 from rkgb.safeguards.side_effects import KeptState, Printed
 from rkgb.torch_api.quiet import printing_to, without_warnings
+from rkgb.torch_api.torch_private import current_autograd_node
 
 
 class RecordedStep:
@@ -90,6 +91,10 @@ class RecordedStep:
         self.outside = Outside(self.twin)
         places = self.places
         self.codes = CodeWatch(lambda: places.path, self.outside.note)
+        # What Functions of the user's, and hooks, run in the backward.
+        self.backward_codes = CodeWatch(
+            lambda: places.path, elsewhere=lambda: current_autograd_node() is not None
+        )
         if keep_content or not repeats:
             self.recorder.repeated = None
         self.is_metered = is_metered and self.recorder.repeated is not None
@@ -173,7 +178,8 @@ class RecordedStep:
             root_names = tuple(self.recorder.name_of(root) or "" for root in roots)
             kind = backward.kind(asked, roots, outputs[:returned])
             del outputs
-            tangent_names = backward.run(roots, kind)
+            with self._following(self.backward_codes):
+                tangent_names = backward.run(roots, kind)
         return self._graph(
             outputs=names,
             output_spec=output_spec,
@@ -220,7 +226,8 @@ class RecordedStep:
 
     def _sources(self) -> Sources:
         """Return what the forward's Python has read, besides its arguments."""
-        found = Sources.of([*self.codes.seen.values()], self.originals)
+        seen = [*self.codes.seen.values(), *self.backward_codes.seen.values()]
+        found = Sources.of(seen, self.originals)
         for key, module in self.places.outside.items():
             own = self.originals.get(key, module)
             found.called[id(own)] = weakref.ref(own)
@@ -327,13 +334,19 @@ class RecordedStep:
             no_idle_looks(),
             refused_calls(self.recorder),
             CallWatch(self.recorder),
-            self.codes,
+            self._following(self.codes),
         ):
-            self.recorder.trace = self.codes.trace
             sample = self._sample()
             self.arguments = Arguments(sample)
+            return self.twin(*sample.args, **sample.keywords)
+
+    @contextlib.contextmanager
+    def _following(self, codes: CodeWatch) -> Iterator[None]:
+        """While active, note which functions of the user's run."""
+        with codes:
+            self.recorder.trace = codes.trace
             try:
-                return self.twin(*sample.args, **sample.keywords)
+                yield
             finally:
                 self.recorder.trace = None
 

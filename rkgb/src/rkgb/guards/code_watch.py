@@ -36,15 +36,16 @@ class CodeWatch:
     """While active, notes which functions of the user start on this thread.
 
     `path` gives the submodule that runs. `first` is called before a function runs for the first
-    time.
+    time. Another thread counts where `elsewhere` says so, from Python 3.12 on.
     """
 
     def __init__(
         self,
         path: Callable[[], str],
         first: Callable[[Seen, FrameType], None] = lambda _seen, _frame: None,
+        elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._path, self._first = path, first
+        self._path, self._first, self._elsewhere = path, first, elsewhere
         self.seen: dict[tuple[int, int], Seen] = {}  # by code and module, by identity
         self._skipped: dict[int, CodeType] = {}  # kept alive: ids are used again
         self._thread = 0
@@ -143,7 +144,7 @@ class CodeWatch:
         starts = monitoring.events.PY_START
 
         def start(code: CodeType, _offset: int) -> Any:
-            if threading.get_ident() != self._thread:
+            if threading.get_ident() != self._thread and not self._elsewhere():
                 return None
             frame = sys._getframe(1)
             if id(code) in self._skipped or not self._is_users(code, frame):
