@@ -37,6 +37,8 @@ class FlopCounter(TorchDispatchMode):
     a leaf of a graph of its own.
     """
 
+    only_watches = True
+
     def __init__(self) -> None:
         super().__init__()
         self.total = 0

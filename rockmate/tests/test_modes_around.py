@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rockmate import Rockmate
+from rockmate.errors import UnsupportedModuleError
 
 
 class Net(nn.Module):
@@ -122,3 +124,69 @@ def test_another_default_type_is_another_plan(pair: tuple[Rockmate, Net, Tensor]
             step(planned, x)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+class Changing(TorchDispatchMode):
+    """Gives operations another meaning: products and sums of products twice theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.ops.aten.addmm.default, torch.ops.aten.mul.Tensor):
+            return result
+        self.count += 1
+        return result * (1 + self.count / 8)
+
+
+class Looking(Changing):
+    """Counts operations."""
+
+    only_watches = True
+
+    def __torch_dispatch__(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return func(*args[1], **(args[2] if len(args) > 2 else {}))
+
+
+@pytest.mark.filterwarnings("ignore:The mode 'Changing' sees the operations")
+@pytest.mark.parametrize("planned_inside", [False, True])
+def test_a_mode_that_may_change_operations_sees_the_plain_module(planned_inside: bool) -> None:
+    torch.manual_seed(0)
+    module, x = Net(), torch.randn(12, 8)
+    plain = copy.deepcopy(module)
+    with Changing() if planned_inside else contextlib.nullcontext():
+        planned = Rockmate(module, x, "1MiB", cost="flops")
+    for inside in (Changing, contextlib.nullcontext, Changing):
+        with inside():
+            ours = step(planned, x)
+        with inside():
+            theirs = step(plain, x)
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)  # type: ignore[arg-type]
+
+
+def test_such_a_mode_is_named(pair: tuple[Rockmate, Net, Tensor]) -> None:
+    planned, _, x = pair
+    with pytest.warns(RuntimeWarning, match="The mode 'Changing' sees the operations"), Changing():
+        planned(x)
+    result = planned(x)
+    with pytest.raises(UnsupportedModuleError, match="inside of the mode 'Changing'"), Changing():
+        result.sum().backward()
+
+
+def test_a_mode_that_only_looks_sees_the_planned_step(pair: tuple[Rockmate, Net, Tensor]) -> None:
+    planned, plain, x = pair
+    with Looking() as seen:
+        ours = step(planned, x)
+    assert seen.count > 0
+    for a, b in zip(ours, step(plain, x), strict=True):
+        assert torch.equal(a, b)  # type: ignore[arg-type]

@@ -252,6 +252,8 @@ def test_gradients_of_some_weights_only() -> None:
 class Keeping(TorchDispatchMode):
     """Keeps every tensor that an operation makes."""
 
+    only_watches = True
+
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[object] = []

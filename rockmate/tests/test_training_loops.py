@@ -319,6 +319,8 @@ def test_part_of_the_model_in_eval_mode() -> None:
 class _Bomb(TorchDispatchMode):
     """Raises at the n-th operation, as an allocation that fails would."""
 
+    only_watches = True
+
     def __init__(self, count: int, error: type[BaseException]) -> None:
         super().__init__()
         self.count, self.error = count, error

@@ -12,7 +12,13 @@ from torch import Tensor
 from rkgb import OpaquePieceError, OtherWayError
 from rkgb.elements import is_running
 from rkgb.opaque import StartOfCall
-from rkgb.torch_api import has_global_hooks, is_abstract, is_transforming
+from rkgb.torch_api import (
+    changing_modes,
+    current_dispatch_modes,
+    has_global_hooks,
+    is_abstract,
+    is_transforming,
+)
 from rockmate.keys.input_signature import ambient, in_order, key_of
 from rockmate.keys.sharded import settled_call
 from rockmate.keys.snapshot import ExternalValues, Snapshot
@@ -21,6 +27,17 @@ from rockmate.plan_cache import Family, Key
 from rockmate.plans_of_module import Call, HandedOverOtherwiseError
 from rockmate.runtime.plain import is_plain
 from rockmate.second_look import SecondLook
+
+# Why a step runs plain | and what to do instead.
+_GLOBAL_HOOKS = (
+    "torch.nn.modules.module.register_module_*_hook has set a hook for every module, and a planned "
+    "step calls no submodules. | Put the hook on single modules instead."
+)
+_MODES = (
+    "The mode '{}' sees the operations of this step, and may change what they compute; a planned "
+    "step runs others, and some twice. | If it only looks at them, let its class say so: "
+    "only_watches = True."
+)
 
 
 class PlannedForward(SecondLook):
@@ -39,7 +56,9 @@ class PlannedForward(SecondLook):
         if not torch.is_grad_enabled() or is_plain() or is_transforming():
             return self.model.forward(*args, **kwargs)
         if has_global_hooks():
-            return self._with_global_hooks(args, kwargs)
+            return self._plainly(_GLOBAL_HOOKS, args, kwargs)
+        if current_dispatch_modes() and (modes := changing_modes()):
+            return self._plainly(_MODES.format(modes[-1]), args, kwargs)
         autocast, flags = ambient()
         numbers = self.watch.numbers(autocast) if self.watch.open else {}
         snapshot = self.watch.now(autocast)
@@ -76,12 +95,11 @@ class PlannedForward(SecondLook):
             return self._with_pieces(planned, external, leaves, args, kwargs)
         return planned.run(self.model, external, leaves, call=(args, kwargs))
 
-    def _with_global_hooks(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the plain module, whose submodules all call the hooks that are for every module."""
+    def _plainly(self, why: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the plain module, and say why."""
+        reason, _, instead = why.partition(" | ")
         warnings.warn(
-            "torch.nn.modules.module.register_module_*_hook has set a hook for every module, and a "
-            "planned step calls no submodules. This step runs plain, and may take more memory than "
-            "the budget. Put the hook on single modules instead.",
+            f"{reason} This step runs plain, and may take more memory than the budget. {instead}",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from rkgb import RkgbError, TraceError
 from rkgb.engine import Sample
 from rkgb.opaque import is_inside
 from rkgb.safeguards import refuse_lazy_modules
-from rkgb.torch_api import compiled_modules
+from rkgb.torch_api import changing_modes, compiled_modules, unwatched
 from rockmate.errors import (
     InfeasibleBudgetError,
     PlanFileError,
@@ -136,7 +137,8 @@ class PlansOfModule:
         self._shelf = own[0]  # later calls come when they come, not on all ranks at once
 
     def _prepare(self, calls: Sequence[Call]) -> None:
-        with planning, torch.inference_mode(False), torch.enable_grad():
+        outside = unwatched() if changing_modes() else nullcontext()
+        with planning, outside, torch.inference_mode(False), torch.enable_grad():
             calls = [_usable(self.model, call) for call in calls]
             _, fraction = parse_budget(self.settings.budget)
             if fraction is not None and len(calls) > 1:

@@ -18,6 +18,7 @@ from rkgb.torch_api.kernel_choice import (
 )
 from rkgb.torch_api.torch_private import (
     apply_function,
+    changing_modes,
     current_dispatch_modes,
     dispatch_mode_stack,
     group_store,
@@ -33,6 +34,7 @@ from rkgb.torch_api.torch_private import (
     same_kinds,
     set_sequence_nr,
     straight_to_kernels,
+    unwatched,
     without_hooks_after_gradients,
     without_saved_hooks,
 )
@@ -42,6 +44,7 @@ __all__ = [
     "KernelChoice",
     "RecomputingAs",
     "apply_function",
+    "changing_modes",
     "compiled_modules",
     "current_dispatch_modes",
     "dispatch_mode_stack",
@@ -61,6 +64,7 @@ __all__ = [
     "same_kinds",
     "set_sequence_nr",
     "straight_to_kernels",
+    "unwatched",
     "with_flags",
     "without_global_hooks",
     "without_hooks_after_gradients",

@@ -28,6 +28,7 @@ __all__ = [
     "back_to_autograd",
     "backend_flags",
     "binding_places",
+    "changing_modes",
     "compiled_by_inductor",
     "convolves_in_onednn",
     "current_autograd_node",
@@ -407,6 +408,21 @@ def dispatch_mode_stack() -> list[Any]:
 def current_dispatch_modes() -> int:
     """Return how many modes watch the operations of this thread."""
     return int(torch._C._len_torch_dispatch_stack())
+
+
+# Modes of these look at operations, or trace, which is asked elsewhere.
+_LOOKING = ("rkgb.", "rockmate.", "torch.")
+
+
+def changing_modes() -> list[str]:
+    """Return the modes of this thread that may change what operations compute, by their types.
+
+    One whose `only_watches` is true changes nothing.
+    """
+    found = [type(m) for m in dispatch_mode_stack() if not getattr(m, "only_watches", False)]
+    others = [kind for kind in found if not kind.__module__.startswith(_LOOKING)]
+    tests = [kind for kind in found if ".tests." in kind.__module__]
+    return [kind.__name__ for kind in (*others, *tests)]
 
 
 @contextlib.contextmanager

@@ -22,6 +22,8 @@ from rkgb.opaque import running_on
 from rkgb.torch_api import (
     KernelChoice,
     RecomputingAs,
+    changing_modes,
+    current_dispatch_modes,
     keeps_graph,
     running_a_forward,
     straight_to_kernels,
@@ -159,6 +161,13 @@ class RunningStep:
                 "backward was called a second time on the same forward of a Rockmate module; its "
                 "activations are gone after the first. Call the first with retain_graph=True, add "
                 "the losses before calling backward, or run the forward again."
+            )
+        if current_dispatch_modes() and (modes := changing_modes()):
+            raise UnsupportedModuleError(
+                f"the backward of a Rockmate module runs inside of the mode '{modes[-1]}', which "
+                "may change what its operations compute; its forward ran outside of it. Run both "
+                "inside of it, or let the class of a mode that only looks say so: only_watches = "
+                "True."
             )
         self.started = True
         self.program = self.watch = None  # of a backward that has ended on its way
