@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_lock = threading.Lock()
+_active = [0, False]  # how many captures run, and whether the search was on before the first
 
 
 @contextmanager
@@ -16,10 +20,15 @@ def no_collection() -> Iterator[None]:
     memory is metered, what a search frees would look like memory that the step gave back. What is
     made in the meantime stays young, so that `Device.give_back` finds the cycles among it.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
+    with _lock:
+        if not _active[0]:
+            _active[1] = gc.isenabled()
+        _active[0] += 1
+        gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        with _lock:
+            _active[0] -= 1
+            if _active[1] and not _active[0]:
+                gc.enable()

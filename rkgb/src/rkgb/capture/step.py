@@ -157,8 +157,9 @@ class RecordedStep:
             with contextlib.nullcontext() if self.keep_content else saving(self.recorder):
                 result = self._forward_or_refusal()
             printed.refuse()
-            before.refuse_changes(self._call, lambda: self.recorder.is_paused)
-            self.outside.refuse(self.codes.seen.values(), self.originals)
+            ran = self.codes.seen.values()
+            before.refuse_changes(self._call, lambda: self.recorder.is_paused, ran)
+            self.outside.refuse(ran, self.originals)
             effects = self._effects()
             returned = len(self._taken_apart(result)[0])
             if effects:

@@ -25,10 +25,17 @@ class PythonRandom:
         self.python = random.getstate()
         self.numpy = numpy_state()
         self.outside = OutsideState(lends=lends)
+        self._leaves = False
+
+    def leave(self) -> None:
+        """Leave random numbers as they are: another thread draws them."""
+        self._leaves = True
 
     def restore(self) -> None:
         """Put these states back."""
         self.outside.restore()
+        if self._leaves:
+            return
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
@@ -132,3 +139,9 @@ def numpy_state() -> Any:
     """Return the state of numpy's random numbers; None where numpy is not loaded."""
     numpy = sys.modules.get("numpy")  # where it is not loaded, nothing draws from it
     return numpy.random.get_state() if numpy is not None else None
+
+
+def draw_from_numpy() -> None:
+    """Draw one of numpy's random numbers, where it is loaded."""
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.random_sample()

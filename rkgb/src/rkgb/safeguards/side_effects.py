@@ -10,7 +10,7 @@ import io
 import random
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from rkgb.errors import SideEffectError
+from rkgb.guards.code_watch import Seen
 from rkgb.guards.contents import CONTAINERS
-from rkgb.opaque.module_state import ModuleState, numpy_state
+from rkgb.opaque.module_state import ModuleState, draw_from_numpy, numpy_state
+from rkgb.safeguards.other_threads import changes_meanwhile, may_draw, same_state
 from rkgb.safeguards.refusals import place_of
 from rkgb.torch_api.patches import Patches
 
@@ -31,21 +33,28 @@ class KeptState(ModuleState):
     """The attributes of every module of a model as they were, and what has changed since."""
 
     def refuse_changes(
-        self, run_again: Callable[[], object], ignored: Callable[[], bool] = lambda: False
+        self,
+        run_again: Callable[[], object],
+        ignored: Callable[[], bool] = lambda: False,
+        ran: Iterable[Seen] = (),
     ) -> None:
         """Refuse a forward that has changed an attribute or drawn from Python's `random`.
 
-        What is done while `ignored()` does not count.
+        What is done while `ignored()` does not count, nor what another thread draws while `ran`,
+        the functions of the user that have run, name nothing that draws.
 
         Raises:
             SideEffectError: with the module and the line, which `run_again` is run to find.
         """
-        sources: list[tuple[str, Any, Callable[[], Any]]] = [
-            ("Python's `random`", self.random.python, random.getstate),
-            ("numpy's random numbers", self.random.numpy, numpy_state),
+        sources: list[tuple[str, Any, Callable[[], Any], Callable[[], object]]] = [
+            ("Python's `random`", self.random.python, random.getstate, random.random),
+            ("numpy's random numbers", self.random.numpy, numpy_state, draw_from_numpy),
         ]
-        for drawn, before, state in sources:
-            if _same_state(before, state()):
+        for drawn, before, state, draw in sources:
+            if same_state(before, state()):
+                continue
+            if not may_draw(ran) and changes_meanwhile(draw, state, same_state):
+                self.random.leave()
                 continue
             path, source = _where_drawn(self.model, run_again, state, ignored)
             raise _in_module(
@@ -121,13 +130,6 @@ def _in_module(path: str, text: str) -> SideEffectError:
     return error
 
 
-def _same_state(a: Any, b: Any) -> bool:
-    if a is None or b is None:
-        return a is b
-    pairs = zip(a, b, strict=True)
-    return all(bool((x == y).all()) if hasattr(x, "all") else x == y for x, y in pairs)
-
-
 def _here(model: nn.Module) -> tuple[str, str]:
     return place_of(model, reversed(list(traceback.walk_stack(sys._getframe(2)))))
 
@@ -168,7 +170,7 @@ def _where_drawn(
             return None
         if event == "call":
             return watching
-        if not ignored() and not _same_state(state(), start):
+        if not ignored() and not same_state(state(), start):
             above = [] if frame.f_back is None else list(traceback.walk_stack(frame.f_back))
             here = (frame, last.get(frame, frame.f_lineno))
             found.append(place_of(model, reversed([here, *above])))

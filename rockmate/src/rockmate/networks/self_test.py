@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rkgb.capture import twin_of
 from rkgb.elements import Effect, Look, Write, flatten
 from rkgb.engine import Sample, device_of, external_values
+from rkgb.safeguards import drawn_elsewhere, other_threads
 from rockmate.comparison.agreement import agree, refuse
 from rockmate.comparison.deterministic import why_bits_may_differ
 from rockmate.comparison.eager import Keep, StepResult, differences, run_step
@@ -119,7 +120,31 @@ def self_test(
     eager: StepResult | None,
     anyone: Anyone = bool,
 ) -> tuple[StepResult, str]:
-    """Run one planned step and compare it with the eager one, if any."""
+    """Run one planned step and compare it with the eager one, if any.
+
+    Raises:
+        SelfTestError: they differ; or another thread draws random numbers meanwhile.
+    """
+    try:
+        return _tested(planned, model, sample, eager, anyone)
+    except SelfTestError as error:
+        whose = " and ".join(drawn_elsewhere(sample.device))
+        if not whose:
+            raise
+        raise SelfTestError(
+            f"{type(model).__name__} cannot be planned now: another thread ({other_threads()}) "
+            f"draws random numbers of {whose}, or seeds them, so that no two steps of it are "
+            "alike. Plan before that thread starts, or let it have a generator of its own."
+        ) from error
+
+
+def _tested(
+    planned: Planned,
+    model: nn.Module,
+    sample: Sample,
+    eager: StepResult | None,
+    anyone: Anyone,
+) -> tuple[StepResult, str]:
     if planned.network.compiled is not None:
         return _test_of_compiled(planned, model, sample, eager)
     name = type(model).__name__
