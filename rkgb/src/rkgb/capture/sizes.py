@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.capture.record import record
-from rkgb.capture.twin import cannot_copy, uncopied
+from rkgb.capture.twin import cannot_copy, copying_histories, uncopied
 from rkgb.device.chosen import device_of
 from rkgb.elements.op import Op, map_refs
 from rkgb.elements.sample import Sample, bind_inputs
@@ -167,7 +167,8 @@ def _bare_call(
             bare(tensor)
         made.update(uncopied(model))
         try:
-            twin = copy.deepcopy(model, made)
+            with copying_histories(lambda tensor: bare(tensor).detach()):
+                twin = copy.deepcopy(model, made)
         except Exception as error:
             raise cannot_copy(model, made, error) from error
         leaves, structure = flatten(bind_inputs(inputs, kwargs))

@@ -6,7 +6,7 @@ import copy
 import io
 import threading
 import types
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from rkgb.capture.held import hold_copies
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import TraceError
 from rkgb.guards.contents import Untouched
+from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.torch_private import mode_of
 
 
@@ -45,8 +46,14 @@ def twin_of(model: nn.Module, own: Collection[str] = ()) -> Twin:
         parameter = model.get_parameter(name)
         clone = parameter.detach().clone()
         memo[id(parameter)] = nn.Parameter(clone, parameter.requires_grad)
+    buffers = {id(buffer) for buffer in model.buffers()}  # to which a step may write
+
+    def without_history(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone() if id(tensor) in buffers else tensor.detach()
+
     try:
-        twin = copy.deepcopy(model, memo)
+        with copying_histories(without_history):
+            twin = copy.deepcopy(model, memo)
     except Exception as error:
         raise cannot_copy(model, memo, error) from error
     hold_copies(twin, memo)
@@ -70,12 +77,21 @@ def _memo(model: nn.Module) -> dict[int, Any]:
     memo: dict[int, Any] = {id(mode): mode}  # of tensors without content, which copies share
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
-    for module in model.modules():  # what a step has left there belongs to autograd's graph
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach()
     memo.update(uncopied(model))
     return memo
+
+
+def copying_histories(copy_of: Callable[[Tensor], Tensor]) -> Patches:
+    """While active, `copy_of` gives the copies of tensors with a history, which a step has left."""
+    plain: Any = Tensor.__deepcopy__
+
+    def copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if tensor.is_leaf:
+            return plain(tensor, memo)  # type: ignore[no-any-return]
+        found: Tensor = memo.setdefault(id(tensor), copy_of(tensor))
+        return found
+
+    return Patches([(Tensor, "__deepcopy__", copied)])
 
 
 # What is read or written once: a recording that used it would take it from the step.
