@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rkgb import RkgbError, TraceError
 from rkgb.engine import Sample
 from rkgb.opaque import is_inside
-from rkgb.safeguards import refuse_lazy_modules
+from rkgb.safeguards import Setting, refuse_lazy_modules
 from rkgb.torch_api import changing_modes, compiled_modules, unwatched
 from rockmate.errors import (
     InfeasibleBudgetError,
@@ -74,6 +74,7 @@ class PlansOfModule:
         self.known: tuple[Planned, ...] = ()  # of modules like this one, whose steps serve here
         self.first: Planned | None = None
         self._shelf: Shelf | None = None  # of plans that were made before
+        self._settings: list[Setting] = []  # what the plain forward sets at its first call
         self._told: set[str] = set()  # what is taken off
         self._in_a_row = 0  # recordings for nothing but other numbers
         self._because = ""  # the next plan is made
@@ -133,7 +134,11 @@ class PlansOfModule:
         with sharing(find_own, share) as self._shelf:
             # What is copied or pickled later goes elsewhere, where the file may not be.
             self.settings = replace(self.settings, plan=None)
-            self._prepare(calls)
+            try:
+                self._prepare(calls)
+            finally:  # the first call sets it
+                for setting in reversed(self._settings):
+                    setting.undo()
         self._shelf = own[0]  # later calls come when they come, not on all ranks at once
 
     def _prepare(self, calls: Sequence[Call]) -> None:
@@ -160,6 +165,8 @@ class PlansOfModule:
             family = self.plans.get(key)
             if family is not None:  # another thread has planned it
                 return family
+            if self._sets_what_a_first_call_sets():
+                raise HandedOverOtherwiseError
             last = self.plans.last_key()
             why = self._because or ("the sample" if last is None else key.unlike(last))
             self._because = ""
@@ -330,11 +337,28 @@ class PlansOfModule:
             )
             other.whole = error.whole
             raise other from None
+        self._set_from_now_on(planned)
         if self.first is None:
             self.first = planned
             # Later plans get the same bytes, whatever a fraction of *their* eager peak would be.
             self.settings = replace(self.settings, budget=planned.budget_bytes)
         return planned
+
+    def _set_from_now_on(self, planned: Planned) -> None:
+        """Set what the plain forward sets at its first call, as which the plan was recorded."""
+        known = {setting.key for setting in self._settings}
+        for found in planned.network.graph.dataflow.basic.sources.settings:
+            setting = found.on(self.model)
+            if setting.key not in known:
+                self._settings.append(setting)
+        self._sets_what_a_first_call_sets()
+
+    def _sets_what_a_first_call_sets(self) -> bool:
+        """Set what the plain forward would set at this call; whether there was anything."""
+        due = [setting for setting in self._settings if setting.is_due]
+        for setting in due:
+            setting.apply()
+        return bool(due)
 
     def _tell_what_is_taken_off(self) -> None:
         """Say once what the plan does instead of what the model asks for."""

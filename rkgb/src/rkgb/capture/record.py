@@ -33,12 +33,13 @@ from rkgb.recording.places import Places
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.sizes import SizeRecorder
 from rkgb.recording.stops import NeedsContentError, ReadsDataError, WritesInputError
-from rkgb.safeguards.assignments import AssignsError
+from rkgb.safeguards.assignments import AssignsError, ReadsBeforeError
 from rkgb.safeguards.refusals import (
     refuse_backward_hooks,
     refuse_hidden_leaves,
     refuse_lazy_modules,
 )
+from rkgb.safeguards.settling import Settled, SettlesError
 
 _DIGITS = re.compile(r"\d+")
 _log = logging.getLogger("rkgb")
@@ -112,9 +113,10 @@ def record(
         torch.set_grad_enabled(True)
         while True:
             places: list[Places] = []
+            settled = Settled(model)
             try:
                 recorded = _recorded(
-                    *(model, sample, kind, paths, functions, guards, places, known),
+                    *(model, sample, kind, paths, functions, guards, places, settled, known),
                     held_bytes=held_bytes,
                     numbers=numbers,
                     is_metered=is_metered,
@@ -141,6 +143,8 @@ def record(
                 for path in _alike(model, wider):
                     paths = [p for p in paths if not is_inside(p, path)] + [path]
                 stream.restore()
+            finally:
+                settled.undo()
     finally:
         torch.set_grad_enabled(grad_mode)
         stream.restore()
@@ -161,6 +165,7 @@ def _recorded(
     functions: Sequence[type[Function]],
     guards: bool,
     places: list[Places],
+    settled: Settled,
     known: BasicGraph | None = None,
     *,
     held_bytes: dict[str, int] | None = None,
@@ -169,7 +174,10 @@ def _recorded(
     runs_pieces: bool = True,
     bound: tuple[Sequence[int], int] | None = None,
 ) -> BasicGraph:
-    """Record once; `places` gets what the attempt has seen of the module."""
+    """Record once; `places` gets what the attempt has seen of the module.
+
+    What a first call sets is `settled` meanwhile.
+    """
     stream = RngState.save(sample.device)
     # Without content there is nothing to give up.
     keep_content, hidden = held_bytes is not None, frozenset[tuple[str, str]]()
@@ -180,7 +188,8 @@ def _recorded(
         make = functools.partial(SizeRecorder, held_bytes)
     elif bound is not None:
         make = functools.partial(BoundedRecorder, *bound)
-    written = frozenset[str]()
+    written, settling = frozenset[str](), frozenset[tuple[str, str]]()
+    refused: ReadsBeforeError | None = None
     # What runs whole is tried out on what it gets.
     repeats = not runs_pieces or (not opaque and not functions)
     while True:
@@ -194,18 +203,36 @@ def _recorded(
             numbers=numbers,
             is_metered=is_metered,
             runs_pieces=runs_pieces,
+            settling=settling,
         )
         places.append(step.places)
         refuse_backward_hooks(model, opaque)
         refuse_hooks_inside(model, opaque)
         try:
-            return step.run(kind)
+            basic = step.run(kind)
+            settled.refuse_others(basic.ops)
+            basic.sources.settings = tuple(settled.settings)
+            return basic
         except ReadsDataError:
             assert held_bytes is None, "it has been explained"
             # A backward has looked at a value: with what it really computes it may take its usual
             # way.
             keep_content = True
+        except SettlesError as settles:
+            try:
+                settled.take(settles)
+            except SideEffectError as error:
+                raise (refused or error) from None
+        except ReadsBeforeError as reads:
+            if reads.target in settling:
+                raise
+            let_go(reads)
+            refused = reads
+            settling, hidden = settling | {reads.target}, hidden - {reads.target}
         except AssignsError as assigns:
+            if assigns.names & settling:  # it is no plain value
+                assert refused is not None
+                raise refused from None
             hidden |= assigns.names
         except WritesInputError as writes:
             written |= _writable(model, sample, step.inputs, writes)
@@ -214,8 +241,8 @@ def _recorded(
         except RkgbError as error:
             # A kernel may refuse what stands for the results of those that were not run.
             repeated = step.recorder.repeated
-            refused = isinstance(error.__cause__, RuntimeError)
-            if repeated is None or not repeated.has_repeated or not refused:
+            was_kernel = isinstance(error.__cause__, RuntimeError)
+            if repeated is None or not repeated.has_repeated or not was_kernel:
                 raise
             let_go(error)
             repeats = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +50,7 @@ from rkgb.recording.watch import (
 from rkgb.safeguards.arguments import Arguments
 from rkgb.safeguards.assignments import AssignsError, Hidden, assigned
 from rkgb.safeguards.explain import explained
+from rkgb.safeguards.settling import Setting, SettlesError, all_settings, settings_of
 from rkgb.safeguards.side_effects import KeptState, Printed
 from rkgb.torch_api.quiet import printing_to, without_warnings
 from rkgb.torch_api.torch_private import current_autograd_node
@@ -75,6 +76,7 @@ class RecordedStep:
         numbers: NumberTrace | None = None,
         is_metered: bool = False,
         runs_pieces: bool = True,
+        settling: frozenset[tuple[str, str]] = frozenset(),
     ) -> None:
         self.model, self.device, self.keep_content = model, sample.device, keep_content
         twin = twin_of(model)
@@ -112,7 +114,7 @@ class RecordedStep:
         self._name_externals()
         self.written = [self.inputs.index(name) for name in sorted(written)]
         self.copies: list[Tensor] = []  # of the arguments that are written to
-        self.hidden = Hidden(self.twin, hidden)
+        self.hidden, self.settling = Hidden(self.twin, hidden), settling
         self.hooks = HookWatch(
             self.recorder, self.codes, self.twin, () if known is None else known.effects
         )
@@ -241,7 +243,7 @@ class RecordedStep:
             if error.module_path is None:
                 error.module_path = self.places.raised_in[-1]
             raise
-        except (AssignsError, NeedsContentError, WritesInputError):
+        except (AssignsError, SettlesError, NeedsContentError, WritesInputError):
             raise
         except Exception as error:
             refusal = explained(self.twin, type(self.model).__name__, error)
@@ -292,10 +294,30 @@ class RecordedStep:
         with self.hidden.watching():
             result = self._call()
         places.refuse_moves()
+        settings = self._settings(attributes)
+        if settings:
+            raise SettlesError(settings, self.recorder.forward)
         new = assigned(self.twin, attributes, buffers) - frozenset(self.hidden.targets)
         if new:
             raise AssignsError(new)
         return result
+
+    def _settings(self, attributes: Mapping[str, Mapping[str, Any]]) -> list[Setting]:
+        """Return what it has set and looked at before; none where that is not all plain."""
+        paths = {path for one in self.codes.seen.values() for path in one.paths}
+        found: list[list[Setting] | None] = []
+        for owner, content, path in self.outside.changed_of_module():
+            if content is not None and path in paths:
+                held = owner if isinstance(owner, dict) else vars(owner)
+                own = self.originals.get(id(owner), owner)
+                found.append(settings_of(owner, own, content, held.keys() | content.keys(), path))
+            elif path in paths:
+                return []
+        for path, name in self.settling:
+            own = self.model.get_submodule(path)
+            copied, before = self.twin.get_submodule(path), attributes[path]
+            found.append(settings_of(copied, own, before, (name,), path))
+        return all_settings(found)
 
     def _effects(self) -> list[tuple[Effect, Any]]:
         """Return what the step does besides returning, with the values; what may fail first."""

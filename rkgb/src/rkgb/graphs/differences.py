@@ -46,6 +46,14 @@ def differences(
     return list(dict.fromkeys(made.found))
 
 
+def run_alike(ours: Sequence[Op], theirs: Sequence[Op]) -> bool:
+    """Whether two forwards run the same operations on the same values."""
+    return len(ours) == len(theirs) and all(
+        _is_same_call(a, b) and repr((a.args, a.kwargs)) == repr((b.args, b.kwargs))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
 class _Differences:
     def __init__(self, known: BasicGraph, found: BasicGraph, numbers: Sequence[float]) -> None:
         self.known, self.now, self.numbers = known, found, numbers

@@ -48,13 +48,14 @@ def is_used_up(value: Any) -> bool:
 
 def content_of(container: Any) -> Any:
     """Return a shallow copy of a container, to compare with later."""
-    return dict(container) if isinstance(container, dict) else list(container)
+    # A dict may be of a kind that makes what it is asked for.
+    return dict(dict.items(container)) if isinstance(container, dict) else list(container)
 
 
 def same_content(a: Any, b: Any) -> bool:
     """Whether two contents hold the same objects in the same places."""
     if isinstance(a, dict):
-        return list(a) == list(b) and all(value is b[key] for key, value in a.items())
+        return list(a) == list(b) and all(value is b[key] for key, value in dict.items(a))
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
@@ -93,7 +94,7 @@ class Reached:
     def _follow(self, value: Any, depth: int) -> None:
         if isinstance(value, CONTAINERS):
             self.owners[id(value)] = value
-            items = [*value.values()] if isinstance(value, dict) else [*value]
+            items = [*dict.values(value)] if isinstance(value, dict) else [*value]
             self._add_all(items if len(items) <= _LONG else [], depth)
         elif isinstance(value, (tuple, frozenset)):
             self._add_all(value, depth)
@@ -150,6 +151,12 @@ class Contents:
             for place, value in enumerate(content):
                 if is_used_up(value):
                     owner[place] = copied(value)
+
+    def held(self) -> Iterator[tuple[Any, Any]]:
+        """Yield owners of which all counts, and what they held."""
+        for (_, name), (owner, content) in self._held.items():
+            if name is None:
+                yield owner, content
 
     def changed(self) -> Iterator[tuple[Any, str | None]]:
         """Yield the owners that hold something else, but for copies that were lent."""

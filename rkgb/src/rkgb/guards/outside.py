@@ -125,6 +125,15 @@ class Outside:
             error.module_path = path
             raise error
 
+    def changed_of_module(self) -> Iterator[tuple[Any, Mapping[Any, Any] | None, str]]:
+        """Yield what the module leads to and holds otherwise: with what it held, and the path."""
+        changed = {id(owner) for owner, _ in self.held.changed()}
+        for owner, content in self.held.held():
+            if id(owner) in changed:
+                has_places = isinstance(content, dict) and not isinstance(owner, type)
+                known = content if has_places else None
+                yield owner, known, self._paths[id(owner)][0]
+
     def reasons(
         self, seen: list[Seen], copies: Mapping[int, Any], *, of_piece: bool = False
     ) -> Iterator[tuple[str, str]]:

@@ -73,6 +73,7 @@ class Sources:
     attributes: frozenset[str] = frozenset()
     # Modules outside of the one that is recorded that were called, by identity.
     called: dict[int, weakref.ref[nn.Module]] = field(default_factory=dict)
+    settings: tuple[Any, ...] = ()  # what a first call sets (`Setting`)
 
     @classmethod
     def of(cls, seen: Iterable[Seen], copies: Mapping[int, Any] | None = None) -> Sources:

@@ -64,6 +64,12 @@ def _is_set(value: Any, old: Any, name: str) -> bool:
     return not callable(value) and holds_tensors(value)
 
 
+class ReadsBeforeError(SideEffectError):
+    """A forward looks at an attribute before it sets it."""
+
+    target: tuple[str, str] = ("", "")  # path of the module, and name
+
+
 class Hidden:
     """The attributes that a forward sets, out of its sight until it has set them."""
 
@@ -114,9 +120,9 @@ class Hidden:
     def _refuse(self, path: str, name: str) -> None:
         frames = traceback.walk_stack(sys._getframe(2))
         _, source = place_of(self.twin, reversed(list(frames)))
-        error = SideEffectError(
+        error = ReadsBeforeError(
             f"cannot capture {type(self.twin).__name__}: its forward changes the attribute "
             f"'{name}' of module '{path or '(root)'}', and looks at it before (at {source})."
         )
-        error.module_path = path
+        error.module_path, error.target = path, (path, name)
         raise error
