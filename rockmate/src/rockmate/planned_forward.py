@@ -29,7 +29,7 @@ from rockmate.runtime.plain import is_plain
 from rockmate.second_look import SecondLook
 
 # Why a step runs plain | and what to do instead.
-_GLOBAL_HOOKS = (
+GLOBAL_HOOKS = (
     "torch.nn.modules.module.register_module_*_hook has set a hook for every module, and a planned "
     "step calls no submodules. | Put the hook on single modules instead."
 )
@@ -56,7 +56,7 @@ class PlannedForward(SecondLook):
         if not torch.is_grad_enabled() or is_plain() or is_transforming():
             return self.model.forward(*args, **kwargs)
         if has_global_hooks():
-            return self._plainly(_GLOBAL_HOOKS, args, kwargs)
+            return self._plainly(GLOBAL_HOOKS, args, kwargs)
         if current_dispatch_modes() and (modes := changing_modes()):
             return self._plainly(_MODES.format(modes[-1]), args, kwargs)
         autocast, flags = ambient()

@@ -178,8 +178,8 @@ class RecordedBackward:
             for name, parameter in module.named_parameters():
                 if parameter is leaf:
                     return f"'{name}' of a {type(module).__name__} that is none of its submodules"
-        name = self.recorder.name_of(leaf)
-        op = next((op for op in self.recorder.forward if name in op.inputs), None)
+        known = self.recorder.name_of(leaf)
+        op = next((op for op in self.recorder.forward if known in op.inputs), None)
         where = "" if op is None else f", read at {op.source}"
         return f"a tensor ({'x'.join(map(str, leaf.shape))}{where})"
 

@@ -31,7 +31,7 @@ from rockmate.keys.module_watch import without_hooks
 from rockmate.keys.sharded import settled_call
 from rockmate.networks import Planned
 from rockmate.plan_cache import PlanRow, PlanRows
-from rockmate.planned_forward import PlannedForward
+from rockmate.planned_forward import GLOBAL_HOOKS, PlannedForward
 from rockmate.plans_of_module import Call, HandedOverOtherwiseError, planning
 from rockmate.runtime.plain import is_plain, unseen
 from rockmate.settings import Settings
@@ -59,7 +59,7 @@ class DecidingForward(PlannedForward):
         if not torch.is_grad_enabled() or is_plain() or is_transforming():
             return self.model.forward(*args, **kwargs)
         if has_global_hooks():
-            return self._with_global_hooks(args, kwargs)
+            return self._plainly(GLOBAL_HOOKS, args, kwargs)
         if not any(module.training for module in self.model.modules()):
             return self.model.forward(*args, **kwargs)
         leaves = flatten((args, dict(kwargs)))[0]
