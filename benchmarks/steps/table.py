@@ -30,6 +30,8 @@ def step_figure(row: Mapping[str, str], precise: bool = False) -> str:
         words += f", {float(row['step_ms']):.2f} ms over {float(row['plain_step_ms']):.2f} ms"
     if row["flops_ratio"]:
         words += f", FLOPs ×{float(row['flops_ratio']):.2f}"
+    if row.get("guards_us"):
+        words += f", guards {float(row['guards_us']):.0f} µs"
     words += ", in the least budget that fits" if row["least_budget"] else ""
     return words + (", self-test failed" if row["self_test"] else "")
 

@@ -41,7 +41,7 @@ COLUMNS = (
     *("time_ratio", "time_ratio_low", "time_ratio_high", "flops_ratio"),
     *("planned_overhead_percent", "measured_overhead_percent", "measured_minus_planned_points"),
     *("capture_seconds", "capture_seconds_low", "capture_seconds_high", "plan_seconds"),
-    *("peak_bytes", "budget_bytes", "least_budget", "rounds", "pairs"),
+    *("guards_us", "peak_bytes", "budget_bytes", "least_budget", "rounds", "pairs"),
     *("device", "threads", "load", "torch", "python"),
 )
 Reply = dict[str, Any]

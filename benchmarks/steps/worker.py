@@ -38,6 +38,7 @@ Reply = dict[str, Any]
 WARMUP = 3  # turns of which the first allocates gradients and fills caches
 FEWEST, MOST = 3, 300  # pairs of steps in one round
 PROFILED = 25  # functions shown
+REPEATS, LOOKS = 20, 200  # of guards
 
 
 @dataclass
@@ -161,7 +162,9 @@ def planned(
         budget = error.minimum_bytes
         module = tested(budget)
     step = functools.partial(train, module, case.sample)
+    step()
     facts |= {
+        "guards_us": guards_us(module),
         "planned_overhead_percent": 100 * module.plan.overhead,
         "peak_bytes": module.plan.peak_bytes,
         "budget_bytes": module.budget_bytes,
@@ -171,6 +174,24 @@ def planned(
     if module.plan.overhead:
         facts["flops_ratio"] = flops(step) / flops(plain(case, {}))
     return step
+
+
+def guards_us(module: Any) -> float | None:
+    """Return what one look at all that a plan takes for granted of its module costs.
+
+    It is the least of many, as it is a part of every step; None in an older checkout.
+    """
+    try:
+        watch = object.__getattribute__(module, "_rockmate").watch
+    except AttributeError:
+        return None
+    least = float("inf")
+    for _ in range(REPEATS):
+        begin = time.process_time()
+        for _ in range(LOOKS):
+            watch.now(None)  # in no region of autocast
+        least = min(least, (time.process_time() - begin) / LOOKS)
+    return 1e6 * least
 
 
 def flops(step: TakeStep) -> int:

@@ -184,3 +184,16 @@ def test_two_partial_functions_are_not_alike():
     first, second = functools.partial(max, 1), functools.partial(max, 2)
     assert Watched().worth(first) != Watched().worth(second)
     assert Watched().worth(first) == Watched().worth(functools.partial(max, 1))
+
+
+def test_what_is_in_known_tables_is_passed_over_where_they_hold():
+    table, other = {"a": object()}, {"a": object()}
+    watched = Watched()
+    for owner in (table, other):
+        watched.note(owner, "a", owner["a"])
+    watched.know([table])
+    table["a"] = object()
+    assert watched.holds(tables_hold=True)
+    assert not watched.holds()
+    other["a"] = object()
+    assert not watched.holds(tables_hold=True)

@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CellType, CodeType, FunctionType
@@ -65,12 +65,12 @@ class Source:
 class Sources:
     """Places that are read, and the names of attributes that are asked for anywhere.
 
-    Each place has the paths of the submodules whose Python reads it.
+    Each place and name has the paths of the submodules whose Python reads it.
     """
 
     places: dict[tuple[int, str], Source] = field(default_factory=dict)
     paths: dict[tuple[int, str], frozenset[str]] = field(default_factory=dict)
-    attributes: frozenset[str] = frozenset()
+    asked: dict[str, frozenset[str]] = field(default_factory=dict)  # names, and who asks for them
     # Modules outside of the one that is recorded that were called, by identity.
     called: dict[int, weakref.ref[nn.Module]] = field(default_factory=dict)
     settings: tuple[Any, ...] = ()  # what a first call sets (`Setting`)
@@ -81,7 +81,8 @@ class Sources:
         found, known = cls(), list(seen)
         for one in known:
             loads = loads_of(one.code)
-            found.attributes |= loads.attributes.keys()
+            for name in loads.attributes:
+                found.asked[name] = found.asked.get(name, frozenset()) | one.paths
             for name, line in (*loads.globals.items(), *loads.stores.items()):
                 if name in one.globals:
                     told = f"global '{name}' of {one.globals.get('__name__', 'a module')}"
@@ -99,7 +100,7 @@ class Sources:
     def joined(self, other: Sources) -> Sources:
         """Return the places of both; this very object where the other has none of its own."""
         if (
-            other.attributes <= self.attributes
+            all(paths <= self.asked.get(n, frozenset()) for n, paths in other.asked.items())
             and other.called.keys() <= self.called.keys()
             and all(paths <= self.paths.get(k, frozenset()) for k, paths in other.paths.items())
         ):
@@ -111,9 +112,21 @@ class Sources:
         return Sources(
             {**self.places, **other.places},
             paths,
-            self.attributes | other.attributes,
+            {
+                name: self.asked.get(name, frozenset()) | other.asked.get(name, frozenset())
+                for name in (*self.asked, *other.asked)
+            },
             {**self.called, **other.called},
         )
+
+    @property
+    def attributes(self) -> frozenset[str]:
+        """The names of attributes that are asked for."""
+        return frozenset(self.asked)
+
+    def asked_beside(self, passed: Callable[[str], bool]) -> set[str]:
+        """Return the names that submodules ask for whose paths are not `passed`."""
+        return {name for name, paths in self.asked.items() if not all(map(passed, paths))}
 
     def calls(self, module: nn.Module) -> bool:
         """Whether a module outside of the one that is recorded was called."""

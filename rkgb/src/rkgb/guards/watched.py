@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import getitem, is_
@@ -85,13 +85,24 @@ class Watched:
         self._owners: list[Mapping[Any, Any]] = []
         self._names: list[Any] = []
         self._found: list[Any] = []
+        self._others: tuple[Sequence[Any], ...] = (), (), ()  # in no table that others look at
         # What is watched already: a configuration is an attribute of every module of its model.
         self._known: dict[tuple[int, int], Hashable] = {}
 
-    def holds(self) -> bool:
+    def know(self, tables: Iterable[Mapping[Any, Any]]) -> None:
+        """Let what is in these tables be passed over where others know that it is as it was."""
+        known = set(map(id, tables))
+        rows = zip(self._owners, self._names, self._found, strict=True)
+        others = [row for row in rows if id(row[0]) not in known]
+        self._others = tuple([row[place] for row in others] for place in range(3))
+
+    def holds(self, *, tables_hold: bool = False) -> bool:
         """Whether everything is as it was; no exception and no new object in the usual case."""
+        rows: tuple[Sequence[Any], ...] = self._owners, self._names, self._found
+        if tables_hold:
+            rows = self._others
         try:
-            if not all(map(is_, map(getitem, self._owners, self._names), self._found)):
+            if not all(map(is_, map(getitem, rows[0], rows[1]), rows[2])):
                 return False
         except KeyError:  # it was deleted
             return False

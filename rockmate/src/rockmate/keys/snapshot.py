@@ -9,7 +9,7 @@ if something is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from operator import is_
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +22,7 @@ from rkgb.elements import storage_id
 from rkgb.graphs import BasicGraph
 from rkgb.guards import Same, Sources, Watched, is_users
 from rkgb.opaque import is_inside
-from rkgb.torch_api import same_kinds
+from rkgb.torch_api import dict_versions, same_kinds
 from rockmate.keys.module_state import ModuleState, Place, module_in_words
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -31,6 +31,7 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 _OWN = (frozenset(vars(nn.Module())) - {"training"}) | {"_compiled_call_impl", "_rockmate"}
 # What libraries write on modules for themselves, torch's sharding and compiling among them.
 _OTHERS = ("__", "_fsdp", "_is_fsdp", "_is_torch_compile")
+_MOST_MISSES = 8  # writes to tables that left everything as it was
 _CALLED = frozenset(("forward",))  # methods that torch asks for
 
 
@@ -57,22 +58,28 @@ class Snapshot:
         asked = sources.attributes | _CALLED
         watched = self._watched = Watched(asked, self._paths, self._tensor_paths)
         whole = [p for p in ignored if isinstance(p, str)]
+
+        def runs_whole(path: str) -> bool:
+            return any(is_inside(path, p) for p in whole)
+
         for path, module in modules.items():
             facts[path, "type", ""] = Same(type(module))
-            runs_whole = any(is_inside(path, p) for p in whole)
-            self._add_tables(path, module, facts, runs_whole=runs_whole)
+            self._add_tables(path, module, facts, runs_whole=runs_whole(path))
+        asked_beside = sources.asked_beside(runs_whole)  # by what is recorded around them
         for path, module in modules.items():
-            if not any(is_inside(path, p) for p in whole):
-                names = {p[1] for p in ignored if not isinstance(p, str) and p[0] == path}
-                self._add_attributes(path, module, facts, names)
+            names = {p[1] for p in ignored if not isinstance(p, str) and p[0] == path}
+            unread = vars(module).keys() - asked_beside if runs_whole(path) else set()
+            self._add_attributes(path, module, facts, names | unread)
         self._modules = list(modules.values())  # kept alive, so that no other gets a place of one
         wants = any(tensor.requires_grad for tensor in self._held)
         trains = any(module.training for module in self._modules)
-        self._add_sources(sources, whole, facts)
+        self._add_sources(sources, runs_whole, facts)
         for told, module in watched.outside:  # grows while it is walked
             self._add_outside(told, module, sources, facts)
         self._lengths = [*map(len, self._tables)]
         self._orders = [*map(tuple, self._ordered)]
+        watched.know(self._tables)
+        self._versions, self._misses = dict_versions(self._tables), 0
         unique = {id(t): t for t in self._held}
         self._tensors = list(unique.values())
         if watched.tensors:
@@ -92,13 +99,24 @@ class Snapshot:
 
     def holds(self, autocast: Hashable) -> bool:
         """Whether everything is as it was; no exception and no new object in the usual case."""
-        if [*map(len, self._tables)] != self._lengths or any(self._empty):
+        if any(self._empty) or [*map(type, self._modules)] != self._types:
             return False
-        if [*map(tuple, self._ordered)] != self._orders:
+        now = None if self._versions is None else dict_versions(self._tables)
+        unwritten = now is not None and now == self._versions
+        if not unwritten and not self._tables_hold():
             return False
-        if [*map(type, self._modules)] != self._types:
+        if not self._watched.holds(tables_hold=unwritten):
             return False
-        return self._watched.holds() and self._are_of_the_same_kinds(autocast)
+        if not unwritten:  # what is written to at every call is better looked at at once
+            self._misses += 1
+            self._versions = now if self._misses < _MOST_MISSES else None
+        return self._are_of_the_same_kinds(autocast)
+
+    def _tables_hold(self) -> bool:
+        """Whether tables have as many entries as they had, and submodules the same order."""
+        return [*map(len, self._tables)] == self._lengths and [
+            *map(tuple, self._ordered)
+        ] == self._orders
 
     def is_of_the_same(self, other: Snapshot) -> bool:
         """Whether both are of the same modules and tensors, in whatever state."""
@@ -134,14 +152,14 @@ class Snapshot:
     def _add_sources(
         self,
         sources: Sources,
-        whole: Sequence[str],
+        runs_whole: Callable[[str], bool],
         facts: dict[tuple[str, str, str], Hashable],
     ) -> None:
         """Add what Python reads elsewhere, but for what runs whole and reads it itself."""
         if not sources.attributes and not sources.places:
             return
         for number, (key, source) in enumerate(sources.places.items()):
-            if all(any(is_inside(path, p) for p in whole) for path in sources.paths[key]):
+            if all(map(runs_whole, sources.paths[key])):
                 continue
             value = source.read()
             self._watched.where = source.told
