@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from rkgb import SideEffectError
-from rockmate import Rockmate
+from rockmate import InfeasibleBudgetError, Rockmate
+from rockmate.testing.nets import assert_same_gradients
+from rockmate.testing.wrapping import wrap
 
 NAME = "ROCKMATE_TEST_SCALE"
 
@@ -222,3 +224,34 @@ def test_the_environment_is_a_guard(monkeypatch):
         monkeypatch.setenv(NAME, value)
         assert all(map(torch.equal, _train(planned, x, 1), _train(twin, x, 1)))
     assert len(planned.plans) == 2
+
+
+class Advancing(nn.Module):
+    """Its root advances an iterator between layers, which are planned by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(6)
+        )
+        self.numbers = iter(range(1, 100))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh() * next(self.numbers)
+        return x
+
+
+def test_planning_the_layers_of_a_root_advances_nothing():
+    torch.manual_seed(0)
+    model, x = Advancing(), torch.randn(512, 16)
+    twin = copy.deepcopy(model)
+    with pytest.raises(InfeasibleBudgetError):
+        wrap(model, x, 0.01)
+    rk = wrap(model, x, 0.6)
+    for _ in range(2):
+        for net in (rk, twin):
+            net.zero_grad()
+            net(x).square().mean().backward()
+        assert_same_gradients(model, twin)
+    assert next(model.numbers) == next(twin.numbers) == 13

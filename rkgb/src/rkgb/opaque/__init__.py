@@ -9,12 +9,19 @@ changes), kept_writes.py (parameters that it changes), trial.py (what a call cos
 
 from rkgb.opaque.call import is_inside
 from rkgb.opaque.kept_writes import KeptWrites
-from rkgb.opaque.module_state import BufferContents, ModuleState, PythonRandom, StartOfCall
+from rkgb.opaque.module_state import (
+    BufferContents,
+    Lent,
+    ModuleState,
+    PythonRandom,
+    StartOfCall,
+)
 from rkgb.opaque.piece import RunPiece, running_on
 
 __all__ = [
     "BufferContents",
     "KeptWrites",
+    "Lent",
     "ModuleState",
     "PythonRandom",
     "RunPiece",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rkgb.device import Span
 from rkgb.elements import flatten
 from rkgb.engine import trace_memory
-from rkgb.opaque import KeptWrites, StartOfCall
+from rkgb.opaque import KeptWrites, Lent, StartOfCall
 from rkgb.torch_api import without_hooks_after_gradients
 from rockmate.comparison.eager import seed_backward
 from rockmate.runtime.execute import Executor
@@ -76,12 +76,13 @@ def trace_step(
         finally:
             marker.span = None
 
-    with kept_as_it_is(model, device):
+    with kept_as_it_is(model, device) as lent:
         start, traces = StartOfCall(model, device), []
         _run(model, call, Marker())  # gradients are there from now on, and buffers of libraries
         for _ in range(times):
             start.restore()  # by other random numbers, it might go another way
             restore()
+            lent.again()
             traces.append(trace_memory(run, device))
     trace = min(traces, key=lambda trace: trace.peak_bytes)
     marks = [Mark(s.name, s.start_bytes, s.next_peak_bytes) for s in trace.spans]
@@ -101,19 +102,23 @@ def _run(model: nn.Module, call: Call, marker: Marker) -> None:
 
 
 @contextlib.contextmanager
-def kept_as_it_is(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put gradients, buffers, written parameters, attributes and random numbers back in the end."""
-    start = StartOfCall(model, device)
+def kept_as_it_is(model: nn.Module, device: torch.device) -> Iterator[Lent]:
+    """Put gradients, buffers, written parameters, attributes and random numbers back in the end.
+
+    Copies stand in for what changes by being used; for another run these are lent again.
+    """
+    start, lent = StartOfCall(model, device), Lent(model)
     leaves = [*model.parameters(), *_leaves_kept(model)]
     grads = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
     try:
         with without_hooks_after_gradients(leaves), KeptWrites(model.named_parameters()):
-            yield
+            yield lent
     finally:
         for leaf, grad in zip(leaves, grads, strict=True):
             leaf.grad = grad
+        lent.end()
         start.restore()
 
 
