@@ -29,7 +29,7 @@ from rockmate.runtime.plain import is_plain
 from rockmate.second_look import SecondLook
 
 # Why a step runs plain | and what to do instead.
-GLOBAL_HOOKS = (
+_GLOBAL_HOOKS = (
     "torch.nn.modules.module.register_module_*_hook has set a hook for every module, and a planned "
     "step calls no submodules. | Put the hook on single modules instead."
 )
@@ -55,10 +55,8 @@ class PlannedForward(SecondLook):
         """Run the module: planned where it trains, as it is where it does not."""
         if not torch.is_grad_enabled() or is_plain() or is_transforming():
             return self.model.forward(*args, **kwargs)
-        if has_global_hooks():
-            return self._plainly(GLOBAL_HOOKS, args, kwargs)
-        if current_dispatch_modes() and (modes := changing_modes()):
-            return self._plainly(_MODES.format(modes[-1]), args, kwargs)
+        if why := self._why_plain():
+            return self._plainly(why, args, kwargs)
         autocast, flags = ambient()
         numbers = self.watch.numbers(autocast) if self.watch.open else {}
         snapshot = self.watch.now(autocast)
@@ -94,6 +92,14 @@ class PlannedForward(SecondLook):
         if planned.may_go_another_way:
             return self._with_pieces(planned, external, leaves, args, kwargs)
         return planned.run(self.model, external, leaves, call=(args, kwargs))
+
+    def _why_plain(self) -> str:
+        """Return what is around a step that no plan can be run in; '' where there is nothing."""
+        if has_global_hooks():
+            return _GLOBAL_HOOKS
+        if current_dispatch_modes() and (modes := changing_modes()):
+            return _MODES.format(modes[-1])
+        return ""
 
     def _plainly(self, why: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the plain module, and say why."""

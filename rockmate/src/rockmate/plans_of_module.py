@@ -25,6 +25,7 @@ from rockmate.errors import (
     UnsupportedModuleError,
 )
 from rockmate.files.plan_file import PlanFile
+from rockmate.keys.changing_places import ChangingPlaces, readers
 from rockmate.keys.input_signature import ambient, in_order, key_of
 from rockmate.keys.module_state import ModuleState, Place
 from rockmate.keys.module_watch import ModuleWatch, without_hooks
@@ -52,6 +53,11 @@ _MOST_TRIES = 4  # to make a plan for all numbers
 _MOST_NAMED = 3  # compiled modules, in the log
 # What is said where torch.compile is taken off.
 INSTEAD = "its operations are planned one by one; compile=True compiles what is planned"
+_CHANGES = (
+    "what Python reads has another value at every step: %s. What reads it runs whole from now on, "
+    "so that nothing is recorded for it: %s. Pass it as an argument, or keep it as an attribute of "
+    "the module"
+)
 planning = threading.RLock()  # one at a time: a recording watches over all of torch
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -76,6 +82,7 @@ class PlansOfModule:
         self._shelf: Shelf | None = None  # of plans that were made before
         self._settings: list[Setting] = []  # what the plain forward sets at its first call
         self._told: set[str] = set()  # what is taken off
+        self.changing = ChangingPlaces()
         self._in_a_row = 0  # recordings for nothing but other numbers
         self._because = ""  # the next plan is made
         self._tried: dict[Key | None, int] = {}  # how often no plan could be for any number
@@ -174,7 +181,9 @@ class PlansOfModule:
             self._try_any_attribute(key, call)
             began = time.perf_counter()
             any_number = self._may_be_for_any_number(key)
-            planned = self._planned(call, why, any_number=any_number)
+            planned = self._without_readers(key, last, call, why)
+            if planned is None:
+                planned = self._planned(call, why, any_number=any_number)
             if any_number is not None:
                 key, why = self._for_any_number(key, any_number, why, planned)
             row = _row(key, why, planned, time.perf_counter() - began)
@@ -195,6 +204,32 @@ class PlansOfModule:
             if self.plans.put(key, family):
                 self.watch.forget(self.plans.states())
             return family
+
+    def _without_readers(self, key: Key, last: Key | None, call: Call, why: str) -> Planned | None:
+        """Plan with what reads a place whole, where that has another value at every step.
+
+        None where there is no such place, or such a plan needs more bytes than there are.
+        """
+        alike = last is not None and replace(last, state=key.state) == key
+        facts = self.changing.note(key.state, last.state if last is not None and alike else None)
+        if not facts or self.settings.strict:
+            return None
+        before, paths = self.settings, readers(facts, self.watch.sources)
+        opaque = ", ".join(f"'{path or '(root)'}'" for path in paths)
+        others = (p for p in before.opaque if not _is_covered(p, paths))
+        self.settings = replace(before, opaque=(*others, *paths))
+        try:
+            planned = self._planned(call, why)
+        except (InfeasibleBudgetError, RkgbError) as error:
+            _log.debug("%s cannot run whole: %s", opaque, error)
+            self.settings = before
+            self.changing.leave(facts)
+            return None
+        except HandedOverOtherwiseError:  # it is planned by blocks
+            _log.warning(_CHANGES, why, opaque)
+            raise
+        _log.warning(_CHANGES, why, opaque)
+        return planned
 
     def _locate(self, planned: Planned) -> ModuleState:
         """Return the state that a plan was made for, which knows where it reads kept tensors."""

@@ -16,7 +16,6 @@ from rkgb import RkgbError
 from rkgb.elements import flatten, is_running
 from rkgb.engine import Sample, record
 from rkgb.torch_api import (
-    has_global_hooks,
     is_abstract,
     is_transforming,
     without_global_hooks,
@@ -31,7 +30,7 @@ from rockmate.keys.module_watch import without_hooks
 from rockmate.keys.sharded import settled_call
 from rockmate.networks import Planned
 from rockmate.plan_cache import PlanRow, PlanRows
-from rockmate.planned_forward import GLOBAL_HOOKS, PlannedForward
+from rockmate.planned_forward import PlannedForward
 from rockmate.plans_of_module import Call, HandedOverOtherwiseError, planning
 from rockmate.runtime.plain import is_plain, unseen
 from rockmate.settings import Settings
@@ -58,8 +57,8 @@ class DecidingForward(PlannedForward):
             return super().__call__(args, kwargs)
         if not torch.is_grad_enabled() or is_plain() or is_transforming():
             return self.model.forward(*args, **kwargs)
-        if has_global_hooks():
-            return self._plainly(GLOBAL_HOOKS, args, kwargs)
+        if why := self._why_plain():
+            return self._plainly(why, args, kwargs)
         if not any(module.training for module in self.model.modules()):
             return self.model.forward(*args, **kwargs)
         leaves = flatten((args, dict(kwargs)))[0]
