@@ -111,3 +111,24 @@ def test_strict_records_every_value(monkeypatch):
         change(step + 1)
         assert not any(_differ(planned, net, plain, x))
     assert len(planned.plans) == 8
+
+
+class Advancing(nn.Module):
+    """A root that advances an iterator, around one chain of layers."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())]
+        self.chain, self.steps = nn.Sequential(*layers), iter(range(1, 100))
+
+    def forward(self, x):
+        return self.chain(x) * next(self.steps)
+
+
+def test_a_root_that_advances_an_iterator_is_planned_by_its_only_block():
+    torch.manual_seed(0)
+    net, x = Advancing(), torch.randn(256, 64)
+    plain = copy.deepcopy(net)
+    planned = Rockmate(net, x, 0.7, cost="flops")
+    for _ in range(4):
+        assert not any(_differ(planned, net, plain, x))

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from rockmate.keys.module_state import UNDRESSED
+
 
 class Lead(Protocol):
     """What calls of submodules are led to."""
@@ -61,7 +63,7 @@ def _dressed(base: Any) -> type:
     if known is None:
         led = _LedForward(base)
         names = ("__module__", "__qualname__", "__doc__")
-        space = {"forward": led, **{name: getattr(base, name) for name in names}}
+        space = {"forward": led, UNDRESSED: base, **{name: getattr(base, name) for name in names}}
         led.kind = known = _classes[base] = type(base)(base.__name__, (base,), space)
     return known
 

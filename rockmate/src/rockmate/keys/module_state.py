@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from rkgb.guards import Kept, Named
 
+UNDRESSED = "_rockmate_undressed"  # of a class that stands for another: which one
 Place = tuple[str, str]  # of an attribute: path of its module, and name
 
 

@@ -23,7 +23,7 @@ from rkgb.graphs import BasicGraph
 from rkgb.guards import Same, Sources, Watched, is_users
 from rkgb.opaque import is_inside
 from rkgb.torch_api import dict_versions, same_kinds
-from rockmate.keys.module_state import ModuleState, Place, module_in_words
+from rockmate.keys.module_state import UNDRESSED, ModuleState, Place, module_in_words
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_modules", "_parameters", "_buffers")
@@ -63,7 +63,7 @@ class Snapshot:
             return any(is_inside(path, p) for p in whole)
 
         for path, module in modules.items():
-            facts[path, "type", ""] = Same(type(module))
+            facts[path, "type", ""] = Same(_class_of(module))
             self._add_tables(path, module, facts, runs_whole=runs_whole(path))
         asked_beside = sources.asked_beside(runs_whole)  # by what is recorded around them
         for path, module in modules.items():
@@ -166,7 +166,7 @@ class Snapshot:
             worth = self._watched.worth(value)
             facts[f"{source.told} ({source.where})", "source", str(number)] = worth
             source.watch(self._watched, value)
-        kinds = (kind for module in self._modules for kind in type(module).__mro__)
+        kinds = (kind for module in self._modules for kind in _class_of(module).__mro__)
         for kind in dict.fromkeys(kinds):
             if is_users(kind.__module__):
                 told = f"class {kind.__module__}.{kind.__qualname__}"
@@ -188,7 +188,7 @@ class Snapshot:
                 continue
             path = self._paths[id(part)] = f"{own}{' in ' if own else ''}{told}"
             self._modules.append(part)
-            facts[path, "type", ""] = Same(type(part))
+            facts[path, "type", ""] = Same(_class_of(part))
             self._add_tables(path, part, facts, runs_whole=False)
             unread = set() if sources.calls(part) else vars(part).keys() - self._watched.asked
             self._add_attributes(path, part, facts, {*unread})
@@ -279,6 +279,13 @@ def _kind(tensor: Tensor | None) -> tuple[Any, ...] | None:
         return None
     strides = tensor.stride() if tensor.layout is torch.strided else None
     return tensor.dtype, tensor.device, tensor.requires_grad, tensor.shape, strides, type(tensor)
+
+
+def _class_of(module: nn.Module) -> type:
+    """Return the class of a module, where another stands for it the one that is meant."""
+    kind = type(module)
+    meant: type = vars(kind).get(UNDRESSED, kind)
+    return meant
 
 
 def _memory(tensor: Tensor) -> int:
