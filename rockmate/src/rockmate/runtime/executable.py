@@ -213,6 +213,18 @@ class Executable:
         return tuple((i, name) for i, name in enumerate(self.program.saved) if name in outputs)
 
     @cached_property
+    def aliased_outputs(self) -> tuple[int, ...]:
+        """Places of outputs of which the backward reads only what shares memory with them."""
+        infos = self.graph.dataflow.basic.infos
+        saved = self.program.saved
+        roots = {infos[name].alias_of for name in saved if name in infos}
+        return tuple(
+            place
+            for place, name in enumerate(self.program.outputs)
+            if name not in saved and name in infos and infos[name].alias_of in roots
+        )
+
+    @cached_property
     def saved_values(self) -> tuple[int, ...]:
         """Places of what the forward has saved that did not exist before it."""
         known = set(self.program.externals)

@@ -45,6 +45,8 @@ class Executor(Backwards):
         if executable.seen_writes:  # below autograd, kernels do not count them
             increment_version(executable.read_seen_writes(external))
         step.remember_versions(external)
+        if aliased := executable.aliased_outputs:
+            step.remember_aliases(outputs, aliased)
         rail = step.rail = step.laid.rail(external)
         passed = step.pass_to_hooks() if has_saved_hooks() else ()
         return list(apply_function(_Outputs, step, outputs, passed, rail.token))

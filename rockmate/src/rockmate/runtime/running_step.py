@@ -48,6 +48,7 @@ class RunningStep:
     held: Sequence[Tensor] = ()
     watch: FirstsWatch | None = None
     kept: Mapping[str, Tensor] | None = None  # for another backward, if asked for
+    aliases: Sequence[tuple[str, Tensor, int]] = ()  # of what is saved: outputs and their versions
     passed: Sequence[int] | None = None  # places in `saved` of what hooks have taken, if any
     start_random: KeptGenerators | None = None
     choice: KernelChoice | None = None
@@ -108,12 +109,21 @@ class RunningStep:
         self.storages = [t.untyped_storage()._cdata for t in held]
         self.output_versions = [saved[place]._version for place, _ in executable.saved_outputs]
 
+    def remember_aliases(self, outputs: Sequence[Tensor], places: Sequence[int]) -> None:
+        """Remember outputs that share memory with what is saved; views have versions of their own.
+
+        What holds the memory is saved anyway.
+        """
+        names = self.executable.program.outputs
+        self.aliases = [(names[p], outputs[p].detach(), outputs[p]._version) for p in places]
+
     def pass_to_hooks(self) -> list[Tensor]:
         """Return the saved tensors, to be saved by autograd: hooks decide what becomes of them.
 
         What exists before the step stays here: the backward looks whether it has changed.
         """
         own = self.executable.saved_values
+        self.aliases = ()
         self.passed = [place for place in own if isinstance(self.saved[place], Tensor)]
         found = [self.saved[place] for place in self.passed]
         for place in self.passed:
@@ -140,10 +150,17 @@ class RunningStep:
         pairs = zip(self.executable.saved_outputs, self.output_versions, strict=True)
         for (place, name), version in pairs:
             if self.saved[place]._version != version:
-                raise ChangedTensorError(
-                    f"the output '{name}' of a Rockmate module was changed in place between "
-                    "forward and backward, which reads it. Work on a copy: y = y.clone()."
-                )
+                self._output_changed(name)
+        for name, alias, version in self.aliases:
+            if alias._version != version:
+                self._output_changed(name)
+        self.aliases = ()
+
+    def _output_changed(self, name: str) -> None:
+        raise ChangedTensorError(
+            f"the output '{name}' of a Rockmate module was changed in place between "
+            "forward and backward, which reads it. Work on a copy: y = y.clone()."
+        )
 
     def _changed(self, name: str) -> None:
         raise ChangedTensorError(
