@@ -16,7 +16,7 @@ from rkgb.graphs.basic import (
     autocast_as,
 )
 from rkgb.graphs.compare import same_but_for_numbers, same_but_for_sizes
-from rkgb.graphs.differences import Difference, differences
+from rkgb.graphs.differences import Difference, differences, forward_differences
 from rkgb.graphs.passes import PLANNED_PASSES
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 
@@ -32,6 +32,7 @@ __all__ = [
     "ambient_autocast",
     "autocast_as",
     "differences",
+    "forward_differences",
     "same_but_for_numbers",
     "same_but_for_sizes",
 ]

@@ -46,6 +46,15 @@ def differences(
     return list(dict.fromkeys(made.found))
 
 
+def forward_differences(
+    known: BasicGraph, found: BasicGraph, numbers: Sequence[float] = ()
+) -> list[Difference]:
+    """Return what the operations of the forward of `found` have otherwise than those of `known`."""
+    made = _Differences(known, found, numbers)
+    made.operations(known.ops, found.ops)
+    return list(dict.fromkeys(made.found))
+
+
 def run_alike(ours: Sequence[Op], theirs: Sequence[Op]) -> bool:
     """Whether two forwards run the same operations on the same values."""
     return len(ours) == len(theirs) and all(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -23,9 +24,15 @@ from rkgb.engine import (
     record,
     runnable,
 )
-from rkgb.graphs import BackwardKind, BasicGraph, SimplifiedGraph, autocast_as
+from rkgb.graphs import (
+    BackwardKind,
+    BasicGraph,
+    SimplifiedGraph,
+    autocast_as,
+    forward_differences,
+)
 from rkgb.run import held_bytes, without_idle_steps
-from rockmate.errors import InfeasibleBudgetError, RockmateError
+from rockmate.errors import InfeasibleBudgetError, RockmateError, UnsupportedModuleError
 from rockmate.keys.input_signature import InputSignature
 from rockmate.keys.module_watch import without_hooks
 from rockmate.networks.executables import (
@@ -81,12 +88,22 @@ def variant_of(
     """Return the executable for gradients that arrive otherwise, from a recording of their own.
 
     Where that would not fit beside what a step holds, it is made without content, if it can be.
+
+    Raises:
+        UnsupportedModuleError: the module is not any more what it was in the forward.
     """
     sample = planned.signature.sample_of(leaves)
     _log.info("recording another backward: %s", kind)
-    with autocast_as(planned.signature.autocast), unseen(), no_collection():
+    with (
+        autocast_as(planned.signature.autocast),
+        unseen(),
+        no_collection(),
+        contextlib.ExitStack() as stack,
+    ):
         bare = without_hooks(model, type(model))
         known = planned.network.graph.dataflow.basic
+        if in_a_step:  # else nothing has happened since
+            stack.enter_context(_wanting_as(known, bare))
         is_tight = in_a_step and not fits_into_a_step(planned, kind)
         basic = record_other_backward(bare, sample, known, kind) if is_tight else None
         if basic is None:
@@ -97,6 +114,8 @@ def variant_of(
                     *(_recording_bytes(known, kind), planned.budget_bytes),
                 )
             basic = record(bare, sample, kind, opaque=known.opaque, known=known)
+            if in_a_step:
+                _check_forward(known, basic, leaves)
         if known.numbers is not None:
             basic = for_same_numbers(basic, known.numbers, bare, sample, model)
     network, measured = planned.network, planned.network.measured
@@ -112,6 +131,33 @@ def variant_of(
         graph = network.recorded.with_backward(basic)
         steps = without_idle_steps(graph, planned.plan.steps)
     return executable(graph, steps, measured, like=like)
+
+
+@contextlib.contextmanager
+def _wanting_as(known: BasicGraph, model: nn.Module) -> Iterator[None]:
+    """Let parameters want gradients as in the forward; whoever froze one since gets none of it."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    wanting = {leaf for leaf, _ in known.edges}
+    found = [(parameters[path], name in wanting) for name, path in known.parameters.items()]
+    changed = [parameter for parameter, wants in found if parameter.requires_grad != wants]
+    for parameter in changed:
+        parameter.requires_grad_(not parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
+
+
+def _check_forward(known: BasicGraph, found: BasicGraph, leaves: Sequence[Any]) -> None:
+    numbers = () if known.numbers is None else known.numbers.of(leaves) or ()
+    if changed := forward_differences(known, found, numbers):
+        raise UnsupportedModuleError(
+            "gradients have arrived at outputs of a Rockmate module in another way than before, so "
+            "that their backward has to be recorded, and the module has changed since its forward: "
+            f"{changed[0]}. Change modules (train(), eval(), attributes) after the backward, or "
+            "run the forward again."
+        )
 
 
 def fits_into_a_step(planned: PlannedFor, kind: BackwardKind) -> bool:
