@@ -17,7 +17,7 @@ from rkgb import RkgbError, TraceError
 from rkgb.engine import Sample
 from rkgb.opaque import is_inside
 from rkgb.safeguards import Setting, refuse_lazy_modules
-from rkgb.torch_api import changing_modes, compiled_modules, unwatched
+from rkgb.torch_api import changing_modes, compiled_modules, placed_parameters, unwatched
 from rockmate.errors import (
     InfeasibleBudgetError,
     PlanFileError,
@@ -471,7 +471,7 @@ def _row(key: Key, why: str, planned: Planned, seconds: float) -> PlanRow:
 def _usable(model: nn.Module, call: Call) -> Call:
     """Return a call whose tensors autograd may save, whatever mode they were made in."""
     refuse_lazy_modules(model)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*placed_parameters(model), *model.named_buffers()):
         if tensor.is_inference():
             raise UnsupportedModuleError(
                 f"'{name}' of {type(model).__name__} was made under torch.inference_mode(), and "

@@ -13,6 +13,7 @@ from rkgb.graphs.basic import BackwardKind, HandOver, autocast_as
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.watch import no_backward_inside, tensors_of
 from rkgb.safeguards.explain import explained
+from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.torch_private import run_backward
 
 # A kind of backward, or what tells it from the usual one; None is the usual one.
@@ -175,7 +176,7 @@ class RecordedBackward:
     def _in_words(self, leaf: Tensor) -> str:
         """Return what a leaf from elsewhere is."""
         for module in self.recorder.places.outside.values():
-            for name, parameter in module.named_parameters():
+            for name, parameter in placed_parameters(module):
                 if parameter is leaf:
                     return f"'{name}' of a {type(module).__name__} that is none of its submodules"
         known = self.recorder.name_of(leaf)

@@ -21,6 +21,7 @@ from rkgb.opaque.module_state import Lent, ModuleState
 from rkgb.opaque.piece import Piece, RunPiece, RunPieceBackward, running_on
 from rkgb.opaque.trial import BrokenPieceError, Trials
 from rkgb.recording.recorder import Recorder
+from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.torch_private import (
     current_autograd_node,
     latest_sequence_nr,
@@ -138,7 +139,7 @@ class PieceRecorder:
             if isinstance(op.target, RunPiece):
                 module = self.twin.get_submodule(op.target.piece.call.path)
                 inside = {id(p) for p in module.parameters()}
-                names = {n for n, p in self.twin.named_parameters() if id(p) in inside}
+                names = {n for n, p in placed_parameters(self.twin) if id(p) in inside}
                 written.update(op.target.piece.written)
                 for name in (*names, *op.target.piece.written):
                     uses.setdefault(name, set()).add(place)

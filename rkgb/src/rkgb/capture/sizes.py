@@ -19,6 +19,7 @@ from rkgb.elements.op import Op, map_refs
 from rkgb.elements.sample import Sample, bind_inputs
 from rkgb.elements.trees import flatten
 from rkgb.graphs.basic import BackwardKind, BasicGraph
+from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.quiet import without_warnings
 from rkgb.torch_api.torch_private import without_content
 
@@ -64,7 +65,7 @@ def record_sizes(
         held_bytes: dict[str, int] = {}
         with sample.device:  # what the forward makes, wherever this was called
             basic = record(twin, sample, strict=True, held_bytes=held_bytes)
-    parameters = dict(twin.named_parameters(remove_duplicate=False))
+    parameters = dict(placed_parameters(twin, remove_duplicate=False))
     external: dict[str, Tensor] = {n: parameters[t] for n, t in basic.parameters.items()}
     named = zip(basic.inputs, sample.leaves, strict=True)
     external.update((name, leaf) for name, leaf in named if name is not None)

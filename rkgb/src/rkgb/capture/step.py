@@ -52,6 +52,7 @@ from rkgb.safeguards.assignments import AssignsError, Hidden, assigned
 from rkgb.safeguards.explain import explained
 from rkgb.safeguards.settling import Setting, SettlesError, all_settings, settings_of
 from rkgb.safeguards.side_effects import KeptState, Printed
+from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.quiet import printing_to, without_warnings
 from rkgb.torch_api.torch_private import current_autograd_node
 
@@ -152,7 +153,7 @@ class RecordedStep:
             contextlib.closing(self.outside),  # before what is patched is put back
         ):
             # Not a mode beside the recorder: it would be seen in what kernels take.
-            self.recorder.kept_writes = KeptWrites(self.twin.named_parameters())
+            self.recorder.kept_writes = KeptWrites(placed_parameters(self.twin))
             stack.callback(self.recorder.kept_writes.restore)
             stack.callback(before.restore)  # Python's random numbers, if it is refused
             stack.callback(self.pieces.close)
@@ -254,7 +255,7 @@ class RecordedStep:
 
     def _name_externals(self) -> None:
         add = self.recorder.add_external
-        for target, parameter in self.twin.named_parameters(remove_duplicate=False):
+        for target, parameter in placed_parameters(self.twin, remove_duplicate=False):
             name = add(f"p_{_identifier(target)}", parameter, "parameter")
             self.parameters.setdefault(name, target)
             if parameter.requires_grad:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rkgb.device.chosen import device_of
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 from rkgb.errors import TraceError
+from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.torch_private import is_cast_anew
 
 _ATTRIBUTE = "~"  # begins keywords that no forward can have
@@ -165,7 +166,7 @@ def check_device(
         UnsupportedDeviceError: it is neither a CPU nor CUDA.
     """
     found: dict[torch.device, str] = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in [*placed_parameters(model), *model.named_buffers()]:
         found.setdefault(tensor.device, f"'{name}' of the model")
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):

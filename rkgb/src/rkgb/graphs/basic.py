@@ -20,6 +20,7 @@ from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.elements.trees import Structure
 from rkgb.guards.sources import Sources
+from rkgb.torch_api.placed import placed_parameters
 
 # How the gradient of one output lies in memory: its strides, or None where none arrives.
 Tangent = tuple[int, ...] | None
@@ -106,7 +107,7 @@ class BasicGraph:
     ops: tuple[Op, ...]  # of the forward
     backward: tuple[Op, ...]
     hand_overs: tuple[HandOver, ...]  # parts of gradients of parameters and inputs, in order
-    parameters: Mapping[str, str]  # name of the value -> name in model.named_parameters()
+    parameters: Mapping[str, str]  # name of the value -> path in the model
     buffers: Mapping[str, str]  # name of the value -> name in model.named_buffers()
     constants: Mapping[str, Tensor]  # tensors that belong to the graph itself
     inputs: tuple[str | None, ...]  # one per leaf of (args, kwargs); None where it is no tensor
@@ -174,7 +175,7 @@ def external_values(
 
     `inputs` are the leaves of (args, kwargs), flattened.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(placed_parameters(model, remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     values: dict[str, Tensor] = {
         name: parameters[target] for name, target in graph.parameters.items()

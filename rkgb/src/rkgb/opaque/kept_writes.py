@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rkgb.elements.spread import memory_of
 from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.errors import SideEffectError
+from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.torch_private import TorchDispatchMode, pytree, set_version
 
 
@@ -92,7 +93,7 @@ class ParameterPlaces:
     """Where the parameters of a module lie: a copy that gets other memory leaves the module's."""
 
     def __init__(self, module: nn.Module) -> None:
-        every = module.named_parameters()
+        every = placed_parameters(module)
         strided = [(n, p) for n, p in every if p.layout is torch.strided]
         self._before = [(n, p, storage_of(memory_of(p))) for n, p in strided]
 

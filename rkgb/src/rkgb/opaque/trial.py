@@ -24,6 +24,7 @@ from rkgb.opaque.module_state import BufferContents, Lent, ModuleState
 from rkgb.opaque.piece import Piece, added, gradients_of
 from rkgb.torch_api.compiled_code import BRANCHES
 from rkgb.torch_api.patches import Patches
+from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.torch_private import weak_storage
 
 
@@ -56,7 +57,7 @@ class Trials:
 
     def __init__(self, twin: nn.Module, device: torch.device) -> None:
         self.twin, self.device = twin, device
-        self.names = {id(p): n for n, p in twin.named_parameters() if p.requires_grad}
+        self.names = {id(p): n for n, p in placed_parameters(twin) if p.requires_grad}
 
     def once(self, call: Call, module: nn.Module, tensors: Sequence[Tensor]) -> tuple[str, ...]:
         """Run a call for others to watch; nothing is changed by it.
@@ -65,7 +66,7 @@ class Trials:
         """
         stream, state = RngState.save(self.device), ModuleState(module)
         contents, lent = BufferContents(module), Lent(module)
-        kept = KeptWrites(self.twin.named_parameters())
+        kept = KeptWrites(placed_parameters(self.twin))
         refused = [(torch, name, _refuse) for name in BRANCHES if hasattr(torch, name)]
         try:
             with kept, Patches(refused):
@@ -75,7 +76,7 @@ class Trials:
             places.refuse_moves()
         except NotImplementedError:  # it may have gone on to write
             inside = {id(p) for p in module.parameters()}
-            return tuple(n for n, p in self.twin.named_parameters() if id(p) in inside)
+            return tuple(n for n, p in placed_parameters(self.twin) if id(p) in inside)
         finally:
             lent.end()
             contents.restore()

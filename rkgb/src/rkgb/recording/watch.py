@@ -7,6 +7,7 @@ asked of autograd, which a recording below it does not see.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
+from rkgb.errors import TraceError
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.stops import NotRecordedError, ReadsDataError
@@ -24,6 +26,7 @@ from rkgb.torch_api.compiled_code import BRANCHES, uncompiled
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.torch_private import pytree
 
+_OLDER_SURROUNDINGS = "_checkpoint_without_reentrant_generator"  # until torch 2.13
 _SEEDING = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
 # What a recording would not do again, and what to do instead.
 _NOT_RECORDED = {
@@ -162,26 +165,55 @@ def transparent_checkpoints() -> Iterator[None]:
         with torch.set_grad_enabled(wants and torch.is_grad_enabled()):
             return function(*args)
 
-    def generator(*_args: Any, **_kwargs: Any) -> Iterator[None]:
-        yield
-
     # Its first call would load torch's compiler, only to keep away from it.
     plain = getattr(torch_checkpoint.checkpoint, "__wrapped__", None)
     loads = plain is not None and not hasattr(plain, "__dynamo_disable")
     if loads:
         setattr(plain, "__dynamo_disable", plain)
-    replaced = Patches(
-        [
-            (torch_checkpoint.CheckpointFunction, "apply", apply),
-            (torch_checkpoint, "_checkpoint_without_reentrant_generator", generator),
-        ]
-    )
     try:
-        with replaced:
+        with Patches(
+            [
+                (torch_checkpoint.CheckpointFunction, "apply", apply),
+                (torch_checkpoint, _surroundings_of_checkpoints(), _no_surroundings),
+            ]
+        ):
             yield
     finally:
         if loads:
             delattr(plain, "__dynamo_disable")
+
+
+def _no_surroundings(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+    """Stand in for the generator around what a checkpoint runs."""
+    yield
+
+
+@functools.cache
+def _surroundings_of_checkpoints() -> str:
+    """Return the name of the generator that this torch runs around what a checkpoint is given.
+
+    Raises:
+        TraceError: it calls none that is known, so that replacing it would do nothing.
+    """
+    names = ("_checkpoint_without_reentrant_generator_impl", _OLDER_SURROUNDINGS)
+    for name in names:
+        called: list[str] = []
+
+        def noting(*_args: Any, called: list[str] = called, name: str = name, **_: Any) -> Any:
+            called.append(name)
+            yield
+
+        if hasattr(torch_checkpoint, name):
+            with Patches([(torch_checkpoint, name, noting)]):
+                torch_checkpoint.checkpoint(int, use_reentrant=False)
+        if called:
+            return name
+    raise TraceError(
+        f"torch {torch.__version__} does not call torch.utils.checkpoint.{_OLDER_SURROUNDINGS}, "
+        "which has to stand aside while a step is recorded: a checkpoint inside would be recorded "
+        "wrongly. Use a version of torch that rkgb was tried with (see its metadata), or take "
+        "torch.utils.checkpoint out of the model: the plan decides what is recomputed."
+    )
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from rkgb.torch_api.kernel_choice import (
     running_a_forward,
     with_flags,
 )
+from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.torch_private import (
     apply_function,
     changing_modes,
@@ -61,6 +62,7 @@ __all__ = [
     "kernel_flags",
     "latest_sequence_nr",
     "named_kernel_flags",
+    "placed_parameters",
     "run_backward",
     "running_a_forward",
     "same_kinds",

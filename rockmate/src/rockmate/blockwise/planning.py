@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.engine import Sample
+from rkgb.torch_api import placed_parameters
 from rockmate.blockwise.kinds import (
     Kind,
     call_of,
@@ -324,7 +325,7 @@ class Planner:
     ) -> Kind:
         ordered = in_order(kwargs)
         _, inputs = key_of(args, ordered)
-        tensors = [(n, t.shape, t.dtype, t.requires_grad) for n, t in model.named_parameters()]
+        tensors = [(n, t.shape, t.dtype, t.requires_grad) for n, t in placed_parameters(model)]
         key = (own_class(type(model)), inputs, tuple(tensors), ambient(), shards)
         if key not in self.kinds:
             refuse_shards_inside(model)

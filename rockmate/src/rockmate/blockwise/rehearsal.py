@@ -19,7 +19,7 @@ from rkgb.device import Span
 from rkgb.elements import flatten
 from rkgb.engine import trace_memory
 from rkgb.opaque import KeptWrites, Lent, StartOfCall
-from rkgb.torch_api import without_hooks_after_gradients
+from rkgb.torch_api import placed_parameters, without_hooks_after_gradients
 from rockmate.comparison.eager import seed_backward
 from rockmate.runtime.execute import Executor
 
@@ -113,7 +113,7 @@ def kept_as_it_is(model: nn.Module, device: torch.device) -> Iterator[Lent]:
     for leaf in leaves:
         leaf.grad = None
     try:
-        with without_hooks_after_gradients(leaves), KeptWrites(model.named_parameters()):
+        with without_hooks_after_gradients(leaves), KeptWrites(placed_parameters(model)):
             yield lent
     finally:
         for leaf, grad in zip(leaves, grads, strict=True):

@@ -22,7 +22,7 @@ from rkgb.engine import Sample, trace_memory
 from rkgb.graphs import autocast_as
 from rkgb.opaque import PythonRandom
 from rkgb.recording import as_written
-from rkgb.torch_api import run_backward
+from rkgb.torch_api import placed_parameters, run_backward
 from rockmate.comparison.fingerprint import Fingerprints
 
 Keep = Literal["values", "fingerprints", "nothing"]
@@ -92,7 +92,7 @@ class _Results:
     def __init__(self, twin: nn.Module, sample: Sample, keep: Keep) -> None:
         self.twin, self.keep = twin, keep
         self.leaves: dict[str, Tensor] = {
-            f"parameter '{n}'": p for n, p in twin.named_parameters() if p.requires_grad
+            f"parameter '{n}'": p for n, p in placed_parameters(twin) if p.requires_grad
         }
         for place, leaf in enumerate(sample.leaves):
             if isinstance(leaf, Tensor) and leaf.requires_grad:

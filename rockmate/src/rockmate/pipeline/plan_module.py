@@ -25,6 +25,7 @@ from rkgb.engine import B_to_D, D_to_S, Sample, device_of, record, runnable
 from rkgb.graphs import PLANNED_PASSES, BasicGraph
 from rkgb.opaque import KeptWrites
 from rkgb.run import RunnableGraph
+from rkgb.torch_api import placed_parameters
 from rockmate import planners
 from rockmate.comparison.deterministic import deterministic_algorithms
 from rockmate.comparison.eager import Keep, StepResult
@@ -294,7 +295,7 @@ def eager_peak_bytes(model: nn.Module, sample: Any, kwargs: Mapping[str, Any] | 
     given = Sample.of(model, sample, kwargs)
     _refuse_nothing(model, given)
     given = given.with_leaves(tuple(map(own_copy, given.leaves)))
-    with KeptWrites(model.named_parameters()) as kept:
+    with KeptWrites(placed_parameters(model)) as kept:
         eager = eager_step(model, given, None, "nothing")
     if kept.written:  # what was kept is no memory of a step
         eager = eager_step(model, given, None, "nothing", written=kept.written)
