@@ -72,7 +72,7 @@ def _network(chance: random.Random) -> Network:
 
 def _block(chance: random.Random, layers: tuple[Layer, ...]) -> Block:
     own = chance.random() < 0.5
-    layers_are_plain = all(layer.form in PLAIN for layer in layers)
+    keeps_nothing = all(layer.form in PLAIN and "norm" not in layer.form for layer in layers)
     calls = 2 if own and chance.random() < 0.1 else 1
     return Block(
         layers,
@@ -80,8 +80,8 @@ def _block(chance: random.Random, layers: tuple[Layer, ...]) -> Block:
         residual=chance.random() < 0.25,
         calls=calls,
         shown=chance.random() < 0.15,
-        # A checkpoint runs its forward twice, and sets what it keeps twice.
-        checkpointed=own and calls == 1 and layers_are_plain and chance.random() < 0.1,
+        # A checkpoint runs its forward twice, and sets twice what it keeps, statistics too.
+        checkpointed=own and calls == 1 and keeps_nothing and chance.random() < 0.1,
     )
 
 

@@ -39,6 +39,8 @@ def is_used_up(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, (random.Random, *_STREAMS)):
         return True
+    if isinstance(value, torch.Generator):
+        return value is not torch.default_generator
     if kind.__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
         return True
     if kind.__module__.startswith("numpy.random") and hasattr(value, "get_state"):

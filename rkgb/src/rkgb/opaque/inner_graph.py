@@ -54,6 +54,7 @@ class InnerGraph:
     given: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)  # places of the run's inputs, by storage
     trail: list[Any] = field(default_factory=list)  # what was saved; equal for runs of the same way
+    came: list[int] = field(default_factory=list)  # the ends that parts of gradients came to
     transforms: bool = False  # whether autograd ran inside a transform, which nothing may watch
 
     def entering(self, tensor: Tensor) -> Tensor:
@@ -213,12 +214,12 @@ class InnerGraph:
         """Take each part of a gradient where it is made, before autograd adds them."""
         hooks = []
         for node in _nodes_from(roots):
-            edges: dict[int, list[Tensor]] = {}
+            edges: dict[int, int] = {}
             for index, (source, _) in enumerate(node.next_functions):
                 if source is not None and _key(source) in place_of:
-                    edges[index] = parts[place_of[_key(source)]]
+                    edges[index] = place_of[_key(source)]
             if edges:
-                hooks.append(node.register_hook(_noting(edges)))
+                hooks.append(node.register_hook(_noting(edges, parts, self.came)))
         return hooks
 
     def strangers(self) -> list[Tensor]:
@@ -295,12 +296,13 @@ class _Exit(torch.autograd.Function):
         return None, ctx.box.pop()
 
 
-def _noting(edges: dict[int, list[Tensor]]) -> Any:
+def _noting(edges: dict[int, int], parts: list[list[Tensor]], came: list[int]) -> Any:
     def note(grad_inputs: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-        for index, parts in edges.items():
+        for index, place in edges.items():
             part = grad_inputs[index]
             if part is not None:
-                parts.append(settled(part))
+                parts[place].append(settled(part))
+                came.append(place)
         return tuple(None if i in edges else g for i, g in enumerate(grad_inputs))
 
     return note

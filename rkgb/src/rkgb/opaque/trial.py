@@ -50,6 +50,16 @@ class _Trial:
     time_ms: tuple[float, float]
     transforms: bool  # what a transform has saved, nobody has seen
     foreign: list[Tensor]  # leaves that are no parameters: made inside, or from elsewhere
+    came: tuple[int, ...]  # the inputs, then parameters, that parts of gradients came to
+
+    def in_order(self, call: Call) -> tuple[str, ...]:
+        """Return the parameters in the order in which their gradients are complete."""
+        last = {place: turn for turn, place in enumerate(self.came)}
+        first = len(call.places)
+        found = sorted(
+            enumerate(call.parameters, first), key=lambda row: last.get(row[0], len(self.came))
+        )
+        return tuple(name for _, name in found)
 
 
 class Trials:
@@ -111,6 +121,8 @@ class Trials:
         tensors: Sequence[Tensor],
         written: tuple[str, ...],
         parameters: Sequence[Tensor],
+        *,
+        is_in_order: bool = False,
     ) -> tuple[Piece, list[Tensor]]:
         device = self.device
         stream, state = RngState.save(device), ModuleState(module)
@@ -159,6 +171,12 @@ class Trials:
             put_back()
             call = replace(call, parameters=(*call.parameters, *strangers))
             return self._explored(call, module, tensors, written, parameters)
+        in_order = trials[0].in_order(call)
+        if in_order != call.parameters and not is_in_order:
+            again()
+            put_back()
+            call = replace(call, parameters=in_order)
+            return self._explored(call, module, tensors, written, parameters, is_in_order=True)
         writes = contents.changed()
         again()
         total = self._flops(call, tensors)
@@ -297,6 +315,7 @@ class Trials:
             made_bytes=(_bytes_of(made, tensors), _bytes_of([t for t in sums if t is not None])),
             time_ms=((middle - before) * 1e3, (end - after) * 1e3),
             transforms=inner.transforms,
+            came=tuple(inner.came),
             foreign=[t for t in leaves_used if id(t) not in self.names and id(t) not in buffers],
         )
 
