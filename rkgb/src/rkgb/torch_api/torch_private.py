@@ -197,7 +197,7 @@ def is_cast_anew(tensor: Tensor) -> bool:
 try:
     from torch._C._dynamo.guards import dict_version as _dict_version
 except ImportError:  # another version of torch
-    _dict_version = None
+    _dict_version = None  # type: ignore[assignment]
 
 
 def same_kinds(tensors: Sequence[Tensor]) -> Callable[[], bool]:
