@@ -191,6 +191,35 @@ def staged(module: nn.Module, x: Tensor, gradient: Tensor) -> Tensor:
     return found
 
 
+class Deciding(nn.Module):
+    """Decides by a value, so that it runs whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.second(y.tanh() if y.mean() > -100 else y)
+
+
+def test_hooks_of_a_part_that_runs_whole_are_called_in_eagers_order() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Deciding(), nn.Linear(8, 8))
+    twin, orders = eager_copy(model), list[list[str]]()
+    rk = wrap(model, torch.randn(4, 8), "1MiB")
+    assert list(rk.plan.opaque) == ["1"]
+    for net, run in ((model, rk), (twin, twin)):
+        orders.append(order := [])
+        for name, p in net.named_parameters():
+            p.register_hook(lambda g: g + 0.1 * torch.randn_like(g))
+            p.register_post_accumulate_grad_hook(lambda _, n=name, o=order: o.append(n))
+        torch.manual_seed(1)
+        run(torch.randn(4, 8)).square().mean().backward()
+    assert orders[0] == orders[1]
+    assert_same_gradients(model, twin)
+
+
 @pytest.mark.parametrize("way", ["Rockmate", "apply", "apply_to_blocks"])
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_backward_is_split_into_inputs_and_weights(way: str, is_shared: bool) -> None:
