@@ -361,6 +361,10 @@ class PlansOfModule:
             # An assert on values, an index out of range: the user's own error, as without us.
             if self.first is None or error.__cause__ is None:
                 raise
+            own = set(self.watch.numbers(ambient()[0])) if self.watch.open else set()
+            args, kwargs = call
+            # The plain forward raises it, after what it changes until then.
+            self.model.forward(*args, **{n: v for n, v in kwargs.items() if n not in own})
             raise error.__cause__ from None
         except InfeasibleBudgetError as error:
             if self.first is None:

@@ -37,9 +37,16 @@ class RecordedBackward:
         """The edges to leaves of all nodes of the forward, in the order in which they are run.
 
         Of one node that has several, the engine decides which leaf comes first, and has shown it.
+        What runs whole has shown its own order, in which the leaves are there.
         """
         ranks = {leaf: rank for rank, leaf in enumerate(self._complete)}
-        order = sorted(self._edges, key=lambda e: (-e[0], ranks.get(e[2], len(ranks)), e[1]))
+        whole = {op.sequence_nr for op in self.recorder.backward if hasattr(op.target, "piece")}
+
+        def turn(edge: tuple[int, int, str]) -> tuple[int, int, int]:
+            number, index, leaf = edge
+            return -number, 0 if number in whole else ranks.get(leaf, len(ranks)), index
+
+        order = sorted(self._edges, key=turn)
         return tuple((leaf, number) for number, _, leaf in order)
 
     def roots(self, outputs: Sequence[Any]) -> list[Tensor]:
