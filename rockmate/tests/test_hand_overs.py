@@ -339,3 +339,27 @@ def test_the_gradient_of_a_sum_is_expected(loss: Loss, caplog: pytest.LogCapture
         loss(twin(x)).backward()
         assert_same_gradients(model, twin)
     assert "never before" not in caplog.text
+
+
+class Halving(nn.Module):
+    """Halves the gradient of what it gets, by a hook."""
+
+    def __init__(self, *, returns_it: bool) -> None:
+        super().__init__()
+        self.returns_it, self.inner = returns_it, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda g: g * 0.5)
+        return x if self.returns_it else self.inner(x)
+
+
+@pytest.mark.parametrize("returns_it", [False, True])
+def test_a_hook_on_an_argument_of_a_part(returns_it: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Halving(returns_it=returns_it), nn.Linear(8, 8))
+    twin, x = eager_copy(model), torch.randn(4, 8)
+    rk = wrap(model, x, "1MiB", self_test=False)
+    rk(x).square().mean().backward()
+    twin(x).square().mean().backward()
+    assert_same_gradients(model, twin)

@@ -327,6 +327,13 @@ class Trials:
         inputs: Sequence[Tensor],
         given: Any,
     ) -> None:
+        if any(tensor._backward_hooks for tensor in inputs):
+            hooked = SideEffectError(
+                f"cannot run module {call} whole: it registers a hook on an argument, whose "
+                "gradient is put together outside. Register it on what the module computes."
+            )
+            hooked.module_path = call.path
+            raise hooked
         leaves, structure = flatten(given)
         now = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         same = len(now) == len(inputs) and all(a is b for a, b in zip(now, inputs, strict=True))
