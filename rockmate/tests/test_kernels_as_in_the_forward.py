@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from rkgb import SideEffectError
 from rockmate import InfeasibleBudgetError, Rockmate
 from rockmate.testing.kernels import without_onednn
-from rockmate.testing.nets import eager_copy
+from rockmate.testing.nets import assert_same_gradients, eager_copy
 
 
 def planned(model: nn.Module, sample: Any, budget: float | int) -> Rockmate:
@@ -225,3 +225,27 @@ def test_nothing_of_a_step_of_any_kind_stays_alive() -> None:
             assert [alive() for alive in step(rows)] == [None, None, None]
     finally:
         gc.enable()
+
+
+def test_a_bilinear_form_in_a_region_of_autocast() -> None:
+    """One kernel, inside of which autocast casts: no recording below autocast shows it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Pairs(), nn.Linear(8, 4))
+    twin, x = eager_copy(model), torch.randn(32, 16)
+    rk = Rockmate(model, x, "1MiB", cost="flops")
+    for net in (rk, twin):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = net(x)
+        y.float().square().mean().backward()
+    assert_same_gradients(model, twin)
+
+
+class Pairs(nn.Module):
+    """A bilinear form of two halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.form = nn.Bilinear(8, 8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(*x.chunk(2, -1))

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
 from rkgb.errors import TraceError
+from rkgb.graphs.basic import ambient_autocast
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.stops import NotRecordedError, ReadsDataError
@@ -58,6 +59,8 @@ class CallWatch(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if name in _NOT_RECORDED and getattr(func, "__module__", "").startswith("torch"):
             raise NotRecordedError(_NOT_RECORDED[name])
+        if name == "bilinear" and ambient_autocast() is not None:
+            raise NotRecordedError("computes a bilinear form, which autocast casts inside")
         if any(kind.__name__ == "NestedTensor" for kind in types):
             raise NotRecordedError("computes with nested tensors, whose sizes are values")
         if self.recorder.numbers is not None:
