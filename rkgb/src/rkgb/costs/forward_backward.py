@@ -184,7 +184,7 @@ def _gradients(sg: SimplifiedGraph) -> list[KDataNode]:
 
 def _forward(sg: SimplifiedGraph, index: int, fact: NodeFacts, key: str) -> KComputeNode:
     node, infos, home = sg.nodes[index], sg.dataflow.infos, sg.producer
-    read = {infos[name].alias_of for op in node.backward for name in op.inputs}
+    read = {infos[name].alias_of for name in node.read_by_backward}
     saved = {root for root in read if root in home or root in sg.input_names}
     flowing = {home[name] for name in node.inputs if name in home}
     return replace(

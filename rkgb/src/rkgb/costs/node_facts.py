@@ -199,17 +199,19 @@ class _Facts:
             for name in (*op.inputs, *op.results)
             if name
         }
+        ending = self.dying[index] | {
+            root for root in (*last, *given) if self.last_reader.get(root) == index
+        }
         alive = peak = 0
         for place, op in enumerate(node.backward):
             alive += sum(map(self._size, self._made(op)))
             peak = max(peak, alive + self._workspace(op))
             for root, at in last.items():
-                gradient = self.last_reader.get(root) == index and root not in given
-                if at == place and (gradient or root in self.dying[index]):
+                if at == place and root in ending - given:
                     alive -= self._size(root)
         # Autograd copies a gradient that does not lie as its parameter does.
         peak = max(peak, alive + sum(map(self._copied_bytes, node.hand_overs)))
-        alive -= sum(self._size(r) for r in given if self.last_reader.get(r) == index)
+        alive -= sum(map(self._size, given & ending))
         return peak, alive + sum(map(self._size, self.dying[index]))
 
     def _copied_bytes(self, hand_over: HandOver) -> int:

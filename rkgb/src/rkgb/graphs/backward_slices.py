@@ -34,11 +34,19 @@ def slice_backward(basic: BasicGraph, count: int, node_of: Mapping[int, int]) ->
         if index in node_of:
             owner.setdefault(op.sequence_nr, node_of[index])
     home = {n: node for i, node in node_of.items() for n in basic.ops[i].results if n}
+
+    def least(name: str) -> int:
+        """Return the first node whose backward may read a value.
+
+        Memory that a forward makes is read by no backward of an earlier node, by whatever name: a
+        backward that scales it in place gives it a new one.
+        """
+        return max(home.get(name, 0), home.get(basic.infos[name].alias_of, 0))
+
     labels = [owner.get(op.sequence_nr, 0) for op in ops]
     followers = _followers(basic.infos, ops)
     for index in reversed(range(len(ops))):
-        # Memory that a forward makes is read by no backward of an earlier node.
-        reads = [home[name] for name in ops[index].inputs if name in home]
+        reads = map(least, ops[index].inputs)
         labels[index] = max([labels[index], *reads, *(labels[j] for j in followers[index])])
     _sum_early(basic.infos, ops, labels, followers, home)
     parts: list[list[Op]] = [[] for _ in range(count)]
@@ -50,6 +58,7 @@ def slice_backward(basic: BasicGraph, count: int, node_of: Mapping[int, int]) ->
     latest: dict[str, int] = {}
     for hand_over in basic.hand_overs:
         made = maker.get(hand_over.value, owner.get(hand_over.sequence_nr, 0))
+        made = max(made, least(hand_over.value))
         # Autograd adds the parts of one leaf in the order in which they come.
         latest[hand_over.leaf] = min(made, latest.get(hand_over.leaf, made))
         gives[latest[hand_over.leaf]].append(hand_over)

@@ -18,7 +18,7 @@ class Groups:
 
     dataflow: DataFlowGraph
     nodes: list[DataFlowNode]
-    kept: frozenset[str]  # values that the user or the backward reads
+    kept: frozenset[str]  # values that the user or the backward reads, or that it hands over
     dropped: set[int]
     parent: list[int]
 
@@ -26,7 +26,8 @@ class Groups:
     def singletons(cls, dg: DataFlowGraph) -> Groups:
         count = len(dg.nodes)
         read = (name for op in dg.basic.backward for name in op.inputs)
-        kept = frozenset((*dg.basic.output_names, *read))
+        given = (hand_over.value for hand_over in dg.basic.hand_overs)
+        kept = frozenset((*dg.basic.output_names, *read, *given))
         return cls(dg, list(dg.nodes), kept, set(), list(range(count)))
 
     def find(self, index: int) -> int:

@@ -53,6 +53,12 @@ class SimplifiedNode:
     def module_path(self) -> str:
         return self.main.module_path
 
+    @property
+    def read_by_backward(self) -> tuple[str, ...]:
+        """Values that its backward reads or hands over, again for each time."""
+        given = (hand_over.value for hand_over in self.hand_overs)
+        return (*(name for op in self.backward for name in op.inputs), *given)
+
 
 @dataclass(frozen=True)
 class SimplifiedGraph:

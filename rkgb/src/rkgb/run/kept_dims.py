@@ -27,8 +27,7 @@ def without_kept_dims(
     """Return the nodes whose backwards sum without dimensions that nobody reads, and the facts."""
     infos = basic.infos
     now: dict[str, str] = {}  # storage of a sum that is no longer made -> what is in its place
-    uses = Counter(name for node in nodes for op in node.backward for name in op.inputs)
-    uses.update(give.value for node in nodes for give in node.hand_overs)
+    uses = Counter(name for node in nodes for name in node.read_by_backward)
     changed = []
     for node in nodes:
         sums = {op.results[0]: op for op in node.backward if op.target is _SUM}

@@ -55,14 +55,10 @@ def storages_of(sg: SimplifiedGraph) -> tuple[tuple[NodeStorage, ...], ...]:
         for name in node.inputs:
             fwd.setdefault(infos[name].alias_of, set()).add(index)
             names.setdefault(infos[name].alias_of, {})[name] = None
-        for op in node.backward:
-            for name in op.inputs:
-                if name in home:
-                    bwd.setdefault(infos[name].alias_of, set()).add(index)
-                    names.setdefault(infos[name].alias_of, {})[name] = None
-        for hand_over in node.hand_overs:
-            if hand_over.value in home:
-                bwd.setdefault(infos[hand_over.value].alias_of, set()).add(index)
+        for name in node.read_by_backward:
+            if name in home:
+                bwd.setdefault(infos[name].alias_of, set()).add(index)
+                names.setdefault(infos[name].alias_of, {})[name] = None
     _follow_views(sg, bwd)
     outputs = {infos[name].alias_of for name in sg.output_names}
     for name in sg.output_names:
@@ -89,11 +85,10 @@ def storages_of(sg: SimplifiedGraph) -> tuple[tuple[NodeStorage, ...], ...]:
 
 
 def _follow_views(sg: SimplifiedGraph, bwd: dict[str, set[int]]) -> None:
-    """Count readers of views that the backward itself makes of a forward's storage."""
+    """Count readers of what the backward itself makes in a forward's storage: views, writes."""
     infos, home = sg.dataflow.infos, sg.producer
     for index, node in enumerate(sg.nodes):
-        for op in node.backward:
-            for name in op.inputs:
-                root = infos[name].alias_of
-                if name not in home and root in home:
-                    bwd.setdefault(root, set()).add(index)
+        for name in node.read_by_backward:
+            root = infos[name].alias_of
+            if name not in home and root in home:
+                bwd.setdefault(root, set()).add(index)

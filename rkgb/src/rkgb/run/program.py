@@ -236,7 +236,8 @@ class _Lowering:
             for statement in reversed(part):
                 uses = dict.fromkeys((*made_by(statement), *read_by(statement)))
                 dead = [n for n in uses if n not in live and n not in externals]
-                if not isinstance(statement, Draw):  # one random state at a time is enough
+                # One random state at a time is enough; what is handed over goes with it.
+                if not isinstance(statement, Draw | Give):
                     late.update((n, None) for n in dead if self._stays(n, made, dying))
                 now = tuple(n for n in dead if n not in late)
                 if isinstance(statement, Call):

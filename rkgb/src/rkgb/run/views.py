@@ -51,7 +51,7 @@ def runnable(sg: SimplifiedGraph) -> RunnableGraph:
     views = _Views(sg.dataflow.basic, {}, {}, frozenset(sg.output_names))
     views.note(sg.dataflow.basic.externals)
     forward = [views.merged(node.ops) for node in sg.nodes]
-    reads = (views.current(n) for node in sg.nodes for op in node.backward for n in op.inputs)
+    reads = (views.current(n) for node in sg.nodes for n in node.read_by_backward)
     uses = Counter(name for part in forward for op in part for name in dict.fromkeys(op.inputs))
     uses.update(reads)
     uses.update(sg.output_names)
@@ -245,9 +245,8 @@ def _with_reads(
         for op in node.ops:
             for name in op.inputs:
                 outside.setdefault(name, set()).add(index)
-        for op in node.backward:
-            for name in op.inputs:
-                outside.setdefault(name, set()).add(-1)
+        for name in node.read_by_backward:
+            outside.setdefault(name, set()).add(-1)
     result = []
     for index, node in enumerate(nodes):
         read = list(dict.fromkeys(name for op in node.ops for name in op.inputs))

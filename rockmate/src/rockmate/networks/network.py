@@ -95,6 +95,7 @@ def assembled(
     """Return the network of a recording whose kinds of operation cost so much."""
     facts = node_facts(graph, measured.costs)
     fixed = _unsteady_nodes(graph, measured) | _readers_of_written(graph) | _runs_once(graph)
+    fixed |= _written_by_backwards(graph, facts)
     problem = asked = problem_of(graph, facts, external, fixed=fixed)
     if device_of(graph.dataflow.basic.device).block_bytes(1) > 1:
         plain = node_facts(graph, measured.costs, in_blocks=False)
@@ -124,6 +125,25 @@ def _readers_of_written(graph: SimplifiedGraph) -> frozenset[int]:
         if runs_once(graph, node)
         or any(infos[name].alias_of in written for op in node.ops for name in op.inputs)
     )
+
+
+def _written_by_backwards(graph: SimplifiedGraph, facts: Sequence[NodeFacts]) -> frozenset[int]:
+    """Return the nodes that make or read what a backward writes to while others are to read it.
+
+    Run again after that, they would make what was there before, or read what was not there then.
+    """
+    infos = graph.dataflow.infos
+    written: dict[str, int] = {}  # storage -> the first backward that writes to it
+    for index, node in enumerate(graph.nodes):
+        written |= {infos[name].alias_of: index for op in node.backward for name in op.writes}
+    found: set[int] = set()
+    for index, fact in enumerate(facts):
+        for storage in fact.storages:
+            writer = written.get(storage.root, index)
+            found.update(user for user in storage.fwd_users if user < writer)
+            if min(storage.bwd_users, default=writer) < writer:
+                found.add(index)
+    return frozenset(found)
 
 
 def _runs_once(graph: SimplifiedGraph) -> frozenset[int]:
