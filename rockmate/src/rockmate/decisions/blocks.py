@@ -21,6 +21,7 @@ from rkgb import OpaquePieceError, OtherWayError, RkgbError
 from rkgb.elements import flatten
 from rkgb.opaque import BufferContents, StartOfCall, is_inside
 from rockmate.blockwise.kinds import Kind, ways_to_run
+from rockmate.comparison.fingerprint import Fingerprints
 from rockmate.decisions.dressing import Dressing, view_of
 from rockmate.decisions.recomputed import tensors_read
 from rockmate.errors import RockmateError
@@ -41,6 +42,18 @@ _TORCH = "torch.nn.modules."
 
 class NotPlannedHereError(Exception):
     """A call of a kind that a block was not planned for."""
+
+
+class WrittenOutsideError(Exception):
+    """What a block reads changes after its call, before the forward of its root has ended."""
+
+    def __init__(self, path: str, name: str) -> None:
+        super().__init__(
+            f"'{path}.{name}' is written in the forward of the root after '{path}' has read it, so "
+            "that it and layers in its place keep everything: a recomputation would read it as it "
+            "is then. Write it before the call, or after the step"
+        )
+        self.group = group_of(path)
 
 
 class BlockForward(PlannedForward):
@@ -89,6 +102,11 @@ class BlockForward(PlannedForward):
             raise NotPlannedHereError from error
 
 
+def group_of(path: str) -> str:
+    """Return what is equal for layers in the same place."""
+    return _DIGITS.sub("#", path)
+
+
 Run = BlockForward | str  # or `KEEP`, or `AGAIN`
 
 
@@ -107,7 +125,7 @@ class Block:
     @property
     def group(self) -> str:
         """Equal for layers in the same place."""
-        return _DIGITS.sub("#", self.path)
+        return group_of(self.path)
 
 
 @dataclass(eq=False)
@@ -152,6 +170,17 @@ class SeenCall:
         rows = self.options
         return min(range(len(rows)), key=lambda n: (rows[n].saved_bytes, rows[n].bwd_peak_bytes))
 
+    def reads(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters and buffers that it reads, and their names."""
+        view, planned = self.block.view, self.kind.recorded
+        own = dict(view.named_parameters(remove_duplicate=False))
+        own.update(view.named_buffers(remove_duplicate=False))
+        basic = planned.network.graph.dataflow.basic
+        names = {**basic.parameters, **basic.buffers}
+        read = {names.get(name) for name in planned.executor.expected.program.externals}
+        whole = bool(planned.network.opaque)  # a part that runs so reads what it likes
+        yield from ((name, tensor) for name, tensor in own.items() if whole or name in read)
+
     @property
     def savable_bytes(self) -> int:
         """What the options differ by at most."""
@@ -161,12 +190,26 @@ class SeenCall:
 
 class Meeting:
     """Stands in all submodules during one step, records blocks where they are called, and runs them
-    with what keeps least."""
+    with what keeps least.
+
+    Calls of blocks in `written` groups stay plain: a backward reads what lies in their parameters
+    by then, and no recomputation would find what their forward has read.
+    """
 
     def __init__(
-        self, model: nn.Module, settings: Settings, whole: Iterable[str], *, plans: bool
+        self,
+        model: nn.Module,
+        settings: Settings,
+        whole: Iterable[str],
+        *,
+        plans: bool,
+        written: frozenset[str] = frozenset(),
     ) -> None:
-        self.model, self.plans = model, plans
+        self.model, self.plans, self.written = model, plans, written
+        self.fingerprints = Fingerprints()
+        self.read: dict[
+            str, list[tuple[str, Tensor, Any]]
+        ] = {}  # after the last call of each block
         self.settings = replace(
             settings, budget=EVERYTHING, self_test=False, share=False, cache=False, plan=None,
             reserve_bytes=0, compile=False, progress=False, opaque=(), max_plans=1 << 10,
@@ -175,12 +218,30 @@ class Meeting:
         self.views = {path: view_of(module) for path, module in self.modules.items()}
         self.dressing = Dressing(self.modules)
         self.open = {p for p in self.modules if any(is_inside(w, p) for w in whole if w)}
-        self.plain: set[str] = set()  # nothing to choose
+        self.plain = {p for p in self.modules if group_of(p) in written}  # nothing to choose
         self.blocks: dict[str, Block] = {}
         self.calls: list[SeenCall] = []
         self.samples: dict[str, Call] = {}  # by group
         self.kinds: dict[str, list[Kind]] = {}  # by group: what is known of one serves its like
         self._inside = False
+
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the forward of the root.
+
+        Raises:
+            WrittenOutsideError: it has written to what a block reads, after the block's call.
+        """
+        with self.dressing.led_to(self):
+            result = model.forward(*args, **kwargs)
+        for path in {call.block.path: None for call in self.calls}:
+            if name := self._changed(path):
+                raise WrittenOutsideError(path, name)
+        return result
+
+    def _changed(self, path: str) -> str:
+        """Return what has changed since the last call of a block, which reads it, or ''."""
+        rows = self.read.get(path, ())
+        return next((n for n, t, before in rows if self.fingerprints.of(t) != before), "")
 
     def __call__(self, path: str, /, *args: Any, **kwargs: Any) -> Any:
         view = self.views[path]
@@ -194,7 +255,7 @@ class Meeting:
         first = len(self.calls)
         is_new = not any(call.block is seen.block for call in self.calls)
         if self._decides(seen) and is_new and next(view.children(), None) is not None:
-            with self._observed(seen.block, args, kwargs):
+            with self._observed(seen, args, kwargs):
                 result = view.forward(*args, **kwargs)
             inner = sum(call.savable_bytes for call in self.calls[first:])
             if inner >= _MUCH * seen.savable_bytes:
@@ -204,7 +265,7 @@ class Meeting:
             self.calls.append(seen)
             return result
         self.calls.append(seen)
-        with self._observed(seen.block, args, kwargs):
+        with self._observed(seen, args, kwargs):
             return self._run(path, seen.run(seen.least), args, kwargs)
 
     def _decides(self, seen: SeenCall) -> bool:
@@ -224,9 +285,12 @@ class Meeting:
 
     @contextlib.contextmanager
     def _observed(
-        self, block: Block, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, seen: SeenCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Iterator[None]:
-        """See what a call of a block writes."""
+        """See what a call of a block writes, and what others have written since the last."""
+        block = seen.block
+        if name := self._changed(block.path):
+            raise WrittenOutsideError(block.path, name)
         buffers = {id(b) for b in block.view.buffers()}
         leaves = (*flatten((args, dict(kwargs)))[0], *tensors_read(block.view))
         read = [t for t in leaves if isinstance(t, Tensor) and not t.is_inference()]
@@ -235,6 +299,7 @@ class Meeting:
         yield
         block.writes_buffers |= contents.changed()
         block.can_run_again &= all(tensor._version == version for tensor, version in versions)
+        self.read[block.path] = [(n, t, self.fingerprints.of(t)) for n, t in seen.reads()]
 
     # ------------------------------------------------------------------ recordings
 
@@ -293,7 +358,7 @@ class Meeting:
         groups = {block.group: block for block in self.blocks.values()}
         whole = {call.block.group for call in self.calls if call.runs_whole}
         for path, module in self.modules.items():
-            alike = groups.get(_DIGITS.sub("#", path))
+            alike = groups.get(group_of(path))
             is_alike = alike is not None and type(module) is type(alike.view)
             if is_alike and path not in self.blocks and alike is not None:
                 seen = self._seen(path, *self.samples[alike.group])

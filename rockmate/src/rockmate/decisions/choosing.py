@@ -25,7 +25,7 @@ from rkgb.engine import Sample
 from rockmate.blockwise.rehearsal import TURN, Call, Mark, Marker, kept_as_it_is, trace_step
 from rockmate.blockwise.rehearsal import run_step as rehearse
 from rockmate.comparison.eager import StepResult, differences, run_step
-from rockmate.decisions.blocks import EVERYTHING, Meeting, Run
+from rockmate.decisions.blocks import EVERYTHING, Meeting, Run, WrittenOutsideError
 from rockmate.decisions.report import DecidedPlan, report
 from rockmate.decisions.step_plan import StepPlan
 from rockmate.errors import InfeasibleBudgetError, RockmateError, SelfTestError
@@ -137,6 +137,7 @@ class _Planner:
         own = sample.detached()  # whose gradients nobody sees
         self.call: Call = own.args, own.keywords
         self.settings, self.eager, self.plans = settings, eager, plans
+        self.written: list[str] = []  # what blocks read, and why they keep everything
         self.tested: dict[tuple[int, ...], StepResult] = {}
 
     def meet(self, whole: Sequence[str]) -> None:
@@ -145,14 +146,24 @@ class _Planner:
         Raises:
             NoBlocksError: there is none.
         """
-        meeting = Meeting(self.bare, self.settings, whole, plans=self.plans)
-        device = self.sample.device
-        with self.parameters.kept(self.bare, device), meeting.dressing.led_to(meeting):
-            rehearse(self.bare, self.call, device)
+        device, written = self.sample.device, frozenset[str]()
+        while True:
+            meeting = Meeting(self.bare, self.settings, whole, plans=self.plans, written=written)
+            try:
+                with self.parameters.kept(self.bare, device):
+                    rehearse(_Root(self.bare, meeting), self.call, device)
+                break
+            except WrittenOutsideError as found:  # each time another one
+                written |= {found.group}
+                _log.warning("%s: %s", self.name, found)
+                self.written.append(str(found))
         meeting.settle()
         self.calls = meeting.calls
         if not self.calls:
-            raise NoBlocksError(f"no submodule that {self.name} calls can keep less than it does")
+            why = "; ".join(self.written)
+            raise NoBlocksError(
+                why or f"no submodule that {self.name} calls can keep less than it does"
+            )
         with self.parameters.kept(self.bare, device):
             self.unseen = meeting.unseen()
         self.blocks = meeting.blocks
@@ -316,9 +327,9 @@ class _Planner:
 
 
 class _Root(nn.Module):
-    """A root that runs by a step plan."""
+    """A root that runs by a step plan, or meets its blocks."""
 
-    def __init__(self, bare: nn.Module, step: StepPlan) -> None:
+    def __init__(self, bare: nn.Module, step: StepPlan | Meeting) -> None:
         super().__init__()
         self.bare, self.step = bare, step
 

@@ -96,8 +96,9 @@ class DecidingForward(PlannedForward):
             reason = self._reason(args, kwargs)
             try:
                 self._plan_step((args, kwargs), reason)
-            except NoBlocksError:
+            except NoBlocksError as none:
                 self.settings = before
+                error.add_note(str(none))
                 raise error from None
             except InfeasibleBudgetError as other:
                 self.settings = before
