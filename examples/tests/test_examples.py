@@ -74,7 +74,7 @@ def two_processes(name: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize("name", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp2"])
 def test_an_example_of_two_processes_runs(name: str) -> None:
     run = two_processes(name)
     if run.returncode and "terminate called without an active exception" in run.stderr:

@@ -147,7 +147,7 @@ def test_numbers_and_form_make_up_a_piece() -> None:
     assert floats.form != one.form
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_second_size_makes_code_for_all() -> None:
     model, known = nn.Sequential(Layer(), Layer()), KnownClasses()
     counts = []
@@ -167,7 +167,7 @@ def test_the_second_size_makes_code_for_all() -> None:
     assert 2 * kinds < counts[-1] <= 3 * kinds
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_code_is_not_for_sizes_beyond_what_it_took_for_granted() -> None:
     class Clipped(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

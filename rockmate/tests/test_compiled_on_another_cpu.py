@@ -22,7 +22,7 @@ assert rk.plan.compiled is not None
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_code_for_wider_vectors_is_not_taken(tmp_path: Path) -> None:
     """Compiled for narrower ones, its loops would leave out elements; the self-test sees it."""
     for capability in ({}, {"ATEN_CPU_CAPABILITY": "avx2"}):

@@ -229,7 +229,7 @@ def assert_near(ours: Result, eager: Result, bound: float) -> None:
     [
         pytest.param(language, 1e-5, marks=pytest.mark.nightly, id="dropout-tied"),
         pytest.param(pictures, 1e-4, id="batchnorm-in-place"),
-        pytest.param(turned_heads, 1e-5, id="gates-and-heads"),
+        pytest.param(turned_heads, 1e-5, marks=pytest.mark.nightly, id="gates-and-heads"),
         pytest.param(in_half, 0.03, marks=pytest.mark.nightly, id="autocast"),
     ],
 )
@@ -257,7 +257,7 @@ def test_bits_do_not_depend_on_the_budget(
     assert_near(ours[0], eager, bound)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_lengths_share_code_from_the_second_on_and_keep_their_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -297,7 +297,7 @@ def _faster(*given: Any) -> Measured:
     return replace(found, costs=costs)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_pieces_keep_and_what_is_computed_again_are_chosen_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -362,7 +362,7 @@ def test_pieces_keep_more_where_there_is_room_to_the_same_bits(
     assert rk.measured_peak_bytes == rk.plan.peak_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_piece_of_a_network_with_skips_is_compiled() -> None:
     torch.manual_seed(0)
     model, x = Skips(), torch.randn(2, 3, 16, 16)
@@ -382,7 +382,7 @@ def test_every_piece_of_a_network_with_skips_is_compiled() -> None:
     assert_near(ours[0], eager, 1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_autocast_around() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(4, 8, 16)

@@ -107,7 +107,7 @@ def overhead_of_segments(problem: Problem, budget: int) -> float:
         ("fno", 0.6, 0.03),
         pytest.param("uno", 0.7, 0.05, marks=pytest.mark.nightly),
         ("unet of depth 5", 0.7, 0.05),
-        ("transformer 6+6", 0.7, 0.03),
+        pytest.param("transformer 6+6", 0.7, 0.03, marks=pytest.mark.nightly),
         pytest.param("densenet-121", 0.7, 0.03, marks=pytest.mark.nightly),
         pytest.param("two towers", 0.6, 0.03, marks=pytest.mark.nightly),
     ],

@@ -77,7 +77,10 @@ def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1},
+        pytest.param(
+            {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1},
+            marks=pytest.mark.nightly,
+        ),
         {"gradient_checkpointing": True},
         {"bf16": True, "load_best_model_at_end": True},
     ],
@@ -113,7 +116,7 @@ def test_hugging_face_ends_as_without(tmp_path: Path, changes: dict[str, Any]) -
         assert torch.equal(mine, other)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hugging_face_resumes(tmp_path: Path) -> None:
     whole = trainer_of(hugging_face_gpt2(), tmp_path / "whole", [])
     whole.train()
@@ -249,7 +252,13 @@ def lightning_callback(*given: Any, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"accumulate_grad_batches": 2}, marks=pytest.mark.nightly),
+        {"precision": "bf16-mixed"},
+    ],
+)
 def test_lightning_ends_as_without(tmp_path: Path, changes: dict[str, Any]) -> None:
     (tmp_path / "ours").mkdir()
     (tmp_path / "theirs").mkdir()

@@ -156,7 +156,7 @@ def test_a_single_plan_that_does_not_fit_says_so() -> None:
     assert caught.value.minimum_bytes == whole
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_plan_outside_the_class_is_no_hint_for_the_whole_graph() -> None:
     """From such a plan the solver starts nowhere, and took 20 s to say so."""
     problem = resnet_problem((2, 3, 3))

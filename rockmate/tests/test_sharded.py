@@ -207,7 +207,7 @@ def test_per_layer_sharding() -> None:
     run_in_processes(__file__, "trains_like_fsdp", "usual")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_matrix_of_per_layer_sharding() -> None:
     run_in_processes(__file__, "trains_like_fsdp", *(n for n in CASES if n != "usual"))
 
