@@ -158,9 +158,9 @@ def _steps(model: nn.Module, x: Tensor, between: Between, order: str) -> list[Te
 
 def _planned(model: nn.Module, x: Tensor, budget: float) -> Rockmate:
     try:
-        return Rockmate(model, x, budget)
+        return Rockmate(model, x, budget, cost="flops")
     except InfeasibleBudgetError as error:
-        return Rockmate(model, x, error.minimum_bytes)
+        return Rockmate(model, x, error.minimum_bytes, cost="flops")
 
 
 @pytest.mark.parametrize("middle", MIDDLES)
