@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rkgb import OpaquePieceError, OtherWayError, RkgbError
 from rkgb.elements import flatten
 from rkgb.opaque import BufferContents, StartOfCall, is_inside
+from rkgb.torch_api import placed_parameters
 from rockmate.blockwise.kinds import Kind, ways_to_run
 from rockmate.comparison.fingerprint import Fingerprints
 from rockmate.decisions.dressing import Dressing, view_of
@@ -173,7 +174,7 @@ class SeenCall:
     def reads(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and buffers that it reads, and their names."""
         view, planned = self.block.view, self.kind.recorded
-        own = dict(view.named_parameters(remove_duplicate=False))
+        own: dict[str, Tensor] = dict(placed_parameters(view, remove_duplicate=False))
         own.update(view.named_buffers(remove_duplicate=False))
         basic = planned.network.graph.dataflow.basic
         names = {**basic.parameters, **basic.buffers}
