@@ -23,7 +23,7 @@ from rockmate.keys.input_signature import InputSignature
 from rockmate.networks.planned import Planned, with_other_numbers
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.pipeline.resized import can_be_resized, resized
-from rockmate.pipeline.versions import ExpectedKind, versions_like
+from rockmate.pipeline.versions import ExpectedKind, has_same_nodes, versions_like
 from rockmate.progress import Phases
 from rockmate.settings import Settings
 
@@ -99,11 +99,13 @@ class Call:
 
     def with_other_numbers(self, recorded: RunnableGraph) -> Planned | None:
         """Return a plan with the steps of a known one, if only numbers differ."""
-        basic = recorded.graph.dataflow.basic
+        graph, basic = recorded.graph, recorded.graph.dataflow.basic
         for version in versions_like(self.known, basic):
-            if same_but_for_numbers(basic, version.graph.dataflow.basic):
+            known = version.graph
+            same = same_but_for_numbers(basic, known.dataflow.basic)
+            if same and has_same_nodes(graph, known):
                 planned = with_other_numbers(
-                    version.planned, version.graph, recorded, self.sample, self.phases
+                    version.planned, known, recorded, self.sample, self.phases
                 )
                 self.phases.close("planned before")
                 return planned

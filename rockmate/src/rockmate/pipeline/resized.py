@@ -16,7 +16,7 @@ from torch import nn
 
 from rkgb.capture import no_collection
 from rkgb.engine import Sample, device_of
-from rkgb.graphs import SimplifiedGraph, SimplifiedNode, same_but_for_sizes
+from rkgb.graphs import SimplifiedGraph, same_but_for_sizes
 from rkgb.run import RunnableGraph
 from rockmate import planners
 from rockmate.comparison.eager import StepResult
@@ -26,7 +26,7 @@ from rockmate.networks.network import network_of
 from rockmate.networks.planned import Planned, compiled_plan
 from rockmate.networks.self_test import self_test
 from rockmate.options.known_blocks import KnownBlocks
-from rockmate.pipeline.versions import Version, versions_like
+from rockmate.pipeline.versions import Version, has_same_nodes, versions_like
 from rockmate.pipeline.within_blocks import has_blocks, within_blocks
 from rockmate.planners.module_options import replan_keeping
 from rockmate.problems.problem import Problem
@@ -139,10 +139,5 @@ def _same_in_other_sizes(known: Sequence[Planned], recorded: RunnableGraph) -> V
 
 
 def _differs_in_sizes(ours: SimplifiedGraph, theirs: SimplifiedGraph) -> bool:
-    return _groups(ours.nodes) == _groups(theirs.nodes) and same_but_for_sizes(
-        ours.dataflow.basic, theirs.dataflow.basic
-    )
-
-
-def _groups(nodes: Sequence[SimplifiedNode]) -> list[tuple[str, int, int]]:
-    return [(node.name, len(node.ops), len(node.backward)) for node in nodes]
+    same = same_but_for_sizes(ours.dataflow.basic, theirs.dataflow.basic)
+    return same and has_same_nodes(ours, theirs)

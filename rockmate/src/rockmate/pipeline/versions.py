@@ -25,6 +25,19 @@ class Version:
     graph: SimplifiedGraph
 
 
+def has_same_nodes(ours: SimplifiedGraph, theirs: SimplifiedGraph) -> bool:
+    """Whether operations of one program are nodes alike, so that the steps of one do for both.
+
+    What a backward reads decides that too. The graph for another backward of a known forward has
+    the nodes of the usual one, and a recording that expected it has its own.
+    """
+    first, second = (
+        [(node.name, len(node.ops), len(node.backward)) for node in graph.nodes]
+        for graph in (ours, theirs)
+    )
+    return first == second
+
+
 def versions_like(known: Sequence[Planned], basic: BasicGraph) -> Iterator[Version]:
     """Yield the versions of known plans that have as many operations as a recording has."""
     ours = _counts(basic)
