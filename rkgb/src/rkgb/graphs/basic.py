@@ -145,6 +145,11 @@ class BasicGraph:
     def written_roots(self) -> frozenset[str]:
         """Memory from before the forward that the step writes to: of buffers, mostly."""
         writes = {name for op in (*self.ops, *self.backward) for name in op.writes}
+        for op in self.ops:  # what runs whole says only whether it writes to buffers of its own
+            piece = getattr(op.target, "piece", None)
+            if piece is not None and piece.buffer_bytes:
+                around = f"{piece.call.path}." if piece.call.path else ""
+                writes |= {name for name, path in self.buffers.items() if path.startswith(around)}
         found = {self.infos[name].alias_of for name in writes}
         return frozenset(found & {self.infos[name].alias_of for name in self.externals})
 
