@@ -365,7 +365,7 @@ class PlansOfModule:
             args, kwargs = call
             # The plain forward raises it, after what it changes until then.
             self.model.forward(*args, **{n: v for n, v in kwargs.items() if n not in own})
-            raise error.__cause__ from None
+            raise  # plain PyTorch has none here
         except InfeasibleBudgetError as error:
             if self.first is None:
                 raise
