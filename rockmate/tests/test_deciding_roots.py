@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (the name everybody uses)
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rockmate
 from rockmate import InfeasibleBudgetError, PlanFileError, Rockmate
@@ -462,3 +463,35 @@ def test_an_argument_that_the_root_changes_after_a_call_is_found() -> None:
     loss = rk(rows(1))
     with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace"):
         loss.backward()
+
+
+class Checkpointed(nn.Module):
+    """A root that decides by a value, and puts its blocks into checkpoints."""
+
+    def __init__(self, is_reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.1), nn.GELU(), nn.Linear(64, 16))
+            for _ in range(6)
+        )
+        self.is_reentrant = is_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if x.mean() < 100:
+                x = x + checkpoint(block, x, use_reentrant=self.is_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_checkpoints_around_blocks_are_the_plans_to_decide(is_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Checkpointed(is_reentrant), torch.randn(256, 16, requires_grad=True)
+    twin = copy.deepcopy(model)
+    rk = Rockmate(model, x, 0.5, cost="flops")
+    assert rk.plan.measured_peak_bytes <= rk.budget_bytes
+    for step in range(3):
+        for net in (rk, twin):
+            torch.manual_seed(step)
+            net(x).square().mean().backward()
+        assert_same_gradients(model, twin)

@@ -10,11 +10,8 @@ _HIDDEN = "hooks and gradients of tensors inside, and of outputs beside the loss
 KNOWN = {
     **dict.fromkeys(("hook that watches", "hook on an output", "output's gradient kept"), _HIDDEN),
     **dict.fromkeys(("kept with its gradient", "error in backward"), _HIDDEN),
-    **dict.fromkeys(("error at a weight",), _HIDDEN),
+    "error at a weight": _HIDDEN,
     "listed results": "a list of tensors that a forward keeps is not there",
     "state with history": "a state with history, and then a call of another kind",
-    "gradient made in forward": "a saved tensor that becomes the gradient",
-    "freeze in between": "a weight frozen between forward and backward: raw IndexError",
-    "momentless batch norm": "a batch of one: another error than plain PyTorch's",
     "checkpoint around": "statistics of BatchNorm are counted once, as by the plan",
 }

@@ -6,6 +6,6 @@ kernels.py (what a declaration says), repeated.py on blanks.py (what need not ru
 (where in the user's code), watch.py (what no operation shows), and stops.py.
 """
 
-from rkgb.recording.watch import as_written
+from rkgb.recording.watch import as_written, transparent_checkpoints
 
-__all__ = ["as_written"]
+__all__ = ["as_written", "transparent_checkpoints"]

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from rkgb.recording import transparent_checkpoints
 from rockmate.keys.module_state import UNDRESSED
 
 
@@ -84,12 +85,17 @@ class Dressing:
 
     @contextlib.contextmanager
     def led_to(self, lead: Lead) -> Iterator[None]:
-        """Lead their calls to `lead` while active."""
+        """Lead their calls to `lead` while active.
+
+        Checkpoints around them would call them once more than they are planned for: what is
+        recomputed is the plan's to decide.
+        """
         self._put_on()
         before = _here.lead, _here.paths
         _here.lead, _here.paths = lead, self.paths
         try:
-            yield
+            with transparent_checkpoints():
+                yield
         finally:
             _here.lead, _here.paths = before
             self._take_off()
