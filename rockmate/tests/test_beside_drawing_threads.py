@@ -76,7 +76,7 @@ def test_what_the_forward_draws_is_its_still():
 @pytest.mark.parametrize("draw", [lambda: torch.randn(3), lambda: torch.manual_seed(0)])
 def test_who_draws_from_torchs_is_named(draw):
     module, x = _network()
-    found = "another thread .'the drawing one'. draws random numbers of torch"
+    found = "another thread .*'the drawing one'.* draws random numbers of torch"
     with _beside(draw), pytest.raises(SelfTestError, match=found):
         _plan_often(module, x)
 

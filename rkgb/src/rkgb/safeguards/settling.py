@@ -72,8 +72,8 @@ class SettlesError(Exception):
     """A forward has set plain values; `ops` is what it ran until its end."""
 
     def __init__(self, settings: Sequence[Setting], ops: Sequence[Op]) -> None:
-        super().__init__(settings)
-        self.settings, self.ops = tuple(settings), tuple(ops)
+        super().__init__(settings, ops)
+        self.settings, self.ops = settings, ops
 
 
 class Settled:
@@ -95,7 +95,7 @@ class Settled:
             if setting.key in known:
                 self._refuse(setting, "sets it anew at every call")
         if not self.settings:
-            self._ops = found.ops
+            self._ops = tuple(found.ops)
         for setting in found.settings:
             setting.apply()
             self.settings.append(setting)

@@ -49,12 +49,16 @@ class WrittenOutsideError(Exception):
     """What a block reads changes after its call, before the forward of its root has ended."""
 
     def __init__(self, path: str, name: str) -> None:
-        super().__init__(
-            f"'{path}.{name}' is written in the forward of the root after '{path}' has read it, so "
-            "that it and layers in its place keep everything: a recomputation would read it as it "
-            "is then. Write it before the call, or after the step"
-        )
+        super().__init__(path, name)
+        self.path, self.name = path, name
         self.group = group_of(path)
+
+    def __str__(self) -> str:
+        return (
+            f"'{self.path}.{self.name}' is written in the forward of the root after '{self.path}' "
+            "has read it, so that it and layers in its place keep everything: a recomputation "
+            "would read it as it is then. Write it before the call, or after the step"
+        )
 
 
 class BlockForward(PlannedForward):
