@@ -17,6 +17,7 @@ from probe.run import TOTAL_S, append, ended, folder_of, run_all
 from probe.sections import SECTIONS
 from probe.table import failures, read, table
 
+LONG = ("as_users", "matrix", "node_times")  # sections
 CPU = Machine(torch.device("cpu"), tiny=True)
 
 
@@ -38,7 +39,14 @@ def test_a_probe_of_the_cpu_finds_nothing_wrong(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [s.name for s in SECTIONS if not s.expandable])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(s.name, marks=[pytest.mark.nightly] * (s.name in LONG))
+        for s in SECTIONS
+        if not s.expandable
+    ],
+)
 def test_every_section_runs_on_a_cpu(name: str) -> None:
     section = next(s for s in SECTIONS if s.name == name)
     rows = [{"section": name, **row} for row in section.run(CPU)]

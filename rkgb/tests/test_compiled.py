@@ -152,7 +152,7 @@ def test_the_joint_computes_what_was_recorded() -> None:
     assert torch.equal(found[weights[0]], layer.into.weight.grad)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_compiled_class_saves_its_inputs_themselves_and_asserts_sizes() -> None:
     joint = a_joint()
     code = compile_joint(joint, CPU)

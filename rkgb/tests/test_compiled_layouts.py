@@ -129,9 +129,9 @@ def test_large_windows_and_those_with_gaps_stay_eager() -> None:
     assert sorted(why)[:2] == ["", ""]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_mkldnn
-@pytest.mark.parametrize("window", [pytest.param(2, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("window", [2, 3])
 def test_pieces_take_and_make_images_channels_last(window: int) -> None:
     sg, compiled = grouped(Skip(window))
     sg = laid_out(sg, channels_last(sg, compiled))

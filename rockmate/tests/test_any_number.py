@@ -82,6 +82,8 @@ def serving(rk: Rockmate) -> list[str]:
     return [row.what for row in rk.plans if "any number" in row.what]
 
 
+WHERE = ["t", pytest.param("set_t", marks=pytest.mark.nightly)]  # test_attribute_numbers has some
+
 # What a number enters as a scalar, and nothing else depends on.
 ENTERING: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "times": lambda x, t: t * x * t,
@@ -102,7 +104,7 @@ ENTERING: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("where", ["t", "set_t"], ids=["argument", "attribute"])
+@pytest.mark.parametrize("where", WHERE, ids=["argument", "attribute"])
 @pytest.mark.parametrize("name", ENTERING)
 def test_a_number_in_arithmetic_is_planned_for_once(name: str, where: str) -> None:
     rk, twin = pair(ENTERING[name], call=sample(where))
@@ -134,7 +136,7 @@ WHOLE: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("where", ["t", "set_t"], ids=["argument", "attribute"])
+@pytest.mark.parametrize("where", WHERE, ids=["argument", "attribute"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_an_int_in_arithmetic_is_planned_for_once(name: str, where: str) -> None:
     rk, twin = pair(WHOLE[name], call=sample(where, 500))
@@ -175,7 +177,7 @@ WHOLE_DECIDING: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("where", ["t", "set_t"], ids=["argument", "attribute"])
+@pytest.mark.parametrize("where", WHERE, ids=["argument", "attribute"])
 @pytest.mark.parametrize("name", WHOLE_DECIDING)
 def test_an_int_that_decides_more_is_never_taken_for_another(name: str, where: str) -> None:
     rk, twin = pair(WHOLE_DECIDING[name], call=sample(where, 5))
@@ -228,7 +230,7 @@ def _reciprocal(t: Any) -> Any:
         return 7.0
 
 
-@pytest.mark.parametrize("where", ["t", "set_t"], ids=["argument", "attribute"])
+@pytest.mark.parametrize("where", WHERE, ids=["argument", "attribute"])
 @pytest.mark.parametrize("name", DECIDING)
 def test_a_number_that_decides_more_is_never_taken_for_another(name: str, where: str) -> None:
     rk, twin = pair(DECIDING[name], call=sample(where))

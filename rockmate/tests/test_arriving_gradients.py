@@ -114,7 +114,7 @@ STEPS_OF: dict[str, tuple[Callable[[], nn.Module], list[Callable[[Any], list[Ten
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS_OF)
-@pytest.mark.parametrize("budget", [0.5, 1.0])
+@pytest.mark.parametrize("budget", [0.5, pytest.param(1.0, marks=pytest.mark.nightly)])
 def test_gradients_that_nobody_foresaw_come_within_the_budget(name: str, budget: float) -> None:
     make, kinds = STEPS_OF[name]
     torch.manual_seed(0)

@@ -343,7 +343,7 @@ def test_apply_with_and_without_a_sample(sampled: bool) -> None:
     assert_steps_like(model, twin, rows, steps=1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_wrapper_is_copied_and_calls_of_other_sizes_are_planned() -> None:
     rk, twin, batches = planned("depth", 300_000)
     other = copy.deepcopy(rk)

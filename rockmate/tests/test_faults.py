@@ -91,13 +91,10 @@ def _both(where: str, folder: Path, store: str) -> list[tuple[int, str]]:
     return [(p.returncode, text) for p, text in zip(processes, outputs, strict=True)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "where",
-    [
-        "planning",
-        *(pytest.param(where, marks=pytest.mark.nightly) for where in ("a step", "a save")),
-    ],
+    ["planning", "a step", "a save"],
 )
 def test_the_others_end_with_an_error(where: str, tmp_path: Path) -> None:
     found = _both(where, tmp_path, "store")

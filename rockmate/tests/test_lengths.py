@@ -44,7 +44,7 @@ def alike(rk: nn.Module, twin: nn.Module, sample: dict[str, Tensor]) -> int:
     return peak
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_lengths_shorter_and_longer_than_any_before() -> None:
     model = hugging_face_gpt2(layers=2, length=64)
     twin = copy.deepcopy(model)

@@ -35,6 +35,7 @@ def run(script: str, *numbers: int) -> list[str]:
     return ran.stdout.splitlines()
 
 
+@pytest.mark.nightly
 def test_eager_needs_four_times_the_limit() -> None:
     layers, rows, width = 64, 8192, 256
     # Every layer keeps its input (of the linear operation) and the result of tanh.
