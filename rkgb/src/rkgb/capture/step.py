@@ -82,6 +82,7 @@ class RecordedStep:
         self.model, self.device, self.keep_content = model, sample.device, keep_content
         twin = twin_of(model)
         self.twin, self.originals, self.own_tensors = twin.module, twin.originals, twin.tensors
+        self.copies_made = twin.copies
         # Python may ask whether two inputs are one object, which is in the keys of plans.
         self.sample = sample.detached()
         if numbers is not None:

@@ -28,6 +28,8 @@ class Twin:
     module: nn.Module
     originals: Mapping[int, Any]  # identity of a copy -> what it is a copy of
     tensors: Mapping[Hashable, Tensor]  # where a copy of a tensor lies -> that tensor
+    # Kept, although the forward may set others in their places: no new object gets their identity.
+    copies: tuple[Any, ...]
 
 
 def twin_of(model: nn.Module, own: Collection[str] = ()) -> Twin:
@@ -60,7 +62,8 @@ def twin_of(model: nn.Module, own: Collection[str] = ()) -> Twin:
     kept_alive = memo.get(id(memo), [])  # by deepcopy itself: everything that has a copy
     pairs = [(memo[id(old)], old) for old in kept_alive if id(old) in memo]
     tensors = {geometry_of(new): old for new, old in pairs if isinstance(new, Tensor)}
-    return Twin(twin, {id(new): old for new, old in pairs}, tensors)
+    originals = {id(new): old for new, old in pairs}
+    return Twin(twin, originals, tensors, tuple(new for new, _ in pairs))
 
 
 def geometry_of(tensor: Tensor) -> Hashable:
