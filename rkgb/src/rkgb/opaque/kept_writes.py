@@ -26,6 +26,8 @@ class KeptWrites(TorchDispatchMode):
     In the end they are as they were.
     """
 
+    only_watches = True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch loads its compiler

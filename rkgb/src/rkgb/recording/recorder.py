@@ -59,6 +59,8 @@ _SELECTIONS = (_aten.index.Tensor, _aten._unsafe_index.Tensor, _aten.masked_sele
 class Recorder(Values, TorchDispatchMode):
     """While active, appends what runs to `forward` or, once `in_backward`, to `backward`."""
 
+    only_watches = True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch loads its compiler, which takes longer than the recording

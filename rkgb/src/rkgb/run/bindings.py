@@ -49,6 +49,8 @@ def choose_callee(op: Op, arguments: Callable[[], Arguments]) -> Callable[..., A
 
 
 class _Seen(TorchDispatchMode):
+    only_watches = True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
