@@ -72,8 +72,6 @@ def _differences(
             with_content = False
             found = record_without_content(model, sample, known, known.kind)
             gc.collect()
-    except TooLargeError:
-        return None
     except (DataDependentError, SideEffectError) as error:
         let_go(error)
         if with_content and error.module_path is not None:
