@@ -361,10 +361,9 @@ class PlansOfModule:
             # An assert on values, an index out of range: the user's own error, as without us.
             if self.first is None or error.__cause__ is None:
                 raise
-            own = set(self.watch.numbers(ambient()[0])) if self.watch.open else set()
-            args, kwargs = call
+            args, kwargs = self.as_called(call)
             # The plain forward raises it, after what it changes until then.
-            self.model.forward(*args, **{n: v for n, v in kwargs.items() if n not in own})
+            self.model.forward(*args, **kwargs)
             raise  # plain PyTorch has none here
         except InfeasibleBudgetError as error:
             if self.first is None:
@@ -382,6 +381,12 @@ class PlansOfModule:
             # Later plans get the same bytes, whatever a fraction of *their* eager peak would be.
             self.settings = replace(self.settings, budget=planned.budget_bytes)
         return planned
+
+    def as_called(self, call: Call) -> Call:
+        """Return a call without the attributes that are handed over beside its arguments."""
+        own = self.watch.numbers(ambient()[0]) if self.watch.open else {}
+        args, kwargs = call
+        return args, {name: value for name, value in kwargs.items() if name not in own}
 
     def _set_from_now_on(self, planned: Planned) -> None:
         """Set what the plain forward sets at its first call, as which the plan was recorded."""

@@ -88,9 +88,7 @@ class DecidingForward(PlannedForward):
             whole = getattr(error, "whole", ())
             if not whole or self.settings.strict or self.settings.compile:
                 raise
-            own = set(self.watch.numbers(ambient()[0])) if self.watch.open else set()
-            args, kwargs = call
-            kwargs = {name: value for name, value in kwargs.items() if name not in own}
+            args, kwargs = self.as_called(call)
             self.whole, before = tuple(whole), self.settings
             self.settings = replace(before, budget=error.asked_bytes)
             reason = self._reason(args, kwargs)
