@@ -64,8 +64,8 @@ OLDEST := .venv-oldest/.installed
 OLDEST_TESTS := rkgb/tests/test_recorded_bits.py rkgb/tests/test_device.py rkgb/tests/test_memory.py \
 	rkgb/tests/test_fake_cuda_tensors.py \
 	rkgb/tests/test_compare.py $(addprefix rkgb/tests/test_,compiled.py compiled_sizes.py formulas.py) \
-	rockmate/tests/test_compiled_pieces.py rockmate/tests/test_kernels_as_in_the_forward.py \
-	rockmate/tests/test_fingerprint.py rockmate/tests/test_any_valid_plan.py rotor/tests/test_device.py
+	$(addprefix rockmate/tests/,compiled/test_compiled_pieces.py bits/test_kernels_as_in_the_forward.py \
+	files/test_fingerprint.py bits/test_any_valid_plan.py) rotor/tests/test_device.py
 $(OLDEST): Makefile | $(INSTALLED)
 	rm -rf .venv-oldest
 	$(PYTHON) -m venv .venv-oldest
@@ -75,8 +75,8 @@ $(OLDEST): Makefile | $(INSTALLED)
 oldest: $(OLDEST) ## a second environment with the oldest torch that is supported
 # The tests of bits and bytes once more, with the CPU counting as CUDA does.
 CUDA_RULES_TESTS := $(addprefix rkgb/tests/test_,recorded_bits.py memory.py overwrite.py program.py) \
-	$(addprefix rockmate/tests/test_,training_bits.py any_valid_plan.py arriving_gradients.py shared_uses.py \
-	what_a_forward_leaves.py) \
+	$(addprefix rockmate/tests/,bits/test_training_bits.py bits/test_any_valid_plan.py \
+	gradients/test_arriving_gradients.py gradients/test_shared_uses.py writes/test_what_a_forward_leaves.py) \
 	$(addprefix rotor/tests/test_,checkpointable.py checkpointable_backward.py)
 test-cuda-rules: $(INSTALLED) ## bits and bytes once more, as if the CPU were a CUDA device
 	$(PYTEST) -q --cuda-rules -m "not slow and not nightly" $(CUDA_RULES_TESTS) $(PYTEST_ARGS)

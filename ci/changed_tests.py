@@ -69,7 +69,7 @@ def affected(files: Mapping[str, File], changed: Iterable[str]) -> set[str]:
 def selected(root: Path, changed: set[str]) -> list[str]:
     """Return the test files to run, by path."""
     tests = sorted(
-        path for part in (*LAYERS, "ci") for path in (root / part / "tests").glob("test_*.py")
+        path for part in (*LAYERS, "ci") for path in (root / part / "tests").rglob("test_*.py")
     )
     if any(name in changed for name in EVERYTHING):
         return [str(path.relative_to(root)) for path in tests]

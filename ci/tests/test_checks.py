@@ -257,9 +257,9 @@ def test_every_folder_of_a_package_says_what_it_gets_and_gives() -> None:
 @pytest.mark.parametrize(
     ("changed", "selected"),
     [
-        ("rkgb/src/rkgb/a.py", ["rkgb/tests/test_a.py", "rockmate/tests/test_all.py"]),
-        ("rkgb/src/rkgb/b.py", ["rkgb/tests/test_b.py", "rockmate/tests/test_all.py"]),
-        ("rkgb/src/rkgb/c.py", ["rkgb/tests/test_b.py", "rockmate/tests/test_all.py"]),
+        ("rkgb/src/rkgb/a.py", ["rkgb/tests/test_a.py", "rockmate/tests/bits/test_all.py"]),
+        ("rkgb/src/rkgb/b.py", ["rkgb/tests/test_b.py", "rockmate/tests/bits/test_all.py"]),
+        ("rkgb/src/rkgb/c.py", ["rkgb/tests/test_b.py", "rockmate/tests/bits/test_all.py"]),
         ("rkgb/tests/test_b.py", ["rkgb/tests/test_b.py"]),
         ("rkgb/tests/golden/x.txt", ["rkgb/tests/test_a.py", "rkgb/tests/test_b.py"]),
         ("README.md", []),
@@ -275,10 +275,10 @@ def test_a_change_selects_the_tests_that_import_it(
         "rkgb/src/rkgb/c.py": "C = 1\n",
         "rkgb/tests/test_a.py": "from rkgb import A\n",
         "rkgb/tests/test_b.py": "from rkgb import B\n",
-        "rockmate/tests/test_all.py": "import rkgb\n",
+        "rockmate/tests/bits/test_all.py": "import rkgb\n",
     }
     for name, code in files.items():
-        (tree / name).parent.mkdir(exist_ok=True)
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text(code)
     identity = ("-c", "user.name=a", "-c", "user.email=a@b")
     for words in (("init", "-q", "-b", "main"), ("add", "-A"), ("commit", "-q", "-m", "first")):

@@ -14,7 +14,7 @@ from rockmate import integrations
 from rockmate.command.arguments import parser
 from rockmate.reports.plan_report import PlanReport
 
-README = Path(__file__).parents[1] / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 _PROPERTIES = (property, functools.cached_property)
 
 
