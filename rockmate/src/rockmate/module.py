@@ -81,8 +81,9 @@ class Rockmate(nn.Module):
             path or "off", or else the user's cache directory.
         share: where torch.distributed runs, let rank 0 plan for all ranks whose step is the same;
             False lets each rank plan for itself, without waiting for others.
-        check_every: record every so many calls once more before they run, and compare (`check`).
-            The calls after a recorded one are compared in any case.
+        check_every: record every so many calls once more before they run, and compare (`check`),
+            and in their backward the contents of what is read again. The calls after a recorded
+            one are compared in any case.
 
     Examples:
         >>> rk = Rockmate(model, x, "2GiB")

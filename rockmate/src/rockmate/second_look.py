@@ -143,6 +143,7 @@ class SecondLook(PlansOfModule):
             return False
         family.looks = max(0, family.looks - 1)
         self.is_asked, self.looks_often = False, bool(often)
+        family.variants[0].executor.look_at(self.model)
         return True
 
     def _recorded_again(

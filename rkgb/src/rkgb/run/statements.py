@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from rkgb.elements.op import Op
+from rkgb.elements import CompiledCall, Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,20 @@ class StepProgram:
     def runs_again(self) -> bool:
         """Whether a forward is run again in the backward."""
         return any(isinstance(s, Begin) and s.again for s in self.backward)
+
+    @cached_property
+    def read_again(self) -> frozenset[str]:
+        """What the backward reads to compute again what the forward has computed."""
+        found: set[str] = set()
+        again = False
+        for statement in self.backward:
+            if isinstance(statement, Begin):
+                again = statement.again
+            elif isinstance(statement, Call) and (
+                again or isinstance(statement.op.target, CompiledCall)
+            ):
+                found.update(statement.op.inputs)
+        return frozenset(found)
 
     def reads_of_backward(self) -> Iterator[tuple[tuple[str, ...], bool]]:
         """Yield what each statement of the backward reads, and whether it hands gradients over."""

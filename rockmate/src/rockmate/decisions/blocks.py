@@ -297,7 +297,7 @@ class Meeting:
         if name := self._changed(block.path):
             raise WrittenOutsideError(block.path, name)
         buffers = {id(b) for b in block.view.buffers()}
-        leaves = (*flatten((args, dict(kwargs)))[0], *tensors_read(block.view))
+        leaves = (*flatten((args, dict(kwargs)))[0], *(t for _, t in tensors_read(block.view)))
         read = [t for t in leaves if isinstance(t, Tensor) and not t.is_inference()]
         versions = [(t, t._version) for t in read if id(t) not in buffers]
         contents = BufferContents(block.view)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from rkgb.device import KeptGenerators
 from rkgb.elements import flatten, storage_id
 from rkgb.graphs import ambient_autocast, autocast_as
 from rkgb.opaque import BufferContents, ModuleState
+from rockmate.comparison.contents import Contents
 from rockmate.errors import ChangedTensorError
 from rockmate.runtime.plain import plain
 
@@ -35,8 +36,12 @@ def run_recomputed(
     kwargs: Mapping[str, Any],
     *,
     writes_buffers: bool = False,
+    compares: bool = False,
 ) -> Any:
-    """Run the forward of `view` so that its backward runs it again; plain where that cannot be."""
+    """Run the forward of `view` so that its backward runs it again; plain where that cannot be.
+
+    Its backward `compares` what is read with what was read, if it is told to.
+    """
     leaves, structure = flatten((args, dict(kwargs)))
     others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -45,6 +50,8 @@ def run_recomputed(
         return view.forward(*args, **kwargs)
     device = next((t.device for t in (*tensors, *view.parameters())), torch.device("cpu"))
     call = _Call(view, path, structure, leaves, device, writes_buffers)
+    if compares:
+        call.contents = Contents({name: t for name, t, _ in call.versions})
     with saved_tensors_hooks(call.pack, call.unpack):
         result = view.forward(*args, **kwargs)
     call.is_running = False
@@ -60,11 +67,13 @@ def has_hooks_inside(module: nn.Module) -> bool:
     )
 
 
-def tensors_read(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors among parameters, buffers and attributes of a module and those inside."""
-    for part in module.modules():
+def tensors_read(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, buffers and other attributes of a module and those inside, with names."""
+    for path, part in module.named_modules():
         for table in (part._parameters, part._buffers, vars(part)):
-            yield from (t for t in table.values() if isinstance(t, Tensor))
+            for name, tensor in table.items():
+                if isinstance(tensor, Tensor):
+                    yield f"{path}.{name}".lstrip("."), tensor
 
 
 class _Dropped:
@@ -93,9 +102,11 @@ class _Call:
         self.buffers = BufferContents(view) if writes_buffers else None
         self.start = KeptGenerators.keep(device), ModuleState(view)
         written = {id(b) for b in view.buffers()} if writes_buffers else set()
-        read = [t for t in (*leaves, *tensors_read(view)) if isinstance(t, Tensor)]
-        self.versions = [(t, t._version) for t in read if id(t) not in written]
-        self.held = {storage_id(t) for t in read}
+        named = (*tensors_read(view), *((f"argument {n}", t) for n, t in enumerate(leaves)))
+        read = [(name, t) for name, t in named if isinstance(t, Tensor)]
+        self.versions = [(name, t, t._version) for name, t in read if id(t) not in written]
+        self.held = {storage_id(t): name for name, t in reversed(read)}
+        self.contents: Contents | None = None
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # of what was dropped
         self.made: dict[int, tuple[Tensor, int]] = {}
         self.is_running = True
@@ -117,15 +128,22 @@ class _Call:
 
     def _unchanged(self, tensor: Tensor, version: int) -> Tensor:
         if tensor._version != version:
-            raise ChangedTensorError(
-                f"a tensor of {list(tensor.shape)} that the backward of '{self.path}' reads was "
-                "changed in place after its forward. Change a copy instead (x = x.clone())."
-            )
+            inside = f"a tensor of {list(tensor.shape)}"
+            self._changed(self.held.get(storage_id(tensor), inside), "in place")
         return tensor
 
+    def _changed(self, name: str, how: str) -> NoReturn:
+        raise ChangedTensorError(
+            f"{name} of '{self.path}', which its backward reads, was changed {how} after its "
+            "forward. Change it after backward, or work on a copy (x = x.clone())."
+        )
+
     def _run_again(self) -> None:
-        for tensor, version in self.versions:
-            self._unchanged(tensor, version)
+        for name, tensor, version in self.versions:
+            if tensor._version != version:
+                self._changed(name, "in place")
+        if self.contents is not None and (name := self.contents.changed()):
+            self._changed(name, "in a way that PyTorch does not count (through .data or numpy)")
         found: list[tuple[Tensor, int]] = []
 
         def pack(tensor: Tensor) -> None:

@@ -20,6 +20,7 @@ from rkgb.engine import (
 from rkgb.graphs import BackwardKind, SimplifiedGraph
 from rkgb.opaque import RunPiece
 from rkgb.run import Outcomes, RunnableGraph, without_idle_steps
+from rockmate.comparison.contents import Contents
 from rockmate.keys.input_signature import InputSignature
 from rockmate.networks.executables import executable, planned_executable
 from rockmate.networks.likely import kinds_of_sums, likely_kinds
@@ -125,7 +126,8 @@ class Planned:
     ) -> Any:
         """Run the planned forward; `model` and `leaves` serve to record other gradients.
 
-        Without `looks`, hooks of submodules that only look are not called. Of a `call` with these
+        Without `looks`, hooks of submodules that only look are not called, and contents are not
+        compared. Of a `call` with these
         arguments, those are changed that the forward changes.
         """
 
@@ -137,7 +139,9 @@ class Planned:
         numbers = (
             () if self.numbers is None else [x if type(x) in (float, int) else None for x in leaves]
         )
-        made = dict(zip(names, self.executor(external, variant, model, numbers), strict=True))
+        keep = Contents.kept if looks and self.executor.is_due(model) else None
+        outputs = self.executor(external, variant, model, numbers, keep)
+        made = dict(zip(names, outputs, strict=True))
         results = [
             (made[out.name] if out.name in made else external[out.name])
             if isinstance(out, Ref)

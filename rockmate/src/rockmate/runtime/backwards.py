@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import nn
+
 from rkgb.graphs import BackwardKind
 from rockmate.runtime.executable import Executable
 
@@ -18,6 +20,16 @@ class Backwards:
         self.planned = self.expected = planned
         self.latest = planned  # whose backward ran last
         self.variants = {planned.kind: planned}
+        self._looked = dict[int, int]()  # steps, by the module that they are of
+
+    def is_due(self, model: nn.Module) -> bool:
+        """Whether contents are compared in this step of a module: the 1st, 2nd, 4th, 8th, ..."""
+        count = self._looked[id(model)] = self._looked.get(id(model), 0) + 1
+        return not count & (count - 1)
+
+    def look_at(self, model: nn.Module) -> None:
+        """Compare contents in the next step of this module, whichever it is."""
+        self._looked[id(model)] = 0
 
     def for_backward(self, kind: BackwardKind, variant: Variant) -> Executable:
         """Return the executable for such a backward, and expect it from now on.

@@ -161,6 +161,18 @@ class Executable:
         read = {roots.get(name, name) for name in self.program.saved}
         return tuple(name for name in self.program.externals if roots[name] in read)
 
+    def told(self, name: str) -> str:
+        """Return how a user calls an external: a parameter or buffer by its path."""
+        basic = self.graph.dataflow.basic
+        return basic.parameters.get(name) or basic.buffers.get(name) or name
+
+    @cached_property
+    def reads_again(self) -> tuple[str, ...]:
+        """Externals from which the backward computes again, but those that the forward writes."""
+        roots = self._roots
+        read = {roots.get(name, name) for name in self.program.read_again}
+        return tuple(n for n in self.held if roots[n] in read and n not in self.written)
+
     @cached_property
     def holds_written(self) -> bool:
         """Whether the forward writes to what the backward reads later."""

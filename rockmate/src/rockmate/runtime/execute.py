@@ -6,7 +6,7 @@ backwards advance the backward program.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from rockmate.errors import DoubleBackwardError
 from rockmate.runtime.backwards import Backwards, Variant
 from rockmate.runtime.running_step import RunningStep
 
+# Gets tensors by name; gives what returns the name of one that holds something else by then, or ''.
+Keep = Callable[[Mapping[str, Tensor]], Callable[[], str]]
+
 
 class Executor(Backwards):
     """Runs forwards with the executable for the gradients that came last, or are expected."""
@@ -28,11 +31,13 @@ class Executor(Backwards):
         variant: Variant,
         model: nn.Module | None = None,
         numbers: Sequence[Any] = (),
+        keep: Keep | None = None,
     ) -> list[Tensor]:
         """Run the forward and return the outputs, connected to autograd.
 
         `variant` is called in the backward where gradients arrive that lie otherwise. `numbers` are
-        the leaves of the call, without its tensors, where a plan serves for all numbers.
+        the leaves of the call, without its tensors, where a plan serves for all numbers. With
+        `keep`, the backward looks whether what it computes from again is what the forward found.
         """
         executable = self.expected
         step = RunningStep(self, executable, external, variant, numbers)
@@ -40,11 +45,15 @@ class Executor(Backwards):
         step.remember_start(values)
         if executable.has_pieces:
             step.model = model
+        elif keep is not None:
+            step.contents = keep({n: external[n] for n in executable.reads_again})
         with straight_to_kernels(), step.on_model():
             outputs, step.saved = executable.compiled.forward(values, *executable.taken(numbers))
         if executable.seen_writes:  # below autograd, kernels do not count them
             increment_version(executable.read_seen_writes(external))
         step.remember_versions(external)
+        if keep is not None and executable.has_pieces:  # which may write to it
+            step.contents = keep({n: external[n] for n in executable.reads_again})
         if aliased := executable.aliased_outputs:
             step.remember_aliases(outputs, aliased)
         rail = step.rail = step.laid.rail(external)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -51,6 +51,7 @@ class RunningStep:
     aliases: Sequence[tuple[str, Tensor, int]] = ()  # of what is saved: outputs and their versions
     passed: Sequence[int] | None = None  # places in `saved` of what hooks have taken, if any
     start_random: KeptGenerators | None = None
+    contents: Callable[[], str] | None = None  # names what has changed though no version tells
     choice: KernelChoice | None = None
     rerunning: AbstractContextManager[None] = _NOTHING
     model: nn.Module | None = None  # of a step with pieces that run its submodules
@@ -164,10 +165,19 @@ class RunningStep:
 
     def _changed(self, name: str) -> None:
         raise ChangedTensorError(
-            f"'{name}' was changed in place between the forward and the backward of a "
-            "Rockmate module, and the backward needs its old content. Change parameters "
-            "and inputs after backward, or run the forward again."
+            f"'{self.executable.told(name)}' was changed in place between the forward and the "
+            "backward of a Rockmate module, and the backward needs its old content. Change "
+            "parameters and inputs after backward, or run the forward again."
         )
+
+    def _check_contents(self, changed: Callable[[], str]) -> None:
+        if name := changed():
+            raise ChangedTensorError(
+                f"'{self.executable.told(name)}' was changed between the forward and the backward "
+                "of a Rockmate module in a way that PyTorch does not count (through .data, numpy "
+                "or shared memory), and the backward computes from its old content again. Change "
+                "it after backward, or plan with a larger budget."
+            )
 
     # ------------------------------------------------------------------ backward
 
@@ -196,6 +206,8 @@ class RunningStep:
         arrived = [settled(by_name[name]) for name in basic.roots]
         strides = (None if g is None else plain_strides(g.shape, g.stride()) for g in arrived)
         kind = BackwardKind(tuple(strides), ambient_autocast())
+        if self.contents is not None:
+            self._check_contents(self.contents)
         if again:
             assert self.kept is not None
             self._refuse_second(kind)

@@ -1,0 +1,178 @@
+"""Edits through `.data`, numpy and the like between forward and backward: as plain, or by name.
+
+PyTorch counts none of them. What backward reads directly is then what plain PyTorch's reads; what
+it computes again would be another value than the forward's.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 (the name everybody uses)
+from torch import Tensor, nn
+
+from rockmate import ChangedTensorError, InfeasibleBudgetError, Rockmate
+
+ROWS, WIDTH = 64, 16
+
+
+class Net(nn.Module):
+    """A weight, a norm, a convolution and a buffer, of which the least budget reads some again."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(1, 4, 3, padding=1), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.register_buffer("scale", torch.full((4 * WIDTH,), 1.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.conv(x.unsqueeze(1) * 2)).mean(1)
+        for _ in range(2):
+            x = self.norm(self.down(F.gelu(self.up(x) * self.scale)).tanh())
+        return x.square().sum()
+
+
+def _scaled(tensor: Tensor) -> None:
+    tensor.data.mul_(0.5)
+
+
+def _through_numpy(tensor: Tensor) -> None:
+    tensor.detach().numpy()[...] *= 0.5
+
+
+def _one_element(tensor: Tensor) -> None:
+    tensor.data.view(-1)[-1] += 1
+
+
+def _other_memory(tensor: Tensor) -> None:
+    tensor.data = tensor.data * 0.5
+
+
+EDITS = (_scaled, _through_numpy, _one_element, _other_memory)
+NAMES = ("up.bias", "norm.weight", "down.bias", "scale", "x")
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def wrapped(model: nn.Module, **options: int) -> Rockmate:
+    """Return the model within the least that it can be planned for, which computes much again."""
+    with pytest.raises(InfeasibleBudgetError) as error:
+        Rockmate(model, batch(0).requires_grad_(), 1000, self_test=False)
+    return Rockmate(model, batch(0).requires_grad_(), error.value.minimum_bytes, **options)
+
+
+def gradients(net: nn.Module, edit: Callable[[Tensor], None], name: str) -> list[Tensor]:
+    x = batch(1).requires_grad_()
+    net.zero_grad(set_to_none=True)
+    loss = net(x)
+    edit(x if name == "x" else {**dict(net.named_parameters()), "scale": net.scale}[name])
+    loss.backward()
+    return [x.grad, *(p.grad for p in net.parameters())]
+
+
+def assert_as_plain_or_named(
+    net: nn.Module, planned: Rockmate, edit: Callable[[Tensor], None], name: str
+) -> bool:
+    """Assert that one step is plain PyTorch's or names what was edited; return which."""
+    expected = gradients(net, edit, name)
+    try:
+        found = gradients(planned, edit, name)
+    except ChangedTensorError as error:
+        text = str(error)
+    else:
+        assert all(map(torch.equal, expected, found))
+        return True
+    assert name in text or name == "x"
+    return False
+
+
+@pytest.fixture(scope="module")
+def least() -> Rockmate:
+    return wrapped(Net())
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_is_as_in_plain_pytorch_or_refused_by_name(
+    least: Rockmate, edit: Callable[[Tensor], None]
+) -> None:
+    exact = {}
+    for name in NAMES:
+        net = Net()
+        least.load_state_dict(net.state_dict())
+        least.check()  # looks at the next step
+        exact[name] = assert_as_plain_or_named(net, least, edit, name)
+    assert {True, False} == set(exact.values())  # nothing refuses too much
+    assert not exact["up.bias"]
+
+
+def test_where_nothing_is_computed_again_an_edit_is_as_in_plain_pytorch() -> None:
+    net = Net()
+    planned = Rockmate(copy.deepcopy(net), batch(0).requires_grad_(), 1.0)
+    for name in NAMES:
+        planned.load_state_dict(net.state_dict())
+        planned.check()
+        assert assert_as_plain_or_named(copy.deepcopy(net), planned, _scaled, name)
+
+
+def test_contents_are_compared_in_the_steps_that_a_user_asks_for() -> None:
+    net = Net()
+    planned = wrapped(net, check_every=5)
+    for step in range(1, 13):
+        plain = Net()
+        plain.load_state_dict(net.state_dict())
+        edit = _scaled if step in (5, 10) else Tensor.sum
+        done = assert_as_plain_or_named(plain, planned, edit, "up.bias")
+        assert done == (step not in (5, 10))
+
+
+def test_edits_between_steps_are_what_training_does() -> None:
+    net = Net()
+    planned = wrapped(copy.deepcopy(net))
+    for step in range(5):
+        losses = []
+        for model in (net, planned):
+            model.zero_grad(set_to_none=True)
+            loss = model(batch(step))
+            loss.backward()
+            for p in model.parameters():
+                p.data.add_(p.grad, alpha=-0.01).clamp_(-1, 1)
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+    for ours, theirs in zip(planned.parameters(), net.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+class Depth(nn.Module):
+    """Decides by random numbers, so that its blocks are planned one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(5)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if random.random() < 2:
+                x = x + block(x).tanh()
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("edit", [_scaled, lambda tensor: tensor.detach().mul_(0.5)])
+def test_blocks_of_a_deciding_root_name_what_was_edited(edit: Callable[[Tensor], None]) -> None:
+    model = Depth()
+    planned = Rockmate(model, batch(0), 0.5, self_test=False)
+    loss = planned(batch(1))
+    for block in model.blocks:
+        edit(block[0].bias)
+    with pytest.raises(ChangedTensorError, match=r"0\.bias"):
+        loss.backward()
