@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> tuple[nn.Module, list[float]]:
     torch.manual_seed(0)
     network = rotor.resnet.resnet18(num_classes=4)
     sample = torch.randn(size, 3, pixels, pixels)
-    chk = rotor.Checkpointable(network, sample, mem_limit=1.0 if tiny else 0.6)
+    chk = rotor.Checkpointable(network, sample, budget=1.0 if tiny else 0.6)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.02, momentum=0.9)
     losses = []
     for _ in range(steps):

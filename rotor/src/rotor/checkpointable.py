@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from rotor.solver import DEFAULT_SLOTS
 from rotor.strategies import STRATEGIES
 
 log = logging.getLogger(__name__)
+Value = TypeVar("Value")
 
 
 @dataclass(slots=True)
@@ -47,11 +48,12 @@ class Checkpointable(nn.Module):
     Children, parameter names and state-dict keys are those of the given module, which is shared
     and not changed. In `eval()` mode and under `no_grad` it is the plain module.
 
-    `mem_limit` is an int (bytes), text (`"2GiB"`, `"800 MB"`, `"40%"`), or a float in (0, 1]: the
+    `budget` is an int (bytes), text (`"2GiB"`, `"800 MB"`, `"40%"`), or a float in (0, 1]: the
     fraction of what a step takes without recomputation, for the first input that is planned for;
-    from then on `mem_limit` is these bytes, for other inputs too. It counts above what is
-    resident: parameters, buffers, the input, and parameter gradients. Left out, it is what is free
-    on the CUDA device at the first training step.
+    from then on the attribute `mem_limit` is these bytes, for other inputs too. It counts above
+    what is resident: parameters, buffers, the input, and parameter gradients. Left out, it is what
+    is free on the CUDA device at the first training step. `module`, `input` and `mem_limit` are
+    the published names of `model`, `sample` and `budget`.
 
     A plan is made for the sample of `measure`, or for the first input; other inputs (shape,
     type, device, train/eval flags, frozen parameters, autocast) get plans of their own, on demand.
@@ -64,30 +66,38 @@ class Checkpointable(nn.Module):
 
     def __init__(
         self,
-        module: nn.Module,
-        input: Any = None,  # the published name
-        mem_limit: MemoryLimit | None = None,
+        model: nn.Module | None = None,
+        sample: Any = None,
+        budget: MemoryLimit | None = None,
         mem_slots: int = DEFAULT_SLOTS,
         *,
         force_python: bool = False,
         preserve_rng_state: bool = True,
         new_inputs: Literal["plan", "error"] = "plan",
-        max_plans: int = 8,
+        max_plans: int = 16,
         timer: Timer | None = None,
+        module: nn.Module | None = None,
+        input: Any = None,
+        mem_limit: MemoryLimit | None = None,
     ) -> None:
         super().__init__()
-        flatten(module)
+        model = _either("model", model, "module", module)
+        sample = _either("sample", sample, "input", input)
+        budget = _either("budget", budget, "mem_limit", mem_limit)
+        if model is None:
+            raise TypeError("Checkpointable needs a model: Checkpointable(model, sample, budget)")
+        flatten(model)
         if new_inputs not in ("plan", "error"):
             raise ValueError(f"new_inputs is {new_inputs!r}. Give 'plan' or 'error'.")
         # The very dictionaries of the module: same names, same state dict, and a child that is
         # replaced in one is replaced in the other.
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-            self.__dict__[name] = module.__dict__[name]
+            self.__dict__[name] = model.__dict__[name]
         self._sequential: nn.Sequential
         self._planned_modules: list[nn.Module]
-        self.__dict__["_sequential"] = module  # not registered a second time
-        self.training = module.training
-        self.mem_limit = None if mem_limit is None else parse_limit(mem_limit)
+        self.__dict__["_sequential"] = model  # not registered a second time
+        self.training = model.training
+        self.mem_limit = None if budget is None else parse_limit(budget)
         self._choice = Choice(mem_slots, force_python)
         self.preserve_rng_state = preserve_rng_state
         self.new_inputs = new_inputs
@@ -95,9 +105,9 @@ class Checkpointable(nn.Module):
         self._timer = timer
         self._plans: dict[Hashable, _Plan] = {}
         self._current: Hashable = None
-        self.__dict__["_planned_modules"] = modules_inside(module)
-        if input is not None:
-            self.measure(input)
+        self.__dict__["_planned_modules"] = modules_inside(model)
+        if sample is not None:
+            self.measure(sample)
             if self.mem_limit is not None:
                 self.compute_sequence()
 
@@ -343,6 +353,13 @@ class Checkpointable(nn.Module):
             plan.measurement.chain, plan.schedule, plan.measurement.held_bytes, plan.limit_bytes
         )
         return f"{head})\n{text}"
+
+
+def _either(name: str, value: Value, published: str, other: Value) -> Value:
+    """Return what was given under one of two names."""
+    if value is not None and other is not None:
+        raise TypeError(f"both {name} and {published} were given, which are one thing")
+    return other if value is None else value
 
 
 def _signature(

@@ -97,7 +97,7 @@ def free_limit_bytes(device: torch.device, parameters: Iterable[nn.Parameter]) -
     if usable is None:
         raise MemoryLimitError(
             f"no memory limit is given, and on the {device.type} device there is none to "
-            f"find out. Give one: Checkpointable(module, mem_limit=...) or "
+            f"find out. Give one: Checkpointable(model, budget=...) or "
             f"compute_sequence(mem_limit=...)."
         )
     return usable
