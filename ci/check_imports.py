@@ -77,6 +77,7 @@ LAYERS = {
         "options",
         "planners comparison",
         "reports settings",
+        "arguments",
         "networks",
         "pipeline planning",
         "estimate plan_cache",

@@ -25,6 +25,7 @@ from rockmate.in_place import apply, remove
 from rockmate.module import Rockmate
 from rockmate.runtime.plain import plain
 from rockmate.schedules.plan import Plan
+from rockmate.settings import Settings
 
 __version__ = "3.0.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     "Rockmate",
     "RockmateError",
     "SelfTestError",
+    "Settings",
     "SolverError",
     "SolverUnavailableError",
     "UnknownChoiceError",

@@ -27,7 +27,7 @@ from rockmate.keys.sharded import own_class
 from rockmate.module import Rockmate, dressed, plain_view
 from rockmate.pipeline import plan_module
 from rockmate.runtime.plain import plain
-from rockmate.settings import Budget, Settings, check_choices, parse_budget
+from rockmate.settings import Budget, Settings, Terms, parse_budget
 
 
 def apply_to_blocks(
@@ -94,11 +94,11 @@ def apply_to_blocks(
     _refuse_model(model)
     team = Team.of(model, process_group)
     with team.together():
-        check_choices(cost=cost, effort=effort, backend=backend)
+        Settings(cost=cost, effort=effort, backend=backend)
         _refuse(model, in_flight)
         amount, fraction = parse_budget(budget)
         call = bind_inputs(sample, kwargs)
-    settings = Settings(
+    settings = Terms(
         _PLACEHOLDER,
         effort=effort,
         cost=cost,
@@ -231,7 +231,7 @@ def _as_saved(plan: BlocksPlan, file: BlocksFile) -> BlocksPlan:
     return replace(plan, rows=tuple(rows), file=file, why_no_free_plan="a saved plan serves")
 
 
-def _compared(model: nn.Module, call: Call, plan: BlocksPlan, settings: Settings) -> BlocksPlan:
+def _compared(model: nn.Module, call: Call, plan: BlocksPlan, settings: Terms) -> BlocksPlan:
     """Return the plan with what a plan of the whole model would cost in the same budget."""
     if plan.in_flight > 1:
         return replace(plan, why_no_free_plan="with forwards in flight there is none")

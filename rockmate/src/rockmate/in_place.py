@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import inspect
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from rockmate.arguments import Arguments, called_with
 from rockmate.decisions import DecidingForward
 from rockmate.errors import RockmateError
 from rockmate.module import (
     Rockmate,
-    calls_of,
     classes,
     dressed,
     is_applied,
     plain_of,
     plain_view,
-    settings_of,
 )
 from rockmate.settings import Budget, parse_budget
 
 _FIRST_STEP = object()  # what comes with the first training step is the sample
-_SIGNATURE = inspect.signature(Rockmate.__init__)
 
 
-def apply(
-    model: nn.Module, sample: Any = _FIRST_STEP, budget: Budget | None = None, **options: Any
-) -> nn.Module:
+@dataclass(frozen=True, eq=False)
+class InPlace(Arguments):
+    """What `apply` takes: a sample may come later."""
+
+    sample: Any = _FIRST_STEP
+    budget: Budget = ""
+
+
+@called_with(InPlace)
+def apply(given: InPlace) -> nn.Module:
     """Plan `model` in place: from now on its own forward runs within the budget.
 
     It stays the same object, of its class (and of `Rockmate`), with the same name, configuration,
@@ -42,17 +47,17 @@ def apply(
         >>> rockmate.remove(model)
         >>> rockmate.apply(model, budget="2GiB")  # planned when the first batch is there
     """
-    if budget is None:
+    model, is_sampled = given.model, given.sample is not _FIRST_STEP
+    if given.budget in ("", None):
         raise TypeError("rockmate.apply needs a budget: rockmate.apply(model, budget='8GB')")
-    parse_budget(budget)
-    _SIGNATURE.bind(None, model, sample, budget, **options)  # refuses other options
-    if sample is _FIRST_STEP and not {"kwargs", "samples"}.isdisjoint(options):
+    parse_budget(given.budget)
+    if not is_sampled and (given.kwargs is not None or given.samples):
         raise TypeError("rockmate.apply takes kwargs and samples beside a sample only")
     if not is_applied(model):
         plain_of(model)  # refuses what is no module
-    planned = DecidingForward(plain_view(model), settings_of(budget, options))
-    if sample is not _FIRST_STEP:
-        planned.prepare(calls_of(sample, options))
+    planned = DecidingForward(plain_view(model), given.terms())
+    if is_sampled:
+        planned.prepare(given.calls())
     return dressed(remove(model), planned)
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
-from os import PathLike, fspath
-from typing import Any, Literal
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
 
 import torch
 from torch import nn
 
-from rkgb.engine import bind_inputs
 from rkgb.torch_api import is_optimized
+from rockmate.arguments import Arguments, method_called_with
 from rockmate.decisions import DecidingForward
 from rockmate.decisions.report import DecidedPlan
 from rockmate.errors import UnsupportedModuleError
@@ -25,7 +25,7 @@ from rockmate.plan_cache import PlanRows
 from rockmate.plans_of_module import INSTEAD
 from rockmate.reports.plan_report import PlanReport
 from rockmate.second_look import Differences
-from rockmate.settings import Budget, SelfTest, Settings, check_choices
+from rockmate.settings import Terms
 
 _log = logging.getLogger("rockmate")
 # What a Rockmate module offers beside the model; a model's own attribute of that name goes first.
@@ -47,6 +47,8 @@ class Rockmate(nn.Module):
     Whatever changes between steps (shapes, flags, frozen layers, precision, arguments, layers
     themselves), a call unlike all planned ones is planned on the spot, within the same bytes.
 
+    Keywords are the fields of `Settings`, where they are described, beside those of the call.
+
     Args:
         model: the module, in train mode, on one device with the sample.
         sample: the first argument, a tuple of arguments, or a dict of keyword arguments.
@@ -55,35 +57,7 @@ class Rockmate(nn.Module):
             resident and not counted; activations, outputs, their gradients, recomputation and
             kernel workspace are.
         kwargs: keyword arguments of the sample, beside positional ones.
-        effort: how long to search: "fast", "balanced", "best", or seconds.
-        cost: what to minimise: "measured" time, or deterministic "flops".
-        self_test: run one step against eager PyTorch after planning and compare bits and bytes.
-            Where eager differs from itself, gradients are held to its noise; "deterministic" also
-            compares bits once under torch's deterministic algorithms.
-        reserve: bytes of the budget to leave to a loss computed outside the module.
-        max_plans: how many plans to keep; the one used least recently is dropped for a new one.
         samples: more samples to plan for at once. A fraction as budget is one of the largest.
-        planner: "auto", or the name of one strategy, for comparisons.
-        backend: solver of the block problems: "cp-sat", "cbc", "highs" or "gurobi".
-        progress: show a progress bar while planning. Usual: in a terminal and a notebook.
-        opaque: paths of submodules to run whole, as `torch.utils.checkpoint` would, instead of
-            recording what is in them.
-        strict: refuse a module of which a part cannot be recorded. Without it, the smallest
-            submodule around that part runs whole; `plan.opaque` names them.
-        compile: let inductor compile runs of neighbouring operations. Results then have the same
-            bits under every budget, and are eager's up to rounding: `plan.compiled` says what is
-            compiled, and how far off the self-test found a step. Norms and the like are computed
-            again in the backward of a piece, or kept for it where that makes a step faster. Needs a
-            C++ compiler (CPU) or Triton (GPU), and some seconds for each kind of piece.
-        plan: path of a file that `save_plan` wrote: its plan serves, nothing is searched or
-            measured, and what differs from when it was made is refused in words.
-        cache: a folder of plans between two starts; False for none. Usual: `ROCKMATE_CACHE`, a
-            path or "off", or else the user's cache directory.
-        share: where torch.distributed runs, let rank 0 plan for all ranks whose step is the same;
-            False lets each rank plan for itself, without waiting for others.
-        check_every: record every so many calls once more before they run, and compare (`check`),
-            and in their backward the contents of what is read again. The calls after a recorded
-            one are compared in any case.
 
     Examples:
         >>> rk = Rockmate(model, x, "2GiB")
@@ -105,42 +79,13 @@ class Rockmate(nn.Module):
         object.__setattr__(wrapper, "__dict__", vars(model))
         return wrapper
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sample: Any,
-        budget: Budget,
-        *,
-        kwargs: Mapping[str, Any] | None = None,
-        effort: str | float = "fast",
-        cost: Literal["measured", "flops"] = "measured",
-        self_test: SelfTest = True,
-        reserve: int = 0,
-        max_plans: int = 16,
-        samples: Sequence[Any] = (),
-        planner: str = "auto",
-        backend: str = "cp-sat",
-        progress: bool | None = None,
-        opaque: Sequence[str] = (),
-        strict: bool = False,
-        compile: bool = False,
-        plan: str | PathLike[str] | None = None,
-        cache: bool | str | PathLike[str] | None = None,
-        share: bool = True,
-        check_every: int = 0,
-    ) -> None:
-        options = {
-            **{"kwargs": kwargs, "effort": effort, "cost": cost, "self_test": self_test},
-            **{"reserve": reserve, "max_plans": max_plans, "samples": samples},
-            **{"planner": planner, "backend": backend, "progress": progress},
-            **{"opaque": opaque, "strict": strict, "compile": compile, "plan": plan},
-            **{"cache": cache, "share": share, "check_every": check_every},
-        }
-        plain = plain_of(model)
-        if plain is not model and not isinstance(model, Rockmate):
+    @method_called_with(Arguments)
+    def __init__(self, given: Arguments) -> None:
+        plain = plain_of(given.model)
+        if plain is not given.model and not isinstance(given.model, Rockmate):
             _log.info("torch.compile around %s is taken off: %s", type(plain).__name__, INSTEAD)
-        planned = DecidingForward(plain, settings_of(budget, options))
-        planned.prepare(calls_of(sample, options))
+        planned = DecidingForward(plain, given.terms())
+        planned.prepare(given.calls())
         object.__setattr__(self, "_rockmate", planned)
 
     def backward(self) -> None:
@@ -280,6 +225,12 @@ class Rockmate(nn.Module):
         return function, args, (_without_plans(state), planned.settings), *rest, _restore
 
 
+# What `help` and editors show of the class: the arguments of a wrapper, not of a replica.
+Rockmate.__new__.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    Rockmate.__init__
+)
+
+
 # ---------------------------------------------------------------------- classes and views
 
 
@@ -362,7 +313,7 @@ def _without_plans(state: Any) -> Any:
     return {name: value for name, value in state.items() if name != "_rockmate"}
 
 
-def _load(model: nn.Module, settings: Settings) -> Rockmate:
+def _load(model: nn.Module, settings: Terms) -> Rockmate:
     wrapper = Rockmate.__new__(Rockmate, model)
     object.__setattr__(wrapper, "_rockmate", DecidingForward(model, settings))
     return wrapper
@@ -379,34 +330,9 @@ def _new_ex(kind: Any, args: Any, kwargs: Any) -> Any:
 _BY_CLASS = {"__newobj__": _new, "__newobj_ex__": _new_ex}  # as copyreg calls them
 
 
-def _restore(model: nn.Module, saved: tuple[Any, Settings]) -> None:
+def _restore(model: nn.Module, saved: tuple[Any, Terms]) -> None:
     state, settings = saved
     if state is not None:
         set_state = getattr(model, "__setstate__", None) or vars(model).update
         set_state(state)
     dressed(model, DecidingForward(plain_view(model), settings))
-
-
-# ---------------------------------------------------------------------- arguments
-
-
-def settings_of(budget: Budget, options: Mapping[str, Any]) -> Settings:
-    """Return what the user chose, checked."""
-    known = {name: value for name, value in options.items() if name not in ("kwargs", "samples")}
-    names = {"cost", "effort", "planner", "backend", "self_test", "compile", "check_every"}
-    check_choices(**{name: value for name, value in known.items() if name in names})
-    if known.get("compile") and known.get("plan") is not None:
-        raise ValueError("plan= and compile=True exclude each other: a file knows no compiled code")
-    known["opaque"] = tuple(known.get("opaque", ()))
-    known["reserve_bytes"] = known.pop("reserve", 0)
-    for name in ("plan", "cache"):
-        if isinstance(known.get(name), PathLike):
-            known[name] = fspath(known[name])
-    return Settings(budget, **known)
-
-
-def calls_of(
-    sample: Any, options: Mapping[str, Any]
-) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    first = bind_inputs(sample, options.get("kwargs"))
-    return [first, *(bind_inputs(other) for other in options.get("samples", ()))]

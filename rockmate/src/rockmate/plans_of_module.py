@@ -43,7 +43,7 @@ from rockmate.pipeline import (
 )
 from rockmate.plan_cache import Family, Key, PlanCache, PlanRow, PlanRows, what
 from rockmate.runtime.plain import unseen
-from rockmate.settings import Settings, parse_budget
+from rockmate.settings import Terms, parse_budget
 
 _log = logging.getLogger("rockmate")
 _MOST_WAYS = 6  # through one forward, chosen by values of its inputs, that have plans
@@ -71,7 +71,7 @@ class PlansOfModule:
 
     plans_alone = True  # without the other processes over which parameters may be spread
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, settings: Terms) -> None:
         self.model, self.settings = model, settings
         self.table = vars(model)
         self.plans = PlanCache(settings.max_plans)
@@ -456,7 +456,7 @@ def _run_whole(paths: Iterable[str], planned: Planned) -> bool:
     return all(_is_covered(path, planned.network.opaque) for path in paths)
 
 
-def _own_shelf(settings: Settings, follows: bool) -> Shelf:
+def _own_shelf(settings: Terms, follows: bool) -> Shelf:
     """Return the shelf that settings name; a file may lie on the machine of rank 0 only.
 
     Raises:

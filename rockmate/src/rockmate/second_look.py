@@ -27,7 +27,7 @@ from rockmate.networks.network import Network
 from rockmate.plan_cache import Family
 from rockmate.plans_of_module import Call, PlansOfModule, planning
 from rockmate.runtime.plain import unseen
-from rockmate.settings import Settings
+from rockmate.settings import Terms
 
 _log = logging.getLogger("rockmate")
 _MOST_NAMED = 3  # differences, in the log
@@ -56,7 +56,7 @@ class _LookedAtError(Exception):
 class SecondLook(PlansOfModule):
     """Plans for the calls of a module, some of which are recorded once more before they run."""
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, settings: Terms) -> None:
         super().__init__(model, settings)
         self.is_asked = False  # for a look at the next call
         self.looks_often = bool(settings.check_every)

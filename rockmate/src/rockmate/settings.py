@@ -1,12 +1,16 @@
 """What a user may choose: a budget and names, each read or refused before any work is done.
 
-A budget is bytes, text with a unit, or a fraction of eager's activation peak.
+`Settings` is the one definition of the keywords that `Rockmate` and its sisters take (`arguments`
+says how they take them). A budget is bytes, text with a unit, or a fraction of eager's activation
+peak.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, fields
+from os import PathLike, fspath
+from typing import Any, Literal
 
 from rockmate.errors import BudgetFormatError, UnknownChoiceError
 from rockmate.planners.effort import effort_of
@@ -22,56 +26,114 @@ _FORMS = "an int (bytes), a float in (0, 1] (fraction of eager's activation peak
 _FORMS += "'2GiB', '800 MB' or '40%'"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to plan; see `Rockmate` for what the fields mean."""
+    """How to plan: the keywords of `Rockmate`, `apply`, `apply_to_blocks`, `estimate` and others.
 
-    budget: Budget
-    effort: str | float = "fast"
-    cost: Literal["measured", "flops"] = "measured"
-    self_test: SelfTest = True
-    reserve_bytes: int = 0
-    planner: str = "auto"
-    backend: str = "cp-sat"
-    progress: bool | None = None  # where a person is looking
-    max_plans: int = 16
-    opaque: tuple[str, ...] = ()
-    strict: bool = False
-    compile: bool = False
-    most_kept_bytes: int | None = None  # of a module among others: from its forward to its backward
-    plan: str | None = None  # path of a file of plans
-    cache: bool | str | None = None
-    share: bool = True
-    check_every: int = 0  # calls, of which one is recorded once more; 0: only the first ones are
+    They mean the same everywhere and have the same defaults. Keep those that you use often in one
+    object, and hand them on as keywords.
 
+    Args:
+        effort: how long to search: "fast", "balanced", "best", or seconds.
+        cost: what to minimise: "measured" time, or deterministic "flops".
+        self_test: run one step against eager PyTorch after planning and compare bits and bytes.
+            Where eager differs from itself, gradients are held to its noise; "deterministic" also
+            compares bits once under torch's deterministic algorithms.
+        reserve: bytes of the budget to leave to a loss computed outside the module.
+        max_plans: how many plans to keep; the one used least recently is dropped for a new one.
+        planner: "auto", or the name of one strategy, for comparisons.
+        backend: solver of the block problems: "cp-sat", "cbc", "highs" or "gurobi".
+        progress: show a progress bar while planning. Usual: in a terminal and a notebook.
+        opaque: paths of submodules to run whole, as `torch.utils.checkpoint` would, instead of
+            recording what is in them.
+        strict: refuse a module of which a part cannot be recorded. Without it, the smallest
+            submodule around that part runs whole; `plan.opaque` names them.
+        compile: let inductor compile runs of neighbouring operations. Results then have the same
+            bits under every budget, and are eager's up to rounding: `plan.compiled` says what is
+            compiled, and how far off the self-test found a step. Norms and the like are computed
+            again in the backward of a piece, or kept for it where that makes a step faster. Needs a
+            C++ compiler (CPU) or Triton (GPU), and some seconds for each kind of piece.
+        plan: path of a file that `save_plan` wrote: its plan serves, nothing is searched or
+            measured, and what differs from when it was made is refused in words.
+        cache: a folder of plans between two starts; False for none. Usual: `ROCKMATE_CACHE`, a
+            path or "off", or else the user's cache directory.
+        share: where torch.distributed runs, let rank 0 plan for all ranks whose step is the same;
+            False lets each rank plan for itself, without waiting for others.
+        check_every: record every so many calls once more before they run, and compare
+            (`Rockmate.check`), and in their backward the contents of what is read again. The calls
+            after a recorded one are compared in any case.
 
-def check_choices(
-    *,
-    cost: str = "measured",
-    effort: str | float = "fast",
-    planner: str = "auto",
-    backend: str = "cp-sat",
-    self_test: SelfTest = True,
-    compile: bool = False,
-    check_every: int = 0,
-) -> None:
-    """Refuse what planning would refuse later, after the module was captured and measured.
+    Example:
+        >>> careful = rockmate.Settings(effort="best", self_test="deterministic")
+        >>> rk = Rockmate(model, x, "2GiB", **careful)
 
     Raises:
         UnknownChoiceError: one of them is unknown; it names the choices.
         SolverUnavailableError: the backend is not installed.
     """
-    if cost not in COSTS:
-        raise UnknownChoiceError("cost", cost, COSTS)
-    if self_test not in SELF_TESTS:
-        raise UnknownChoiceError("self_test", str(self_test), tuple(map(str, SELF_TESTS)))
-    if not isinstance(compile, bool):
-        raise UnknownChoiceError("compile", compile, ("True", "False"))
-    if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
-        raise UnknownChoiceError("check_every", check_every, ("0", "a number of calls"))
-    effort_of(effort)
-    check_planner(planner)
-    check_backend(backend)
+
+    effort: str | float = "fast"
+    cost: Literal["measured", "flops"] = "measured"
+    self_test: SelfTest = True
+    reserve: int = 0
+    max_plans: int = 16
+    planner: str = "auto"
+    backend: str = "cp-sat"
+    progress: bool | None = None
+    opaque: Sequence[str] = ()
+    strict: bool = False
+    compile: bool = False
+    plan: str | PathLike[str] | None = None
+    cache: bool | str | PathLike[str] | None = None
+    share: bool = True
+    check_every: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_cost()
+        if self.self_test not in SELF_TESTS:
+            raise UnknownChoiceError("self_test", str(self.self_test), tuple(map(str, SELF_TESTS)))
+        if not isinstance(self.compile, bool):
+            raise UnknownChoiceError("compile", self.compile, ("True", "False"))
+        every = self.check_every
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise UnknownChoiceError("check_every", every, ("0", "a number of calls"))
+        effort_of(self.effort)
+        check_planner(self.planner)
+        check_backend(self.backend)
+        if self.compile and self.plan is not None:
+            raise ValueError(
+                "plan= and compile=True exclude each other: a file knows no compiled code"
+            )
+        object.__setattr__(self, "opaque", tuple(self.opaque))
+        for name in ("plan", "cache"):
+            path = getattr(self, name)
+            if isinstance(path, PathLike):
+                object.__setattr__(self, name, fspath(path))
+
+    def _check_cost(self) -> None:
+        if self.cost not in COSTS:
+            raise UnknownChoiceError("cost", self.cost, COSTS)
+
+    def settings(self, **instead: Any) -> Settings:
+        """Return the settings alone, where they are among the arguments of a call."""
+        own = {f.name: getattr(self, f.name) for f in fields(Settings)}
+        return Settings(**{**own, **instead})
+
+    def keys(self) -> Set[str]:
+        """Return the names of what differs from the defaults, so that `**settings` hands it on."""
+        names = (f.name for f in fields(Settings) if getattr(self, f.name) != f.default)
+        return dict.fromkeys(names).keys()
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+@dataclass(frozen=True)
+class Terms(Settings):
+    """A budget, and how to plan within it."""
+
+    budget: Budget
+    most_kept_bytes: int | None = None  # of a module among others: from its forward to its backward
 
 
 def parse_budget(budget: Budget) -> tuple[int | None, float | None]:

@@ -20,7 +20,7 @@ from rockmate.files.cache_folder import CacheFolder, usual_folder
 from rockmate.files.plan_file import PlanFile
 from rockmate.networks import network
 from rockmate.pipeline.identity import cache_key
-from rockmate.settings import Settings
+from rockmate.settings import Terms
 from rockmate.testing.wrapping import wrap as planned_by_all
 
 SAMPLE = torch.randn(16, 8)
@@ -100,14 +100,14 @@ def test_other_code_versions_and_choices_have_other_keys(monkeypatch: pytest.Mon
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.body(x).square().mean() + 0
 
-    device, usual = torch.device("cpu"), Settings(0.5)
+    device, usual = torch.device("cpu"), Terms(0.5)
     keys = [cache_key("", Net(), device, usual), cache_key("", Other(), device, usual)]
-    keys.append(cache_key("", Net(), device, Settings(0.5, effort="best")))
+    keys.append(cache_key("", Net(), device, Terms(0.5, effort="best")))
     monkeypatch.setattr(torch, "__version__", "9.9")
     keys.append(cache_key("", Net(), device, usual))
     assert len(set(keys)) == 4
     monkeypatch.undo()
-    assert cache_key("", Net(), device, Settings(0.5, progress=True)) == keys[0]
+    assert cache_key("", Net(), device, Terms(0.5, progress=True)) == keys[0]
 
 
 def test_it_is_off_where_the_user_says_so(

@@ -10,7 +10,7 @@ import pytest
 
 from rockmate import RockmateError, SolverUnavailableError, UnknownChoiceError
 from rockmate.planners import EFFORTS, PLANNERS, plan
-from rockmate.settings import COSTS, check_choices
+from rockmate.settings import COSTS, Settings
 from rockmate.solvers import BACKENDS
 from rockmate.testing.problems import gpt_problem
 
@@ -28,8 +28,8 @@ def test_every_known_name_is_accepted(option: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     for name in KNOWN[option]:
         choice: dict[str, Any] = {option: name}
-        check_choices(**choice)
-    check_choices()
+        Settings(**choice)
+    Settings()
 
 
 @pytest.mark.parametrize("option", KNOWN)
@@ -37,7 +37,7 @@ def test_every_known_name_is_accepted(option: str, monkeypatch: pytest.MonkeyPat
 def test_an_unknown_choice_is_refused_with_the_choices(option: str, asked: Any) -> None:
     choice: dict[str, Any] = {option: asked}
     with pytest.raises(UnknownChoiceError) as caught:
-        check_choices(**choice)
+        Settings(**choice)
     error = caught.value
     assert isinstance(error, RockmateError)
     assert isinstance(error, ValueError)
@@ -48,13 +48,13 @@ def test_an_unknown_choice_is_refused_with_the_choices(option: str, asked: Any) 
 
 @pytest.mark.parametrize("seconds", [1, 0.5, 3600])
 def test_an_effort_may_be_seconds(seconds: float) -> None:
-    check_choices(effort=seconds)
+    Settings(effort=seconds)
 
 
 @pytest.mark.parametrize("effort", [0, -1, math.nan, True, 1j])
 def test_an_effort_that_is_no_time_is_refused(effort: Any) -> None:
     with pytest.raises(UnknownChoiceError, match="best, or a positive number of seconds"):
-        check_choices(effort=effort)
+        Settings(effort=effort)
 
 
 @pytest.mark.parametrize("backend", ["highs", "gurobi"])
@@ -63,8 +63,8 @@ def test_a_backend_that_is_not_installed_is_refused(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SolverUnavailableError, match=rf"pip install 'rockmate\[{backend}\]'"):
-        check_choices(backend=backend)
-    check_choices(backend="cp-sat")
+        Settings(backend=backend)
+    Settings(backend="cp-sat")
 
 
 @pytest.mark.parametrize("option", ["effort", "planner", "backend"])

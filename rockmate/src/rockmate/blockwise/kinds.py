@@ -23,7 +23,7 @@ from rockmate.runtime.plain import plain
 from rockmate.schedules.plan import make_plan
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Steps
-from rockmate.settings import Settings
+from rockmate.settings import Terms
 
 
 @dataclass
@@ -86,7 +86,7 @@ def ways_to_run(recorded: Planned, backend: str) -> tuple[BlockOption, ...]:
     return tuple(found)
 
 
-def recorded_block(model: nn.Module, call: Call, settings: Settings) -> Planned:
+def recorded_block(model: nn.Module, call: Call, settings: Terms) -> Planned:
     """Return a block as it was recorded, keeping everything."""
     args, kwargs = call
     leaves, _ = key_of(args, kwargs)

@@ -56,7 +56,7 @@ from rockmate.options.module_choice import (
 from rockmate.planned_forward import PlannedForward
 from rockmate.planners.module_options import options_of
 from rockmate.runtime.plain import is_plain, plain
-from rockmate.settings import Settings
+from rockmate.settings import Terms
 
 _log = logging.getLogger("rockmate")
 _EVERYTHING = 1 << 62  # a budget that keeps everything, to have a block recorded and measured
@@ -81,7 +81,7 @@ class _Intercepted(PlannedForward):
     """Stands in a block while a step is run for planning; what it calls decides what runs."""
 
     def __init__(self, path: str, model: nn.Module, call: Callable[..., Any]) -> None:
-        super().__init__(model, Settings(budget=_EVERYTHING))
+        super().__init__(model, Terms(_EVERYTHING))
         self.path, self.call = path, call
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -95,7 +95,7 @@ class Planner:
         self,
         model: nn.Module,
         views: Mapping[str, nn.Module],
-        settings: Settings,
+        settings: Terms,
         *,
         team: Team,
         in_flight: int = 1,

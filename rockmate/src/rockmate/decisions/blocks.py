@@ -32,7 +32,7 @@ from rockmate.plan_cache import Family, Key
 from rockmate.planned_forward import PlannedForward
 from rockmate.plans_of_module import Call
 from rockmate.runtime.plain import plain
-from rockmate.settings import Settings
+from rockmate.settings import Terms
 
 KEEP, AGAIN = "keep", "again"  # a plain call; one that keeps nothing and runs again
 EVERYTHING = 1 << 62  # a budget that keeps everything
@@ -204,7 +204,7 @@ class Meeting:
     def __init__(
         self,
         model: nn.Module,
-        settings: Settings,
+        settings: Terms,
         whole: Iterable[str],
         *,
         plans: bool,
@@ -217,7 +217,7 @@ class Meeting:
         ] = {}  # after the last call of each block
         self.settings = replace(
             settings, budget=EVERYTHING, self_test=False, share=False, cache=False, plan=None,
-            reserve_bytes=0, compile=False, progress=False, opaque=(), max_plans=1 << 10,
+            reserve=0, compile=False, progress=False, opaque=(), max_plans=1 << 10,
         )  # fmt: skip
         self.modules = {path: m for path, m in model.named_modules() if path}
         self.views = {path: view_of(module) for path, module in self.modules.items()}

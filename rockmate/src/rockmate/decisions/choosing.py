@@ -31,7 +31,7 @@ from rockmate.decisions.step_plan import StepPlan
 from rockmate.errors import InfeasibleBudgetError, RockmateError, SelfTestError
 from rockmate.keys.module_watch import without_hooks
 from rockmate.options.module_choice import ModuleCall, StepMemory, choose, peak_of, smallest_budget
-from rockmate.settings import Settings
+from rockmate.settings import Terms
 
 _log = logging.getLogger("rockmate")
 _MOST_TRIES = 8
@@ -55,7 +55,7 @@ class Chosen:
 def plan_step(
     model: nn.Module,
     call: Call,
-    settings: Settings,
+    settings: Terms,
     budget_bytes: int,
     whole: Sequence[str],
     why: str,
@@ -128,7 +128,7 @@ class _Planner:
         name: str,
         sample: Sample,
         parameters: _Parameters,
-        settings: Settings,
+        settings: Terms,
         eager: StepResult | None,
         *,
         plans: bool,
@@ -174,7 +174,7 @@ class _Planner:
         Raises:
             InfeasibleBudgetError: none was; `minimum_bytes` is what would do.
         """
-        room = budget_bytes - self.settings.reserve_bytes
+        room = budget_bytes - self.settings.reserve
         least = [call.least for call in self.calls]
         memory, more_bytes = self._measure(least)
         first = self._test(least).allocated_peak_bytes
@@ -185,7 +185,7 @@ class _Planner:
         aside = more_bytes if minimum + more_bytes <= room else 0
         found = self._search(memory, room - aside, beyond, ways) if minimum <= room else None
         if found is None:
-            minimum += self.settings.reserve_bytes
+            minimum += self.settings.reserve
             raise InfeasibleBudgetError(
                 f"the {len(self.blocks)} blocks of {self.name} cannot be run within {budget_bytes} "
                 f"bytes; it is planned block by block: {why} The whole step needs {minimum}. "

@@ -33,7 +33,7 @@ from rockmate.plan_cache import PlanRow, PlanRows
 from rockmate.planned_forward import PlannedForward
 from rockmate.plans_of_module import Call, HandedOverOtherwiseError, planning
 from rockmate.runtime.plain import is_plain, unseen
-from rockmate.settings import Settings
+from rockmate.settings import Terms
 
 _log = logging.getLogger("rockmate")
 
@@ -45,7 +45,7 @@ class _ByBlocksError(HandedOverOtherwiseError):
 class DecidingForward(PlannedForward):
     """Runs a module as a whole where a plan of the whole fits, or else by its blocks."""
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, settings: Terms) -> None:
         super().__init__(model, settings)
         self.why = ""  # it is not planned as a whole; '' while it is
         self.whole: tuple[str, ...] = ()  # submodules that cannot be recorded

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from rockmate.arguments import called_with, refuse
 from rockmate.errors import BudgetFormatError, InfeasibleBudgetError, UnknownChoiceError
 from rockmate.estimate.costs_from_file import Cost, InProportion, Recorded, recorded_costs
-from rockmate.estimate.prediction import Estimate, usual_device
+from rockmate.estimate.prediction import NOT_ESTIMATED, Estimate, usual_device
 from rockmate.estimate.sizes import check_optimizer, priced_step, sizes_of
 from rockmate.planners import minimum_peak
 from rockmate.progress import Phases
 from rockmate.schedules.report import format_bytes
-from rockmate.settings import Budget, parse_budget
+from rockmate.settings import Budget, Settings, parse_budget
 
 _log = logging.getLogger("rockmate")
 
@@ -56,23 +57,38 @@ class LargestBatch:
         }
 
 
-def largest_batch(
-    model: nn.Module,
-    make_sample: Callable[[int], Any],
-    memory: Budget,
-    *,
-    optimizer: str = "adamw",
-    device: torch.device | str | None = None,
-    at_most: int = 1 << 16,
-    cost: str | Mapping[int, Cost] = "flops",
-    progress: bool | None = None,
-) -> LargestBatch:
+@dataclass(frozen=True, eq=False)
+class ToFill(Settings):
+    """What `largest_batch` takes."""
+
+    model: nn.Module
+    make_sample: Callable[[int], Any]
+    memory: Budget
+    _: KW_ONLY
+    cost: str | Mapping[int, Cost] = "flops"  # type: ignore[assignment]
+    kwargs: Mapping[str, Any] | None = None
+    optimizer: str = "adamw"
+    device: torch.device | str | None = None
+    at_most: int = 1 << 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(self, "largest_batch", NOT_ESTIMATED)
+
+    def _check_cost(self) -> None:
+        """Leave it to `recorded_costs`."""
+
+
+@called_with(ToFill)
+def largest_batch(given: ToFill) -> LargestBatch:
     """Return the largest batch whose training step fits into `memory`, and at what extra time.
+
+    Keywords are the fields of `Settings` beside these, as for `estimate`.
 
     Args:
         model: the module, in train mode; it may be on the device `meta`.
         make_sample: returns a sample of a given batch size, as `estimate` takes it; it may be
-            on `meta` as well.
+            on `meta` as well. `kwargs` are the same for every size.
         memory: of the device, in bytes or as text such as `"24GB"`: parameters, gradients,
             the optimizer's state, inputs and activations together.
         optimizer: see `estimate`.
@@ -80,7 +96,6 @@ def largest_batch(
         at_most: no larger batch is looked at.
         cost: what extra time is counted in: "flops", or costs that were recorded at some batches,
             as `{8: "net.plan.json"}`; see `estimate`. Those of other batches are in proportion.
-        progress: show a bar with the batch that is tried; by default in a terminal and a notebook.
 
     Example:
         >>> print(rockmate.largest_batch(model, lambda n: torch.randn(n, 3, 224, 224), "24GB"))
@@ -92,17 +107,15 @@ def largest_batch(
         PlanMismatchError: the recorded costs are not for the batch that they are said to be for.
         PlanFileError, rkgb.InvalidGraphError: a file of costs cannot be read.
     """
-    check_optimizer(optimizer)
-    memory_bytes, _ = parse_budget(memory)
+    check_optimizer(given.optimizer)
+    memory_bytes, _ = parse_budget(given.memory)
     if memory_bytes is None:
-        raise BudgetFormatError(f"memory {memory!r} is a fraction. Give bytes or text as '24GB'.")
-    where = usual_device(device)
-    costs = _Costs(model, make_sample, where, _recorded_at(cost))
-    search = _Search(model, make_sample, memory_bytes, optimizer, where, costs, progress)
+        raise BudgetFormatError(f"memory {given.memory!r} is a fraction. Give bytes, or '24GB'.")
+    search = _Search(given, memory_bytes, usual_device(given.device), _recorded_at(given.cost))
     shares = {"one sample": 1, "plain batch": 2, "planned batch": 4, "extra time": 2}
-    phases = Phases(shares, show=progress, title="search")
+    phases = Phases(shares, show=given.progress, title="search")
     with phases:
-        found = _found(search, at_most, phases)
+        found = _found(search, given.at_most, phases)
     phases.close("search")
     return found
 
@@ -148,69 +161,54 @@ def _recorded_at(cost: str | Mapping[int, Cost]) -> dict[int, Recorded]:
 
 
 @dataclass
-class _Costs:
-    """Costs at any batch, from those that were recorded at some."""
-
-    model: nn.Module
-    make_sample: Callable[[int], Any]
+class _Search:
+    given: ToFill
+    memory_bytes: int
     device: torch.device
-    recorded: dict[int, Recorded]
+    recorded: Mapping[int, Recorded]  # costs, by batch
 
     def __post_init__(self) -> None:
+        self._estimates: dict[int, Estimate] = {}
         self._steps: dict[int, InProportion] = {}
 
-    def at(self, batch: int) -> Recorded | InProportion | None:
+    def _costs_at(self, batch: int) -> Recorded | InProportion | None:
         """Return what a step of that batch costs; None where FLOPs count."""
         if not self.recorded or batch in self.recorded:
             return self.recorded.get(batch)
         near = min(self.recorded, key=lambda known: max(known / batch, batch / known))
         if near not in self._steps:
-            costs = self.recorded[near]
-            step = priced_step(self.model, self.make_sample(near), None, self.device, costs)
+            costs, given = self.recorded[near], self.given
+            step = priced_step(
+                given.model, given.make_sample(near), given.kwargs, self.device, costs
+            )
             words = f"{costs.words}, in proportion to a batch of {near}"
             self._steps[near] = step.in_proportion(words)
         return self._steps[near]
 
-
-@dataclass
-class _Search:
-    model: nn.Module
-    make_sample: Callable[[int], Any]
-    memory_bytes: int
-    optimizer: str
-    device: torch.device
-    costs: _Costs
-    progress: bool | None
-
-    def __post_init__(self) -> None:
-        self._estimates: dict[int, Estimate] = {}
-
     def at(self, batch: int) -> Estimate:
         """Return the estimate of a batch, recorded once."""
         if batch not in self._estimates:
-            costs = self.costs.at(batch)
-            sample = self.make_sample(batch)
-            sizes = sizes_of(
-                self.model, sample, None, optimizer=self.optimizer, device=self.device, costs=costs
-            )
+            given, costs = self.given, self._costs_at(batch)
+            model, optimizer, sample = given.model, given.optimizer, given.make_sample(batch)
+            sizes = sizes_of(model, sample, given.kwargs, optimizer, self.device, costs)
             times = "FLOPs" if costs is None else costs.words
             self._estimates[batch] = Estimate(
-                *(sizes, type(self.model).__name__, self.optimizer, str(self.device)),
-                *(4, times, self.progress),
+                *(sizes, type(model).__name__, optimizer, str(self.device)),
+                *(4, times, given.settings(cost="flops")),
             )
             _log.debug("batch %d: %d bytes plain", batch, self.plain_bytes(batch))
         return self._estimates[batch]
 
     def plain_bytes(self, batch: int) -> int:
         """Return what a plain step takes."""
-        return self.at(batch).total_bytes
+        return self.at(batch).total_bytes + self.given.reserve
 
     def needed_bytes(self, batch: int) -> int:
         """Return what a step of least memory takes; it need not be the least where that fits."""
         found = self.at(batch)
-        room = max(0, self.memory_bytes - found.sizes.resident_bytes)
+        room = max(0, self.memory_bytes - found.sizes.resident_bytes - self.given.reserve)
         least = minimum_peak(found.problem, room)[1]
-        return found.sizes.resident_bytes + least
+        return found.sizes.resident_bytes + least + self.given.reserve
 
     def largest(
         self, needed: Callable[[int], int], at_most: int, phases: Phases, known: int = 0

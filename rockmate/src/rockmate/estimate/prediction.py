@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 
 from rockmate import planners
+from rockmate.arguments import OfSample, called_with, refuse
 from rockmate.errors import UnknownChoiceError
 from rockmate.estimate.costs_from_file import Cost, recorded_costs
 from rockmate.estimate.sizes import Sizes, check_optimizer, sizes_of
@@ -19,10 +18,15 @@ from rockmate.progress import Phases
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.report import format_bytes
 from rockmate.schedules.simulate import simulate
-from rockmate.settings import Budget, parse_budget
+from rockmate.settings import Budget, Settings, parse_budget
 
 # Above so many operations the curve is made by the fastest planner alone.
 _MOST_NODES = 400
+NOT_ESTIMATED = {  # settings, and why not
+    "opaque": "a step without content is recorded to the last operation",
+    "compile": "what inductor makes of a step is known when it is compiled",
+    "plan": "costs of a file count with cost=",
+}
 _NOTHING = 5e-4  # extra time that is not printed
 
 
@@ -58,7 +62,7 @@ class Estimate:
     device: str
     points: int
     times: str = "FLOPs"
-    progress: bool | None = field(default=None, repr=False, compare=False)
+    settings: Settings = field(default_factory=Settings, repr=False, compare=False)
 
     @property
     def problem(self) -> Problem:
@@ -93,7 +97,8 @@ class Estimate:
     @cached_property
     def _enough_bytes(self) -> int:
         """The budget within which nothing is recomputed: what a plain step holds too long goes."""
-        return simulate(self.problem, no_recomputation(self.problem)).peak_bytes
+        peak_bytes = simulate(self.problem, no_recomputation(self.problem)).peak_bytes
+        return peak_bytes + self.settings.reserve
 
     @property
     def total_bytes(self) -> int:
@@ -103,12 +108,15 @@ class Estimate:
     @cached_property
     def smallest_budget_bytes(self) -> int:
         """The smallest budget that there is a plan for."""
-        return min(self._enough_bytes, planners.minimum_peak(self.problem)[1])
+        least_bytes = planners.minimum_peak(self.problem)[1] + self.settings.reserve
+        return min(self._enough_bytes, least_bytes)
 
     @cached_property
     def curve(self) -> tuple[Point, ...]:
         """Extra time over budget, from the budget that costs nothing down to the smallest."""
-        phases = Phases({"smallest budget": 1, "budgets": 2}, show=self.progress, title="curve")
+        phases = Phases(
+            {"smallest budget": 1, "budgets": 2}, show=self.settings.progress, title="curve"
+        )
         with phases.phase("smallest budget"):
             high, low = self._enough_bytes, self.smallest_budget_bytes
         shares = [1 - (i + 1) / self.points for i in range(self.points)]
@@ -133,9 +141,14 @@ class Estimate:
             budget_bytes = int(fraction * self.activations_bytes)
         if budget_bytes >= self._enough_bytes:
             return Point(budget_bytes, 0.0, 0.0)
-        fast = len(self.problem.nodes) > _MOST_NODES
+        chosen = self.settings
+        is_large = len(self.problem.nodes) > _MOST_NODES and chosen.planner == "auto"
         plan = planners.plan(
-            self.problem, budget_bytes, planner="segments" if fast else "auto", effort="fast"
+            self.problem,
+            budget_bytes - chosen.reserve,
+            planner="segments" if is_large else chosen.planner,
+            effort=chosen.effort,
+            backend=chosen.backend,
         )
         base = plan.base_time_ms
         bound = None if plan.bound_ms is None or not base else max(0.0, plan.bound_ms / base - 1)
@@ -199,21 +212,33 @@ class Estimate:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def estimate(
-    model: nn.Module,
-    sample: Any,
-    *,
-    kwargs: Mapping[str, Any] | None = None,
-    optimizer: str = "adamw",
-    device: torch.device | str | None = None,
-    points: int = 4,
-    cost: Cost = "flops",
-    progress: bool | None = None,
-) -> Estimate:
+@dataclass(frozen=True, eq=False)
+class ToEstimate(OfSample):
+    """What `estimate` takes; it counts no measured time, as nothing is run."""
+
+    _: KW_ONLY
+    cost: Cost = "flops"  # type: ignore[assignment]
+    optimizer: str = "adamw"
+    device: torch.device | str | None = None
+    points: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(self, "estimate", NOT_ESTIMATED)
+
+    def _check_cost(self) -> None:
+        """Leave it to `recorded_costs`."""
+
+
+@called_with(ToEstimate)
+def estimate(given: ToEstimate) -> Estimate:
     """Return what training `model` on `sample` will take, without running anything.
 
     Model and sample may be on the device `meta`, and need no memory then. One step is recorded by
     sizes alone, as it would run on `device` (the first GPU, or else the CPU).
+
+    Keywords are the fields of `Settings` beside these; of several `samples`, the one counts whose
+    plain step takes most. What says how steps are run changes nothing here.
 
     Args:
         model: the module, in train mode.
@@ -225,8 +250,6 @@ def estimate(
         cost: what extra time is counted in: "flops", or costs that were recorded for this call,
             perhaps on another machine: the path of a file that `rk.save_plan` wrote, an
             `rkgb.RecordedCosts`, or the path of one. They also say the workspace of every kernel.
-        progress: show a bar with phase and time left, also when the curve is first asked for; by
-            default in a terminal and a notebook.
 
     Example:
         >>> with torch.device("meta"):
@@ -241,17 +264,21 @@ def estimate(
         PlanMismatchError: the recorded costs are for another call.
         PlanFileError, rkgb.InvalidGraphError: the file of costs cannot be read.
     """
-    where = usual_device(device)
-    recorded = recorded_costs(cost)
+    model, optimizer, where = given.model, given.optimizer, usual_device(given.device)
+    recorded = recorded_costs(given.cost)
     check_optimizer(optimizer)
-    phases = Phases({"recording": 3, "costs": 2, "bytes": 1}, show=progress, title="estimate")
+    shares = {"recording": 3, "costs": 2, "bytes": 1}
+    phases = Phases(shares, show=given.progress, title="estimate")
     with phases:
-        sizes = sizes_of(
-            model, sample, kwargs, optimizer=optimizer, device=where, costs=recorded, phases=phases
-        )
+        found = [
+            sizes_of(model, args, kwargs, optimizer, where, recorded, phases)
+            for args, kwargs in given.calls()
+        ]
     phases.close("estimate")
+    sizes = max(found, key=lambda sizes: sizes.plain_bytes)
     name, times = type(model).__name__, "FLOPs" if recorded is None else recorded.words
-    return Estimate(sizes, name, optimizer, str(where), max(1, points), times, progress)
+    points, settings = max(1, given.points), given.settings(cost="flops")
+    return Estimate(sizes, name, optimizer, str(where), points, times, settings)
 
 
 def usual_device(device: torch.device | str | None) -> torch.device:

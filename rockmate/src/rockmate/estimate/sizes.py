@@ -121,7 +121,6 @@ def sizes_of(
     model: nn.Module,
     sample: Any,
     kwargs: Mapping[str, Any] | None,
-    *,
     optimizer: str,
     device: torch.device,
     costs: Recorded | InProportion | None = None,

@@ -18,7 +18,7 @@ from rockmate.networks.network_problem import problem_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.schedules.opaque_piece import OpaquePiece
-from rockmate.settings import Settings
+from rockmate.settings import Terms
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def network_of(
     model: nn.Module,
     recorded: RunnableGraph,
     sample: Sample,
-    settings: Settings,
+    settings: Terms,
     phases: Phases,
     *,
     like: tuple[Measured, SimplifiedGraph] | None = None,

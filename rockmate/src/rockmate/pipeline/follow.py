@@ -25,7 +25,7 @@ from rockmate.options.known_blocks import KnownBlocks
 from rockmate.pipeline.resized import can_be_resized, resized
 from rockmate.pipeline.versions import ExpectedKind, has_same_nodes, versions_like
 from rockmate.progress import Phases
-from rockmate.settings import Settings
+from rockmate.settings import Terms
 
 _log = logging.getLogger("rockmate")
 
@@ -40,7 +40,7 @@ class Call:
 
     model: nn.Module
     sample: Sample
-    settings: Settings
+    settings: Terms
     phases: Phases
     known: Sequence[Planned]
     blocks: KnownBlocks

@@ -25,7 +25,7 @@ from rkgb.engine import device_of, operations
 from rkgb.graphs import BasicGraph
 from rkgb.run import RunnableGraph
 from rkgb.torch_api import named_kernel_flags
-from rockmate.settings import Settings
+from rockmate.settings import Terms
 
 _PLACE = re.compile(r"(?<=cuda):\d+|(?<=type='cuda'), index=\d+| at 0x[0-9a-f]+")
 _NUMBERED = re.compile(r"(c_output)_\d+")  # constants that are returned are named by address
@@ -73,7 +73,7 @@ def made_with(device: torch.device) -> dict[str, str]:
     }
 
 
-def cache_key(recording: str, model: nn.Module, device: torch.device, settings: Settings) -> str:
+def cache_key(recording: str, model: nn.Module, device: torch.device, settings: Terms) -> str:
     """Return the key of a plan in the cache: everything that it and its self-test depend on."""
     choices = {
         name: value

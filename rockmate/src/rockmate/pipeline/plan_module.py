@@ -51,7 +51,7 @@ from rockmate.planners.module_options import plan_keeping
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases, stopwatch
 from rockmate.schedules.plan import Plan
-from rockmate.settings import Settings, parse_budget
+from rockmate.settings import Terms, parse_budget
 
 _log = logging.getLogger("rockmate")
 _FOR_BLOCKS = (
@@ -72,7 +72,7 @@ def plan_module(
     model: nn.Module,
     sample: Any,
     kwargs: Mapping[str, Any] | None,
-    settings: Settings,
+    settings: Terms,
     known: Sequence[Planned] = (),
     blocks: KnownBlocks | None = None,
     *,
@@ -238,7 +238,7 @@ def _planned_before(saved: SavedPlan, asked: Asked, phases: Phases) -> Planned:
     return planned
 
 
-def _phases(settings: Settings) -> Mapping[str, float]:
+def _phases(settings: Terms) -> Mapping[str, float]:
     return {**PHASES, "inductor": 1.0} if settings.compile else PHASES
 
 
@@ -246,7 +246,7 @@ def _compare_deterministically(
     model: nn.Module,
     sample: Any,
     kwargs: Mapping[str, Any] | None,
-    settings: Settings,
+    settings: Terms,
     *,
     guards: bool,
 ) -> None:
@@ -269,7 +269,7 @@ def _planned(
     given: Sample,
     budget_bytes: int,
     eager: StepResult | None,
-    settings: Settings,
+    settings: Terms,
     phases: Phases,
     blocks: KnownBlocks,
     keeping: Keeping | None,
@@ -301,7 +301,7 @@ def eager_peak_bytes(model: nn.Module, sample: Any, kwargs: Mapping[str, Any] | 
         eager = eager_step(model, given, None, "nothing", written=kept.written)
     if eager is not None:
         return eager.allocated_peak_bytes
-    settings = Settings(budget=1.0, cost="flops")
+    settings = Terms(1.0, cost="flops")
     phases = Phases(PHASES, show=False)
     recorded = runnable(D_to_S(B_to_D(record(model, given)), passes=PLANNED_PASSES))
     network = network_of(model, recorded, given, settings, phases)
@@ -311,13 +311,13 @@ def eager_peak_bytes(model: nn.Module, sample: Any, kwargs: Mapping[str, Any] | 
 def _plan_within(
     problem: Problem,
     budget_bytes: int,
-    settings: Settings,
+    settings: Terms,
     phases: Phases,
     blocks: KnownBlocks,
     blocks_bytes: int = 0,
 ) -> Plan:
     """Plan with what is left of the budget once reserve and blocks are set aside."""
-    aside = settings.reserve_bytes + blocks_bytes
+    aside = settings.reserve + blocks_bytes
     most = settings.most_kept_bytes
     make = planners.plan if most is None else partial(plan_keeping, most_kept_bytes=most)
     with phases.phase("planning"), stopwatch() as parts:

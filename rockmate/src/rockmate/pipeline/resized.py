@@ -33,7 +33,7 @@ from rockmate.problems.problem import Problem
 from rockmate.progress import Phases, stopwatch
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.steps import Steps
-from rockmate.settings import Settings, parse_budget
+from rockmate.settings import Terms, parse_budget
 
 
 def resized(
@@ -41,7 +41,7 @@ def resized(
     model: nn.Module,
     recorded: RunnableGraph,
     sample: Sample,
-    settings: Settings,
+    settings: Terms,
     phases: Phases,
     blocks: KnownBlocks,
 ) -> Planned | None:
@@ -58,7 +58,7 @@ def resized(
     is_foreseen = like.graph is not old.graph or like.planned.other_gradients is not None
 
     def make(within_bytes: int, blocks_bytes: int) -> Planned:
-        room_bytes = within_bytes - settings.reserve_bytes - blocks_bytes
+        room_bytes = within_bytes - settings.reserve - blocks_bytes
         with phases.phase("planning"), stopwatch() as parts:
             plan = _replanned(network.problem, room_bytes, pairs, settings, blocks)
         phases.seconds.update(parts)
@@ -95,7 +95,7 @@ class _NothingFollowsError(Exception):
     """No plan for another size serves here."""
 
 
-def can_be_resized(settings: Settings) -> bool:
+def can_be_resized(settings: Terms) -> bool:
     """Whether plans may follow from those for other sizes: not while the budget is a fraction."""
     budget_bytes, _ = parse_budget(settings.budget)
     return budget_bytes is not None
@@ -105,7 +105,7 @@ def _replanned(
     problem: Problem,
     room_bytes: int,
     known: Sequence[tuple[Problem, Steps]],
-    settings: Settings,
+    settings: Terms,
     blocks: KnownBlocks,
 ) -> Plan | None:
     most = settings.most_kept_bytes
@@ -114,7 +114,7 @@ def _replanned(
 
 
 def _planned_anew(
-    room_bytes: int, settings: Settings, blocks: KnownBlocks, problem: Problem, less_bytes: int
+    room_bytes: int, settings: Terms, blocks: KnownBlocks, problem: Problem, less_bytes: int
 ) -> Plan:
     """Return a plan for the same sizes and other gradients, in so much less room.
 

@@ -24,7 +24,7 @@ from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.report import format_bytes
 from rockmate.schedules.simulate import simulate
-from rockmate.settings import Settings, parse_budget
+from rockmate.settings import Terms, parse_budget
 
 
 def saved_of(planned: Planned) -> SavedPlan:
@@ -171,7 +171,7 @@ def _costs(
     return costs, unsteady
 
 
-def budget_for(saved: SavedPlan, network: Network, settings: Settings) -> int:
+def budget_for(saved: SavedPlan, network: Network, settings: Terms) -> int:
     """Return the budget in bytes, a fraction resolved as it was when the plan was made.
 
     Raises:
@@ -184,7 +184,7 @@ def budget_for(saved: SavedPlan, network: Network, settings: Settings) -> int:
         if whole is None:
             whole = simulate(network.problem, no_recomputation(network.problem)).peak_bytes
         budget_bytes = int(fraction * whole)
-    aside = settings.reserve_bytes + saved.blocks_bytes
+    aside = settings.reserve + saved.blocks_bytes
     needed = simulate(network.problem, saved.plan.steps).peak_bytes + aside
     if needed > budget_bytes:
         found = [
@@ -195,9 +195,9 @@ def budget_for(saved: SavedPlan, network: Network, settings: Settings) -> int:
     return budget_bytes
 
 
-def plan_for(saved: SavedPlan, network: Network, settings: Settings, budget_bytes: int) -> Plan:
+def plan_for(saved: SavedPlan, network: Network, settings: Terms, budget_bytes: int) -> Plan:
     """Return the saved plan for this budget; a bound for a smaller one proves nothing here."""
-    within = budget_bytes - settings.reserve_bytes - saved.blocks_bytes
+    within = budget_bytes - settings.reserve - saved.blocks_bytes
     plan, problem = saved.plan, network.problem
     timeline = simulate(problem, plan.steps, budget_bytes=within)
     bound_ms = plan.bound_ms if within <= plan.budget_bytes else None

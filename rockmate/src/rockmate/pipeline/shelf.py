@@ -20,7 +20,7 @@ from rockmate.files.plan_file import PlanFile, SavedPlan
 from rockmate.networks.planned import Planned
 from rockmate.pipeline.identity import cache_key, recording_digest
 from rockmate.pipeline.saved_plan import differences, mismatch, plan_file_of, refuse_elsewhere
-from rockmate.settings import Settings
+from rockmate.settings import Terms
 
 _log = logging.getLogger("rockmate")
 
@@ -32,7 +32,7 @@ class Asked:
     model: nn.Module
     recorded: RunnableGraph
     sample: Sample
-    settings: Settings
+    settings: Terms
 
     @cached_property
     def digest(self) -> str:
@@ -123,7 +123,7 @@ class Cache:
         return cache_key(asked.digest, asked.model, asked.sample.device, asked.settings)
 
 
-def shelf_of(settings: Settings) -> Shelf:
+def shelf_of(settings: Terms) -> Shelf:
     """Return the shelf that settings name.
 
     Raises:

@@ -1,0 +1,149 @@
+"""How `Rockmate` and its sisters are called: a class of arguments for each, made of one definition.
+
+A function gets one object with all its arguments; `called_with` gives it the signature of that
+object's class. So names, defaults and types are written once, in `Settings` and here, and editors,
+type checkers, `help` and `inspect.signature` see them in every function.
+
+    Settings < OfSample < Arguments     Rockmate
+                        < ToEstimate    estimate
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
+
+from torch import nn
+
+from rkgb.engine import bind_inputs
+from rockmate.settings import Budget, Settings, Terms
+
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+P = ParamSpec("P")
+Given = TypeVar("Given")
+Owner = TypeVar("Owner")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, eq=False)
+class OfSample(Settings):
+    """A module, and calls of it to come.
+
+    Args:
+        model: the module, in train mode, on one device with the sample.
+        sample: the first argument, a tuple of arguments, or a dict of keyword arguments.
+        kwargs: keyword arguments of the sample, beside positional ones.
+        samples: more samples to plan for at once. A fraction as budget is one of the largest.
+    """
+
+    model: nn.Module
+    sample: Any
+    _: KW_ONLY
+    kwargs: Mapping[str, Any] | None = None
+    samples: Sequence[Any] = ()
+
+    def calls(self) -> list[Call]:
+        """Return the sample and the others as arguments and keyword arguments."""
+        return [bind_inputs(self.sample, self.kwargs), *map(bind_inputs, self.samples)]
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments(OfSample):
+    """What is planned within a budget.
+
+    Args:
+        budget: bytes (int), text (`"2GiB"`, `"800 MB"`, `"40%"`), or a fraction in (0, 1] of
+            eager's activation peak. Parameters, buffers, inputs and parameter gradients are
+            resident and not counted; activations, outputs, their gradients, recomputation and
+            kernel workspace are.
+    """
+
+    budget: Budget
+
+    def terms(self) -> Terms:
+        """Return the budget and the settings, without tensors."""
+        return Terms(self.budget, **self.settings())
+
+
+def refuse(given: Settings, function: str, whys: Mapping[str, str]) -> None:
+    """Refuse settings that a function cannot do justice to; `whys` say why not.
+
+    Raises:
+        ValueError: one of them is not the default.
+    """
+    for name in given.keys() & whys.keys():
+        raise ValueError(f"{function} takes no {name}={given[name]!r}: {whys[name]}.")
+
+
+def called_with(
+    kind: Callable[P, Given],
+) -> Callable[[Callable[[Given], Result]], Callable[P, Result]]:
+    """Let a function that gets an object of a class be called with what makes one."""
+
+    def decorate(function: Callable[[Given], Result]) -> Callable[P, Result]:
+        make = _maker(kind, function)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+            return function(make(*args, **kwargs))
+
+        return _signed(call, kind)
+
+    return decorate
+
+
+def method_called_with(
+    kind: Callable[P, Given],
+) -> Callable[[Callable[[Owner, Given], Result]], Callable[Concatenate[Owner, P], Result]]:
+    """Let a method that gets an object of a class be called with what makes one."""
+
+    def decorate(
+        function: Callable[[Owner, Given], Result],
+    ) -> Callable[Concatenate[Owner, P], Result]:
+        make = _maker(kind, function)
+
+        @functools.wraps(function)
+        def call(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> Result:
+            return function(self, make(*args, **kwargs))
+
+        return _signed(call, kind, "self")
+
+    return decorate
+
+
+def _maker(kind: Callable[P, Given], function: Callable[..., Any]) -> Callable[P, Given]:
+    signature = inspect.signature(kind)
+    name = function.__qualname__.removesuffix(".__init__")
+
+    def make(*args: P.args, **kwargs: P.kwargs) -> Given:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            unknown = [name for name in kwargs if name not in signature.parameters]
+            near = difflib.get_close_matches(unknown[0], signature.parameters) if unknown else []
+            more = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            if unknown and not near:
+                more = "; rockmate.Settings has the keywords of all functions"
+            raise TypeError(f"{name}() {error}{more}") from None
+        return kind(*args, **kwargs)
+
+    return make
+
+
+def _signed(function: Callable[P, Result], kind: Any, first: str = "") -> Callable[P, Result]:
+    """Return a function that shows the signature of a class, behind a `first` parameter."""
+    hints = get_type_hints(kind)
+    shown = inspect.signature(kind).parameters.values()
+    signature = inspect.Signature(
+        [
+            *([inspect.Parameter(first, inspect.Parameter.POSITIONAL_OR_KEYWORD)] if first else []),
+            *(parameter.replace(annotation=hints[parameter.name]) for parameter in shown),
+        ],
+        return_annotation=get_type_hints(function)["return"],
+    )
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,132 @@
+"""One definition of arguments: the same names and defaults everywhere, others refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rockmate
+import rotor
+from rockmate import Settings
+
+SISTERS = (
+    rockmate.Rockmate,
+    rockmate.apply,
+    rockmate.estimate,
+    rockmate.largest_batch,
+)
+named = pytest.mark.parametrize("function", SISTERS, ids=lambda function: function.__name__)
+
+
+def net() -> tuple[nn.Module, Tensor]:
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)]
+    return nn.Sequential(*layers), torch.randn(64, 32)
+
+
+def called(function: Any, **keywords: Any) -> Any:
+    model, sample = net()
+    if function is rockmate.estimate:
+        return function(model, sample, **keywords)
+    if function is rockmate.largest_batch:
+        return function(model, lambda n: torch.randn(n, 32), "1MB", **keywords)
+    return function(model, sample, "1MiB", **keywords)
+
+
+@named
+def test_every_setting_is_a_keyword_of_every_function(function: Callable[..., Any]) -> None:
+    shown = inspect.signature(function).parameters
+    for setting in fields(Settings):
+        assert shown[setting.name].kind is inspect.Parameter.KEYWORD_ONLY
+        if setting.name != "cost":  # nothing is measured where nothing is run
+            assert shown[setting.name].default == setting.default
+    assert "kwargs" in shown
+    names = list(shown)
+    assert names[0] == "model"
+    if function is not rockmate.largest_batch:
+        assert names[1] == "sample"
+        assert shown["samples"].default == ()
+    if function not in (rockmate.estimate, rockmate.largest_batch):
+        assert names[2] == "budget"
+
+
+def test_the_function_that_is_shown_is_the_class_too() -> None:
+    assert list(inspect.signature(rockmate.Rockmate.__init__).parameters)[1:] == list(
+        inspect.signature(rockmate.Rockmate).parameters
+    )
+
+
+@named
+@pytest.mark.parametrize(("wrong", "right"), [("efort", "effort"), ("kwarg", "kwargs")])
+def test_a_misspelt_name_is_refused_with_the_nearest(
+    function: Callable[..., Any], wrong: str, right: str
+) -> None:
+    with pytest.raises(TypeError, match=f"{function.__name__}.*'{wrong}'; did you mean '{right}'"):
+        called(function, **{wrong: None})
+
+
+@named
+def test_a_name_like_none_is_refused(function: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match=r"'zzz'; rockmate\.Settings has the keywords"):
+        called(function, zzz=1)
+
+
+def test_what_is_missing_is_named_with_the_function() -> None:
+    with pytest.raises(TypeError, match=r"Rockmate\(\) missing a required argument: 'budget'"):
+        rockmate.Rockmate(*net())  # type: ignore[call-arg]
+
+
+def test_settings_are_handed_on_as_keywords(tmp_path: Path) -> None:
+    settings = Settings(effort="balanced", cost="flops", cache=tmp_path, opaque=["0"])
+    assert dict(**settings) == {
+        **{"effort": "balanced", "cost": "flops", "cache": str(tmp_path), "opaque": ("0",)}
+    }
+    assert Settings(**settings) == settings
+    rk = called(rockmate.Rockmate, **settings)
+    assert list(rk.plan.opaque) == ["0"]
+    assert list(tmp_path.glob("*.json"))
+    settings = Settings(cost="flops", reserve=1000)
+    more, less = called(rockmate.estimate, **settings), called(rockmate.estimate)
+    assert more.smallest_budget_bytes == less.smallest_budget_bytes + 1000
+    assert (
+        more.at(more.smallest_budget_bytes).overhead == less.at(less.smallest_budget_bytes).overhead
+    )
+    wider = called(rockmate.largest_batch, cost="flops")
+    narrower = called(rockmate.largest_batch, cost="flops", reserve=100_000)
+    assert narrower.batch < wider.batch
+    assert narrower.plain < wider.plain
+
+
+def test_of_several_samples_the_largest_is_estimated() -> None:
+    model, sample = net()
+    one = rockmate.estimate(model, sample)
+    assert rockmate.estimate(model, sample[:8], samples=[sample]).to_dict() == one.to_dict()
+
+
+@pytest.mark.parametrize("function", [rockmate.estimate, rockmate.largest_batch])
+@pytest.mark.parametrize("setting", [{"opaque": ["0"]}, {"compile": True}, {"plan": "a.json"}])
+def test_what_an_estimate_cannot_know_is_refused(
+    function: Callable[..., Any], setting: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=f"{function.__name__} takes no {next(iter(setting))}="):
+        called(function, **setting)
+
+
+def test_rotor_takes_the_same_names_and_the_published_ones() -> None:
+    shown = inspect.signature(rotor.Checkpointable).parameters
+    assert list(shown)[:3] == ["model", "sample", "budget"]
+    assert shown["max_plans"].default == Settings().max_plans
+    model, sample = net()
+    chk = rotor.Checkpointable(module=model, input=sample, mem_limit="1MiB")
+    assert chk.mem_limit == 1 << 20
+    assert rotor.Checkpointable(model, sample, budget="1MiB").mem_limit == 1 << 20
+    with pytest.raises(TypeError, match="both budget and mem_limit"):
+        rotor.Checkpointable(model, sample, 1 << 20, mem_limit=1 << 20)
+    with pytest.raises(TypeError, match="budgte"):
+        rotor.Checkpointable(model, sample, budgte=1)
