@@ -54,8 +54,9 @@ LAYERS = {
         "compiled",
         "costs",
         "pictures",
-        "api testing engine",
+        "api engine",
         "published",
+        "testing",
         "__init__",
     ),
     "rotor": (
@@ -119,6 +120,7 @@ DOORS = {
         "rkgb",
         "rkgb.engine",
         *RKGB_STAGES,
+        "rkgb.published.check",
         "rkgb.testing",
         "rotor",
         "rotor.models.densenet",

@@ -25,12 +25,8 @@ from torch.utils import _pytree as pytree
 import rkgb
 from graphs.breadth_cases import GROUPS, BreadthCase
 from reports.readme import write_part
-from rkgb.testing import (
-    assert_same_as_module,
-    assert_same_gradients,
-    gradients_of_module,
-    same_bits,
-)
+from rkgb.published.check import assert_same_as_module, same_bits
+from rkgb.testing import assert_same_gradients, gradients_of_module
 
 
 @dataclass(frozen=True, slots=True)

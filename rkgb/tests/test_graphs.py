@@ -16,7 +16,7 @@ from rkgb.graphs.anonymize import anonymize, equivalence_classes
 from rkgb.graphs.dataflow import B_to_D, DataFlowGraph
 from rkgb.graphs.simplified import PASSES, D_to_S, cut
 from rkgb.pictures.render import dot_source
-from rkgb.testing.assertions import assert_same_as_module
+from rkgb.published.check import assert_same_as_module
 from rkgb.testing.examples import EXAMPLES, Residual, example
 
 

@@ -29,13 +29,13 @@ from rkgb.errors import InvalidGraphError
 from rkgb.graphs.basic import external_values
 from rkgb.graphs.dataflow import B_to_D
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
+from rkgb.published.check import same_bits as same
 from rkgb.run.places import Step
 from rkgb.run.program import lower_step
 from rkgb.run.source import compile_step, plain_callee
 from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
 from rkgb.run.views import runnable
 from rkgb.testing.assertions import gradients_of_graph, gradients_of_module, run_program
-from rkgb.testing.assertions import same_bits as same
 from rkgb.testing.check_program import check_program
 from rkgb.testing.examples import EXAMPLES, example
 from rkgb.torch_api.torch_private import straight_to_kernels

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import rkgb
-from rkgb.testing.assertions import assert_same_as_module
+from rkgb.published.check import assert_same_as_module
 
 
 class Inner(nn.Module):

@@ -15,7 +15,8 @@ from torch import nn
 import rkgb
 from rkgb.graphs.serialize import decode, encode
 from rkgb.pictures.render import dot_source
-from rkgb.testing.assertions import assert_same_as_module, assert_same_gradients
+from rkgb.published.check import assert_same_as_module
+from rkgb.testing.assertions import assert_same_gradients
 from rkgb.testing.examples import EXAMPLES, example
 
 HAS_CUDA = torch.cuda.is_available()

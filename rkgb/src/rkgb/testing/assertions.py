@@ -8,15 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.device.rng import RngState
-from rkgb.elements.effect import Assign
-from rkgb.elements.op import Op, Ref, map_refs
+from rkgb.elements.op import Ref
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import flatten
-from rkgb.graphs.basic import BasicGraph, external_values
-from rkgb.graphs.dataflow import DataFlowGraph
+from rkgb.graphs.basic import external_values
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.opaque.module_state import StartOfCall
+from rkgb.published.check import own_copy, same_bits
 from rkgb.run.places import Step
 from rkgb.run.program import lower_step
 from rkgb.run.source import compile_step, plain_callee
@@ -24,118 +22,13 @@ from rkgb.run.statements import StepProgram
 from rkgb.run.views import runnable
 from rkgb.torch_api.torch_private import straight_to_kernels
 
-Graph = BasicGraph | DataFlowGraph | SimplifiedGraph
-
-
-def run_graph(
-    graph: Graph,
-    model: nn.Module,
-    sample: Any,
-    *,
-    kwargs: Mapping[str, Any] | None = None,
-    order: Sequence[int] | None = None,
-) -> list[Any]:
-    """Run the graph's operations and return the leaves of its result.
-
-    `order` is any topological order of the graph's nodes; program order without it. Buffers are
-    updated as the module would update them.
-    """
-    basic, groups, outputs = _parts(graph)
-    leaves = Sample.of(model, sample, kwargs).leaves
-    values: dict[str, Any] = dict(external_values(basic, model, leaves))
-    with straight_to_kernels():
-        for index in order if order is not None else range(len(groups)):
-            for op in groups[index]:
-                run_op(op, values)
-    return [values[out.name] if isinstance(out, Ref) else out for out in outputs]
-
-
-def run_op(op: Op, values: dict[str, Any]) -> None:
-    """Run one operation on `values`, and put its results there."""
-    args = map_refs(op.args, values.__getitem__)
-    result = op.target(*args, **map_refs(dict(op.kwargs), values.__getitem__))
-    made = result if op.returns_many else (result,) * len(op.results)
-    values.update((name, value) for name, value in zip(op.results, made, strict=True) if name)
-
-
-def _parts(graph: Graph) -> tuple[BasicGraph, list[tuple[Op, ...]], Sequence[Any]]:
-    if isinstance(graph, BasicGraph):
-        return graph, [(op,) for op in graph.ops], graph.outputs
-    if isinstance(graph, DataFlowGraph):
-        return graph.basic, [(node.op,) for node in graph.nodes], graph.basic.outputs
-    return graph.dataflow.basic, [node.ops for node in graph.nodes], graph.outputs
-
-
-def assert_same_as_module(
-    graph: Graph,
-    model: nn.Module,
-    sample: Any,
-    *,
-    kwargs: Mapping[str, Any] | None = None,
-    order: Sequence[int] | None = None,
-) -> None:
-    """Assert that graph and module return the same bits and leave the same random state.
-
-    The module's buffers and the random stream are as before afterwards.
-
-    Raises:
-        AssertionError: an output or the random state differs.
-    """
-    given = Sample.of(model, sample, kwargs)
-    device = given.device
-    start = StartOfCall(model, device)
-    copies = given.with_leaves(tuple(map(_own_copy, given.leaves)))  # it may write to them
-    expected = flatten(model(*copies.args, **copies.kwargs))[0]
-    end = RngState.save(device)
-    updated = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    start.restore()
-    found = run_graph(graph, model, sample, kwargs=kwargs, order=order)
-    try:
-        found = list(_without_effects(_parts(graph)[0], found, model))
-        assert len(found) == len(expected), f"{len(found)} outputs, expected {len(expected)}"
-        for place, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert same_bits(ours, theirs), f"output {place} differs from the module's"
-        assert RngState.save(device).equals(end), "the random state differs from the module's"
-        for name, buffer in model.named_buffers():
-            assert same_bits(buffer, updated[name]), f"buffer '{name}' differs"
-    finally:
-        start.restore()
-
-
-def _own_copy(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-
-
-def _without_effects(basic: BasicGraph, found: Sequence[Any], model: nn.Module) -> Sequence[Any]:
-    """Return what the forward returns; what it leaves on the model is set there."""
-    if not basic.effects:
-        return found
-    result, values = basic.output_spec.unflatten(found)
-    for effect, value in zip(basic.effects, values, strict=True):
-        if isinstance(effect, Assign):
-            effect.apply(model, value)
-    return flatten(result)[0]
-
-
-def same_bits(ours: Any, theirs: Any) -> bool:
-    """Return whether two results are equal: type, shape and every element; NaN equals NaN."""
-    if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
-        return bool(ours == theirs) and isinstance(ours, Tensor) == isinstance(theirs, Tensor)
-    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
-        return False
-    if torch.equal(ours, theirs):
-        return True
-    return bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
-
 
 def gradients_of_module(
     model: nn.Module, sample: Any, *, kwargs: Mapping[str, Any] | None = None
 ) -> list[Tensor | None]:
     """Return autograd's gradients of the sum of all results, for parameters, then for inputs."""
     given = Sample.of(model, sample, kwargs)
-    given = given.with_leaves(tuple(map(_own_copy, given.leaves)))  # it may write to them
+    given = given.with_leaves(tuple(map(own_copy, given.leaves)))  # it may write to them
     results = flatten(model(*given.args, **given.kwargs))[0]
     outputs = [t for t in results if isinstance(t, Tensor)]
     outputs = list({id(t): t for t in outputs if t.requires_grad}.values())
