@@ -43,7 +43,7 @@ lint: $(INSTALLED) ## style and common mistakes (ruff, clang-format)
 	$(PY) -m ruff check $(CHECKED)
 	$(PY) -m ruff format --check $(CHECKED)
 	.venv/bin/clang-format --dry-run -Werror $(CORE)
-typecheck: $(INSTALLED) ## types of the three packages (mypy --strict)
+typecheck: $(INSTALLED) ## types of the three packages and of test_support (mypy --strict)
 	$(PY) -m mypy
 test: $(INSTALLED) ## every test but the slow ones
 	$(PYTEST) -m "not slow and not nightly" $(PYTEST_ARGS)

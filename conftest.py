@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,11 @@ import torch
 from hypothesis import settings
 
 os.environ["ROCKMATE_CACHE"] = "off"  # no plan of another run, and none left to the user
+# Processes that tests start find what only tests use, too.
+_SUPPORT = str(Path(__file__).parent / "test_support")
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [_SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 # Examples are drawn anew at each run; CI draws the same ones every time; nightly draws many more.
 # No test reads a clock: a busy machine is no failure.
@@ -59,13 +65,13 @@ def _rules_of_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     if "rotor" in request.path.relative_to(request.config.rootpath).parts:
-        from rotor.fake_cuda import fake_cuda as fake_cuda_of_rotor
+        from fake_cuda.of_rotor import fake_cuda as fake_cuda_of_rotor
 
         with fake_cuda_of_rotor():
             yield
     else:
-        from rkgb.testing.caching_allocator import AllocatorRules
-        from rkgb.testing.fake_cuda import fake_cuda
+        from fake_cuda.allocator import AllocatorRules
+        from fake_cuda.device import fake_cuda
 
         # A library takes its workspace once; a test that plans nothing must not see it come.
         with fake_cuda(AllocatorRules.shrunk(64), workspace_bytes=0):

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from check_imports import LAYERS, File, Import, files_of, read_file, target_of
+from check_imports import LAYERS, File, Import, files_of, read_file, target_of, with_scripts
 
 EVERYTHING = ("pyproject.toml", "conftest.py", "constraints.txt")
 NO_CODE = (".md", ".png", ".csv", ".svg")
@@ -77,16 +77,9 @@ def selected(root: Path, changed: set[str]) -> list[str]:
     for package in LAYERS:
         files |= files_of(root, package)
     by_path = {str(file.path.relative_to(root)): module for module, file in files.items()}
-    scripts = {module.removeprefix("benchmarks.") for module in files if "benchmarks." in module}
     for path in tests:
-        file = read_file(path, f"test:{path.relative_to(root)}")
-        imports = tuple(
-            Import(made.line, f"benchmarks.{made.module}", made.name)
-            if made.module in scripts
-            else made
-            for made in file.imports
-        )
-        files[file.module] = File(path, file.module, imports, None)
+        file = with_scripts(read_file(path, f"test:{path.relative_to(root)}"), root)
+        files[file.module] = file
     hit = affected(files, (by_path[name] for name in changed if name in by_path))
     other = {
         name.split("/")[0]

@@ -56,7 +56,6 @@ LAYERS = {
         "pictures",
         "api engine",
         "published",
-        "testing",
         "__init__",
     ),
     "rotor": (
@@ -67,7 +66,7 @@ LAYERS = {
         "strategies",
         "planning",
         "checkpointable models",
-        "__init__ testing fake_cuda",
+        "__init__",
     ),
     "rockmate": (
         "errors parallel progress",
@@ -93,7 +92,7 @@ LAYERS = {
         "command",
         "__main__",
         "__init__",
-        "integrations testing",
+        "integrations",
     ),
     # Folders of scripts: files on top are doors, above all folders.
     "benchmarks": (
@@ -104,8 +103,11 @@ LAYERS = {
         "figures reports",
         "graphs",
     ),
+    # What only tests use: it may look into every package, and no package imports it.
+    "test_support": ("fake_cuda zoo", "oracles", "runs", "fuzz"),
 }
-DOOR_LAYER = 1000  # of the files on top of benchmarks, and of its tests
+SCRIPTS = ("benchmarks", "test_support")  # their folders are imported by their own names
+DOOR_LAYER = 1000  # of the files on top of a folder of scripts, and of its tests
 # What others may import of a package; a package that is missing here knows no other.
 # Each stage of rkgb is a door, for the names in `__all__` of its `__init__.py`.
 RKGB_STAGES = (
@@ -115,13 +117,12 @@ RKGB_STAGES = (
     "rkgb.costs",
 )
 DOORS = {
-    "rockmate": ("rkgb", "rkgb.engine", *RKGB_STAGES, "rkgb.testing", "rotor"),
+    "rockmate": ("rkgb", "rkgb.engine", *RKGB_STAGES, "rotor"),
     "benchmarks": (
         "rkgb",
         "rkgb.engine",
         *RKGB_STAGES,
         "rkgb.published.check",
-        "rkgb.testing",
         "rotor",
         "rotor.models.densenet",
         "rotor.solver",
@@ -224,25 +225,27 @@ def read_file(path: Path, module: str) -> File:
 def files_of(root: Path, package: str) -> dict[str, File]:
     """Return the files of a package by the name of their module.
 
-    The scripts of `benchmarks` import each other by the names of its folders; here they are named
-    as if it were a package.
+    Scripts import each other by the names of their folders; here they are named as if `benchmarks`
+    and `test_support` were packages.
     """
-    folder = root / package if package == "benchmarks" else root / package / "src" / package
+    folder = root / package if package in SCRIPTS else root / package / "src" / package
     found = {}
     for path in sorted(folder.rglob("*.py")):
         parts = [package, *path.relative_to(folder).with_suffix("").parts]
         module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         found[module] = read_file(path, module)
-    if package == "benchmarks":
-        inner = {module.split(".")[1] for module in found if "." in module}
-        found = {module: _inside(file, inner) for module, file in found.items()}
+    if package in SCRIPTS:
+        found = {module: with_scripts(file, root) for module, file in found.items()}
     return found
 
 
-def _inside(file: File, inner: set[str]) -> File:
-    """Return a script whose imports of other scripts begin with 'benchmarks.'."""
+def with_scripts(file: File, root: Path) -> File:
+    """Return a file whose imports of scripts begin with the folder that these lie in."""
+    owners = {path.stem: owner for owner in SCRIPTS for path in (root / owner).glob("*")}
     imports = tuple(
-        replace(made, module=f"benchmarks.{made.module}") if made.package in inner else made
+        replace(made, module=f"{owners[made.package]}.{made.module}")
+        if made.package in owners
+        else made
         for made in file.imports
     )
     return replace(file, imports=imports)
@@ -257,8 +260,8 @@ def target_of(made: Import, files: Mapping[str, File]) -> str:
 def wrong_layers(files: Mapping[str, File], package: str) -> Iterator[tuple[File, int, str]]:
     """Yield what one package imports of itself against its layers, or in a circle."""
     layer_of = {unit: i for i, line in enumerate(LAYERS[package]) for unit in line.split()}
-    if package == "benchmarks":
-        doors = {file.unit for file in files.values() if file.path.parent.name == "benchmarks"}
+    if package in SCRIPTS:
+        doors = {file.unit for file in files.values() if file.path.parent.name == package}
         layer_of |= dict.fromkeys((*doors, "tests"), DOOR_LAYER)
     graph: dict[str, set[str]] = {}
     for file in files.values():
@@ -289,6 +292,8 @@ def wrong_doors(
 ) -> Iterator[tuple[File, int, str]]:
     """Yield what a file of `owner` imports of other packages beside their doors."""
     doors = DOORS.get(owner, ())
+    if owner == "test_support":
+        return
     for made in file.imports:
         if made.package not in PACKAGES or made.package == owner:
             continue
@@ -328,7 +333,7 @@ def private_names(file: File, root: Path) -> Iterator[tuple[File, int, str]]:
     for made in file.imports:
         name = made.name or made.module.split(".")[-1]
         private = name.startswith("_") and not name.startswith("__")
-        ours = made.package in (*PACKAGES, "benchmarks")
+        ours = made.package in (*PACKAGES, *SCRIPTS)
         if private and ours and made.name:
             yield file, made.line, f"{made.module}.{made.name} is private to its file"
         parts = [*made.module.split("."), name]

@@ -27,6 +27,6 @@ mkdir "$work/$package"
 for part in tests README.md pictures; do
     if [ -e "$package/$part" ]; then cp -r "$package/$part" "$work/$package/"; fi
 done
-cp pyproject.toml conftest.py "$work/"
+cp -r pyproject.toml conftest.py test_support "$work/"
 cd "$work"
 "$work/venv/bin/python" -P -m pytest "$package/tests" "$@"

@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 
 import rkgb
 from graphs.breadth_cases import GROUPS, BreadthCase
+from oracles.gradients import assert_same_gradients, gradients_of_module
 from reports.readme import write_part
 from rkgb.published.check import assert_same_as_module, same_bits
-from rkgb.testing import assert_same_gradients, gradients_of_module
 
 
 @dataclass(frozen=True, slots=True)

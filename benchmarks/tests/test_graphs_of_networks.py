@@ -14,8 +14,8 @@ from models.lstm import LSTMLanguageModel
 from models.mlp_mixer import MLPMixer
 from models.resnet import resnet18, resnet101
 from models.unet import UNet
+from oracles.k_walk import assert_k_gives_gradients
 from rkgb.published.check import assert_same_as_module
-from rkgb.testing import assert_k_gives_gradients
 
 
 def tokens() -> Tensor:

@@ -25,8 +25,8 @@ from rkgb.engine import (
     runnable,
 )
 from rkgb.graphs import same_but_for_numbers, same_but_for_sizes
-from rkgb.testing.examples import EXAMPLES, example
 from rkgb.torch_api.torch_private import keeps_graph, kernel_flags, same_kinds
+from zoo.examples import EXAMPLES, example
 
 
 class Net(nn.Module):

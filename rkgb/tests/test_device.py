@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from fake_cuda.allocator import AllocatorRules, CachingAllocator
 from rkgb import UnsupportedDeviceError
 from rkgb.device.chosen import device_of
 from rkgb.device.cuda import Cuda, trace_by_counters
-from rkgb.testing.caching_allocator import AllocatorRules, CachingAllocator
 from rkgb.torch_api.kernel_choice import KernelChoice, RecomputingAs, switch_forward, with_flags
 
 FIRST = torch.device("cuda", 0)

@@ -9,10 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from oracles.gradients import assert_same_gradients
 from rkgb.capture.record import make_B
 from rkgb.graphs.dataflow import B_to_D
 from rkgb.graphs.simplified import D_to_S
-from rkgb.testing.assertions import assert_same_gradients
 
 SIZE = 24
 

@@ -17,7 +17,7 @@ from rkgb.graphs.dataflow import B_to_D, DataFlowGraph
 from rkgb.graphs.simplified import PASSES, D_to_S, cut
 from rkgb.pictures.render import dot_source
 from rkgb.published.check import assert_same_as_module
-from rkgb.testing.examples import EXAMPLES, Residual, example
+from zoo.examples import EXAMPLES, Residual, example
 
 
 def graphs(name: str) -> tuple[nn.Module, tuple[object, ...], rkgb.BasicGraph, DataFlowGraph]:

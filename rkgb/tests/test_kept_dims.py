@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from oracles.check_program import check_program
+from oracles.gradients import assert_same_gradients
 from rkgb.capture.record import make_B
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.dataflow import B_to_D
@@ -18,8 +20,6 @@ from rkgb.run.places import Step
 from rkgb.run.program import lower_step
 from rkgb.run.statements import Call
 from rkgb.run.views import runnable
-from rkgb.testing.assertions import assert_same_gradients
-from rkgb.testing.check_program import check_program
 
 SUM = torch.ops.aten.sum.dim_IntList
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rkgb
-from rkgb.testing.examples import EXAMPLES, example
-from rkgb.testing.k_walk import assert_k_gives_gradients
+from oracles.k_walk import assert_k_gives_gradients
+from zoo.examples import EXAMPLES, example
 
 
 def built(name: str) -> tuple[nn.Module, object, rkgb.RkgbResult]:

@@ -21,7 +21,7 @@ from rkgb.capture.record import record
 from rkgb.device import RngState
 from rkgb.elements.sample import Sample
 from rkgb.graphs import Difference
-from rkgb.testing.examples import EXAMPLES, example
+from zoo.examples import EXAMPLES, example
 
 COUNTER = ctypes.c_int(2)
 

@@ -24,7 +24,7 @@ from rkgb.device import cpu
 from rkgb.elements.op import Op
 from rkgb.elements.sample import bind_inputs
 from rkgb.graphs.basic import BasicGraph, external_values
-from rkgb.testing.examples import EXAMPLES, example
+from zoo.examples import EXAMPLES, example
 
 
 class NoisyMachine:

@@ -19,7 +19,7 @@ from rkgb.device.memory import trace_memory
 from rkgb.device.rng import RngState
 from rkgb.elements.sample import Sample
 from rkgb.elements.tensor_info import storage_bytes, storage_id
-from rkgb.testing.examples import EXAMPLES, example
+from zoo.examples import EXAMPLES, example
 
 CPU = torch.device("cpu")
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
 
+from oracles.check_program import check_program
+from oracles.gradients import assert_same_gradients
 from rkgb.capture.record import make_B
 from rkgb.graphs.dataflow import B_to_D
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
@@ -16,8 +18,6 @@ from rkgb.run.part_sums import PART_SUMS
 from rkgb.run.places import Step
 from rkgb.run.program import lower_step, without_idle_steps
 from rkgb.run.views import runnable
-from rkgb.testing.assertions import assert_same_gradients
-from rkgb.testing.check_program import check_program
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "threshold": F.relu,

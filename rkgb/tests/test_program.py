@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from oracles.check_program import check_program
+from oracles.gradients import gradients_of_graph, gradients_of_module, run_program
 from rkgb.capture.record import make_B
 from rkgb.costs.measure import measure
 from rkgb.costs.op_costs import op_key
@@ -35,10 +37,8 @@ from rkgb.run.program import lower_step
 from rkgb.run.source import compile_step, plain_callee
 from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
 from rkgb.run.views import runnable
-from rkgb.testing.assertions import gradients_of_graph, gradients_of_module, run_program
-from rkgb.testing.check_program import check_program
-from rkgb.testing.examples import EXAMPLES, example
 from rkgb.torch_api.torch_private import straight_to_kernels
+from zoo.examples import EXAMPLES, example
 
 CPU = torch.device("cpu")
 KINDS = ("recorded", "runnable")

@@ -12,8 +12,8 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rkgb
+from oracles.gradients import assert_same_gradients, gradients_of_graph
 from rkgb.published.check import assert_same_as_module
-from rkgb.testing.assertions import assert_same_gradients, gradients_of_graph
 
 
 class Inner(nn.Module):

@@ -15,7 +15,7 @@ from torch import nn
 import rkgb
 from rkgb.pictures.fold import fold
 from rkgb.pictures.render import dot_source, sketch_of
-from rkgb.testing.examples import example
+from zoo.examples import example
 
 needs_dot = pytest.mark.skipif(
     shutil.which("dot") is None, reason="the program dot (Graphviz) is not installed"

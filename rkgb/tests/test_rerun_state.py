@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from oracles.check_program import check_program
 from rkgb.capture.record import make_B
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.dataflow import B_to_D
@@ -16,7 +17,6 @@ from rkgb.run.program import Step, _renamed, lower_step
 from rkgb.run.state import rerun_state, runs_once
 from rkgb.run.statements import Call, Copy, Drop, Statement
 from rkgb.run.views import runnable
-from rkgb.testing.check_program import check_program
 
 
 class Averages(nn.Module):

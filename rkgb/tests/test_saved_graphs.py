@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import rkgb
+from oracles.gradients import assert_same_gradients
 from rkgb.graphs.serialize import decode, encode
 from rkgb.pictures.render import dot_source
 from rkgb.published.check import assert_same_as_module
-from rkgb.testing.assertions import assert_same_gradients
-from rkgb.testing.examples import EXAMPLES, example
+from zoo.examples import EXAMPLES, example
 
 HAS_CUDA = torch.cuda.is_available()
 

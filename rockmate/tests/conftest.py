@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rkgb.testing.caching_allocator import AllocatorRules
-from rkgb.testing.fake_cuda import fake_cuda
+from fake_cuda.allocator import AllocatorRules
+from fake_cuda.device import fake_cuda
 
 NEEDS_GPU = (
     pytest.mark.gpu,

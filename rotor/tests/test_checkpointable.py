@@ -8,10 +8,7 @@ import torch
 from torch import nn
 
 import rotor
-from rotor import Checkpointable, InfeasibleBudgetError
-from rotor.runtime.memory import peak_of
-from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad
-from rotor.testing import (
+from oracles.chains import (
     assert_trains_like,
     at_fraction,
     images,
@@ -20,6 +17,9 @@ from rotor.testing import (
     one_millisecond,
     residual_net,
 )
+from rotor import Checkpointable, InfeasibleBudgetError
+from rotor.runtime.memory import peak_of
+from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad
 
 CPU = torch.device("cpu")
 

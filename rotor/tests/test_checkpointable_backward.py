@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 import rotor
-from rotor import Checkpointable, InfeasibleBudgetError
-from rotor.runtime.memory import peak_of
-from rotor.testing import (
+from oracles.chains import (
     at_fraction,
     images,
     in_place_net,
@@ -20,6 +18,8 @@ from rotor.testing import (
     one_millisecond,
     residual_net,
 )
+from rotor import Checkpointable, InfeasibleBudgetError
+from rotor.runtime.memory import peak_of
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import rotor
-from rotor import Checkpointable, InfeasibleBudgetError
-from rotor.testing import (
+from oracles.chains import (
     ResidualBlock,
     assert_trains_like,
     at_fraction,
@@ -21,6 +20,7 @@ from rotor.testing import (
     plain_peak,
     residual_net,
 )
+from rotor import Checkpointable, InfeasibleBudgetError
 
 # -- plans --------------------------------------------------------------------------------------
 

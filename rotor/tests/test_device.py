@@ -7,11 +7,8 @@ import torch
 from torch import nn
 
 import rotor
-from rotor import Checkpointable
-from rotor.fake_cuda import fake_cuda
-from rotor.runtime.device import Cuda, device_of, is_known
-from rotor.runtime.memory import OPTIMIZER_BYTES_PER_NUMBER, peak_of
-from rotor.testing import (
+from fake_cuda.of_rotor import fake_cuda
+from oracles.chains import (
     assert_trains_like,
     images,
     least_limit,
@@ -19,6 +16,9 @@ from rotor.testing import (
     plain_peak,
     residual_net,
 )
+from rotor import Checkpointable
+from rotor.runtime.device import Cuda, device_of, is_known
+from rotor.runtime.memory import OPTIMIZER_BYTES_PER_NUMBER, peak_of
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed
 
 import rotor
+from oracles.chains import one_millisecond, residual_net
 from rotor import Checkpointable
-from rotor.testing import one_millisecond, residual_net
 
 STEPS = 3
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import rotor
+from oracles.chains import assert_trains_like, residual_net
 from rotor import Checkpointable
-from rotor.testing import assert_trains_like, residual_net
 
 pytestmark = [
     pytest.mark.gpu,

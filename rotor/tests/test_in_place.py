@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 import rotor
-from rotor import Checkpointable
-from rotor.schedules.ops import ForwardEnableGrad
-from rotor.testing import (
+from oracles.chains import (
     ResidualBlock,
     assert_trains_like,
     at_fraction,
@@ -17,6 +15,8 @@ from rotor.testing import (
     in_place_net,
     one_millisecond,
 )
+from rotor import Checkpointable
+from rotor.schedules.ops import ForwardEnableGrad
 
 
 def measured(net, sample):

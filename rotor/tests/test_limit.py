@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import rotor
+from oracles.chains import images, mlp, one_millisecond, plain_peak, residual_net
 from rotor import Checkpointable, InfeasibleBudgetError
 from rotor.limit import parse_limit
 from rotor.runtime.measure import measure_module
-from rotor.testing import images, mlp, one_millisecond, plain_peak, residual_net
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 import rotor
+from oracles.chains import assert_trains_like, one_millisecond
 from rotor import Checkpointable
 from rotor.models import inception
 from rotor.models.inception import InceptionOutputs
 from rotor.models.utils import ReLUAtEnd
 from rotor.runtime.memory import peak_of
-from rotor.testing import assert_trains_like, one_millisecond
 
 SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 FUNCTIONS = [

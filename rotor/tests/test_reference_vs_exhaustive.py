@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oracles.chains import chains, exhaustive_search
 from rotor import simulate
 from rotor.solver.recurrence import ReferenceTable
-from rotor.testing import chains, exhaustive_search
 
 INFINITY = float("inf")
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from oracles.chains import assert_trains_like, at_fraction, one_millisecond
 from rotor import Checkpointable
 from rotor.runtime.memory import peak_of
-from rotor.testing import assert_trains_like, at_fraction, one_millisecond
 
 CPU = torch.device("cpu")
 

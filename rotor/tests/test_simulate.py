@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oracles.chains import chains, exhaustive_search
 from rotor import (
     Backward,
     Chain,
@@ -18,7 +19,6 @@ from rotor import (
     simulate,
     solve,
 )
-from rotor.testing import chains, exhaustive_search
 
 Fn, Fc, Fe, B = ForwardNoGrad, ForwardCheckpoint, ForwardEnableGrad, Backward
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oracles.chains import chains, random_chain
 from rotor import Chain, InfeasibleBudgetError, Option, Stage, simulate, solve
 from rotor.schedules.ops import Backward
 from rotor.strategies import (
@@ -18,7 +19,6 @@ from rotor.strategies import (
     revolve,
     revolve_costs,
 )
-from rotor.testing import chains, random_chain
 
 
 def homogeneous(count, saved=1):

@@ -80,7 +80,7 @@ class Journal:
         facts = self.pages[-1].facts
         facts[f"{name} ({len(facts)})"] = fact(value)
 
-    def peak(self, step: Callable[[], object], model: nn.Module) -> None:
+    def peak(self, step: Callable[[], object], model: Any) -> None:
         """Run a step twice; where it is planned, note how many bytes the second one takes.
 
         The first one may plan, which takes bytes of its own.

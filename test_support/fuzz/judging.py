@@ -104,7 +104,7 @@ def _planned(model: nn.Module, sample: Any, choice: Choice) -> nn.Module:
                 raise
         else:
             break
-    return model if made is None else made  # type: ignore[no-any-return]
+    return model if made is None else made
 
 
 class _Said(logging.Handler):

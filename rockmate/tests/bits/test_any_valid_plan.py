@@ -25,7 +25,7 @@ from rockmate.runtime.execute import Executor
 from rockmate.schedules.liveness import check_order
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Step, Steps
-from rockmate.testing.nets import network
+from zoo.nets import network
 
 CPU = torch.device("cpu")
 NETS = ["gpt", "resnet", "unet", "lstm", "tied", "transformer", "uno"]

@@ -18,8 +18,8 @@ from torch.nn.modules.module import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import rockmate
-from rockmate.testing.nets import assert_same_gradients
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import assert_same_gradients
 
 
 def _model() -> nn.Module:

@@ -14,12 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from rkgb import UnsupportedDeviceError
 from rockmate import InfeasibleBudgetError, Rockmate, SelfTestError
 from rockmate.comparison.deterministic import deterministic_algorithms
-from rockmate.testing.nets import (
-    assert_same_gradients,
-    assert_trains_like,
-    eager_copy,
-    network_on,
-)
+from zoo.nets import assert_same_gradients, assert_trains_like, eager_copy, network_on
 
 NEEDS_GPU = (
     pytest.mark.gpu,

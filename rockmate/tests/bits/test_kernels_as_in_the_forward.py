@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rkgb import SideEffectError
 from rockmate import InfeasibleBudgetError, Rockmate
-from rockmate.testing.kernels import without_onednn
-from rockmate.testing.nets import assert_same_gradients, eager_copy
+from runs.kernels import without_onednn
+from zoo.nets import assert_same_gradients, eager_copy
 
 
 def planned(model: nn.Module, sample: Any, budget: float | int) -> Rockmate:

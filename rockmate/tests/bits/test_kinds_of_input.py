@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rockmate import RockmateError
-from rockmate.testing.nets import assert_same_gradients, assert_trains_like, eager_copy, network
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import assert_same_gradients, assert_trains_like, eager_copy, network
 
 
 def test_the_last_smaller_batch_of_an_epoch_just_works() -> None:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import rkgb
 from rockmate import InfeasibleBudgetError, Rockmate, RockmateError
-from rockmate.testing.nets import assert_trains_like, eager_copy, loss_of, measured_peak_bytes
+from zoo.nets import assert_trains_like, eager_copy, loss_of, measured_peak_bytes
 
 # ---------------------------------------------------------------------- torch's own modules
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from rkgb import TraceError
 from rkgb.engine import trace_memory
 from rockmate import InfeasibleBudgetError, Rockmate
-from rockmate.testing.nets import assert_same_gradients
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import assert_same_gradients
 
 Batch = Callable[[int], tuple[Any, ...]]
 

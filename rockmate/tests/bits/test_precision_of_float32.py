@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from rkgb.torch_api.torch_private import fp32_precision, set_fp32_precision, unfrozen_flags
-from rockmate.testing.nets import assert_same_gradients
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import assert_same_gradients
 
 _backends: Any = torch.backends
 PLACES = [

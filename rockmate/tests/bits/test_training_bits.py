@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from rockmate import InfeasibleBudgetError, Rockmate
-from rockmate.testing.nets import (
+from runs.planned import wrap
+from zoo.nets import (
     assert_same_gradients,
     assert_trains_like,
     eager_copy,
@@ -16,7 +17,6 @@ from rockmate.testing.nets import (
     network,
     tokens,
 )
-from rockmate.testing.wrapping import wrap
 
 NETS = [
     "gpt", "resnet", "unet", "transformer", "mixer", "lstm", "tied", "fno", "uno", "hf_gpt2",

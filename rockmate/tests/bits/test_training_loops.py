@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.engine import trace_memory
-from rockmate.testing.nets import assert_trains_like, eager_copy, network
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import assert_trains_like, eager_copy, network
 
 
 def same_state(first: nn.Module, second: nn.Module) -> None:

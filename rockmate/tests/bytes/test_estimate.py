@@ -25,8 +25,8 @@ from rockmate import (
     UnsupportedModuleError,
 )
 from rockmate.pipeline import eager_peak_bytes
-from rockmate.testing.nets import hugging_face_gpt2, network
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import hugging_face_gpt2, network
 
 NETS = ["gpt", "resnet", "unet", "lstm", "tied", "transformer", "mixer", "uno"]
 

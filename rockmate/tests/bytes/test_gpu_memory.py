@@ -16,7 +16,7 @@ from rkgb.engine import Sample, device_of
 from rockmate import InfeasibleBudgetError, Rockmate
 from rockmate.networks.self_test import self_test
 from rockmate.schedules.simulate import simulate
-from rockmate.testing.nets import measured_peak_bytes, network_on
+from zoo.nets import measured_peak_bytes, network_on
 
 NEEDS_GPU = (
     pytest.mark.gpu,

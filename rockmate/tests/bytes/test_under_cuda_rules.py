@@ -10,19 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from fake_cuda.allocator import AllocatorRules
+from fake_cuda.device import FakeCuda, fake_cuda
 from rkgb.engine import Sample
-from rkgb.testing.caching_allocator import AllocatorRules
-from rkgb.testing.fake_cuda import FakeCuda, fake_cuda
 from rockmate import InfeasibleBudgetError, Rockmate
 from rockmate.networks import Planned
 from rockmate.networks.self_test import eager_step, self_test
 from rockmate.schedules.simulate import simulate
-from rockmate.testing.kernels import without_onednn
-from rockmate.testing.nets import (
-    assert_trains_like,
-    eager_copy,
-    network,
-)
+from runs.kernels import without_onednn
+from zoo.nets import assert_trains_like, eager_copy, network
 
 NETS = ["gpt", "resnet", "unet", "lstm", "tied", "transformer", "mixer", "uno"]
 FRACTIONS = [1.0, 0.85, 0.7, 0.6, 0.5]
@@ -114,7 +110,7 @@ def test_what_blocks_take_beyond_the_plan_is_set_aside_and_planned_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, sample = network("gpt")
-    monkeypatch.setattr("rkgb.testing.fake_cuda.FakeCuda", _Greedy)
+    monkeypatch.setattr("fake_cuda.device.FakeCuda", _Greedy)
     with fake_cuda() as device:
         module = wrapped(model, sample, 0.6)
         plan = plan_of(module)
@@ -204,7 +200,7 @@ _NOISY = """
 import sys, warnings
 import torch
 from torch import nn
-from rkgb.testing.fake_cuda import fake_cuda
+from fake_cuda.device import fake_cuda
 from rockmate import Rockmate, SelfTestError
 
 torch.set_num_threads(1)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import rockmate
 from rkgb.engine import trace_memory
 from rockmate import Rockmate
-from rockmate.testing.nets import assert_same_gradients, hugging_face_gpt2
+from zoo.nets import assert_same_gradients, hugging_face_gpt2
 
 
 def wrap(model: nn.Module, sample: Any, budget: Any = "1MiB", **options: Any) -> Rockmate:

@@ -16,8 +16,8 @@ from rockmate.options.known_blocks import KnownBlocks
 from rockmate.planners import plan, replan
 from rockmate.schedules.baselines import no_recomputation, recompute_all
 from rockmate.schedules.simulate import simulate
-from rockmate.testing.nets import assert_same_gradients, hugging_face_gpt2
-from rockmate.testing.problems import gpt_problem, unet_problem
+from zoo.nets import assert_same_gradients, hugging_face_gpt2
+from zoo.problems import gpt_problem, unet_problem
 
 
 def batch(length: int) -> dict[str, Tensor]:

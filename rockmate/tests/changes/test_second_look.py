@@ -18,7 +18,7 @@ from rkgb import capture
 from rkgb.device.memory import trace_memory
 from rockmate import InfeasibleBudgetError, Rockmate, RockmateError, UnsupportedModuleError
 from rockmate import second_look as module_under_test
-from rockmate.testing.nets import eager_copy, loss_of, network
+from zoo.nets import eager_copy, loss_of, network
 
 
 def set_unseen(value: float) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rkgb import SideEffectError
 from rockmate import Rockmate
-from rockmate.testing.nets import assert_same_gradients
+from zoo.nets import assert_same_gradients
 
 
 class Masked(nn.Module):

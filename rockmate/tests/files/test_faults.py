@@ -16,8 +16,8 @@ from torch import nn
 import rockmate
 from rockmate.blockwise import kinds
 from rockmate.files.plan_file import PlanFile
-from rockmate.testing.nets import TinyGPT, eager_copy, tokens
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import TinyGPT, eager_copy, tokens
 
 PATIENCE_S = 8  # of the process group
 

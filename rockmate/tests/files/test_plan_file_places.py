@@ -12,7 +12,7 @@ from torch import nn
 
 from rockmate import PlanFileError, Rockmate
 from rockmate.files.plan_file import PlanFile
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
 
 
 @pytest.fixture(scope="module")

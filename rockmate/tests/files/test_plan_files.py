@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rkgb.testing.fake_cuda import fake_cuda
+from fake_cuda.device import fake_cuda
 from rockmate import PlanFileError, PlanMismatchError, Rockmate, planners
 from rockmate.files.plan_file import PlanFile
 from rockmate.networks import network
 from rockmate.schedules.simulate import simulate
-from rockmate.testing.nets import TinyGPT, assert_same_gradients
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import TinyGPT, assert_same_gradients
 
 TOKENS = torch.randint(0, 120, (2, 16), generator=torch.Generator().manual_seed(0))
 

@@ -21,7 +21,7 @@ from rockmate.files.plan_file import PlanFile
 from rockmate.networks import network
 from rockmate.pipeline.identity import cache_key
 from rockmate.settings import Terms
-from rockmate.testing.wrapping import wrap as planned_by_all
+from runs.planned import wrap as planned_by_all
 
 SAMPLE = torch.randn(16, 8)
 

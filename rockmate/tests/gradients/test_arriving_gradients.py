@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from rkgb.engine import trace_memory
 from rockmate import InfeasibleBudgetError
 from rockmate.comparison.eager import seed_backward
-from rockmate.testing.nets import assert_same_gradients, eager_copy, network
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import assert_same_gradients, eager_copy, network
 
 
 class Two(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rockmate import Rockmate
-from rockmate.testing.nets import assert_same_gradients
+from zoo.nets import assert_same_gradients
 
 
 class WithItsFirstRows(nn.Module):

@@ -19,7 +19,7 @@ from rockmate.networks.executables import executable
 from rockmate.networks.planned import Planned
 from rockmate.runtime.execute import Executor
 from rockmate.schedules.steps import Step
-from rockmate.testing.nets import assert_same_gradients
+from zoo.nets import assert_same_gradients
 
 
 class Fused(torch.autograd.Function):

@@ -13,8 +13,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 import rockmate
 from rkgb.engine import trace_memory
 from rockmate.errors import BackwardTwiceError
-from rockmate.testing.nets import assert_same_gradients, eager_copy
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import assert_same_gradients, eager_copy
 
 
 class Convolutions(nn.Module):

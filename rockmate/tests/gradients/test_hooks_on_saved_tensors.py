@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rkgb.engine import trace_memory
-from rockmate.testing.nets import assert_same_gradients
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import assert_same_gradients
 
 
 def _model() -> nn.Module:

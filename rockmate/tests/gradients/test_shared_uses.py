@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from oracles.check_program import check_program
 from rkgb import InvalidGraphError
 from rkgb.capture import make_B
 from rkgb.engine import B_to_D, D_to_S, lower_step, runnable
 from rkgb.graphs import SimplifiedGraph
 from rkgb.run import Give, StepProgram, Sum
-from rkgb.testing.check_program import check_program
 from rockmate import Rockmate
 from rockmate.runtime.rails import Rail
 from rockmate.runtime.shared_uses import SharedUses
-from rockmate.testing.nets import eager_copy
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import eager_copy
 
 STEPS = 6  # the first few show whether gradients come from elsewhere
 

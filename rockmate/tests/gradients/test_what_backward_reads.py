@@ -13,8 +13,8 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
 
 from rockmate import InfeasibleBudgetError, Rockmate
-from rockmate.testing.nets import assert_same_gradients
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import assert_same_gradients
 
 
 class Normed(nn.Module):

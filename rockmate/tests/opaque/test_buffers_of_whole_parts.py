@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 (the name everybody uses)
 from torch import Tensor, nn
 
 from rockmate import InfeasibleBudgetError, Rockmate
-from rockmate.testing.nets import measured_peak_bytes
+from zoo.nets import measured_peak_bytes
 
 WIDTH, ROWS = 32, 128
 

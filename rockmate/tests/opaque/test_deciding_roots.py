@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rockmate
 from rockmate import InfeasibleBudgetError, PlanFileError, Rockmate
-from rockmate.testing.nets import assert_same_gradients, measured_peak_bytes
+from zoo.nets import assert_same_gradients, measured_peak_bytes
 
 WIDTH, ROWS = 32, 64
 

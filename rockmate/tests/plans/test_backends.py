@@ -17,7 +17,7 @@ from rockmate.schedules.simulate import simulate
 from rockmate.solvers import BACKENDS, solve_whole
 from rockmate.solvers.ilp import solve_ilp
 from rockmate.solvers.intervals.solve import solve_intervals
-from rockmate.testing.problems import gpt_problem, random_problem
+from zoo.problems import gpt_problem, random_problem
 
 MODULES = {"cp-sat": "ortools", "cbc": "pulp", "highs": "highspy", "gurobi": "gurobipy"}
 

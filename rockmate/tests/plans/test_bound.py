@@ -6,12 +6,12 @@ import math
 
 import pytest
 
+from oracles.best_plan import exhaustive_search
 from rockmate.planners import plan
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.simulate import simulate
 from rockmate.solvers.bound import lower_bound
-from rockmate.testing.oracle import exhaustive_search
-from rockmate.testing.problems import gpt_problem, random_problem
+from zoo.problems import gpt_problem, random_problem
 
 
 @pytest.mark.parametrize("seed", range(500, 560))

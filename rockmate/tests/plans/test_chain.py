@@ -9,7 +9,7 @@ from rockmate.problems.blocks import find_cuts
 from rockmate.schedules.baselines import best_segments, no_recomputation
 from rockmate.schedules.simulate import simulate
 from rockmate.solvers import block_solver
-from rockmate.testing.problems import gpt_problem, random_problem, resnet_problem
+from zoo.problems import gpt_problem, random_problem, resnet_problem
 
 
 @pytest.mark.parametrize("merged", [False, True])

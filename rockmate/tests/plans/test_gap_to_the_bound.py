@@ -17,13 +17,7 @@ from rockmate.planners import plan
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.simulate import simulate
-from rockmate.testing.nets import (
-    TinyTransformer,
-    TinyUNet,
-    assert_trains_like,
-    eager_copy,
-    network,
-)
+from zoo.nets import TinyTransformer, TinyUNet, assert_trains_like, eager_copy, network
 
 
 def deep_unet() -> tuple[nn.Module, object]:

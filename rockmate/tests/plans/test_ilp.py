@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from oracles.best_plan import exhaustive_search
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.simulate import simulate
 from rockmate.solvers.ilp import solve_ilp
-from rockmate.testing.oracle import exhaustive_search
-from rockmate.testing.problems import gpt_problem, random_problem
+from zoo.problems import gpt_problem, random_problem
 
 
 @pytest.mark.parametrize("seed", range(40))

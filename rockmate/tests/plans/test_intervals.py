@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from oracles.best_plan import exhaustive_search
 from rockmate.planners.search import improve, in_node_order
 from rockmate.schedules.baselines import best_segments, no_recomputation
 from rockmate.schedules.prune import prune
 from rockmate.schedules.simulate import simulate
 from rockmate.solvers.intervals.solve import Window, solve_intervals
-from rockmate.testing.oracle import exhaustive_search
-from rockmate.testing.problems import gpt_problem, random_problem, unet_problem
+from zoo.problems import gpt_problem, random_problem, unet_problem
 
 
 def budgets(problem, *fractions):

@@ -25,7 +25,7 @@ from rockmate.options.options import BlockOption
 from rockmate.planners.module_options import module_options, plan_keeping
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.simulate import simulate
-from rockmate.testing.problems import random_problem
+from zoo.problems import random_problem
 
 small = st.integers(0, 12)
 

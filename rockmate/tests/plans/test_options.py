@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from oracles.best_plan import exhaustive_search
 from rockmate.errors import InvalidPlanError
 from rockmate.options.options import Grid, block_options, boxed, measure_option
 from rockmate.problems.blocks import (
@@ -19,8 +20,7 @@ from rockmate.problems.problem import Node, Problem, Storage
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.simulate import simulate
 from rockmate.solvers import block_solver
-from rockmate.testing.oracle import exhaustive_search
-from rockmate.testing.problems import gpt_problem, random_problem, unet_problem
+from zoo.problems import gpt_problem, random_problem, unet_problem
 
 
 @pytest.mark.parametrize("seed", range(60))

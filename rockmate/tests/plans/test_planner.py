@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from oracles.best_plan import exhaustive_search
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.planners import PLANNERS, minimum_peak, plan
 from rockmate.planners.planning import Planning
@@ -13,8 +14,7 @@ from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import checkpoint_segments, no_recomputation
 from rockmate.schedules.simulate import simulate
 from rockmate.solvers import solve_whole
-from rockmate.testing.oracle import exhaustive_search
-from rockmate.testing.problems import gpt_problem, random_problem, resnet_problem, unet_problem
+from zoo.problems import gpt_problem, random_problem, resnet_problem, unet_problem
 
 
 def keeping_all(problem: Problem) -> int:

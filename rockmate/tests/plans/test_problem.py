@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from rockmate.problems.problem import Node, Problem, Storage
-from rockmate.testing.problems import gpt_problem, random_problem, small_problems
+from zoo.problems import gpt_problem, random_problem, small_problems
 
 
 @given(small_problems())

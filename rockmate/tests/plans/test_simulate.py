@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oracles.best_plan import exhaustive_search
 from rockmate.errors import InvalidPlanError
 from rockmate.problems.problem import Node, Problem, Storage
 from rockmate.schedules.baselines import checkpoint_segments, no_recomputation, rerun_for_each
@@ -16,8 +17,7 @@ from rockmate.schedules.plan import Plan, make_plan
 from rockmate.schedules.prune import EditablePlan, prune
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Step, backward, forward, steps_from_text, steps_to_text
-from rockmate.testing.oracle import exhaustive_search
-from rockmate.testing.problems import gpt_problem, random_problem, small_problems
+from zoo.problems import gpt_problem, random_problem, small_problems
 
 
 def two_nodes() -> Problem:

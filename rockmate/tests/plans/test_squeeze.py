@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oracles.best_plan import exhaustive_search
 from rockmate.planners.smallest_budget import floor_bytes, low_memory_plan
 from rockmate.planners.squeeze import Squeezer, squeeze
 from rockmate.problems.problem import Problem
 from rockmate.schedules.simulate import simulate
-from rockmate.testing.oracle import exhaustive_search
-from rockmate.testing.problems import gpt_problem, random_problem, unet_problem
+from zoo.problems import gpt_problem, random_problem, unet_problem
 
 
 def squeezed_bytes(problem: Problem) -> int:

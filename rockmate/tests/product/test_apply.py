@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import rockmate
 from rkgb.engine import trace_memory
 from rockmate import Rockmate, RockmateError
-from rockmate.testing.nets import TiedMLP, assert_trains_like, eager_copy, network
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import TiedMLP, assert_trains_like, eager_copy, network
 
 
 def applied(name: str = "gpt", budget: Any = 0.7, **options: Any) -> tuple[Any, nn.Module, Any]:

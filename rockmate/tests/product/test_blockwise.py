@@ -11,13 +11,7 @@ from torch import Tensor, nn
 
 import rockmate
 from rockmate import BlocksPlan, InfeasibleBudgetError, Rockmate, UnsupportedModuleError
-from rockmate.testing.nets import (
-    assert_trains_like,
-    eager_copy,
-    loss_of,
-    measured_peak_bytes,
-    network,
-)
+from zoo.nets import assert_trains_like, eager_copy, loss_of, measured_peak_bytes, network
 
 
 def planned(

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import rockmate
 from rockmate import BudgetFormatError, Rockmate, RockmateError
-from rockmate.testing.nets import hugging_face_gpt2
-from rockmate.testing.texts import Texts
+from zoo.nets import hugging_face_gpt2
+from zoo.texts import Texts
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainers themselves
 BUDGET = 0.8

@@ -16,8 +16,8 @@ from rockmate import (
     Rockmate,
 )
 from rockmate.settings import parse_budget
-from rockmate.testing.nets import hugging_face_gpt2, network
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import hugging_face_gpt2, network
 
 # ---------------------------------------------------------------------- interface
 

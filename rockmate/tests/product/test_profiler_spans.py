@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from rkgb.engine import trace_memory
 from rockmate import Rockmate
-from rockmate.testing.nets import assert_trains_like, eager_copy
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import assert_trains_like, eager_copy
 
 NAME = re.compile(r"([FB])(\d+)( again:)? (\S+) \((.*)\)")
 

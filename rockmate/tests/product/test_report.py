@@ -16,7 +16,7 @@ from rockmate.schedules.plan import make_plan
 from rockmate.schedules.report import format_bytes, format_ms, format_plan, recomputed_rows
 from rockmate.schedules.simulate import recompute_counts, simulate
 from rockmate.schedules.steps import Step
-from rockmate.testing.problems import gpt_problem
+from zoo.problems import gpt_problem
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from rockmate.reports.charts import Chart, thinned, ticks
 from rockmate.reports.curve import overhead_curve
 from rockmate.reports.modules import ModuleRow, module_rows
 from rockmate.reports.plan_report import OpaquePiece, PlanReport
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

@@ -15,16 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rockmate import Rockmate
-from rockmate.testing.nets import (
-    assert_same_gradients,
-    eager_copy,
-    hugging_face_gpt2,
-    network,
-    tokens,
-)
-from rockmate.testing.processes import run_in_processes
-from rockmate.testing.texts import Texts
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from runs.processes import run_in_processes
+from zoo.nets import assert_same_gradients, eager_copy, hugging_face_gpt2, network, tokens
+from zoo.texts import Texts
 
 
 def same_parameters(first: nn.Module, second: nn.Module) -> None:

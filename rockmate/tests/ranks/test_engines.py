@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import rockmate
 from rkgb.engine import trace_memory
 from rockmate.blockwise import kinds
-from rockmate.testing.nets import Block, TinyGPT, eager_copy, tokens
-from rockmate.testing.processes import run_in_processes
+from runs.processes import run_in_processes
+from zoo.nets import Block, TinyGPT, eager_copy, tokens
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,8 @@ from rockmate.networks import network
 from rockmate.pipeline import share
 from rockmate.pipeline.share import Exchange, SharedShelf
 from rockmate.pipeline.shelf import NoShelf
-from rockmate.testing.nets import assert_same_gradients, eager_copy
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import assert_same_gradients, eager_copy
 
 
 def _net() -> nn.Module:

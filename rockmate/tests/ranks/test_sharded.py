@@ -14,8 +14,8 @@ import rockmate
 from rkgb.engine import trace_memory
 from rockmate.blockwise import planning
 from rockmate.blockwise.team import Team
-from rockmate.testing.nets import TinyGPT, eager_copy, tokens
-from rockmate.testing.processes import run_in_processes
+from runs.processes import run_in_processes
+from zoo.nets import TinyGPT, eager_copy, tokens
 
 # What is on: the order of wrapping, reshard_after_forward, and what training does besides.
 CASES = {

@@ -12,7 +12,7 @@ from rockmate import RockmateError, SolverUnavailableError, UnknownChoiceError
 from rockmate.planners import EFFORTS, PLANNERS, plan
 from rockmate.settings import COSTS, Settings
 from rockmate.solvers import BACKENDS
-from rockmate.testing.problems import gpt_problem
+from zoo.problems import gpt_problem
 
 KNOWN = {
     "cost": COSTS,

@@ -17,7 +17,7 @@ import rkgb
 import rockmate
 import rotor
 from rockmate.planners import plan
-from rockmate.testing.problems import gpt_problem
+from zoo.problems import gpt_problem
 
 
 def error_classes() -> Iterator[type[Exception]]:

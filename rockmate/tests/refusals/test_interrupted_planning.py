@@ -23,8 +23,8 @@ from rockmate.planning import no_recomputation, plan, simulate
 from rockmate.solvers import bound
 from rockmate.solvers.bound import lower_bound
 from rockmate.solvers.interrupts import heard_interrupts
-from rockmate.testing.nets import assert_trains_like, eager_copy
-from rockmate.testing.problems import gpt_problem
+from zoo.nets import assert_trains_like, eager_copy
+from zoo.problems import gpt_problem
 
 POINTS = 24
 

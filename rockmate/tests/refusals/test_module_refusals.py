@@ -20,8 +20,8 @@ from rockmate import (
     SelfTestError,
     UnsupportedModuleError,
 )
-from rockmate.testing.nets import assert_same_gradients, eager_copy, network
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import assert_same_gradients, eager_copy, network
 
 
 def still_trains(model: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 
 from rkgb import SideEffectError
 from rockmate import InfeasibleBudgetError, Rockmate
-from rockmate.testing.nets import assert_same_gradients
-from rockmate.testing.wrapping import wrap
+from runs.planned import wrap
+from zoo.nets import assert_same_gradients
 
 NAME = "ROCKMATE_TEST_SCALE"
 

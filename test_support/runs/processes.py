@@ -17,7 +17,7 @@ import torch
 
 _CODE = (
     "import runpy, sys; path, work, rank, world, folder, *args = sys.argv[1:]; "
-    "from rockmate.testing.processes import join, leave; "
+    "from runs.processes import join, leave; "
     "join(int(rank), int(world), folder); "
     "runpy.run_path(path)[work](int(rank), *args); leave()"
 )

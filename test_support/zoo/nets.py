@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rkgb.device import RngState
 from rkgb.elements import flatten
 from rkgb.engine import bind_inputs, trace_memory
-from rockmate.testing.operators import TinyFNO, TinyUNO
+from zoo.operators import TinyFNO, TinyUNO
 
 
 class Attention(nn.Module):

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fake_cuda.allocator import AllocatorRules, CachingAllocator
 from rkgb.device.base import CallTime, Device
 from rkgb.device.chosen import standing_in
 from rkgb.device.profiled import PREFIX, profiled
 from rkgb.device.trace import Mark, MemoryTrace, Span, replay
 from rkgb.device.warm_up import warm_up_threads
 from rkgb.graphs.basic import ambient_autocast, autocast_as
-from rkgb.testing.caching_allocator import AllocatorRules, CachingAllocator
 from rkgb.torch_api.torch_private import current_dispatch_modes
 
 WORKSPACE_BYTES = 32 << 20  # of cuBLAS on a Hopper GPU

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rockmate.testing.nets import tokens
+from zoo.nets import tokens
 
 
 class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):

@@ -13,17 +13,17 @@ from dataclasses import replace
 
 import torch
 
-from rkgb.elements.op import Op, Ref
-from rkgb.errors import InvalidGraphError
-from rkgb.graphs.simplified import SimplifiedGraph
-from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram, Sum
-from rkgb.testing.numbered_memory import (
+from oracles.numbered_memory import (
     AS_STRIDED,
     WRITES_OVER,
     FollowedRecording,
     Geometry,
     NumberedMemory,
 )
+from rkgb.elements.op import Op, Ref
+from rkgb.errors import InvalidGraphError
+from rkgb.graphs.simplified import SimplifiedGraph
+from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram, Sum
 
 _SUM = torch.ops.aten.sum.dim_IntList
 
