@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from rkgb import RkgbError
-from rkgb.engine import bind_inputs
+from rkgb.opaque import is_inside
+from rockmate.arguments import Arguments, Call, called_with, refuse
 from rockmate.blockwise.blocks import AUTO, class_name, find_blocks
-from rockmate.blockwise.planning import Chosen, Planner
-from rockmate.blockwise.rehearsal import Call
+from rockmate.blockwise.planning import Chosen, Planner, largest_first
 from rockmate.blockwise.report import BlockRow, BlocksPlan
 from rockmate.blockwise.saved_blocks import blocks_file, shared_file
 from rockmate.blockwise.team import Team
@@ -26,27 +25,65 @@ from rockmate.keys.module_watch import without_hooks
 from rockmate.keys.sharded import own_class
 from rockmate.module import Rockmate, dressed, plain_view
 from rockmate.pipeline import plan_module
+from rockmate.progress import Phases
 from rockmate.runtime.plain import plain
-from rockmate.settings import Budget, Settings, Terms, parse_budget
+from rockmate.settings import Terms, parse_budget
+
+_NOT_BY_BLOCKS = {  # settings, and why not
+    "compile": "blocks that inductor has compiled have no options to choose among",
+    "cache": "a plan of blocks lies in a file, see `plan`",
+}
 
 
-def apply_to_blocks(
-    model: nn.Module,
-    sample: Any,
-    budget: Budget,
-    *,
-    blocks: str | Sequence[str] = AUTO,
-    in_flight: int = 1,
-    kwargs: Mapping[str, Any] | None = None,
-    effort: str | float = "fast",
-    cost: Literal["measured", "flops"] = "measured",
-    backend: str = "cp-sat",
-    reserve: int = 0,
-    self_test: bool = True,
-    compare: bool = True,
-    process_group: Any = None,
-    plan: str | os.PathLike[str] | None = None,
-) -> BlocksPlan:
+@dataclass(frozen=True, eq=False)
+class ToBlocks(Arguments):
+    """What `apply_to_blocks` takes."""
+
+    _: KW_ONLY
+    blocks: str | Sequence[str] = AUTO
+    in_flight: int = 1
+    compare: bool = True
+    process_group: Any = None
+
+    def __post_init__(self) -> None:
+        """Leave it to `check`: all processes refuse what one of them is given."""
+
+    def check(self, team: Team) -> None:
+        """Refuse what cannot be planned by blocks, before anything is run.
+
+        Raises:
+            ValueError, UnsupportedModuleError: the text says what, and why.
+        """
+        super().__post_init__()
+        if self.cache is not False:
+            refuse(self, "apply_to_blocks", _NOT_BY_BLOCKS)
+        if not self.share and team.groups:
+            raise ValueError(
+                "apply_to_blocks takes no share=False where processes share the model: their "
+                "collectives would run in other orders. Leave it out."
+            )
+        if self.in_flight < 1:
+            raise ValueError(
+                f"in_flight {self.in_flight} is no number of forwards; give 1 or more."
+            )
+        modules = dict(self.model.named_modules())
+        for path in self.opaque:
+            if path not in modules:
+                raise UnsupportedModuleError(
+                    f"opaque names '{path}', and {type(self.model).__name__} has no such "
+                    "submodule; give paths as model.named_modules() does."
+                )
+        for path, module in modules.items():
+            if getattr(module, "gradient_checkpointing", False) is True:
+                raise UnsupportedModuleError(
+                    f"gradient checkpointing is on in '{path or '(root)'}', which would run "
+                    "planned blocks again. Turn it off "
+                    "(model.gradient_checkpointing_disable()): the plan decides what is recomputed."
+                )
+
+
+@called_with(ToBlocks)
+def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
     """Plan the blocks of `model` in place, each for itself, all within one budget.
 
     A block keeps what its option says from its forward to its backward, and recomputes the rest
@@ -59,15 +96,20 @@ def apply_to_blocks(
     The whole step is run some times while planning, in all processes that share the model, and
     nothing stays of it. `remove(model)` takes the plans off.
 
+    Keywords are the fields of `Settings` beside these. `opaque` names submodules by their paths in
+    `model`; a block among them is not planned.
+
     Args:
         model: the module, in train mode. It may be sharded by `fully_shard`, on every block.
         sample: as for `Rockmate`; all processes give samples of one kind.
+        kwargs: as for `Rockmate`.
+        samples: more samples to plan for. Options are chosen for the one whose plain step takes
+            most, and a step of each of the others is run within the budget.
         budget: as for `Rockmate`; a fraction is one of the peak where every block keeps everything.
         blocks: "auto" for the outermost layers that repeat in a list or sequence, or a list of
             paths and names of classes. Each is called once in a step.
         in_flight: forwards that run before the backward of the first of them, as in pipelines
             (GPipe: all micro-batches; 1F1B: the stages from this one on). All count.
-        kwargs, effort, cost, backend, reserve, self_test: as for `Rockmate`.
         process_group: processes that plan together, where parameters do not say so by lying in
             pieces on a device mesh.
         plan: path of a file that `save_plan` of a plan of blocks wrote; nothing is searched or
@@ -91,50 +133,63 @@ def apply_to_blocks(
             several processes plan together, all raise the same; in a step that others wait in, they
             do so when their collective gives up, with the time-out of the process group.
     """
+    model = given.model
     _refuse_model(model)
-    team = Team.of(model, process_group)
+    team = Team.of(model, given.process_group)
     with team.together():
-        Settings(cost=cost, effort=effort, backend=backend)
-        _refuse(model, in_flight)
-        amount, fraction = parse_budget(budget)
-        call = bind_inputs(sample, kwargs)
-    settings = Terms(
-        _PLACEHOLDER,
-        effort=effort,
-        cost=cost,
-        backend=backend,
-        self_test=self_test,
+        given.check(team)
+        amount, fraction = parse_budget(given.budget)
+        calls = given.calls()
+    terms = replace(
+        given.terms(),
+        budget=_PLACEHOLDER,
+        reserve=0,
+        plan=None,
+        progress=False,  # one bar for all
         share=False,  # the team agrees on the options; a block may be planned in a forward
         cache=False,  # the options of a block are no plan
     )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     name = class_name(model)
-    file = None if plan is None else shared_file(os.fspath(plan), team, name, device)
+    file = None if given.plan is None else shared_file(os.fspath(given.plan), team, name, device)
     if file is not None:
-        settings = replace(settings, cost="flops")  # the times are in the file
+        terms = replace(terms, cost="flops")  # the times are in the file
     remove(model)
     with team.together():
-        found = find_blocks(model, blocks)
-    began = time.perf_counter()
+        found = find_blocks(model, given.blocks)
+    found = {p: b for p, b in found.items() if not any(is_inside(p, o) for o in terms.opaque)}
+    calls = largest_first(model, calls, team, device)
     views = {path: plain_view(block) for path, block in found.items()}
-    planner = Planner(model, views, settings, team=team, in_flight=in_flight, saved=file)
+    phases = Phases({"blocks": 2, "free plan": 1}, show=given.progress)
+    planner = Planner(
+        *(model, views, terms),
+        team=team,
+        in_flight=given.in_flight,
+        saved=file,
+        note=phases.note,
+    )
 
     def room(keeping_all: int) -> int:
         asked = int(fraction * keeping_all) if fraction is not None else amount
         if file is not None and fraction is not None:
             asked = file.budget_bytes  # of the first start
         assert asked is not None
-        return asked - reserve
+        return asked - given.reserve
 
-    chosen = _put_on(found, lambda: planner.plan(call, room))
-    seconds = {"blocks": time.perf_counter() - began}
-    made = _report(chosen, reserve, in_flight, seconds)
+    with phases, phases.phase("blocks"):
+        chosen = _put_on(found, lambda: planner.plan(calls, room))
+    made = _report(chosen, given)
     if file is not None:
-        return _as_saved(made, file)
-    made = replace(made, file=blocks_file(made, chosen.kinds, chosen.choice.options, name, device))
-    if not compare:
-        return replace(made, why_no_free_plan="compare=False")
-    return _compared(model, call, made, replace(settings, budget=made.budget_bytes - reserve))
+        made = _as_saved(made, file)
+    else:
+        saved = blocks_file(made, chosen.kinds, chosen.choice.options, name, device)
+        made = replace(made, file=saved, why_no_free_plan="compare=False")
+    if file is None and given.compare:
+        terms = replace(terms, budget=chosen.budget_bytes, self_test=False)
+        with phases, phases.phase("free plan"):
+            made = _compared(model, calls[0], made, terms)
+    phases.close("planned block by block")
+    return replace(made, seconds=phases.seconds)
 
 
 def _put_on(found: Mapping[str, nn.Module], choose: Callable[[], Chosen]) -> Chosen:
@@ -184,21 +239,7 @@ def _refuse_model(model: nn.Module) -> None:
         )
 
 
-def _refuse(model: nn.Module, in_flight: int) -> None:
-    if in_flight < 1:
-        raise ValueError(f"in_flight {in_flight} is no number of forwards; give 1 or more.")
-    for path, module in model.named_modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            raise UnsupportedModuleError(
-                f"gradient checkpointing is on in '{path or '(root)'}', which would run planned "
-                "blocks again. Turn it off (model.gradient_checkpointing_disable()): the plan "
-                "decides what is recomputed."
-            )
-
-
-def _report(
-    chosen: Chosen, reserve: int, in_flight: int, seconds: Mapping[str, float]
-) -> BlocksPlan:
+def _report(chosen: Chosen, given: ToBlocks) -> BlocksPlan:
     rows = []
     for call, number in zip(chosen.memory.calls, chosen.choice.options, strict=True):
         option, kind = call.options[number], chosen.kinds[call.name]
@@ -213,12 +254,11 @@ def _report(
         )
     return BlocksPlan(
         rows=tuple(rows),
-        budget_bytes=chosen.budget_bytes + reserve,
+        budget_bytes=chosen.budget_bytes + given.reserve,
         peak_bytes=chosen.choice.peak_bytes,
         measured_peak_bytes=chosen.measured_peak_bytes,
         keeping_all_bytes=chosen.keeping_all_bytes,
-        in_flight=in_flight,
-        seconds=seconds,
+        in_flight=given.in_flight,
     )
 
 
@@ -231,19 +271,15 @@ def _as_saved(plan: BlocksPlan, file: BlocksFile) -> BlocksPlan:
     return replace(plan, rows=tuple(rows), file=file, why_no_free_plan="a saved plan serves")
 
 
-def _compared(model: nn.Module, call: Call, plan: BlocksPlan, settings: Terms) -> BlocksPlan:
+def _compared(model: nn.Module, call: Call, plan: BlocksPlan, terms: Terms) -> BlocksPlan:
     """Return the plan with what a plan of the whole model would cost in the same budget."""
     if plan.in_flight > 1:
         return replace(plan, why_no_free_plan="with forwards in flight there is none")
     if any(own_class(type(module)) is not type(module) for module in model.modules()):
         return replace(plan, why_no_free_plan="a sharded model is not recorded as a whole")
-    began = time.perf_counter()
     try:
         with plain(), torch.inference_mode(False), torch.enable_grad():
-            bare = without_hooks(model, type(model))
-            args, keywords = call
-            free = plan_module(bare, args, keywords, replace(settings, self_test=False)).plan
+            free = plan_module(without_hooks(model, type(model)), *call, terms).plan
     except (RockmateError, RkgbError) as error:
         return replace(plan, why_no_free_plan=str(error))
-    seconds = {**plan.seconds, "free plan": time.perf_counter() - began}
-    return replace(plan, free_overhead_ms=free.overhead_ms, seconds=seconds)
+    return replace(plan, free_overhead_ms=free.overhead_ms, why_no_free_plan="")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import rkgb
 import rockmate
 import rotor
 from rockmate import Settings
@@ -19,6 +21,7 @@ from rockmate import Settings
 SISTERS = (
     rockmate.Rockmate,
     rockmate.apply,
+    rockmate.apply_to_blocks,
     rockmate.estimate,
     rockmate.largest_batch,
 )
@@ -116,6 +119,72 @@ def test_what_an_estimate_cannot_know_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"{function.__name__} takes no {next(iter(setting))}="):
         called(function, **setting)
+
+
+def test_blocks_take_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    def block() -> nn.Sequential:
+        layers = [(nn.Linear(32, 32), nn.Tanh(), nn.GELU()) for _ in range(3)]
+        return nn.Sequential(*(layer for group in layers for layer in group))
+
+    model, sample = nn.Sequential(*(block() for _ in range(4))), torch.randn(64, 32)
+    twin = copy.deepcopy(model)
+    settings = Settings(cost="flops", self_test="deterministic", progress=True, opaque=["1", "2.0"])
+    plan = rockmate.apply_to_blocks(
+        model, sample[:8], 0.9, samples=[sample, sample[:30]], **settings, reserve=100
+    )
+    assert [row.path for row in plan.rows] == ["0", "2", "3"]  # '1' runs whole
+    assert "planned block by block" in capsys.readouterr().err
+    assert plan.measured_peak_bytes + 100 <= plan.budget_bytes
+    peak = max(_step_peak(twin, x) for x in (sample, sample[:30]))
+    assert plan.budget_bytes <= peak + 100  # a fraction of the largest sample's
+    for x in (sample, sample[:30], sample[:8]):
+        found = [_step(network, x) for network in (model, twin)]
+        assert all(map(torch.equal, *found))
+    assert len(model[2]._rockmate.plans.families) >= 3  # made while planning
+
+
+def _step(network: nn.Module, x: Tensor) -> list[Tensor]:
+    network.zero_grad()
+    network(x).square().sum().backward()
+    return [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+
+
+def _step_peak(network: nn.Module, x: Tensor) -> int:
+    return rockmate.estimate(network, x).activations_bytes
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"compile": True}, "takes no compile=True: blocks that"),
+        ({"opaque": ["9"]}, "opaque names '9', and Sequential has no such"),
+        ({"in_flight": 0}, "in_flight 0 is no number"),
+        ({"effort": "none"}, "effort 'none' is unknown"),
+    ],
+)
+def test_blocks_refuse_what_they_cannot_do(wrong: dict[str, Any], text: str) -> None:
+    model, sample = net()
+    with pytest.raises(ValueError, match=text):
+        rockmate.apply_to_blocks(model, sample, 0.9, **wrong)
+    assert type(model) is nn.Sequential
+    assert all(type(block) is nn.Sequential for block in model)
+
+
+def test_strict_blocks_run_no_part_whole() -> None:
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            return y * len(y.detach().numpy().tolist())
+
+    model = nn.Sequential(*(nn.Sequential(Looking(), nn.Linear(32, 32)) for _ in range(2)))
+    with pytest.raises(rkgb.RkgbError):
+        rockmate.apply_to_blocks(model, torch.randn(4, 32), 1.0, strict=True)
+    plan = rockmate.apply_to_blocks(model, torch.randn(4, 32), 1.0, cost="flops", compare=False)
+    assert len(plan.rows) == 2
 
 
 def test_rotor_takes_the_same_names_and_the_published_ones() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from rockmate.blockwise.rehearsal import Call, Mark
+from rockmate.arguments import Call
+from rockmate.blockwise.rehearsal import Mark
 from rockmate.errors import UnsupportedModuleError
 from rockmate.keys.input_signature import key_of
 from rockmate.keys.sharded import own_class

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from rkgb.engine import Sample
 from rkgb.torch_api import placed_parameters
+from rockmate.arguments import Call
 from rockmate.blockwise.kinds import (
     Kind,
     call_of,
@@ -35,9 +36,10 @@ from rockmate.blockwise.kinds import (
     ways_to_run,
 )
 from rockmate.blockwise.lockstep import LockstepForward
-from rockmate.blockwise.rehearsal import END, TURN, Call, Marker, marked, run_step, trace_step
+from rockmate.blockwise.rehearsal import END, TURN, Marker, marked, run_step, trace_step
 from rockmate.blockwise.saved_blocks import numbers_for, over_budget, steps_for
 from rockmate.blockwise.team import Team
+from rockmate.comparison.deterministic import deterministic_algorithms
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
 from rockmate.files.blocks_file import BlocksFile
 from rockmate.keys.input_signature import ambient, in_order, key_of
@@ -88,6 +90,19 @@ class _Intercepted(PlannedForward):
         return self.call(self, *settled_call(args, kwargs))
 
 
+def largest_first(
+    model: nn.Module, calls: Sequence[Call], team: Team, device: torch.device
+) -> list[Call]:
+    """Return calls with the one first whose plain step takes most, in any process."""
+    if len(calls) == 1:
+        return list(calls)
+    with team.in_step(), torch.inference_mode(False), torch.enable_grad():
+        peaks = [trace_step(model, call, device, Marker())[0] for call in calls]
+    rows = team.gather(peaks)
+    order = sorted(range(len(calls)), key=lambda n: -max(row[n] for row in rows))
+    return [calls[n] for n in order]
+
+
 class Planner:
     """Plans the blocks of one model on one call."""
 
@@ -100,7 +115,9 @@ class Planner:
         team: Team,
         in_flight: int = 1,
         saved: BlocksFile | None = None,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self.note = note  # shows what is being done
         self.saved = saved  # options and choice of another start
         self.model, self.settings, self.team = model, settings, team
         self.views, self.in_flight = views, in_flight
@@ -114,13 +131,17 @@ class Planner:
         self.tested: set[tuple[int, int]] = set()
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
-    def plan(self, call: Call, room: Callable[[int], int]) -> Chosen:
+    def plan(self, calls: Sequence[Call], room: Callable[[int], int]) -> Chosen:
         """Return a planned forward for every block; `room` is the budget for a peak keeping all.
+
+        The options are chosen for the first call, and hold for the others.
 
         Raises:
             InfeasibleBudgetError: no choice fits; `minimum_bytes` is the smallest budget that does.
             RockmateError, rkgb.RkgbError: a block cannot be planned.
         """
+        call, *others = calls
+        self.note("recording blocks")
         self._run(call, self._meet)
         if not self.order:
             raise UnsupportedModuleError(
@@ -129,7 +150,30 @@ class Planner:
             )
         self._share_options()
         if self.saved is not None:
-            return self._followed(self.saved, call, room)
+            chosen = self._followed(self.saved, call, room)
+        else:
+            chosen = self._searched(call, room)
+        for other in others:
+            self._hold(other, chosen.budget_bytes)
+        return chosen
+
+    def _hold(self, call: Call, budget: int) -> None:
+        """Run a step of another call as it is planned now, and hold it to the budget."""
+        self.note("other samples")
+        with self._in_place(self.forwards), self.team.in_step():
+            peak = trace_step(self.model, call, self.device, Marker())[0]
+        peak = max(self.team.gather(peak)) * self.in_flight
+        if peak > budget:
+            raise InfeasibleBudgetError(
+                f"a sample other than the one that the blocks of {type(self.model).__name__} were "
+                f"planned for takes {peak} bytes, and the budget is {budget}. Raise it to {peak}",
+                asked_bytes=budget,
+                minimum_bytes=peak,
+            )
+
+    def _searched(self, call: Call, room: Callable[[int], int]) -> Chosen:
+        """Return options that are chosen for a call, once steps have shown that they fit."""
+        self.note("measuring a step")
         self._take({path: self.kind_of[path].least for path in self.order})
         memory = self._measure(call)[1]
         keeping_all = peak_of(memory, [0] * len(memory.calls))
@@ -137,8 +181,8 @@ class Planner:
         for _ in range(_MOST_TRIES):
             choice = self._choose(memory, budget)
             self._take(dict(zip(self.order, choice.options, strict=True)))
-            if self.settings.self_test:
-                self._run(call, self._test)
+            self._test_once(call)
+            self.note("measuring a step")
             peak, found = self._measure(call)
             measured = max(self.team.gather(peak + (self.in_flight - 1) * found.held_bytes))
             if measured <= budget:
@@ -169,8 +213,7 @@ class Planner:
             kinds = {path: self.kind_of[path] for path in self.order}
             numbers = numbers_for(file, kinds, self.in_flight)
         self._take(numbers)
-        if self.settings.self_test:
-            self._run(call, self._test)
+        self._test_once(call)
         peak, memory = self._measure(call)
         measured = max(self.team.gather(peak + (self.in_flight - 1) * memory.held_bytes))
         keeping_all = peak_of(memory, [0] * len(memory.calls))
@@ -193,6 +236,18 @@ class Planner:
     def _step(self, call: Call) -> None:
         with self.team.in_step():
             run_step(self.model, call, self.device)
+
+    def _test_once(self, call: Call) -> None:
+        """Hold the options that blocks run now to plain PyTorch, where that is asked for."""
+        if not self.settings.self_test:
+            return
+        self.note("self test")
+        if self.settings.self_test == "deterministic":
+            with deterministic_algorithms():
+                self._run(call, self._test)
+            self.tested.clear()
+            self._take(self.numbers)  # without what was recorded for these kernels
+        self._run(call, self._test)
 
     def _share_options(self) -> None:
         """Let all processes have the options of the first, each with its own bytes."""
@@ -236,7 +291,7 @@ class Planner:
                     "calls keep cannot be chosen for each. Name blocks that are called once."
                 )
             shards = is_sharded(self.model.get_submodule(block.path))
-            kind = self._kind(block.model, args, kwargs, shards=shards)
+            kind = self._kind(block, args, kwargs, shards=shards)
         except Exception as error:  # others wait in the collectives of this step
             self._remember(error)
         if self._all_are_well(block):
@@ -321,17 +376,19 @@ class Planner:
         return self._go_on(block, args, kwargs)
 
     def _kind(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, shards: bool
+        self, block: _Intercepted, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, shards: bool
     ) -> Kind:
-        ordered = in_order(kwargs)
+        ordered, model, opaque = in_order(kwargs), block.model, self._opaque_in(block.path)
         _, inputs = key_of(args, ordered)
         tensors = [(n, t.shape, t.dtype, t.requires_grad) for n, t in placed_parameters(model)]
-        key = (own_class(type(model)), inputs, tuple(tensors), ambient(), shards)
+        key = (own_class(type(model)), inputs, tuple(tensors), ambient(), shards, opaque)
         if key not in self.kinds:
             refuse_shards_inside(model)
             bare = without_hooks(model, type(model))
             whole = whole_parts(bare)
-            settings = replace(self.settings, budget=_EVERYTHING, self_test=False, opaque=whole)
+            settings = replace(
+                self.settings, budget=_EVERYTHING, self_test=False, opaque=(*opaque, *whole)
+            )
             with self._meeting(bare):
                 recorded = recorded_block(bare, (args, ordered), settings)
             if self.saved is not None:
@@ -345,6 +402,11 @@ class Planner:
             self.kinds[key] = Kind(recorded, tuple(options), gathered, bool(whole))
         return self.kinds[key]
 
+    def _opaque_in(self, path: str) -> tuple[str, ...]:
+        """Return what the user runs whole inside a block, by its path there."""
+        inside = (p for p in self.settings.opaque if p.startswith(f"{path}."))
+        return tuple(p.removeprefix(f"{path}.") for p in inside)
+
     def _forward(self, path: str, kind: Kind, number: int) -> PlannedForward:
         planned, option = kind.planned(number), kind.options[number]
         settings = replace(
@@ -352,6 +414,7 @@ class Planner:
             budget=planned.budget_bytes,
             self_test=self.settings.self_test and not kind.is_spread,  # `_test` does, on all
             most_kept_bytes=option.saved_bytes,
+            opaque=self._opaque_in(path),
         )
         make = LockstepForward if kind.is_spread else PlannedForward
         forward = make(self.views[path], settings)

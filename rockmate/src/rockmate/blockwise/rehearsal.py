@@ -8,7 +8,7 @@ buffers, attributes and random numbers are put back afterwards.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +20,10 @@ from rkgb.elements import flatten
 from rkgb.engine import trace_memory
 from rkgb.opaque import KeptWrites, Lent, StartOfCall
 from rkgb.torch_api import placed_parameters, without_hooks_after_gradients
+from rockmate.arguments import Call
 from rockmate.comparison.eager import seed_backward
 from rockmate.runtime.execute import Executor
 
-Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 TURN, END = "turn", "end"
 
 

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from rkgb.engine import Sample
-from rockmate.blockwise.rehearsal import TURN, Call, Mark, Marker, kept_as_it_is, trace_step
+from rockmate.arguments import Call
+from rockmate.blockwise.rehearsal import TURN, Mark, Marker, kept_as_it_is, trace_step
 from rockmate.blockwise.rehearsal import run_step as rehearse
 from rockmate.comparison.eager import StepResult, differences, run_step
 from rockmate.decisions.blocks import EVERYTHING, Meeting, Run, WrittenOutsideError
