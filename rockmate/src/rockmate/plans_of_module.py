@@ -69,6 +69,7 @@ class HandedOverOtherwiseError(Exception):
 class PlansOfModule:
     """Plans for the calls of `model`, the plain module, within one budget."""
 
+    losses = False  # whether only scalars, where there are some, are taken to get gradients
     plans_alone = True  # without the other processes over which parameters may be spread
 
     def __init__(self, model: nn.Module, settings: Terms) -> None:
@@ -156,7 +157,7 @@ class PlansOfModule:
             if fraction is not None and len(calls) > 1:
                 bare = without_hooks(self.model, type(self.model))
                 with unseen():
-                    peaks = [eager_peak_bytes(bare, *call) for call in calls]
+                    peaks = [eager_peak_bytes(bare, *c, losses=self.losses) for c in calls]
                 self.settings = replace(self.settings, budget=int(fraction * max(peaks)))
             for args, kwargs in calls:
                 ordered = in_order(kwargs)
@@ -354,6 +355,7 @@ class PlansOfModule:
                     shelf=self._shelf,
                     any_number=any_number,
                     own=self.model,
+                    losses=self.losses,
                 )
                 if planned.how == "planned":  # others are made for the gradients that came last
                     planned.foresee(bare, Sample.of(bare, *call).leaves)

@@ -7,6 +7,7 @@ memory, and numbered.py once more, so that numbers of the call need not be recor
 compares another recording with the one that a plan was made from.
 """
 
+from rkgb.capture.backward import AskedKind
 from rkgb.capture.collector import no_collection
 from rkgb.capture.hooks import may_run_again
 from rkgb.capture.look import look_again
@@ -16,6 +17,7 @@ from rkgb.capture.sizes import SizedStep, record_other_backward, record_sizes
 from rkgb.capture.twin import Twin, geometry_of, twin_of
 
 __all__ = [
+    "AskedKind",
     "SizedStep",
     "Twin",
     "for_any_number",

@@ -97,10 +97,11 @@ class RecordedBackward:
         recorder = self.recorder
         names: list[str | None] = []
         given: list[Tensor] = []
-        for place, (root, strides) in enumerate(zip(roots, kind.tangents, strict=True)):
+        for place, strides in enumerate(kind.tangents):
             if strides is None:
                 names.append(None)
                 continue
+            root = roots[place]
             recorder.claim(root.nbytes)
             with recorder.paused(), torch.no_grad():
                 content = torch.empty_strided(

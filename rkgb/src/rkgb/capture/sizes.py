@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rkgb.capture.backward import AskedKind
 from rkgb.capture.record import record
 from rkgb.capture.twin import cannot_copy, copying_histories, uncopied
 from rkgb.device.chosen import device_of
@@ -51,8 +52,9 @@ def record_sizes(
     inputs: Any,
     kwargs: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
+    kind: AskedKind = None,
 ) -> SizedStep:
-    """Return the recording of a step as it would run on `device`.
+    """Return the recording of a step as it would run on `device`; see `record` for the `kind`.
 
     Model and inputs may be anywhere, `meta` included. Nothing of them is read but shapes, strides
     and types. `device` must exist, since torch asks it things.
@@ -64,7 +66,7 @@ def record_sizes(
     with _bare_call(model, inputs, kwargs, device) as (twin, sample):
         held_bytes: dict[str, int] = {}
         with sample.device:  # what the forward makes, wherever this was called
-            basic = record(twin, sample, strict=True, held_bytes=held_bytes)
+            basic = record(twin, sample, kind, strict=True, held_bytes=held_bytes)
     parameters = dict(placed_parameters(twin, remove_duplicate=False))
     external: dict[str, Tensor] = {n: parameters[t] for n, t in basic.parameters.items()}
     named = zip(basic.inputs, sample.leaves, strict=True)

@@ -18,7 +18,7 @@ from rkgb.elements.effect import Effect
 from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
-from rkgb.elements.trees import Structure
+from rkgb.elements.trees import Structure, flatten
 from rkgb.guards.sources import Sources
 from rkgb.torch_api.placed import placed_parameters
 
@@ -54,6 +54,24 @@ class BackwardKind:
 
     tangents: tuple[Tangent, ...]
     autocast: Region | None = None
+
+    def of_losses(self) -> BackwardKind:
+        """Return the kind in which only scalars get a gradient; this one where none of them is one.
+
+        A model that returns its loss beside other outputs is trained by that loss.
+        """
+        losses = tuple(() if strides == () else None for strides in self.tangents)
+        return self if set(losses) <= {None} else BackwardKind(losses, self.autocast)
+
+    @property
+    def is_of_losses(self) -> bool:
+        """Whether only scalars get a gradient."""
+        return all(not strides for strides in self.tangents)
+
+    @property
+    def is_of_losses_alone(self) -> bool:
+        """Whether outputs that could get gradients are left without, since there are losses."""
+        return self.is_of_losses and None in self.tangents
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +184,21 @@ class BasicGraph:
     def output_names(self) -> tuple[str, ...]:
         """Values that the forward returns, each once, in order."""
         return tuple(dict.fromkeys(out.name for out in self.outputs if isinstance(out, Ref)))
+
+    @cached_property
+    def leaving_roots(self) -> frozenset[str]:
+        """Memory of outputs that is taken to be let go before the backward begins.
+
+        So do outputs beside the losses that a model is trained by, unless it keeps them itself.
+        """
+        if not self.kind.is_of_losses_alone:
+            return frozenset()
+        kept = [n for n, t in zip(self.roots, self.kind.tangents, strict=True) if t is not None]
+        if self.effects:
+            _, values = self.output_spec.unflatten(self.outputs)
+            kept += [out.name for out in flatten(values)[0] if isinstance(out, Ref)]
+        roots = {self.infos[name].alias_of for name in self.output_names}
+        return frozenset(roots.difference(self.infos[name].alias_of for name in kept))
 
     def __str__(self) -> str:
         lines = [f"{self.model_name}({', '.join(n for n in self.inputs if n)})"]

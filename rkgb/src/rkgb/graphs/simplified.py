@@ -81,6 +81,13 @@ class SimplifiedGraph:
         return self.dataflow.basic.written_roots
 
     @cached_property
+    def output_roots(self) -> frozenset[str]:
+        """Memory of values that leave the graph and stay to the end of the step."""
+        basic = self.dataflow.basic
+        roots = {basic.infos[name].alias_of for name in self.output_names}
+        return frozenset(roots - basic.leaving_roots)
+
+    @cached_property
     def input_names(self) -> tuple[str, ...]:
         """Values that the graph reads and does not make: empty for a whole forward."""
         made = self.producer

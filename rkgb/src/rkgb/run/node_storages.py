@@ -60,8 +60,11 @@ def storages_of(sg: SimplifiedGraph) -> tuple[tuple[NodeStorage, ...], ...]:
                 bwd.setdefault(infos[name].alias_of, set()).add(index)
                 names.setdefault(infos[name].alias_of, {})[name] = None
     _follow_views(sg, bwd)
-    outputs = {infos[name].alias_of for name in sg.output_names}
+    outputs, end = sg.output_roots, len(sg.nodes) - 1
     for name in sg.output_names:
+        root = infos[name].alias_of
+        if root not in outputs:  # it is there until the forward returns
+            fwd.setdefault(root, set()).add(end)
         names.setdefault(infos[name].alias_of, {})[name] = None
     found = []
     for index, node in enumerate(sg.nodes):

@@ -116,7 +116,7 @@ class _Lowering:
         self.infos = basic.infos
         self.last_forward = {node: t for t, (kind, node) in enumerate(steps) if kind == "F"}
         self.outputs = tuple(sg.output_names)
-        self.output_roots = {self.infos[name].alias_of for name in self.outputs}
+        self.output_roots = sg.output_roots
         self.tangents = tuple(name for name in basic.tangent_names if name is not None)
         self.count = len(sg.nodes)
         storages = storages_of(sg)

@@ -97,7 +97,7 @@ def recorded_block(model: nn.Module, call: Call, settings: Terms) -> Planned:
             "runs on plain ones can be planned. Let modules around it give local ones."
         )
     with plain():
-        return plan_module(model, args, kwargs, settings)
+        return plan_module(model, args, kwargs, settings, losses=False)
 
 
 def refuse_shards_inside(model: nn.Module) -> None:

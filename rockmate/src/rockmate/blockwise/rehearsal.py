@@ -21,7 +21,7 @@ from rkgb.engine import trace_memory
 from rkgb.opaque import KeptWrites, Lent, StartOfCall
 from rkgb.torch_api import placed_parameters, without_hooks_after_gradients
 from rockmate.arguments import Call
-from rockmate.comparison.eager import seed_backward
+from rockmate.comparison.eager import losses_among, seed_backward
 from rockmate.runtime.execute import Executor
 
 TURN, END = "turn", "end"
@@ -96,7 +96,7 @@ def _run(model: nn.Module, call: Call, marker: Marker) -> None:
     marker(TURN)
     wanted = [t for t in results if isinstance(t, Tensor) and t.requires_grad]
     del results
-    seed_backward(wanted)
+    seed_backward(losses_among(wanted))
     del wanted
     marker(END)
 

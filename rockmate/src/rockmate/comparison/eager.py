@@ -47,9 +47,11 @@ def run_step(
     sample: Sample,
     *,
     keep: Keep = "values",
+    losses: bool = True,
 ) -> StepResult:
     """Run `call` on the sample, and its backward on the twin's leaves, metering the memory.
 
+    Of outputs among which there are scalars, only these get gradients, if `losses` are to be found.
     Gradients of the outputs are pseudo-random but fixed; parameter gradients are moved into buffers
     made beforehand as soon as they are complete, so that the peak holds activations and their
     gradients only. The random stream is put back. Values are kept on the host, and fingerprints
@@ -64,9 +66,13 @@ def run_step(
             result = flatten(call(*sample.args, **sample.keywords))[0]
         wanting = [t for t in result if isinstance(t, Tensor) and t.requires_grad]
         # A parameter that is returned gets its gradient from the loss, not from the step.
-        seed_backward([t for t in wanting if not t.is_leaf] or wanting)
-        del wanting
+        wanting = [t for t in wanting if not t.is_leaf] or wanting
+        trained = losses_among(wanting) if losses else wanting
         results.take(result)
+        if len(trained) < len(wanting):  # who trains by a loss lets the other outputs go
+            result.clear()
+        del wanting
+        seed_backward(trained)
 
     try:
         with results, no_collection():
@@ -142,6 +148,11 @@ class _Results:
         if self.keep == "values":
             return {n: b.detach().cpu().clone() for n, b in self.twin.named_buffers()}
         return {n: self._fingerprints.of(b.detach()) for n, b in self.twin.named_buffers()}
+
+
+def losses_among(outputs: list[Tensor]) -> list[Tensor]:
+    """Return the scalars, by which a model that returns some is trained; all without one."""
+    return [t for t in outputs if t.dim() == 0] or outputs
 
 
 def seed_backward(outputs: Sequence[Tensor]) -> None:

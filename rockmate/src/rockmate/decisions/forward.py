@@ -45,6 +45,8 @@ class _ByBlocksError(HandedOverOtherwiseError):
 class DecidingForward(PlannedForward):
     """Runs a module as a whole where a plan of the whole fits, or else by its blocks."""
 
+    losses = True  # it is what is trained: gradients of its losses are all that come
+
     def __init__(self, model: nn.Module, settings: Terms) -> None:
         super().__init__(model, settings)
         self.why = ""  # it is not planned as a whole; '' while it is

@@ -14,7 +14,7 @@ from rkgb.capture import SizedStep, record_sizes
 from rkgb.costs import Foreseen, foresee, plain_peak_bytes
 from rkgb.elements import flatten
 from rkgb.engine import B_to_D, D_to_S, bind_inputs, node_facts, operations, runnable
-from rkgb.graphs import PLANNED_PASSES, SimplifiedGraph
+from rkgb.graphs import PLANNED_PASSES, BackwardKind, SimplifiedGraph
 from rockmate.errors import UnknownChoiceError, UnsupportedModuleError
 from rockmate.estimate.costs_from_file import InProportion, Recorded
 from rockmate.networks.network_problem import problem_of
@@ -109,7 +109,7 @@ def priced_step(
         )
     phases = phases or Phases({}, show=False)
     with phases.phase("recording"), plain():
-        step = record_sizes(model, sample, kwargs, device)
+        step = record_sizes(model, sample, kwargs, device, BackwardKind.of_losses)
         graph = runnable(D_to_S(B_to_D(step.basic), passes=PLANNED_PASSES)).graph
     basic, ops = graph.dataflow.basic, operations(graph)
     with phases.phase("costs"):

@@ -21,7 +21,7 @@ def likely_kinds(basic: BasicGraph) -> list[BackwardKind]:
 
 def kinds_of_sums(basic: BasicGraph) -> list[BackwardKind]:
     """Return the same for gradients of a sum or a mean: one number for all elements."""
-    places = range(len(basic.roots))
+    places = [place for place, strides in enumerate(basic.kind.tangents) if strides is not None]
     alone = likely_kinds(basic) or [_alone(basic, place) for place in places]
     strides = ([None if t is None else (0,) * len(t) for t in kind.tangents] for kind in alone)
     return [BackwardKind(tuple(found), basic.kind.autocast) for found in strides]

@@ -32,6 +32,7 @@ from rockmate.reports.plan_report import CompiledPart
 from rockmate.runtime.executable import Executable
 from rockmate.runtime.execute import Executor
 from rockmate.schedules.plan import Plan
+from rockmate.schedules.simulate import simulate
 
 _log = logging.getLogger("rockmate")
 
@@ -57,7 +58,7 @@ class Planned:
     blocks_bytes: int = 0  # set aside for what the allocator hands out in whole blocks
     family: object = field(default_factory=object)  # one for all that differ in sizes only
     comparison: str = ""  # what the self-test found, where bits could not be demanded
-    other_gradients: Replan | None = None  # of a plan for those that had come before, not the usual
+    other_gradients: Replan | None = None  # of a plan for fewer than all outputs, or other ones
 
     @property
     def problem(self) -> Problem:
@@ -68,6 +69,11 @@ class Planned:
     def outcomes(self) -> Outcomes:
         """What the recorded forward has looked at."""
         return Outcomes(self.network.graph.dataflow.basic)
+
+    @property
+    def is_for_losses(self) -> bool:
+        """Whether it was planned for gradients of scalars alone."""
+        return self.network.graph.dataflow.basic.kind.is_of_losses
 
     @property
     def numbers(self) -> Numbers | None:
@@ -184,9 +190,12 @@ def compiled_plan(
     network: Network, plan: Plan, sample: Sample, budget_bytes: int, phases: Phases
 ) -> Planned:
     """Return a plan with its program, of which nothing has run yet."""
+    executor = Executor(planned_executable(network, plan))
+    in_backward = simulate(network.problem, plan.steps).peak_during[len(network.problem.nodes) :]
+    executor.room_bytes = budget_bytes - max(in_backward, default=0)
     return Planned(
         network=network,
-        executor=Executor(planned_executable(network, plan)),
+        executor=executor,
         plan=plan,
         signature=InputSignature.of(sample),
         outputs=network.graph.dataflow.basic.output_spec,
@@ -231,10 +240,12 @@ def with_other_numbers(
     else:  # the problem is one of other gradients, and says nothing of these
         steps = without_idle_steps(recorded.graph, planned.plan.steps)
         program = executable(recorded.graph, steps, measured)
+    executor = Executor(program)
+    executor.room_bytes = planned.executor.room_bytes
     return replace(
         planned,
         network=network,
-        executor=Executor(program),
+        executor=executor,
         signature=InputSignature.of(sample),
         outputs=basic.output_spec,
         seconds=phases.seconds,

@@ -42,10 +42,12 @@ def eager_step(
     effects: Sequence[Effect] = (),
     anyone: Anyone = bool,
     written: Collection[str] = (),
+    losses: bool = True,
 ) -> StepResult | None:
     """Run one step of the eager twin; None if the device has too little memory for it.
 
-    The forward writes to the parameters that are `written`.
+    The forward writes to the parameters that are `written`. With `losses`, only scalars among the
+    outputs get gradients.
     """
     free = device_of(sample.device).free_bytes()
     needed = 0 if problem is None else simulate(problem, no_recomputation(problem)).peak_bytes
@@ -53,7 +55,7 @@ def eager_step(
     if not anyone(free is not None and needed > _USABLE_SHARE * free):
         twin = without_looks(_twin(model, sample, written), effects)
         try:
-            return run_step(twin, twin, _own_copies(sample, effects), keep=keep)
+            return run_step(twin, twin, _own_copies(sample, effects), keep=keep, losses=losses)
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -154,7 +156,9 @@ def _tested(
 
     def run_eager() -> StepResult:
         twin = without_looks(_twin(model, sample, planned.written), planned.effects)
-        return run_step(twin, twin, _own_copies(sample, planned.effects))
+        return run_step(
+            *(twin, twin, _own_copies(sample, planned.effects)), losses=planned.is_for_losses
+        )
 
     if why_bits_may_differ():  # the search for algorithms takes memory, at a first run only
         run_ours("nothing")
@@ -179,7 +183,8 @@ def _planned_step(planned: Planned, model: nn.Module, sample: Sample, keep: Keep
         basic = planned.network.graph.dataflow.basic
         return planned.run(twin, external_values(basic, twin, leaves), leaves, looks=False)
 
-    return run_step(call, twin, _own_copies(sample, planned.effects), keep=keep)
+    own = _own_copies(sample, planned.effects)
+    return run_step(call, twin, own, keep=keep, losses=planned.is_for_losses)
 
 
 def _test_of_compiled(
@@ -202,7 +207,9 @@ def _test_of_compiled(
 
     def run_nudged() -> StepResult:
         twin = nudge(without_looks(_twin(model, sample, planned.written), planned.effects))
-        return run_step(twin, twin, _own_copies(sample, planned.effects))
+        return run_step(
+            *(twin, twin, _own_copies(sample, planned.effects)), losses=planned.is_for_losses
+        )
 
     found = compare_rounded(
         eager,

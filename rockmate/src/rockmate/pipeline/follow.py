@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
 from rkgb import RkgbError
-from rkgb.capture import for_any_number, no_collection
+from rkgb.capture import AskedKind, for_any_number, no_collection
 from rkgb.engine import B_to_D, D_to_S, Sample, device_of, record, runnable
-from rkgb.graphs import PLANNED_PASSES, BasicGraph, same_but_for_numbers
+from rkgb.graphs import PLANNED_PASSES, BackwardKind, BasicGraph, same_but_for_numbers
 from rkgb.opaque import is_inside
 from rkgb.run import RunnableGraph
 from rockmate.keys.input_signature import InputSignature
 from rockmate.networks.planned import Planned, with_other_numbers
 from rockmate.options.known_blocks import KnownBlocks
-from rockmate.pipeline.resized import can_be_resized, resized
-from rockmate.pipeline.versions import ExpectedKind, has_same_nodes, versions_like
+from rockmate.pipeline.resized import can_be_resized, planned_anew, resized
+from rockmate.pipeline.versions import (
+    ExpectedKind,
+    can_run_again,
+    has_same_nodes,
+    versions_like,
+)
 from rockmate.progress import Phases
 from rockmate.settings import Terms
 
@@ -47,18 +53,31 @@ class Call:
     guards: bool
     any_number: frozenset[int] | None = None
     own: nn.Module | None = None  # the user's, where `model` is one without its hooks
+    losses: bool = True  # of outputs among which there are scalars, these alone get gradients
 
     def record(self, kind: ExpectedKind | None = None) -> tuple[BasicGraph, RunnableGraph]:
-        """Return the recording of the step, and its graph as it is run."""
-        with self.phases.phase("capture"), no_collection():
-            basic = self._recorded(kind)
-            if self.any_number is not None:
-                basic = for_any_number(*(basic, self.model, self.sample, self.any_number, self.own))
-            return basic, runnable(D_to_S(B_to_D(basic), passes=PLANNED_PASSES))
+        """Return the recording of the step, and its graph as it is run.
 
-    def _recorded(self, kind: ExpectedKind | None) -> BasicGraph:
+        Without a kind, gradients are taken to come to the losses alone, but where others could not
+        be served later: there the forward cannot run again for them.
+        """
+        with self.phases.phase("capture"), no_collection():
+            if kind is not None or not self.losses or self.settings.compile:
+                return self._runnable(kind)
+            basic, graph = self._runnable(BackwardKind.of_losses)
+            if basic.kind.is_of_losses_alone and not can_run_again(graph.graph):
+                return self._runnable(None)
+            return basic, graph
+
+    def _runnable(self, kind: AskedKind) -> tuple[BasicGraph, RunnableGraph]:
+        basic = self._recorded(kind)
+        if self.any_number is not None:
+            basic = for_any_number(*(basic, self.model, self.sample, self.any_number, self.own))
+        return basic, runnable(D_to_S(B_to_D(basic), passes=PLANNED_PASSES))
+
+    def _recorded(self, kind: AskedKind) -> BasicGraph:
         """Record; what runs whole is not tried out again where a known plan has it."""
-        for other in self.known if kind is None else ():
+        for other in () if isinstance(kind, ExpectedKind) else self.known:
             basic = other.network.graph.dataflow.basic
             whole = all(
                 any(is_inside(path, around) for around in basic.opaque)
@@ -67,7 +86,7 @@ class Call:
             if basic.opaque and whole and other.signature == InputSignature.of(self.sample):
                 try:
                     return record(
-                        *(self.model, self.sample),
+                        *(self.model, self.sample, kind),
                         opaque=basic.opaque,
                         guards=self.guards,
                         known=basic,
@@ -90,7 +109,7 @@ class Call:
         if not can_be_resized(self.settings):
             return None
         expected = ExpectedKind.after(self.known)
-        if expected is None or expected.is_usual:
+        if expected is None or expected.is_usual(losses=self.losses):
             return None
         with no_collection():
             _, recorded = self.record(expected)
@@ -101,6 +120,8 @@ class Call:
         """Return a plan with the steps of a known one, if only numbers differ."""
         graph, basic = recorded.graph, recorded.graph.dataflow.basic
         for version in versions_like(self.known, basic):
+            if version.is_apart:
+                continue
             known = version.graph
             same = same_but_for_numbers(basic, known.dataflow.basic)
             if same and has_same_nodes(graph, known):
@@ -121,3 +142,12 @@ class Call:
         if planned is not None:
             self.phases.close("planned before")
         return planned
+
+    def ready_for_others(self, planned: Planned) -> Planned:
+        """Return a plan that was made for losses alone such that other gradients may come, too."""
+        kind = planned.network.graph.dataflow.basic.kind
+        if planned.other_gradients is not None or not kind.is_of_losses_alone:
+            return planned
+        room_bytes = planned.budget_bytes - self.settings.reserve - planned.blocks_bytes
+        anew = partial(planned_anew, room_bytes, self.settings, self.blocks)
+        return replace(planned, other_gradients=anew)

@@ -22,7 +22,7 @@ from torch import nn
 from rkgb.capture import no_collection
 from rkgb.compiled import CompiledGraph, compile_pieces
 from rkgb.engine import B_to_D, D_to_S, Sample, device_of, record, runnable
-from rkgb.graphs import PLANNED_PASSES, BasicGraph
+from rkgb.graphs import PLANNED_PASSES, BackwardKind, BasicGraph
 from rkgb.opaque import KeptWrites
 from rkgb.run import RunnableGraph
 from rkgb.torch_api import placed_parameters
@@ -80,8 +80,12 @@ def plan_module(
     shelf: Shelf | None = None,
     any_number: frozenset[int] | None = None,
     own: nn.Module | None = None,
+    losses: bool = True,
 ) -> Planned:
     """Plan `model` on `sample` within the budget.
+
+    Where scalars are among its outputs, only these are taken to get gradients, with `losses`; a
+    backward from other outputs is planned for when it comes.
 
     Where the recording is that of a `known` plan but for numbers in it, that plan's steps serve; so
     do those of a plan that lies on the `shelf`, with the costs that were measured then. Where it
@@ -100,7 +104,7 @@ def plan_module(
     """
     if settings.self_test == "deterministic":
         settings = replace(settings, self_test=True)
-        _compare_deterministically(model, sample, kwargs, settings, guards=guards)
+        _compare_deterministically(*(model, sample, kwargs, settings), guards=guards, losses=losses)
     budget_bytes, fraction = parse_budget(settings.budget)
     given = Sample.of(model, sample, kwargs)
     _refuse_nothing(model, given)
@@ -109,7 +113,12 @@ def plan_module(
     if settings.compile:
         known, shelf, any_number = (), None, None  # numbers and sizes are compiled in
     shelf = NoShelf() if shelf is None else shelf
-    call = Call(model, given, settings, phases, known, blocks, guards, any_number, own)
+    call = Call(model, given, settings, phases, known, blocks, guards, any_number, own, losses)
+    return call.ready_for_others(_found(call, shelf, budget_bytes, fraction))
+
+
+def _found(call: Call, shelf: Shelf, budget_bytes: int | None, fraction: float | None) -> Planned:
+    """Return a plan that follows from known ones, was made before, or is made now."""
     # Ranks that share plans ask each other at every call, or at none.
     followed = None if shelf.is_asked_first else call.with_expected_gradients()
     if followed is not None:
@@ -118,7 +127,7 @@ def plan_module(
     followed = call.with_other_numbers(recorded)
     if followed is not None:
         return followed
-    asked = Asked(model, recorded, given, settings)
+    asked = Asked(call.model, recorded, call.sample, call.settings)
     made_before = _made_before(call, asked, shelf)
     if made_before is not None:
         return made_before
@@ -127,7 +136,7 @@ def plan_module(
     except InfeasibleBudgetError as error:
         error.whole = basic.opaque
         raise
-    phases.close("planned")
+    call.phases.close("planned")
     shelf.keep(asked, planned)
     return planned
 
@@ -177,7 +186,10 @@ def _planned_anew(
             if settings.self_test:  # what is compiled is compared by its values
                 keep = "values" if settings.compile else "fingerprints"
             written = network.graph.dataflow.basic.written_parameters
-            eager = eager_step(model, given, network.problem, keep, effects, written=written)
+            losses = network.graph.dataflow.basic.kind.is_of_losses
+            eager = eager_step(
+                *(model, given, network.problem, keep, effects), written=written, losses=losses
+            )
             device_of(given.device).give_back()
     if fraction is not None:
         budget_bytes = int(fraction * peak_of(eager, network.problem))
@@ -228,6 +240,7 @@ def _planned_before(saved: SavedPlan, asked: Asked, phases: Phases) -> Planned:
             eager = eager_step(
                 *(model, given, network.problem, "fingerprints", planned.effects),
                 written=planned.written,
+                losses=planned.is_for_losses,
             )
             ours, found = self_test(planned, model, given, eager)
             device_of(given.device).give_back()
@@ -249,6 +262,7 @@ def _compare_deterministically(
     settings: Terms,
     *,
     guards: bool,
+    losses: bool,
 ) -> None:
     """Plan and test once for deterministic kernels: there bits must agree.
 
@@ -258,10 +272,10 @@ def _compare_deterministically(
     trial = replace(settings, progress=False)
     with deterministic_algorithms():
         try:
-            plan_module(model, sample, kwargs, trial, guards=guards)
+            plan_module(model, sample, kwargs, trial, guards=guards, losses=losses)
         except InfeasibleBudgetError as error:  # these kernels may need more
             trial = replace(trial, budget=error.minimum_bytes)
-            plan_module(model, sample, kwargs, trial, guards=guards)
+            plan_module(model, sample, kwargs, trial, guards=guards, losses=losses)
 
 
 def _planned(
@@ -290,20 +304,23 @@ def _planned(
     )
 
 
-def eager_peak_bytes(model: nn.Module, sample: Any, kwargs: Mapping[str, Any] | None) -> int:
+def eager_peak_bytes(
+    model: nn.Module, sample: Any, kwargs: Mapping[str, Any] | None, *, losses: bool
+) -> int:
     """Return the activation peak of a plain step, which a fraction as budget refers to."""
     given = Sample.of(model, sample, kwargs)
     _refuse_nothing(model, given)
     given = given.with_leaves(tuple(map(own_copy, given.leaves)))
     with KeptWrites(placed_parameters(model)) as kept:
-        eager = eager_step(model, given, None, "nothing")
+        eager = eager_step(model, given, None, "nothing", losses=losses)
     if kept.written:  # what was kept is no memory of a step
-        eager = eager_step(model, given, None, "nothing", written=kept.written)
+        eager = eager_step(*(model, given, None, "nothing"), written=kept.written, losses=losses)
     if eager is not None:
         return eager.allocated_peak_bytes
     settings = Terms(1.0, cost="flops")
     phases = Phases(PHASES, show=False)
-    recorded = runnable(D_to_S(B_to_D(record(model, given)), passes=PLANNED_PASSES))
+    basic = record(model, given, BackwardKind.of_losses if losses else None)
+    recorded = runnable(D_to_S(B_to_D(basic), passes=PLANNED_PASSES))
     network = network_of(model, recorded, given, settings, phases)
     return peak_of(None, network.problem)
 

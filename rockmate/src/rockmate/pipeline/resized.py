@@ -67,7 +67,7 @@ def resized(
         plan = without_reruns(network, plan)
         with phases.phase("compilation"):
             planned = compiled_plan(network, plan, sample, budget_bytes, phases)
-        anew = partial(_planned_anew, room_bytes, settings, blocks) if is_foreseen else None
+        anew = partial(planned_anew, room_bytes, settings, blocks) if is_foreseen else None
         return replace(
             planned,
             how="resized",
@@ -113,7 +113,7 @@ def _replanned(
     return make(problem, room_bytes, known, blocks)
 
 
-def _planned_anew(
+def planned_anew(
     room_bytes: int, settings: Terms, blocks: KnownBlocks, problem: Problem, less_bytes: int
 ) -> Plan:
     """Return a plan for the same sizes and other gradients, in so much less room.

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from rkgb.graphs import BackwardKind, BasicGraph, SimplifiedGraph, Tangent
+from rkgb.opaque import RunPiece
+from rkgb.run import rerun_state
 from rockmate.networks.planned import Planned
 from rockmate.runtime.executable import Executable, plain_strides
 
@@ -23,6 +25,7 @@ class Version:
 
     planned: Planned
     graph: SimplifiedGraph
+    is_apart: bool  # its steps are not those of the plan
 
 
 def has_same_nodes(ours: SimplifiedGraph, theirs: SimplifiedGraph) -> bool:
@@ -38,13 +41,19 @@ def has_same_nodes(ours: SimplifiedGraph, theirs: SimplifiedGraph) -> bool:
     return first == second
 
 
+def can_run_again(graph: SimplifiedGraph) -> bool:
+    """Whether the forward can be run again for gradients that nobody foresaw."""
+    pieces = any(isinstance(op.target, RunPiece) for op in graph.dataflow.basic.ops)
+    return not pieces and not any(rerun_state(graph, node) for node in graph.nodes)
+
+
 def versions_like(known: Sequence[Planned], basic: BasicGraph) -> Iterator[Version]:
     """Yield the versions of known plans that have as many operations as a recording has."""
     ours = _counts(basic)
     for planned in reversed(known):
         for executable in planned.executor.variants.values():
             if _counts(executable.graph.dataflow.basic) == ours:
-                yield Version(planned, executable.graph)
+                yield Version(planned, executable.graph, executable.is_apart)
 
 
 def _counts(basic: BasicGraph) -> tuple[int, int, list[bool]]:
@@ -61,11 +70,12 @@ class ExpectedKind:
             _form(i.shape, i.stride, t) for i, t in zip(infos, kind.tangents, strict=True)
         ]
         self._autocast = kind.autocast
+        self._losses = ["none" if info.shape else "usual" for info in infos]
 
-    @property
-    def is_usual(self) -> bool:
-        """Whether gradients are expected as without any knowledge."""
-        return self._autocast is None and set(self._forms) == {"usual"}
+    def is_usual(self, *, losses: bool) -> bool:
+        """Whether gradients are expected as without any knowledge: at `losses` alone, or at all."""
+        usual = self._losses if losses and "usual" in self._losses else ["usual"] * len(self._forms)
+        return self._autocast is None and self._forms == usual
 
     @classmethod
     def after(cls, known: Sequence[Planned]) -> ExpectedKind | None:

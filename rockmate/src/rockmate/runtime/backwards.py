@@ -20,6 +20,8 @@ class Backwards:
         self.planned = self.expected = planned
         self.latest = planned  # whose backward ran last
         self.variants = {planned.kind: planned}
+        # Of the budget, for outputs beside the losses that are still held in the backward.
+        self.room_bytes, self.has_warned = 0, False
         self._looked = dict[int, int]()  # steps, by the module that they are of
 
     def is_due(self, model: nn.Module) -> bool:

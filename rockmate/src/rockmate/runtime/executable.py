@@ -237,6 +237,16 @@ class Executable:
         )
 
     @cached_property
+    def leaving_outputs(self) -> tuple[int, ...]:
+        """Places of outputs that are taken to be let go before the backward, one of each memory."""
+        infos, basic = self.graph.dataflow.infos, self.graph.dataflow.basic
+        saved = {infos[name].alias_of for name in self.program.saved if name in infos}
+        left = (basic.leaving_roots & self.graph.producer.keys()) - saved
+        outputs = enumerate(self.program.outputs)
+        places = {infos[name].alias_of: place for place, name in outputs if name in infos}
+        return tuple(place for root, place in places.items() if root in left)
+
+    @cached_property
     def saved_values(self) -> tuple[int, ...]:
         """Places of what the forward has saved that did not exist before it."""
         known = set(self.program.externals)

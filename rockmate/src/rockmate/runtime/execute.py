@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from rkgb.torch_api import apply_function, has_saved_hooks, straight_to_kernels
 from rockmate.errors import DoubleBackwardError
 from rockmate.runtime.backwards import Backwards, Variant
+from rockmate.runtime.outputs_held import OutputsHeld
 from rockmate.runtime.running_step import RunningStep
 
 # Gets tensors by name; gives what returns the name of one that holds something else by then, or ''.
@@ -54,6 +55,8 @@ class Executor(Backwards):
         step.remember_versions(external)
         if keep is not None and executable.has_pieces:  # which may write to it
             step.contents = keep({n: external[n] for n in executable.reads_again})
+        if executable.leaving_outputs and not self.has_warned:
+            step.outputs_held = OutputsHeld(executable, outputs)
         if aliased := executable.aliased_outputs:
             step.remember_aliases(outputs, aliased)
         rail = step.rail = step.laid.rail(external)

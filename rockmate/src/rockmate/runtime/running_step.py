@@ -31,6 +31,7 @@ from rkgb.torch_api import (
 from rockmate.errors import BackwardTwiceError, ChangedTensorError, UnsupportedModuleError
 from rockmate.runtime.backwards import Backwards, Variant
 from rockmate.runtime.executable import Executable, plain_strides
+from rockmate.runtime.outputs_held import OutputsHeld
 from rockmate.runtime.rails import OUT_OF_ORDER, Rail
 from rockmate.runtime.shared_uses import FirstsWatch
 
@@ -49,6 +50,7 @@ class RunningStep:
     watch: FirstsWatch | None = None
     kept: Mapping[str, Tensor] | None = None  # for another backward, if asked for
     aliases: Sequence[tuple[str, Tensor, int]] = ()  # of what is saved: outputs and their versions
+    outputs_held: OutputsHeld | None = None
     passed: Sequence[int] | None = None  # places in `saved` of what hooks have taken, if any
     start_random: KeptGenerators | None = None
     contents: Callable[[], str] | None = None  # names what has changed though no version tells
@@ -196,6 +198,8 @@ class RunningStep:
                 "inside of it, or let the class of a mode that only looks say so: only_watches = "
                 "True."
             )
+        if self.outputs_held is not None:
+            self._look_at_outputs(self.outputs_held)
         self.started = True
         self.program = self.watch = None  # of a backward that has ended on its way
         self.rerunning = _NOTHING
@@ -234,6 +238,11 @@ class RunningStep:
             self.rail.give_all()
         elif executable is self.laid_for:
             self.watch = runs.watch()
+
+    def _look_at_outputs(self, outputs: OutputsHeld) -> None:
+        name = self.executable.graph.dataflow.basic.model_name
+        self.backwards.has_warned = outputs.warn_above(self.backwards.room_bytes, name)
+        self.outputs_held = None
 
     def _refuse_second(self, kind: BackwardKind) -> None:
         assert self.variant is not None

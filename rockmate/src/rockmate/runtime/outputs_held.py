@@ -1,0 +1,44 @@
+"""Outputs beside the loss that a step is trained by: whether they are gone in its backward.
+
+A plan for losses alone takes it that logits and hidden states are let go by then, as they are in
+`model(**batch).loss.backward()`. Who holds them takes their bytes on top of the budget.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from rockmate.runtime.executable import Executable
+
+
+class OutputsHeld:
+    """Watches the outputs of a step, without holding them."""
+
+    def __init__(self, executable: Executable, outputs: Sequence[Tensor]) -> None:
+        self._names = [executable.program.outputs[place] for place in executable.leaving_outputs]
+        found = [outputs[place].untyped_storage() for place in executable.leaving_outputs]
+        self._rows = [(StorageWeakRef(storage), storage.nbytes()) for storage in found]
+
+    def warn_above(self, room_bytes: int, model_name: str) -> bool:
+        """Warn, and say so, if more bytes of them are held than there is room for."""
+        held = [
+            (name, size)
+            for name, (storage, size) in zip(self._names, self._rows, strict=True)
+            if not storage.expired()
+        ]
+        held_bytes = sum(size for _, size in held)
+        if held_bytes <= room_bytes:
+            return False
+        names = ", ".join(f"'{name}'" for name, _ in held)
+        warnings.warn(
+            f"outputs of {model_name} beside its loss ({names}, {held_bytes} bytes) are held while "
+            f"its backward runs, which takes {held_bytes - room_bytes} bytes more than the budget. "
+            "Let go of them before the backward: `loss = model(...).loss`, or `del outputs`.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return True
