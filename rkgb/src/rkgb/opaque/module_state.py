@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.device.rng import RngState
+from rkgb.device.rng import KeptGenerators
 from rkgb.guards.contents import CONTAINERS, Contents, content_of, is_used_up, put_back
 from rkgb.guards.outside import OutsideState
 
@@ -120,7 +120,7 @@ class StartOfCall:
     """What a call of a model finds, to be found again by another one in its place."""
 
     def __init__(self, model: nn.Module, device: torch.device, written: Iterable[str] = ()) -> None:
-        self.stream = RngState.save(device)
+        self.stream = KeptGenerators.keep(device)
         self.state = ModuleState(model)
         self.buffers = BufferContents(model, map(model.get_parameter, written))
 
