@@ -12,6 +12,5 @@ KNOWN = {
     **dict.fromkeys(("kept with its gradient", "error in backward"), _HIDDEN),
     "error at a weight": _HIDDEN,
     "listed results": "a list of tensors that a forward keeps is not there",
-    "state with history": "a state with history, and then a call of another kind",
     "checkpoint around": "statistics of BatchNorm are counted once, as by the plan",
 }

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from rkgb import OpaquePieceError
 from rockmate import Rockmate
 
 
@@ -121,3 +122,27 @@ def test_every_step_is_plain_pytorchs(kind, steps_before):
     for _ in range(4):
         for theirs, ours in zip(step(plain), step(planned), strict=True):
             assert torch.equal(theirs, ours)
+
+
+class Decayed(nn.Module):
+    """Backward goes through all forwards that no backward has gone through before."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer, self.state = nn.Linear(8, 8), nn.Linear(8, 8), torch.zeros(())
+
+    def forward(self, x):
+        x = self.inner(x)
+        self.state = 0.5 * self.state + x.mean()
+        return self.outer((x + self.state).softmax(-1))
+
+
+def test_a_backward_into_an_earlier_forward_is_refused_with_what_to_do():
+    planned = Rockmate(Decayed(), torch.randn(4, 8), 2**20, self_test=False)
+    planned.state = torch.zeros(())
+    earlier, later = planned(torch.randn(4, 8)), planned(torch.randn(4, 8))
+    with pytest.raises(OpaquePieceError, match=r"into an earlier forward.*state\.detach"):
+        later.sum().backward()
+    assert earlier.requires_grad
+    planned.state = planned.state.detach()
+    planned(torch.randn(4, 8)).sum().backward()  # and the next step is as ever

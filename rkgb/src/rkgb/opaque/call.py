@@ -134,7 +134,8 @@ def run_call(
     Returns its result, its graph, the leaves that are inputs, and its (args, kwargs) afterwards.
     """
     module = model.get_submodule(call.path)
-    inner = InnerGraph(inputs={storage_id(t): place for place, t in enumerate(tensors)})
+    inputs_at = {storage_id(t): place for place, t in enumerate(tensors)}
+    inner = InnerGraph(path=call.path, inputs=inputs_at)
     with back_to_autograd(), torch.set_grad_enabled(call.grad_mode), autocast_as(call.autocast):
         inputs = []
         for tensor, wants in zip(tensors, call.wanting, strict=True):

@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from rkgb.elements.spread import around, memory_of, settled
 from rkgb.elements.tensor_info import storage_id, storage_of
+from rkgb.errors import OpaquePieceError
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.torch_private import back_to_autograd, without_saved_hooks
 
@@ -46,6 +47,7 @@ class _Saved:
 class InnerGraph:
     """What a run leaves: its differentiable results, its leaves, and what autograd saved."""
 
+    path: str = ""  # of the module
     results: list[_WayBack] = field(default_factory=list)
     # Where gradients come out: for an input the node that it came in by, for a parameter its leaf.
     ends: list[Any] = field(default_factory=list)
@@ -142,6 +144,7 @@ class InnerGraph:
 
         Raises:
             RuntimeError: it was changed in place since, as autograd itself would say.
+            OpaquePieceError: the backward of a later run has come here.
         """
         if entry.tensor is not None:
             if entry.tensor._version != entry.version:
@@ -151,10 +154,22 @@ class InnerGraph:
             return entry.tensor
         assert entry.place is not None
         size, stride, offset, dtype = entry.geometry
-        tensor = self.given[entry.place]
+        tensor = self.given.get(entry.place)
+        if tensor is None:
+            raise self._is_earlier()
         whole = tensor if tensor.dtype == dtype else tensor.view(dtype)
         found = whole.as_strided(size, stride, offset)
         return found if entry.shell is None else entry.shell(found)
+
+    def _is_earlier(self) -> OpaquePieceError:
+        return OpaquePieceError(
+            f"the backward of module '{self.path or '(root)'}', which is run whole, goes on into "
+            "an earlier forward, whose inputs are held no longer: the module keeps a tensor with "
+            "history from one call to the next. Detach what it keeps (self.state = "
+            "state.detach()), run the backward of each forward before the next one, or run them "
+            "under `with rockmate.plain():`.",
+            module_path=self.path,
+        )
 
     def close(self) -> None:
         """Hold nothing but what autograd holds: it lets go as its backward goes along."""
