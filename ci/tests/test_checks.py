@@ -56,6 +56,7 @@ def test_correct_tree_passes(script: str, tree: Path) -> None:
         ),
         ("rotor/src/rotor/a.py", "def f():\n    from rkgb import x", "a.py:2: rotor must not"),
         ("rotor/src/rotor/a.py", "import_module('rockmate')", ""),
+        ("rockmate/src/rockmate/module.py", "from zoo.nets import network", "does not declare"),
         ("rotor/src/rotor/solver/dp.py", "import torch", "rotor's solver.dp must not import"),
         ("rkgb/src/rkgb/a.py", "def f():\n    import numpy", "a.py:2: rkgb does not declare numpy"),
         ("rockmate/src/rockmate/__init__.py", "import pulp", "import rockmate loads pulp"),
@@ -259,7 +260,11 @@ def test_every_folder_of_a_package_says_what_it_gets_and_gives() -> None:
     [
         ("rkgb/src/rkgb/a.py", ["rkgb/tests/test_a.py", "rockmate/tests/bits/test_all.py"]),
         ("rkgb/src/rkgb/b.py", ["rkgb/tests/test_b.py", "rockmate/tests/bits/test_all.py"]),
-        ("rkgb/src/rkgb/c.py", ["rkgb/tests/test_b.py", "rockmate/tests/bits/test_all.py"]),
+        (
+            "rkgb/src/rkgb/c.py",
+            ["rkgb/tests/test_b.py", "rockmate/tests/bits/test_all.py", "rotor/tests/test_kit.py"],
+        ),
+        ("test_support/oracles/kit.py", ["rotor/tests/test_kit.py"]),
         ("rkgb/tests/test_b.py", ["rkgb/tests/test_b.py"]),
         ("rkgb/tests/golden/x.txt", ["rkgb/tests/test_a.py", "rkgb/tests/test_b.py"]),
         ("README.md", []),
@@ -276,6 +281,8 @@ def test_a_change_selects_the_tests_that_import_it(
         "rkgb/tests/test_a.py": "from rkgb import A\n",
         "rkgb/tests/test_b.py": "from rkgb import B\n",
         "rockmate/tests/bits/test_all.py": "import rkgb\n",
+        "rotor/tests/test_kit.py": "from oracles.kit import hold\n",
+        "test_support/oracles/kit.py": "from rkgb.c import C\n",
     }
     for name, code in files.items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
