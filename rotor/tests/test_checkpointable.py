@@ -8,18 +8,11 @@ import torch
 from torch import nn
 
 import rotor
-from oracles.chains import (
-    assert_trains_like,
-    at_fraction,
-    images,
-    in_place_net,
-    mlp,
-    one_millisecond,
-    residual_net,
-)
+from oracles.checkpointables import assert_trains_like, at_fraction, one_millisecond
 from rotor import Checkpointable, InfeasibleBudgetError
 from rotor.runtime.memory import peak_of
 from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad
+from zoo.chains import images, in_place_net, mlp, residual_net
 
 CPU = torch.device("cpu")
 

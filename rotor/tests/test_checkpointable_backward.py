@@ -9,17 +9,10 @@ import torch
 from torch import nn
 
 import rotor
-from oracles.chains import (
-    at_fraction,
-    images,
-    in_place_net,
-    least_limit,
-    mlp,
-    one_millisecond,
-    residual_net,
-)
+from oracles.checkpointables import at_fraction, least_limit, one_millisecond
 from rotor import Checkpointable, InfeasibleBudgetError
 from rotor.runtime.memory import peak_of
+from zoo.chains import images, in_place_net, mlp, residual_net
 
 CPU = torch.device("cpu")
 

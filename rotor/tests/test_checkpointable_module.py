@@ -9,18 +9,15 @@ import torch
 from torch import nn
 
 import rotor
-from oracles.chains import (
-    ResidualBlock,
+from oracles.checkpointables import (
     assert_trains_like,
     at_fraction,
-    images,
     least_limit,
-    mlp,
     one_millisecond,
     plain_peak,
-    residual_net,
 )
 from rotor import Checkpointable, InfeasibleBudgetError
+from zoo.chains import ResidualBlock, images, mlp, residual_net
 
 # -- plans --------------------------------------------------------------------------------------
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed
 
 import rotor
-from oracles.chains import one_millisecond, residual_net
+from oracles.checkpointables import one_millisecond
 from rotor import Checkpointable
+from zoo.chains import residual_net
 
 STEPS = 3
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import rotor
-from oracles.chains import assert_trains_like, residual_net
+from oracles.checkpointables import assert_trains_like
 from rotor import Checkpointable
+from zoo.chains import residual_net
 
 pytestmark = [
     pytest.mark.gpu,

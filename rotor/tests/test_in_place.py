@@ -7,16 +7,10 @@ import torch
 from torch import nn
 
 import rotor
-from oracles.chains import (
-    ResidualBlock,
-    assert_trains_like,
-    at_fraction,
-    images,
-    in_place_net,
-    one_millisecond,
-)
+from oracles.checkpointables import assert_trains_like, at_fraction, one_millisecond
 from rotor import Checkpointable
 from rotor.schedules.ops import ForwardEnableGrad
+from zoo.chains import ResidualBlock, images, in_place_net
 
 
 def measured(net, sample):

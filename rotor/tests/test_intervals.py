@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from oracles.chains import chains, exhaustive_search, random_chain
+from oracles.best_schedule import exhaustive_search
 from rotor import InfeasibleBudgetError, Schedule, simulate, solve, solve_table
 from rotor.schedules.ops import B, Fc, Fe, Fn
 from rotor.solver.intervals import (
@@ -18,6 +18,7 @@ from rotor.solver.intervals import (
     improve_with_intervals,
     solve_intervals,
 )
+from zoo.chains import chains, random_chain
 
 pytest.importorskip("ortools", reason="the extra 'intervals' is not installed")
 

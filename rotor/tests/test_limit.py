@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import rotor
-from oracles.chains import images, mlp, one_millisecond, plain_peak, residual_net
+from oracles.checkpointables import one_millisecond, plain_peak
 from rotor import Checkpointable, InfeasibleBudgetError
 from rotor.limit import parse_limit
 from rotor.runtime.measure import measure_module
+from zoo.chains import images, mlp, residual_net
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import rotor
-from oracles.chains import assert_trains_like, one_millisecond
+from oracles.checkpointables import assert_trains_like, one_millisecond
 from rotor import Checkpointable
 from rotor.models import inception
 from rotor.models.inception import InceptionOutputs

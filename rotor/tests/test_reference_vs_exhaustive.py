@@ -3,9 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oracles.chains import chains, exhaustive_search
+from oracles.best_schedule import exhaustive_search
 from rotor import simulate
 from rotor.solver.recurrence import ReferenceTable
+from zoo.chains import chains
 
 INFINITY = float("inf")
 

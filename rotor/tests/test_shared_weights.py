@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from oracles.chains import assert_trains_like, at_fraction, one_millisecond
+from oracles.checkpointables import assert_trains_like, at_fraction, one_millisecond
 from rotor import Checkpointable
 from rotor.runtime.memory import peak_of
 

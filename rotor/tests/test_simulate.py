@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oracles.chains import chains, exhaustive_search
+from oracles.best_schedule import exhaustive_search
 from rotor import (
     Backward,
     Chain,
@@ -19,6 +19,7 @@ from rotor import (
     simulate,
     solve,
 )
+from zoo.chains import chains
 
 Fn, Fc, Fe, B = ForwardNoGrad, ForwardCheckpoint, ForwardEnableGrad, Backward
 

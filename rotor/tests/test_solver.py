@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rotor
-from oracles.chains import chains, random_chain
 from rotor import Chain, InfeasibleBudgetError, TableTooLargeError, simulate, solve, solve_table
 from rotor.solver import fastest_within
 from rotor.solver.compiled import CompiledTable
 from rotor.solver.recurrence import ReferenceTable
+from zoo.chains import chains, random_chain
 
 
 @given(chains(12, options=3), st.integers(1, 4), st.booleans())

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oracles.chains import chains, random_chain
 from rotor import Chain, InfeasibleBudgetError, Option, Stage, simulate, solve
 from rotor.schedules.ops import Backward
 from rotor.strategies import (
@@ -19,6 +18,7 @@ from rotor.strategies import (
     revolve,
     revolve_costs,
 )
+from zoo.chains import chains, random_chain
 
 
 def homogeneous(count, saved=1):

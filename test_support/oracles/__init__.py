@@ -2,6 +2,6 @@
 
 Gets a graph, a program or a plan, and what it came from; gives an AssertionError, or nothing.
 rkgb: `gradients`, `k_walk` (a walk through K alone), `check_program` (a checker that shares no code
-with what writes programs). rockmate: `best_plan` finds the best schedule of a tiny problem by
-exhaustive search. rotor: `chains`.
+with what writes programs). rockmate: `training` beside plain PyTorch; `best_plan`, an exhaustive
+search for tiny problems. rotor: `checkpointables`, and `best_schedule` of a small chain.
 """

@@ -18,8 +18,8 @@ from torch.nn.modules.module import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import rockmate
+from oracles.training import assert_same_gradients
 from runs.planned import wrap
-from zoo.nets import assert_same_gradients
 
 
 def _model() -> nn.Module:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from oracles.training import assert_same_gradients, assert_trains_like, eager_copy
 from rkgb import UnsupportedDeviceError
 from rockmate import InfeasibleBudgetError, Rockmate, SelfTestError
 from rockmate.comparison.deterministic import deterministic_algorithms
-from zoo.nets import assert_same_gradients, assert_trains_like, eager_copy, network_on
+from zoo.nets import network_on
 
 NEEDS_GPU = (
     pytest.mark.gpu,

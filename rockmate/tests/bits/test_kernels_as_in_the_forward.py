@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from oracles.training import assert_same_gradients, eager_copy
 from rkgb import SideEffectError
 from rockmate import InfeasibleBudgetError, Rockmate
 from runs.kernels import without_onednn
-from zoo.nets import assert_same_gradients, eager_copy
 
 
 def planned(model: nn.Module, sample: Any, budget: float | int) -> Rockmate:

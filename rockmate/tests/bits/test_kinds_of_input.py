@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from oracles.training import assert_same_gradients, assert_trains_like, eager_copy
 from rockmate import RockmateError
 from runs.planned import wrap
-from zoo.nets import assert_same_gradients, assert_trains_like, eager_copy, network
+from zoo.nets import network
 
 
 def test_the_last_smaller_batch_of_an_epoch_just_works() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import rkgb
+from oracles.training import assert_trains_like, eager_copy, loss_of, measured_peak_bytes
 from rockmate import InfeasibleBudgetError, Rockmate, RockmateError
-from zoo.nets import assert_trains_like, eager_copy, loss_of, measured_peak_bytes
 
 # ---------------------------------------------------------------------- torch's own modules
 

@@ -15,11 +15,11 @@ from torch import Tensor, func, nn
 from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint
 
+from oracles.training import assert_same_gradients
 from rkgb import TraceError
 from rkgb.engine import trace_memory
 from rockmate import InfeasibleBudgetError, Rockmate
 from runs.planned import wrap
-from zoo.nets import assert_same_gradients
 
 Batch = Callable[[int], tuple[Any, ...]]
 

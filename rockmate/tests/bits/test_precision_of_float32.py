@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from oracles.training import assert_same_gradients
 from rkgb.torch_api.torch_private import fp32_precision, set_fp32_precision, unfrozen_flags
 from runs.planned import wrap
-from zoo.nets import assert_same_gradients
 
 _backends: Any = torch.backends
 PLACES = [

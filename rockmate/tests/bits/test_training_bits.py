@@ -6,17 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from rockmate import InfeasibleBudgetError, Rockmate
-from runs.planned import wrap
-from zoo.nets import (
+from oracles.training import (
     assert_same_gradients,
     assert_trains_like,
     eager_copy,
-    hugging_face_gpt2,
     measured_peak_bytes,
-    network,
-    tokens,
 )
+from rockmate import InfeasibleBudgetError, Rockmate
+from runs.planned import wrap
+from zoo.nets import hugging_face_gpt2, network, tokens
 
 NETS = [
     "gpt", "resnet", "unet", "transformer", "mixer", "lstm", "tied", "fno", "uno", "hf_gpt2",

@@ -15,9 +15,10 @@ import torch.nn.functional as F  # noqa: N812 (the name everybody uses)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from oracles.training import assert_trains_like, eager_copy
 from rkgb.engine import trace_memory
 from runs.planned import wrap
-from zoo.nets import assert_trains_like, eager_copy, network
+from zoo.nets import network
 
 
 def same_state(first: nn.Module, second: nn.Module) -> None:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from oracles.training import measured_peak_bytes
 from rkgb.engine import Sample, device_of
 from rockmate import InfeasibleBudgetError, Rockmate
 from rockmate.networks.self_test import self_test
 from rockmate.schedules.simulate import simulate
-from zoo.nets import measured_peak_bytes, network_on
+from zoo.nets import network_on
 
 NEEDS_GPU = (
     pytest.mark.gpu,

@@ -12,13 +12,14 @@ from torch import nn
 
 from fake_cuda.allocator import AllocatorRules
 from fake_cuda.device import FakeCuda, fake_cuda
+from oracles.training import assert_trains_like, eager_copy
 from rkgb.engine import Sample
 from rockmate import InfeasibleBudgetError, Rockmate
 from rockmate.networks import Planned
 from rockmate.networks.self_test import eager_step, self_test
 from rockmate.schedules.simulate import simulate
 from runs.kernels import without_onednn
-from zoo.nets import assert_trains_like, eager_copy, network
+from zoo.nets import network
 
 NETS = ["gpt", "resnet", "unet", "lstm", "tied", "transformer", "mixer", "uno"]
 FRACTIONS = [1.0, 0.85, 0.7, 0.6, 0.5]

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rockmate
+from oracles.training import assert_same_gradients
 from rkgb.engine import trace_memory
 from rockmate import Rockmate
-from zoo.nets import assert_same_gradients, hugging_face_gpt2
+from zoo.nets import hugging_face_gpt2
 
 
 def wrap(model: nn.Module, sample: Any, budget: Any = "1MiB", **options: Any) -> Rockmate:

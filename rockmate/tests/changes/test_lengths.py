@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from oracles.training import assert_same_gradients
 from rkgb.engine import trace_memory
 from rockmate import Rockmate
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.planners import plan, replan
 from rockmate.schedules.baselines import no_recomputation, recompute_all
 from rockmate.schedules.simulate import simulate
-from zoo.nets import assert_same_gradients, hugging_face_gpt2
+from zoo.nets import hugging_face_gpt2
 from zoo.problems import gpt_problem, unet_problem
 
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import rockmate
+from oracles.training import eager_copy, loss_of
 from rkgb import capture
 from rkgb.device.memory import trace_memory
 from rockmate import InfeasibleBudgetError, Rockmate, RockmateError, UnsupportedModuleError
 from rockmate import second_look as module_under_test
-from zoo.nets import eager_copy, loss_of, network
+from zoo.nets import network
 
 
 def set_unseen(value: float) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from oracles.training import assert_same_gradients
 from rkgb import SideEffectError
 from rockmate import Rockmate
-from zoo.nets import assert_same_gradients
 
 
 class Masked(nn.Module):

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 import rockmate
+from oracles.training import eager_copy
 from rockmate.blockwise import kinds
 from rockmate.files.plan_file import PlanFile
 from runs.planned import wrap
-from zoo.nets import TinyGPT, eager_copy, tokens
+from zoo.nets import TinyGPT, tokens
 
 PATIENCE_S = 8  # of the process group
 

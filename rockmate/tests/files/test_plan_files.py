@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fake_cuda.device import fake_cuda
+from oracles.training import assert_same_gradients
 from rockmate import PlanFileError, PlanMismatchError, Rockmate, planners
 from rockmate.files.plan_file import PlanFile
 from rockmate.networks import network
 from rockmate.schedules.simulate import simulate
 from runs.planned import wrap
-from zoo.nets import TinyGPT, assert_same_gradients
+from zoo.nets import TinyGPT
 
 TOKENS = torch.randint(0, 120, (2, 16), generator=torch.Generator().manual_seed(0))
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from oracles.training import assert_same_gradients
 from rockmate import Rockmate
-from zoo.nets import assert_same_gradients
 
 
 class WithItsFirstRows(nn.Module):

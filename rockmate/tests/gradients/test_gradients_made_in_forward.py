@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from oracles.training import assert_same_gradients
 from rkgb.capture import twin_of
 from rkgb.engine import Sample, external_values
 from rkgb.run import without_idle_steps
@@ -19,7 +20,6 @@ from rockmate.networks.executables import executable
 from rockmate.networks.planned import Planned
 from rockmate.runtime.execute import Executor
 from rockmate.schedules.steps import Step
-from zoo.nets import assert_same_gradients
 
 
 class Fused(torch.autograd.Function):

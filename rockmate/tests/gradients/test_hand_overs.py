@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import rockmate
+from oracles.training import assert_same_gradients, eager_copy
 from rkgb.engine import trace_memory
 from rockmate.errors import BackwardTwiceError
 from runs.planned import wrap
-from zoo.nets import assert_same_gradients, eager_copy
 
 
 class Convolutions(nn.Module):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from oracles.training import assert_same_gradients
 from rkgb.engine import trace_memory
 from runs.planned import wrap
-from zoo.nets import assert_same_gradients
 
 
 def _model() -> nn.Module:

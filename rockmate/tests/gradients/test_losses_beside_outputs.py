@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from oracles.training import assert_same_gradients
 from rkgb.engine import trace_memory
 from rockmate import InfeasibleBudgetError, Rockmate, apply_to_blocks, estimate
-from zoo.nets import assert_same_gradients
 
 WORDS, TOKENS = 512, 256
 

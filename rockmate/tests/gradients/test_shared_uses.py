@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracles.check_program import check_program
+from oracles.training import eager_copy
 from rkgb import InvalidGraphError
 from rkgb.capture import make_B
 from rkgb.engine import B_to_D, D_to_S, lower_step, runnable
@@ -24,7 +25,6 @@ from rockmate import Rockmate
 from rockmate.runtime.rails import Rail
 from rockmate.runtime.shared_uses import SharedUses
 from runs.planned import wrap
-from zoo.nets import eager_copy
 
 STEPS = 6  # the first few show whether gradients come from elsewhere
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
 
+from oracles.training import assert_same_gradients
 from rockmate import InfeasibleBudgetError, Rockmate
 from runs.planned import wrap
-from zoo.nets import assert_same_gradients
 
 
 class Normed(nn.Module):

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the name everybody uses)
 from torch import Tensor, nn
 
+from oracles.training import measured_peak_bytes
 from rockmate import InfeasibleBudgetError, Rockmate
-from zoo.nets import measured_peak_bytes
 
 WIDTH, ROWS = 32, 128
 

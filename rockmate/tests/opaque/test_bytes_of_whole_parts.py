@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracles.training import measured_peak_bytes
 from torch import Tensor, nn
 
+from oracles.training import measured_peak_bytes
 from rockmate import InfeasibleBudgetError, Rockmate
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rockmate
+from oracles.training import assert_same_gradients, measured_peak_bytes
 from rockmate import InfeasibleBudgetError, PlanFileError, Rockmate
-from zoo.nets import assert_same_gradients, measured_peak_bytes
 
 WIDTH, ROWS = 32, 64
 

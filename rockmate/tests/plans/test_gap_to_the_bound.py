@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rotor.models
+from oracles.training import assert_trains_like, eager_copy
 from rockmate import InfeasibleBudgetError, Rockmate
 from rockmate.errors import SolverError
 from rockmate.planners import plan
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.simulate import simulate
-from zoo.nets import TinyTransformer, TinyUNet, assert_trains_like, eager_copy, network
+from zoo.nets import TinyTransformer, TinyUNet, network
 
 
 def deep_unet() -> tuple[nn.Module, object]:

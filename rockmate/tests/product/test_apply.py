@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import rockmate
+from oracles.training import assert_trains_like, eager_copy
 from rkgb.engine import trace_memory
 from rockmate import Rockmate, RockmateError
 from runs.planned import wrap
-from zoo.nets import TiedMLP, assert_trains_like, eager_copy, network
+from zoo.nets import TiedMLP, network
 
 
 def applied(name: str = "gpt", budget: Any = 0.7, **options: Any) -> tuple[Any, nn.Module, Any]:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import rockmate
+from oracles.training import assert_trains_like, eager_copy, loss_of, measured_peak_bytes
 from rockmate import BlocksPlan, InfeasibleBudgetError, Rockmate, UnsupportedModuleError
-from zoo.nets import assert_trains_like, eager_copy, loss_of, measured_peak_bytes, network
+from zoo.nets import network
 
 
 def planned(

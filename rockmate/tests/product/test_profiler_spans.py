@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from oracles.training import assert_trains_like, eager_copy
 from rkgb.engine import trace_memory
 from rockmate import Rockmate
 from runs.planned import wrap
-from zoo.nets import assert_trains_like, eager_copy
 
 NAME = re.compile(r"([FB])(\d+)( again:)? (\S+) \((.*)\)")
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from oracles.training import assert_same_gradients, eager_copy
 from rockmate import Rockmate
 from runs.planned import wrap
 from runs.processes import run_in_processes
-from zoo.nets import assert_same_gradients, eager_copy, hugging_face_gpt2, network, tokens
+from zoo.nets import hugging_face_gpt2, network, tokens
 from zoo.texts import Texts
 
 

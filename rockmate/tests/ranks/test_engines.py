@@ -10,10 +10,11 @@ import torch.nn.functional as F  # noqa: N812 (the name everybody uses)
 from torch import Tensor, nn
 
 import rockmate
+from oracles.training import eager_copy
 from rkgb.engine import trace_memory
 from rockmate.blockwise import kinds
 from runs.processes import run_in_processes
-from zoo.nets import Block, TinyGPT, eager_copy, tokens
+from zoo.nets import Block, TinyGPT, tokens
 
 CPU = torch.device("cpu")
 

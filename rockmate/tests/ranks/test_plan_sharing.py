@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 import rockmate
+from oracles.training import assert_same_gradients, eager_copy
 from rockmate import InfeasibleBudgetError, PlanSharingError, planners
 from rockmate.networks import network
 from rockmate.pipeline import share
 from rockmate.pipeline.share import Exchange, SharedShelf
 from rockmate.pipeline.shelf import NoShelf
 from runs.planned import wrap
-from zoo.nets import assert_same_gradients, eager_copy
 
 
 def _net() -> nn.Module:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import rockmate
+from oracles.training import eager_copy
 from rkgb.engine import trace_memory
 from rockmate.blockwise import planning
 from rockmate.blockwise.team import Team
 from runs.processes import run_in_processes
-from zoo.nets import TinyGPT, eager_copy, tokens
+from zoo.nets import TinyGPT, tokens
 
 # What is on: the order of wrapping, reshard_after_forward, and what training does besides.
 CASES = {

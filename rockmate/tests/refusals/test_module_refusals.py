@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rkgb
+from oracles.training import assert_same_gradients, eager_copy
 from rockmate import (
     BackwardTwiceError,
     BudgetFormatError,
@@ -21,7 +22,7 @@ from rockmate import (
     UnsupportedModuleError,
 )
 from runs.planned import wrap
-from zoo.nets import assert_same_gradients, eager_copy, network
+from zoo.nets import network
 
 
 def still_trains(model: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from oracles.training import assert_same_gradients
 from rkgb import SideEffectError
 from rockmate import InfeasibleBudgetError, Rockmate
 from runs.planned import wrap
-from zoo.nets import assert_same_gradients
 
 NAME = "ROCKMATE_TEST_SCALE"
 
