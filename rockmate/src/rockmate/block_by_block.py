@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from rockmate.arguments import Arguments, Call, called_with, refuse
 from rockmate.blockwise.blocks import AUTO, class_name, find_blocks
 from rockmate.blockwise.planning import Chosen, Planner, largest_first
 from rockmate.blockwise.report import BlockRow, BlocksPlan
-from rockmate.blockwise.saved_blocks import blocks_file, shared_file
+from rockmate.blockwise.saved_blocks import blocks_key, file_of_blocks, shared_file
 from rockmate.blockwise.team import Team
-from rockmate.errors import RockmateError, UnsupportedModuleError
-from rockmate.files.blocks_file import BlocksFile
+from rockmate.errors import PlanMismatchError, RockmateError, UnsupportedModuleError
+from rockmate.files.cache_folder import CacheFolder
+from rockmate.files.plan_file import PlanFile, SavedBlocks
 from rockmate.in_place import remove
 from rockmate.keys.module_watch import without_hooks
 from rockmate.keys.sharded import own_class
@@ -29,9 +31,9 @@ from rockmate.progress import Phases
 from rockmate.runtime.plain import plain
 from rockmate.settings import Terms, parse_budget
 
+_log = logging.getLogger("rockmate")
 _NOT_BY_BLOCKS = {  # settings, and why not
     "compile": "blocks that inductor has compiled have no options to choose among",
-    "cache": "a plan of blocks lies in a file, see `plan`",
 }
 
 
@@ -55,8 +57,7 @@ class ToBlocks(Arguments):
             ValueError, UnsupportedModuleError: the text says what, and why.
         """
         super().__post_init__()
-        if self.cache is not False:
-            refuse(self, "apply_to_blocks", _NOT_BY_BLOCKS)
+        refuse(self, "apply_to_blocks", _NOT_BY_BLOCKS)
         if not self.share and team.groups:
             raise ValueError(
                 "apply_to_blocks takes no share=False where processes share the model: their "
@@ -138,7 +139,7 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
     team = Team.of(model, given.process_group)
     with team.together():
         given.check(team)
-        amount, fraction = parse_budget(given.budget)
+        parse_budget(given.budget)
         calls = given.calls()
     terms = replace(
         given.terms(),
@@ -149,45 +150,76 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
         share=False,  # the team agrees on the options; a block may be planned in a forward
         cache=False,  # the options of a block are no plan
     )
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    name = class_name(model)
-    file = None if given.plan is None else shared_file(os.fspath(given.plan), team, name, device)
-    if file is not None:
-        terms = replace(terms, cost="flops")  # the times are in the file
     remove(model)
     with team.together():
         found = find_blocks(model, given.blocks)
     found = {p: b for p, b in found.items() if not any(is_inside(p, o) for o in terms.opaque)}
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     calls = largest_first(model, calls, team, device)
+    planned = partial(_planned, given, terms, team, found, calls)
+    name, path, folder = class_name(model), given.plan, CacheFolder.chosen(given.cache)
+    if path is not None:
+        named = partial(PlanFile.load, path, by_blocks=True)
+        return planned(shared_file(named, team, name, device))
+    about = (tuple(found), given.in_flight, given.compare, team.size)
+    key = blocks_key(model, calls, about, device, given.terms())
+    kept = shared_file(lambda: None if folder is None else folder.get(key), team, name, device)
+    if kept is not None:
+        try:
+            return planned(kept)
+        except PlanMismatchError as error:
+            _log.info("the plan of blocks in the cache is not used: %s", error)
+    made = planned(None)
+    if folder is not None and team.is_first and made.file is not None:
+        folder.put(key, made.file)
+    return made
+
+
+def _planned(
+    given: ToBlocks,
+    terms: Terms,
+    team: Team,
+    found: Mapping[str, nn.Module],
+    calls: Sequence[Call],
+    file: PlanFile | None,
+) -> BlocksPlan:
+    """Plan blocks and put the plans on them: as a file says, or anew."""
+    model, saved = given.model, None if file is None else file.blocks
+    if saved is not None:
+        terms = replace(terms, cost="flops")  # the times are in the file
+    amount, fraction = parse_budget(given.budget)
     views = {path: plain_view(block) for path, block in found.items()}
     phases = Phases({"blocks": 2, "free plan": 1}, show=given.progress)
     planner = Planner(
         *(model, views, terms),
         team=team,
         in_flight=given.in_flight,
-        saved=file,
+        saved=saved,
         note=phases.note,
     )
 
     def room(keeping_all: int) -> int:
         asked = int(fraction * keeping_all) if fraction is not None else amount
-        if file is not None and fraction is not None:
-            asked = file.budget_bytes  # of the first start
+        if saved is not None and fraction is not None:
+            asked = saved.budget_bytes  # of the first start
         assert asked is not None
         return asked - given.reserve
 
-    with phases, phases.phase("blocks"):
-        chosen = _put_on(found, lambda: planner.plan(calls, room))
-    made = _report(chosen, given)
-    if file is not None:
-        made = _as_saved(made, file)
-    else:
-        saved = blocks_file(made, chosen.kinds, chosen.choice.options, name, device)
-        made = replace(made, file=saved, why_no_free_plan="compare=False")
-    if file is None and given.compare:
-        terms = replace(terms, budget=chosen.budget_bytes, self_test=False)
-        with phases, phases.phase("free plan"):
-            made = _compared(model, calls[0], made, terms)
+    with phases:
+        with phases.phase("blocks"):
+            chosen = _put_on(found, lambda: planner.plan(calls, room))
+        made = _report(chosen, given)
+        if file is not None and saved is not None:
+            made = _as_saved(made, file, saved)
+        elif given.compare:
+            terms = replace(terms, budget=chosen.budget_bytes, self_test=False)
+            with phases.phase("free plan"):
+                made = _compared(model, calls[0], made, terms)
+        else:
+            made = replace(made, why_no_free_plan="compare=False")
+    if made.file is None:
+        name, options = class_name(model), chosen.choice.options
+        made = replace(made, file=file_of_blocks(made, chosen.kinds, options, name, planner.device))
     phases.close("planned block by block")
     return replace(made, seconds=phases.seconds)
 
@@ -262,13 +294,19 @@ def _report(chosen: Chosen, given: ToBlocks) -> BlocksPlan:
     )
 
 
-def _as_saved(plan: BlocksPlan, file: BlocksFile) -> BlocksPlan:
+def _as_saved(plan: BlocksPlan, file: PlanFile, saved: SavedBlocks) -> BlocksPlan:
     """Return a plan with the times that its file holds."""
     rows = (
         replace(row, overhead_ms=block.overhead_ms, base_time_ms=block.base_time_ms)
-        for row, block in zip(plan.rows, file.blocks, strict=True)
+        for row, block in zip(plan.rows, saved.blocks, strict=True)
     )
-    return replace(plan, rows=tuple(rows), file=file, why_no_free_plan="a saved plan serves")
+    return replace(
+        plan,
+        rows=tuple(rows),
+        file=file,
+        free_overhead_ms=saved.free_overhead_ms,
+        why_no_free_plan="a saved plan serves",
+    )
 
 
 def _compared(model: nn.Module, call: Call, plan: BlocksPlan, terms: Terms) -> BlocksPlan:

@@ -105,9 +105,9 @@ def test_the_others_end_with_an_error(where: str, tmp_path: Path) -> None:
     assert code == 1, text
     assert "Error" in text
     if where == "a save":  # the file of before is whole
-        from rockmate.files.blocks_file import BlocksFile
+        from rockmate.files.plan_file import PlanFile
 
-        assert BlocksFile.load(tmp_path / "old.json").blocks
+        assert PlanFile.load(tmp_path / "old.json", by_blocks=True).blocks
     if where == "planning":  # the next start works
         assert [code for code, _ in _both("nothing", tmp_path, "again")] == [0, 0]
 

@@ -17,6 +17,7 @@ import rkgb
 import rockmate
 import rotor
 from rockmate import Settings
+from rockmate.files.plan_file import PlanFile
 
 SISTERS = (
     rockmate.Rockmate,
@@ -168,6 +169,41 @@ def test_blocks_refuse_what_they_cannot_do(wrong: dict[str, Any], text: str) -> 
         rockmate.apply_to_blocks(model, sample, 0.9, **wrong)
     assert type(model) is nn.Sequential
     assert all(type(block) is nn.Sequential for block in model)
+
+
+def test_a_plan_of_blocks_is_kept_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sample = net()
+    made = rockmate.apply_to_blocks(model, sample, 1.0, cache=tmp_path)
+    (kept,) = tmp_path.glob("*.plan.json")
+    made.save_plan(tmp_path / "blocks.json")
+    assert kept.read_text() == (tmp_path / "blocks.json").read_text()
+    monkeypatch.setattr("rockmate.blockwise.planning.choose", None)  # nothing is searched
+    again = rockmate.apply_to_blocks(model, sample, 1.0, cache=tmp_path)
+    assert again.rows == made.rows
+    assert again.restriction_ms == made.restriction_ms
+    assert again.file == made.file
+    with pytest.raises(TypeError):
+        rockmate.apply_to_blocks(model, sample[:8], 1.0, cache=tmp_path)
+    with pytest.raises(TypeError):
+        rockmate.apply_to_blocks(model, sample, 1.0, cache=False)
+    kept.write_text(kept.read_text().replace('"in_flight":1', '"in_flight":2'))
+    with pytest.raises(TypeError):  # a damaged one is none
+        rockmate.apply_to_blocks(model, sample, 1.0, cache=tmp_path)
+
+
+def test_a_file_of_the_other_kind_is_refused_by_what_takes_it(tmp_path: Path) -> None:
+    model, sample = net()
+    rockmate.apply_to_blocks(model, sample, 1.0, compare=False).save_plan(tmp_path / "blocks")
+    rockmate.remove(model)
+    rockmate.Rockmate(model, sample, 1.0).save_plan(tmp_path / "module")
+    with pytest.raises(rockmate.PlanFileError, match=r"which apply_to_blocks\(\.\.\., plan"):
+        rockmate.Rockmate(model, sample, 1.0, plan=tmp_path / "blocks")
+    with pytest.raises(rockmate.PlanFileError, match=r"which Rockmate\(\.\.\., plan"):
+        rockmate.apply_to_blocks(model, sample, 1.0, plan=tmp_path / "module")
+    found = PlanFile.load(tmp_path / "blocks", by_blocks=True)
+    assert PlanFile.from_json(found.to_json()) == found
 
 
 def test_strict_blocks_run_no_part_whole() -> None:

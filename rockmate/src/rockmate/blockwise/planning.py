@@ -41,7 +41,7 @@ from rockmate.blockwise.saved_blocks import numbers_for, over_budget, steps_for
 from rockmate.blockwise.team import Team
 from rockmate.comparison.deterministic import deterministic_algorithms
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
-from rockmate.files.blocks_file import BlocksFile
+from rockmate.files.plan_file import SavedBlocks
 from rockmate.keys.input_signature import ambient, in_order, key_of
 from rockmate.keys.module_watch import without_hooks
 from rockmate.keys.sharded import is_sharded, local_part, own_class, settled_call, whole_parts
@@ -114,7 +114,7 @@ class Planner:
         *,
         team: Team,
         in_flight: int = 1,
-        saved: BlocksFile | None = None,
+        saved: SavedBlocks | None = None,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.note = note  # shows what is being done
@@ -207,11 +207,11 @@ class Planner:
         kinds = {path: self.kind_of[path] for path in self.order}
         return Chosen(self.forwards, kinds, memory, choice, measured, keeping_all, budget)
 
-    def _followed(self, file: BlocksFile, call: Call, room: Callable[[int], int]) -> Chosen:
+    def _followed(self, saved: SavedBlocks, call: Call, room: Callable[[int], int]) -> Chosen:
         """Return what a file says, once a step has shown that it fits here, on all processes."""
         with self.team.together():
             kinds = {path: self.kind_of[path] for path in self.order}
-            numbers = numbers_for(file, kinds, self.in_flight)
+            numbers = numbers_for(saved, kinds, self.in_flight)
         self._take(numbers)
         self._test_once(call)
         peak, memory = self._measure(call)
@@ -219,9 +219,9 @@ class Planner:
         keeping_all = peak_of(memory, [0] * len(memory.calls))
         budget = min(self.team.gather(room(keeping_all)))
         if measured > budget:
-            raise over_budget(file, measured, budget)
+            raise over_budget(measured, budget)
         options = tuple(numbers.values())
-        time_ms = sum(block.overhead_ms for block in file.blocks)
+        time_ms = sum(block.overhead_ms for block in saved.blocks)
         choice = Choice(options, peak_of(memory, options), time_ms)
         return self._chosen(memory, choice, measured, keeping_all, budget)
 

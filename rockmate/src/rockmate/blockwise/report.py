@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from os import PathLike
 
-from rockmate.files.blocks_file import BlocksFile
+from rockmate.files.plan_file import PlanFile
 from rockmate.schedules.report import format_bytes, format_ms
 
 
@@ -43,7 +43,7 @@ class BlocksPlan:
     free_overhead_ms: float | None = None  # of a plan of the whole model in the same budget
     why_no_free_plan: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    file: BlocksFile | None = field(default=None, repr=False)
+    file: PlanFile | None = field(default=None, repr=False)
 
     def save_plan(self, path: str | PathLike[str]) -> None:
         """Write the plan to a file, for `apply_to_blocks(..., plan=path)` at another start.

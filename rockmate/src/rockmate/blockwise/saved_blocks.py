@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import nn
 
+from rkgb.torch_api import placed_parameters
+from rockmate.arguments import Call
 from rockmate.blockwise.kinds import Kind
 from rockmate.blockwise.report import BlocksPlan
 from rockmate.blockwise.team import Team
 from rockmate.errors import PlanFileError, PlanMismatchError
-from rockmate.files.blocks_file import BlocksFile, SavedBlock, SavedKind
 from rockmate.files.differences import of_mappings
-from rockmate.pipeline.identity import made_with
+from rockmate.files.plan_file import PlanFile, SavedBlock, SavedBlocks, SavedKind
+from rockmate.keys.input_signature import ambient, in_order, key_of
+from rockmate.pipeline.identity import cache_key, made_with
 from rockmate.schedules.steps import Steps
+from rockmate.settings import Terms
 
 
-def blocks_file(
+def file_of_blocks(
     plan: BlocksPlan,
     kinds: Mapping[str, Kind],
     options: Sequence[int],
     model: str,
     device: torch.device,
-) -> BlocksFile:
+) -> PlanFile:
     """Return the file of a plan; `options` are those of its rows."""
     own = list({id(kind): kind for kind in kinds.values()}.values())
     places = {id(kind): place for place, kind in enumerate(own)}
     pairs = zip(plan.rows, options, strict=True)
-    return BlocksFile(
-        model=model,
-        made_with=made_with(device),
+    saved = SavedBlocks(
         kinds=tuple(
             SavedKind(len(k.recorded.problem.nodes), k.shape[1], tuple(o.steps for o in k.options))
             for k in own
@@ -42,25 +45,31 @@ def blocks_file(
         ),
         budget_bytes=plan.budget_bytes,
         in_flight=plan.in_flight,
+        free_overhead_ms=plan.free_overhead_ms,
     )
+    return PlanFile(model, made_with(device), (), saved)
 
 
-def shared_file(path: str, team: Team, model: str, device: torch.device) -> BlocksFile:
-    """Return the file that lies with the first process, on all of them.
+def shared_file(
+    look: Callable[[], PlanFile | None], team: Team, model: str, device: torch.device
+) -> PlanFile | None:
+    """Return the file that the first process has, on all of them; None where it has none.
 
     Raises:
         PlanFileError: it cannot be read, or is no such file; on all.
         PlanMismatchError: it was made with something else than is here; on all.
     """
-    found: BlocksFile | str | None = None
+    found: PlanFile | str | None = None
     if team.is_first:
         try:
-            found = BlocksFile.load(path)
+            found = look()
         except PlanFileError as error:
             found = str(error)
     file = team.gather(found)[0]
-    if not isinstance(file, BlocksFile):
-        raise PlanFileError(str(file))
+    if isinstance(file, str):
+        raise PlanFileError(file)
+    if file is None:
+        return None
     told = of_mappings(file.made_with, made_with(device))
     if file.model != model:
         told.insert(0, f"model: {file.model} in the file, {model} here")
@@ -68,15 +77,24 @@ def shared_file(path: str, team: Team, model: str, device: torch.device) -> Bloc
     return file
 
 
-def steps_for(file: BlocksFile, number: int, shape: tuple[int, Sequence[int]]) -> list[Steps]:
+def blocks_key(
+    model: nn.Module, calls: Sequence[Call], about: object, device: torch.device, terms: Terms
+) -> str:
+    """Return the key of a plan of blocks in the cache; `about` is what else was asked."""
+    tensors = [(n, t.shape, t.dtype, t.requires_grad) for n, t in placed_parameters(model)]
+    inputs = [key_of(args, in_order(kwargs))[1] for args, kwargs in calls]
+    return cache_key(repr((tensors, inputs, ambient(), about)), model, device, terms)
+
+
+def steps_for(saved: SavedBlocks, number: int, shape: tuple[int, Sequence[int]]) -> list[Steps]:
     """Return the options of a kind of blocks, by its number.
 
     Raises:
         PlanMismatchError: the blocks here are others.
     """
-    if number >= len(file.kinds):
-        raise _mismatch([f"{len(file.kinds)} kinds of blocks in the file, more of them here"])
-    kind = file.kinds[number]
+    if number >= len(saved.kinds):
+        raise _mismatch([f"{len(saved.kinds)} kinds of blocks in the file, more of them here"])
+    kind = saved.kinds[number]
     if (kind.nodes, kind.backward_order) != (shape[0], tuple(shape[1])):
         raise _mismatch(
             [f"blocks of {kind.nodes} operations in the file, of {shape[0]} in their place here"]
@@ -84,7 +102,7 @@ def steps_for(file: BlocksFile, number: int, shape: tuple[int, Sequence[int]]) -
     return list(kind.options)
 
 
-def numbers_for(file: BlocksFile, kinds: Mapping[str, Kind], in_flight: int) -> dict[str, int]:
+def numbers_for(saved: SavedBlocks, kinds: Mapping[str, Kind], in_flight: int) -> dict[str, int]:
     """Return the option of every block, by its path.
 
     Raises:
@@ -92,16 +110,16 @@ def numbers_for(file: BlocksFile, kinds: Mapping[str, Kind], in_flight: int) -> 
     """
     own = list({id(kind): None for kind in kinds.values()})
     here = [(path, own.index(id(kind))) for path, kind in kinds.items()]
-    then = [(block.path, block.kind) for block in file.blocks]
+    then = [(block.path, block.kind) for block in saved.blocks]
     if here != then:
         told = [f"blocks {_told(then)} in the file, {_told(here)} here"]
         raise _mismatch(told)
-    if in_flight != file.in_flight:
-        raise _mismatch([f"{file.in_flight} forwards in flight in the file, {in_flight} here"])
-    return {block.path: block.option for block in file.blocks}
+    if in_flight != saved.in_flight:
+        raise _mismatch([f"{saved.in_flight} forwards in flight in the file, {in_flight} here"])
+    return {block.path: block.option for block in saved.blocks}
 
 
-def over_budget(file: BlocksFile, measured_bytes: int, budget_bytes: int) -> PlanMismatchError:
+def over_budget(measured_bytes: int, budget_bytes: int) -> PlanMismatchError:
     """Return the error that a plan from a file takes more than it may."""
     return _mismatch(
         [f"a step takes {measured_bytes} bytes here, and the budget is {budget_bytes}"]

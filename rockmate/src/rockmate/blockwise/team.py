@@ -60,6 +60,11 @@ class Team:
         """Whether what this process has comes first in `gather`."""
         return self.place == 0
 
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return len(self.gather(None))
+
     def gather(self, facts: Facts) -> list[Facts]:
         """Return the facts of all processes, in one order everywhere."""
         found = [facts]

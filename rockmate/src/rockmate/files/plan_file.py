@@ -2,6 +2,10 @@
 
     {"rockmate_plans": 1, "checksum": "…", "content": {"model": …, "made_with": …, "plans": […]}}
 
+A plan block by block has its options and the choice among them in the place of plans, as "blocks":
+there blocks are recorded anew and a whole step is measured wherever the file is used, and only the
+search and the measurement of times are spared.
+
 Sizes and structure of a network are recorded anew wherever a plan is used, and compared with the
 problem here; only times and workspaces of kernels are taken from the file. The checksum finds files
 that were cut or edited; it is no protection against somebody who means harm. Such a person can
@@ -26,6 +30,7 @@ from rockmate.problems.problem import Problem
 from rockmate.schedules.opaque_piece import OpaquePiece
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.simulate import simulate
+from rockmate.schedules.steps import Step
 
 FORMAT = 1  # raised when a file of an older version can no longer be read
 
@@ -74,9 +79,51 @@ class SavedPlan:
         _check_plan(self.problem, self.plan)
 
 
+@dataclass(frozen=True, slots=True)
+class SavedKind:
+    """Equal blocks: what their steps take for granted, and their options."""
+
+    nodes: int
+    backward_order: tuple[int, ...]
+    options: tuple[tuple[Step, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBlock:
+    """One block: its kind and its option, by number, and the times that were measured."""
+
+    path: str
+    kind: int
+    option: int
+    overhead_ms: float
+    base_time_ms: float
+
+
+@dataclass(frozen=True)
+class SavedBlocks:
+    """A plan block by block: the options of each kind of block, and the choice."""
+
+    kinds: tuple[SavedKind, ...]
+    blocks: tuple[SavedBlock, ...]
+    budget_bytes: int
+    in_flight: int
+    free_overhead_ms: float | None = None  # of a plan of the whole model
+
+    def __post_init__(self) -> None:
+        for block in self.blocks:
+            if not 0 <= block.kind < len(self.kinds):
+                raise ValueError(f"'{block.path}' is of a kind that is not there")
+            if not 0 <= block.option < len(self.kinds[block.kind].options):
+                raise ValueError(f"'{block.path}' has an option that is not there")
+            if not all_finite((block.overhead_ms, block.base_time_ms)):
+                raise ValueError("a time below zero")
+        if not self.blocks or self.budget_bytes < 1 or self.in_flight < 1:
+            raise ValueError("there is no plan in it")
+
+
 @dataclass(frozen=True)
 class PlanFile:
-    """Plans of one model, and what they were made with.
+    """Plans of one model, or its plan block by block, and what they were made with.
 
     Example:
         >>> rk.save_plan("gpt2.plan.json")
@@ -86,14 +133,17 @@ class PlanFile:
     model: str
     made_with: Mapping[str, str]
     plans: tuple[SavedPlan, ...]
+    blocks: SavedBlocks | None = None
 
     def __post_init__(self) -> None:
-        if not self.plans:
+        if not self.plans and self.blocks is None:
             raise ValueError("there is no plan in it")
 
     def to_json(self) -> str:
         """Return the file's text; `from_json` gives an equal object back."""
         content = row_of(self)
+        if self.blocks is None:
+            del content["blocks"]
         head = {"rockmate_plans": FORMAT, "checksum": checksum(content)}
         return json.dumps({**head, "content": content}, indent=None, separators=(",", ":"))
 
@@ -121,7 +171,10 @@ class PlanFile:
                     "the plan file was cut or changed since it was written: its checksum is not "
                     "that of its content. Save the plan again"
                 )
-            return from_row(cls, data["content"], "content")
+            content = data["content"]
+            if isinstance(content, dict):
+                content = {"blocks": None, **content}
+            return from_row(cls, content, "content")
         except RecursionError:
             raise PlanFileError("the file is nested too deeply for a plan") from None
 
@@ -134,17 +187,22 @@ class PlanFile:
         save_text(path, self.to_json())
 
     @classmethod
-    def load(cls, path: str | PathLike[str]) -> PlanFile:
-        """Read a file.
+    def load(cls, path: str | PathLike[str], *, by_blocks: bool = False) -> PlanFile:
+        """Read a file: of plans of a module, or of a plan block by block.
 
         Raises:
-            PlanFileError: it cannot be read, or is no plan file.
+            PlanFileError: it cannot be read, or is no such file.
         """
         text = load_text(path)
         try:
-            return cls.from_json(text)
+            found = cls.from_json(text)
         except PlanFileError as error:
             raise PlanFileError(f"{str(path)!r}: {error}") from None
+        if (found.blocks is not None) != by_blocks:
+            taker = "Rockmate(..., plan=...)" if by_blocks else "apply_to_blocks(..., plan=...)"
+            kind = "a plan of a module" if by_blocks else "a plan block by block"
+            raise PlanFileError(f"{str(path)!r} holds {kind}, which {taker} takes")
+        return found
 
 
 def _check_plan(problem: Problem, plan: Plan) -> None:
