@@ -12,7 +12,7 @@ from oracles.checkpointables import assert_trains_like, at_fraction, one_millise
 from rotor import Checkpointable, InfeasibleBudgetError
 from rotor.runtime.memory import peak_of
 from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad
-from zoo.chains import images, in_place_net, mlp, residual_net
+from zoo.chains import Squashed, images, in_place_net, mlp, residual_net
 
 CPU = torch.device("cpu")
 
@@ -219,18 +219,9 @@ def test_integer_inputs_and_frozen_stages():
     assert_trains_like(chk, twin, [torch.randint(0, 30, (8, 5)) for _ in range(3)])
 
 
-class Wrapped(nn.Module):
-    def __init__(self, linear):
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x):
-        return self.linear(x).tanh()
-
-
 def test_weights_shared_between_stages():
     shared = nn.Linear(16, 16)
-    layers = [Wrapped(shared), nn.Linear(16, 16), Wrapped(shared), nn.Tanh(), Wrapped(shared)]
+    layers = [Squashed(shared), nn.Linear(16, 16), Squashed(shared), nn.Tanh(), Squashed(shared)]
     twin = nn.Sequential(*layers)
     chk = Checkpointable(copy.deepcopy(twin), torch.randn(8, 16), timer=one_millisecond)
     at_fraction(chk, 0.0)

@@ -1,10 +1,6 @@
 """A `Checkpointable` under DistributedDataParallel: two processes, against the plain module."""
 
 import copy
-import os
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,28 +9,10 @@ import torch.distributed
 import rotor
 from oracles.checkpointables import one_millisecond
 from rotor import Checkpointable
+from runs.processes import run_in_processes
 from zoo.chains import residual_net
 
 STEPS = 3
-
-
-def _join(rank, port):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
-    )
-
-
-def _leave():
-    """End this process, which has asserted all it had to.
-
-    Threads of gloo that are still alive when the interpreter tears down make C++ abort, now and
-    then, with any module.
-    """
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def _below_plain(net, sample):
@@ -65,11 +43,10 @@ def _watch(module):
     return sent
 
 
-def _train(rank, port, *, in_first_step=False, **arguments):
+def _train(rank, *, in_first_step=False, **arguments):
     """Step by step the same outputs, gradients, statistics and weights; planned before, or then."""
     from torch.nn.parallel import DistributedDataParallel
 
-    _join(rank, port)
     torch.manual_seed(0)
     net = residual_net(channels=80)  # more than the megabyte of the first bucket
     twin, alone = copy.deepcopy(net), copy.deepcopy(net)
@@ -105,42 +82,17 @@ def _train(rank, port, *, in_first_step=False, **arguments):
                 parameter -= 0.05 * parameter.grad
                 parameter.grad = None
     assert ours_sent[-2] < ours_sent[-1], "buckets leave while backward still runs"
-    _leave()
 
 
-def _plain(rank, port):
-    _train(rank, port)
+def _plain(rank):
+    _train(rank)
 
 
-def _static_views(rank, port):
-    _train(rank, port, in_first_step=True, gradient_as_bucket_view=True, static_graph=True)
-
-
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _static_views(rank):
+    _train(rank, in_first_step=True, gradient_as_bucket_view=True, static_graph=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("work", ["_plain", "_static_views"])
 def test_two_processes_train_as_with_the_plain_module(work):
-    port = _free_port()
-    code = "import runpy, sys; path, work, rank, port = sys.argv[1:]; "
-    code += "runpy.run_path(path)[work](int(rank), int(port))"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", code, __file__, work, str(rank), str(port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
+    run_in_processes(__file__, work)

@@ -10,30 +10,22 @@ from torch import nn
 from oracles.checkpointables import assert_trains_like, at_fraction, one_millisecond
 from rotor import Checkpointable
 from rotor.runtime.memory import peak_of
+from zoo.chains import Squashed
 
 CPU = torch.device("cpu")
 
 
-class Once(nn.Module):
-    def __init__(self, linear):
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x):
-        return self.linear(x).tanh()
-
-
-class Twice(Once):
+class Twice(Squashed):
     def forward(self, x):
         return self.linear(self.linear(x).sin()).tanh()
 
 
-class BothWays(Once):
+class BothWays(Squashed):
     def forward(self, x):
         return (x @ self.linear.weight + x @ self.linear.weight.t()).tanh()
 
 
-class Cut(Once):
+class Cut(Squashed):
     def forward(self, x):
         return self.linear(x.detach()).tanh()
 
@@ -44,7 +36,7 @@ def chain_of(kinds, width=33):
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-@pytest.mark.parametrize("kinds", list(itertools.product([Once, Twice, BothWays], repeat=3)))
+@pytest.mark.parametrize("kinds", list(itertools.product([Squashed, Twice, BothWays], repeat=3)))
 def test_gradients_are_added_one_by_one(kinds, fraction):
     twin = chain_of(kinds)
     chk = Checkpointable(copy.deepcopy(twin), torch.randn(17, 33), timer=one_millisecond)
@@ -52,7 +44,9 @@ def test_gradients_are_added_one_by_one(kinds, fraction):
     assert_trains_like(chk, twin, [torch.randn(17, 33) for _ in range(2)])
 
 
-@pytest.mark.parametrize("kinds", [(Twice, Cut, Once), (BothWays, Twice, Cut), (Cut, Twice, Once)])
+@pytest.mark.parametrize(
+    "kinds", [(Twice, Cut, Squashed), (BothWays, Twice, Cut), (Cut, Twice, Squashed)]
+)
 def test_nothing_is_lost_where_the_chain_is_cut(kinds):
     """What waits for a stage that is never reached must have been handed over before."""
     twin = chain_of(kinds)
@@ -68,7 +62,9 @@ def test_nothing_is_lost_where_the_chain_is_cut(kinds):
 def test_a_frozen_beginning_is_never_reached():
     frozen = nn.Linear(33, 33).requires_grad_(False)
     shared = nn.Linear(33, 33)
-    twin = nn.Sequential(Once(frozen), Twice(frozen), Once(shared), Twice(shared), Once(shared))
+    twin = nn.Sequential(
+        Squashed(frozen), Twice(frozen), Squashed(shared), Twice(shared), Squashed(shared)
+    )
     chk = Checkpointable(copy.deepcopy(twin), torch.randn(17, 33), timer=one_millisecond)
     at_fraction(chk, 0.0)
     x = torch.randn(17, 33)
@@ -79,7 +75,7 @@ def test_a_frozen_beginning_is_never_reached():
 
 
 def test_hooks_of_a_shared_weight_see_the_whole_gradient_once():
-    twin = chain_of((Twice, Once, BothWays))
+    twin = chain_of((Twice, Squashed, BothWays))
     chk = Checkpointable(copy.deepcopy(twin), torch.randn(17, 33), timer=one_millisecond)
     at_fraction(chk, 0.0)
     x, seen = torch.randn(17, 33), []
@@ -95,7 +91,9 @@ def test_hooks_of_a_shared_weight_see_the_whole_gradient_once():
 
 def test_sums_that_wait_are_counted():
     chk = Checkpointable(
-        chain_of((Twice, Once, Twice, BothWays), 128), torch.randn(64, 128), timer=one_millisecond
+        chain_of((Twice, Squashed, Twice, BothWays), 128),
+        torch.randn(64, 128),
+        timer=one_millisecond,
     )
     at_fraction(chk, 0.0)
     x = torch.randn(64, 128)

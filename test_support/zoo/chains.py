@@ -77,6 +77,18 @@ class ResidualBlock(nn.Module):
         return added
 
 
+class Squashed(nn.Module):
+    """A linear layer, which may be another's, and tanh."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the input's shape."""
+        return torch.tanh(self.linear(x))
+
+
 def residual_net(blocks: int = 6, channels: int = 8, dropout: float = 0.2) -> nn.Sequential:
     """Return a nested sequential classifier of 3-channel images, with every trap in it."""
     body = nn.Sequential(*(ResidualBlock(channels, dropout) for _ in range(blocks)))

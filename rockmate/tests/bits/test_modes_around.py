@@ -75,18 +75,22 @@ AROUND: Mapping[str, Callable[[], Any]] = {
 }
 
 
+def assert_same_steps(planned: nn.Module, plain: nn.Module, x: Tensor, inside: Any) -> None:
+    with inside():
+        ours = step(planned, x)
+    with inside():
+        theirs = step(plain, x)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_a_step_inside_is_plain_pytorchs(around: str, pair: tuple[Rockmate, Net, Tensor]) -> None:
     planned, plain, x = pair
     for _ in range(2):
         for inside in (contextlib.nullcontext, AROUND[around]):
-            with inside():
-                ours = step(planned, x)
-            with inside():
-                theirs = step(plain, x)
-            for a, b in zip(ours, theirs, strict=True):
-                assert torch.equal(a, b)  # type: ignore[arg-type]
+            assert_same_steps(planned, plain, x, inside)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own
@@ -166,12 +170,7 @@ def test_a_mode_that_may_change_operations_sees_the_plain_module(planned_inside:
     with Changing() if planned_inside else contextlib.nullcontext():
         planned = Rockmate(module, x, "1MiB", cost="flops")
     for inside in (Changing, contextlib.nullcontext, Changing):
-        with inside():
-            ours = step(planned, x)
-        with inside():
-            theirs = step(plain, x)
-        for a, b in zip(ours, theirs, strict=True):
-            assert torch.equal(a, b)  # type: ignore[arg-type]
+        assert_same_steps(planned, plain, x, inside)
 
 
 def test_such_a_mode_is_named(pair: tuple[Rockmate, Net, Tensor]) -> None:

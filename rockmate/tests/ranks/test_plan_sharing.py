@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,6 +17,7 @@ from rockmate.pipeline import share
 from rockmate.pipeline.share import Exchange, SharedShelf
 from rockmate.pipeline.shelf import NoShelf
 from runs.planned import wrap
+from runs.processes import run_in_processes
 
 
 def _net() -> nn.Module:
@@ -53,12 +50,7 @@ def _raised(kind: type[Exception], *args: Any, **options: Any) -> Exception:
     return caught.value
 
 
-def _two_ranks(rank: int, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ["ROCKMATE_CACHE"] = "off"
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
-    )
+def _two_ranks(rank: int) -> None:
     sample = torch.randn(64, 32)  # other values on each rank
     torch.manual_seed(rank)
     plan, measure = planners.plan, network.measure
@@ -105,36 +97,11 @@ def _two_ranks(rank: int, port: int) -> None:
     if rank == 0:  # and the other rank does not come, nor is it waited for
         share.COMING_S = 0.3
         assert wrap(_net(), sample, "1MiB").plan.overhead == 0
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # threads of gloo may make C++ abort in the interpreter's tear-down
 
 
 @pytest.mark.slow
 def test_rank_0_plans_for_both() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    code = "import runpy, sys; path, rank, port = sys.argv[1:]; "
-    code += "runpy.run_path(path)['_two_ranks'](int(rank), int(port))"
-    command = [sys.executable, "-W", "ignore", "-c", code, __file__]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
+    run_in_processes(__file__, "_two_ranks")
 
 
 def _shared(rank: int, store: Any) -> SharedShelf:

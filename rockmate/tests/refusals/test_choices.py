@@ -28,8 +28,8 @@ def test_every_known_name_is_accepted(option: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     for name in KNOWN[option]:
         choice: dict[str, Any] = {option: name}
-        Settings(**choice)
-    Settings()
+        assert getattr(Settings(**choice), option) == name
+    assert getattr(Settings(), option) in KNOWN[option]
 
 
 @pytest.mark.parametrize("option", KNOWN)
@@ -48,7 +48,7 @@ def test_an_unknown_choice_is_refused_with_the_choices(option: str, asked: Any) 
 
 @pytest.mark.parametrize("seconds", [1, 0.5, 3600])
 def test_an_effort_may_be_seconds(seconds: float) -> None:
-    Settings(effort=seconds)
+    assert Settings(effort=seconds).effort == seconds
 
 
 @pytest.mark.parametrize("effort", [0, -1, math.nan, True, 1j])
