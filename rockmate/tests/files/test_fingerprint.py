@@ -52,3 +52,10 @@ def test_taking_one_allocates_nothing_and_leaves_few_traces() -> None:
     trace = trace_memory(lambda _span: take.of(value), torch.device("cpu"))
     assert trace.peak_bytes == 0
     assert not trace.timeline
+
+
+def test_what_was_fingerprinted_can_still_be_freed() -> None:
+    value = tensor(torch.float32, 100)
+    Fingerprints().of(value)
+    value.untyped_storage().resize_(0)  # as FSDP frees what it has gathered
+    assert value.untyped_storage().nbytes() == 0

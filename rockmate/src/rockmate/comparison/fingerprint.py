@@ -9,6 +9,7 @@ small operations would take more memory than the copy that is avoided.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,14 @@ class Fingerprints:
     def _arrays(self, bits: Tensor) -> Iterator[Any]:
         """Return the elements in order, as small arrays on the host."""
         if bits.device.type == "cpu" and bits.is_contiguous():
-            whole = bits.numpy().reshape(-1)
+            if not bits.numel():
+                return
+            # Not bits.numpy(): a storage that numpy has seen can no longer be resized, as FSDP does
+            # to free it.
+            size = bits.numel() * bits.element_size()
+            memory = (ctypes.c_char * size).from_address(bits.data_ptr())
+            kind = self._raw[bits.element_size()].numpy().dtype
+            whole = np.frombuffer(memory, kind)
             yield from (whole[at : at + _PIECE] for at in range(0, whole.size, _PIECE))
             return
         for piece in _pieces(bits):
