@@ -120,10 +120,17 @@ class PlannedForward(SecondLook):
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Run a plan with submodules that run whole; the plain module where one comes otherwise."""
-        start = StartOfCall(self.model, planned.signature.device, planned.written)
+        device, writes = planned.signature.device, planned.writes_buffer
+        start = StartOfCall(self.model, device, planned.written, writes)
         try:
             return planned.run(self.model, external, leaves, call=(args, kwargs))
         except (OpaquePieceError, OtherWayError) as error:
+            if name := start.lost():
+                error.add_note(
+                    f"The step cannot be run plain instead: it has written to the buffer '{name}', "
+                    "which the recorded one did not."
+                )
+                raise
             start.restore()
             result = self.model.forward(*args, **kwargs)  # or the user's own error
             warnings.warn(

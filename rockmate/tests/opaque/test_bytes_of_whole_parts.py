@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from oracles.training import measured_peak_bytes
+from rkgb import OpaquePieceError
+from rkgb.engine import trace_memory
 from rockmate import InfeasibleBudgetError, Rockmate
 
 
@@ -20,6 +22,23 @@ class Chooses(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.inner(x)
         return x * 0.5 if x.mean() > 100 else x
+
+
+class Masked(nn.Module):
+    """Reads a large buffer, and writes to a small one."""
+
+    mask: Tensor
+    count: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.chooses = nn.Linear(width, width), Chooses(width)
+        self.register_buffer("mask", torch.zeros(1 << 18))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.chooses(torch.tanh(self.first(x)) + self.mask[: x.shape[-1]])
 
 
 class Around(nn.Module):
@@ -42,3 +61,50 @@ def test_the_random_state_that_may_be_put_back_is_not_above_the_budget(
     least = error.value.minimum_bytes
     planned = Rockmate(model, x, least, planner="none", self_test=False)
     assert measured_peak_bytes(planned, x, grads_exist=True) <= least
+
+
+def test_only_buffers_that_a_step_writes_to_are_kept_to_be_put_back() -> None:
+    x = torch.randn(128, 64)
+    planned = Rockmate(Masked(64), x, 1.0, self_test=False)
+    assert planned.budget_bytes < 1 << 20  # the bytes of the mask
+    for step in range(4):
+        trace = trace_memory(lambda _span: planned(x).sum().backward(), torch.device("cpu"))
+        made = 0 if step else sum(p.nbytes for p in planned.parameters())
+        assert trace.peak_bytes - made <= planned.budget_bytes
+    assert planned.count == 4
+
+
+class Turns(nn.Module):
+    """Returns something else in the second step, and writes to a buffer only then, if `late`."""
+
+    seen: Tensor
+
+    def __init__(self, *, late: bool) -> None:
+        super().__init__()
+        self.inner, self.late = nn.Linear(8, 8), late
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if x.mean() > 10:
+            self.seen.add_(1)
+            x = torch.cat([x, x])
+        elif not self.late:
+            self.seen.add_(1)
+        return x
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_buffer_that_cannot_be_put_back_is_named(late: bool) -> None:
+    planned = Rockmate(Turns(late=late), torch.randn(4, 8), 2**20, self_test=False)
+    other = torch.randn(4, 8)
+    with torch.no_grad():
+        planned.inner.bias.fill_(100)
+    if late:
+        with pytest.raises(OpaquePieceError) as error:
+            planned(other)
+        assert any("buffer 'seen'" in note for note in error.value.__notes__)
+    else:
+        with pytest.warns(RuntimeWarning, match="runs plain"):
+            assert planned(other).shape == (8, 8)
+        assert planned.seen == 1

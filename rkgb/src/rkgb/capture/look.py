@@ -46,9 +46,10 @@ def look_again(
     if within is not None:
         needs, most_bytes = within
         most_bytes -= _STATES * device_of(torch.device("cpu")).random_state_bytes
-        if most_bytes < 0:  # putting the states back takes as much again
+        most_bytes -= sum(buffer.nbytes for buffer in model.buffers())
+        if most_bytes < 0:  # putting the states back, and a copy of the buffers, take as much again
             return None
-        within = needs, most_bytes - sum(buffer.nbytes for buffer in model.buffers())
+        within = needs, most_bytes
     stream, python = KeptGenerators.keep(sample.device), PythonRandom()
     try:
         return _differences(model, sample, known, numbers, within)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -102,8 +102,9 @@ class Lent:
 class BufferContents:
     """What is in the buffers of a module, and in others of its tensors, to be put back."""
 
-    def __init__(self, module: nn.Module, others: Iterable[Tensor] = ()) -> None:
-        self.copies = [(b, b.detach().clone()) for b in (*module.buffers(), *others)]
+    def __init__(self, of: nn.Module | Iterable[Tensor], others: Iterable[Tensor] = ()) -> None:
+        buffers = of.buffers() if isinstance(of, nn.Module) else of
+        self.copies = [(b, b.detach().clone()) for b in (*buffers, *others)]
 
     def restore(self) -> None:
         """Put the content back where it has changed."""
@@ -117,12 +118,29 @@ class BufferContents:
 
 
 class StartOfCall:
-    """What a call of a model finds, to be found again by another one in its place."""
+    """What a call of a model finds, to be found again by another one in its place.
 
-    def __init__(self, model: nn.Module, device: torch.device, written: Iterable[str] = ()) -> None:
+    Where it is known which buffers the call `writes` to, nothing is copied of others.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        written: Iterable[str] = (),
+        writes: Callable[[str], bool] = lambda name: True,
+    ) -> None:
         self.stream = KeptGenerators.keep(device)
         self.state = ModuleState(model)
-        self.buffers = BufferContents(model, map(model.get_parameter, written))
+        every = list(model.named_buffers(remove_duplicate=False))
+        copied = [b for name, b in every if writes(name)]
+        self.buffers = BufferContents([*copied, *map(model.get_parameter, written)])
+        known = set(map(id, copied))
+        self._others = [(name, b, b._version) for name, b in every if id(b) not in known]
+
+    def lost(self) -> str:
+        """Return the name of a buffer that was written to and cannot be put back, or ''."""
+        return next((name for name, b, version in self._others if b._version != version), "")
 
     def restore(self) -> None:
         """Put random numbers, attributes and buffers back."""

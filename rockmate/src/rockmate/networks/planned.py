@@ -18,7 +18,7 @@ from rkgb.engine import (
     operations,
 )
 from rkgb.graphs import BackwardKind, SimplifiedGraph
-from rkgb.opaque import RunPiece
+from rkgb.opaque import RunPiece, is_inside
 from rkgb.run import Outcomes, RunnableGraph, without_idle_steps
 from rockmate.comparison.contents import Contents
 from rockmate.keys.input_signature import InputSignature
@@ -89,6 +89,18 @@ class Planned:
     def written(self) -> tuple[str, ...]:
         """The parameters that the forward writes to."""
         return self.network.graph.dataflow.basic.written_parameters
+
+    def writes_buffer(self, name: str) -> bool:
+        """Whether the forward writes to a buffer; what runs whole may write to all of its own."""
+        found, parts = self._written_buffers
+        return name in found or any(is_inside(name, path) for path in parts)
+
+    @cached_property
+    def _written_buffers(self) -> tuple[frozenset[str], tuple[str, ...]]:
+        basic, executable = self.network.graph.dataflow.basic, self.executor.planned
+        found = {basic.buffers[name] for name in executable.written if name in basic.buffers}
+        pieces = [op.target.piece for op in basic.ops if isinstance(op.target, RunPiece)]
+        return frozenset(found), tuple(p.call.path for p in pieces if p.buffer_bytes)
 
     @cached_property
     def may_go_another_way(self) -> bool:
