@@ -255,6 +255,13 @@ def test_every_folder_of_a_package_says_what_it_gets_and_gives() -> None:
             assert len(text.splitlines()) >= 3, f"{file} says too little"
 
 
+def test_every_test_of_rockmate_lies_in_the_folder_of_a_promise() -> None:
+    tests = CI.parent / "rockmate" / "tests"
+    names = [path.name for path in tests.rglob("test_*.py")]
+    assert len(names) == len(set(names))
+    assert not list(tests.glob("test_*.py"))
+
+
 @pytest.mark.parametrize(
     ("changed", "selected"),
     [
