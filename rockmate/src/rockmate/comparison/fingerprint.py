@@ -68,7 +68,7 @@ class Fingerprints:
             # Not bits.numpy(): a storage that numpy has seen can no longer be resized, as FSDP does
             # to free it.
             size = bits.numel() * bits.element_size()
-            memory = (ctypes.c_char * size).from_address(bits.data_ptr())
+            memory: Any = (ctypes.c_char * size).from_address(bits.data_ptr())
             kind = self._raw[bits.element_size()].numpy().dtype
             whole = np.frombuffer(memory, kind)
             yield from (whole[at : at + _PIECE] for at in range(0, whole.size, _PIECE))
