@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import getitem, is_
@@ -59,6 +59,10 @@ class Named:
     path: str
 
 
+# In which table, by what name, and what it was.
+_Rows = tuple[list[Mapping[Any, Any]], list[Any], list[Any]]
+
+
 class Watched:
     """What values count as; looks at them again: the same things in the same places still?
 
@@ -81,29 +85,30 @@ class Watched:
         self.tensors: list[weakref.ref[Tensor]] = []
         self._kinds: list[Hashable] = []
         self._numbers: dict[int, int] = {}  # of tensors, by identity
-        # What is found again by name: in which table, by what name, and what it was.
-        self._owners: list[Mapping[Any, Any]] = []
-        self._names: list[Any] = []
-        self._found: list[Any] = []
-        self._others: tuple[Sequence[Any], ...] = (), (), ()  # in no table that others look at
+        # What is found again by name.
+        self._rows: _Rows = [], [], []
+        self._known_rows: dict[int, _Rows] = {}  # where others know of writes, by table
         # What is watched already: a configuration is an attribute of every module of its model.
         self._known: dict[tuple[int, int], Hashable] = {}
 
     def know(self, tables: Iterable[Mapping[Any, Any]]) -> None:
         """Let what is in these tables be passed over where others know that it is as it was."""
-        known = set(map(id, tables))
-        rows = zip(self._owners, self._names, self._found, strict=True)
-        others = [row for row in rows if id(row[0]) not in known]
-        self._others = tuple([row[place] for row in others] for place in range(3))
+        others: _Rows = [], [], []
+        self._known_rows = {id(table): ([], [], []) for table in tables}
+        for row in zip(*self._rows, strict=True):
+            for column, part in zip(self._known_rows.get(id(row[0]), others), row, strict=True):
+                column.append(part)
+        self._rows = others
 
-    def holds(self, *, tables_hold: bool = False) -> bool:
-        """Whether everything is as it was; no exception and no new object in the usual case."""
-        rows: tuple[Sequence[Any], ...] = self._owners, self._names, self._found
-        if tables_hold:
-            rows = self._others
+    def holds(self, written: Iterable[Mapping[Any, Any]] = ()) -> bool:
+        """Whether everything is as it was; no exception and no new object in the usual case.
+
+        Of the tables that are known, the `written` ones are looked at.
+        """
         try:
-            if not all(map(is_, map(getitem, rows[0], rows[1]), rows[2])):
-                return False
+            for owners, names, found in (self._rows, *(self._known_rows[id(t)] for t in written)):
+                if not all(map(is_, map(getitem, owners, names), found)):
+                    return False
         except KeyError:  # it was deleted
             return False
         if self.tensors and [_kind(ref()) for ref in self.tensors] != self._kinds:
@@ -120,9 +125,8 @@ class Watched:
 
     def note_alive(self, table: Mapping[Any, Any], name: Any, value: Any) -> None:
         """Do the same, and keep the object alive."""
-        self._owners.append(table)
-        self._names.append(name)
-        self._found.append(value)
+        for column, part in zip(self._rows, (table, name, value), strict=True):
+            column.append(part)
 
     def worth(self, value: Any, depth: int = 0) -> Hashable:
         """Return what a value counts as, and watch what it holds."""

@@ -22,8 +22,9 @@ from rkgb.elements import storage_id
 from rkgb.graphs import BasicGraph
 from rkgb.guards import Same, Sources, Watched, is_users
 from rkgb.opaque import is_inside
-from rkgb.torch_api import dict_versions, same_kinds
+from rkgb.torch_api import same_kinds
 from rockmate.keys.module_state import UNDRESSED, ModuleState, Place, module_in_words
+from rockmate.keys.tables import Tables
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_modules", "_parameters", "_buffers")
@@ -31,7 +32,6 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 _OWN = (frozenset(vars(nn.Module())) - {"training"}) | {"_compiled_call_impl", "_rockmate"}
 # What libraries write on modules for themselves, torch's sharding and compiling among them.
 _OTHERS = ("__", "_fsdp", "_is_fsdp", "_is_torch_compile")
-_MOST_MISSES = 8  # writes to tables that left everything as it was
 _CALLED = frozenset(("forward",))  # methods that torch asks for
 
 
@@ -47,9 +47,7 @@ class Snapshot:
     ) -> None:
         self.values: dict[Any, ExternalValues] = {}  # for each executor, where its values are
         sources = Sources() if sources is None else sources
-        self._tables: list[Mapping[Any, Any]] = []  # of attributes, submodules, tensors, hooks
-        self._empty: list[Mapping[Any, Any]] = []
-        self._ordered: list[Mapping[Any, Any]] = []  # submodules run in the order of their table
+        self._tables = Tables()  # of attributes, submodules, tensors, hooks
         self._held: list[Tensor] = []
         facts: dict[tuple[str, str, str], Hashable] = {}
         modules = self._by_path = dict(model.named_modules())
@@ -70,23 +68,19 @@ class Snapshot:
             names = {p[1] for p in ignored if not isinstance(p, str) and p[0] == path}
             unread = vars(module).keys() - asked_beside if runs_whole(path) else set()
             self._add_attributes(path, module, facts, names | unread)
-        self._modules = list(modules.values())  # kept alive, so that no other gets a place of one
         wants = any(tensor.requires_grad for tensor in self._held)
-        trains = any(module.training for module in self._modules)
+        trains = any(module.training for module in self._tables.modules)
         self._add_sources(sources, runs_whole, facts)
         for told, module in watched.outside:  # grows while it is walked
             self._add_outside(told, module, sources, facts)
-        self._lengths = [*map(len, self._tables)]
-        self._orders = [*map(tuple, self._ordered)]
+        self._tables.close()
         watched.know(self._tables)
-        self._versions, self._misses = dict_versions(self._tables), 0
         unique = {id(t): t for t in self._held}
         self._tensors = list(unique.values())
         if watched.tensors:
             facts["", "memory", ""] = self._shared_memory()
         self._kinds = [*map(_kind, self._tensors)]
         self._same_kinds: dict[Hashable, Callable[[], bool]] = {}
-        self._types = [*map(type, self._modules)]  # parametrizations change it in place
         key = tuple(facts.items())
         if key not in states:
             states[key] = ModuleState(facts, trains, wants)
@@ -99,28 +93,19 @@ class Snapshot:
 
     def holds(self, autocast: Hashable) -> bool:
         """Whether everything is as it was; no exception and no new object in the usual case."""
-        if any(self._empty) or [*map(type, self._modules)] != self._types:
+        written = self._tables.written()
+        if written is None or not self._tables.hold(written):
             return False
-        now = None if self._versions is None else dict_versions(self._tables)
-        unwritten = now is not None and now == self._versions
-        if not unwritten and not self._tables_hold():
+        if not self._watched.holds(written):
             return False
-        if not self._watched.holds(tables_hold=unwritten):
-            return False
-        if not unwritten:  # what is written to at every call is better looked at at once
-            self._misses += 1
-            self._versions = now if self._misses < _MOST_MISSES else None
+        if written:
+            self._tables.pass_over()
         return self._are_of_the_same_kinds(autocast)
-
-    def _tables_hold(self) -> bool:
-        """Whether tables have as many entries as they had, and submodules the same order."""
-        return [*map(len, self._tables)] == self._lengths and [
-            *map(tuple, self._ordered)
-        ] == self._orders
 
     def is_of_the_same(self, other: Snapshot) -> bool:
         """Whether both are of the same modules and tensors, in whatever state."""
-        ours, theirs = [*self._modules, *self._tensors], [*other._modules, *other._tensors]
+        ours = [*self._tables.modules, *self._tensors]
+        theirs = [*other._tables.modules, *other._tensors]
         return len(ours) == len(theirs) and all(map(is_, ours, theirs))
 
     def _are_of_the_same_kinds(self, autocast: Hashable) -> bool:
@@ -141,7 +126,6 @@ class Snapshot:
         ignored: set[str],
     ) -> None:
         table = vars(module)
-        self._tables.append(table)
         for name, value in sorted(table.items()):  # their order means nothing
             if name in _OWN or name in ignored or name.startswith(_OTHERS):
                 continue
@@ -166,7 +150,7 @@ class Snapshot:
             worth = self._watched.worth(value)
             facts[f"{source.told} ({source.where})", "source", str(number)] = worth
             source.watch(self._watched, value)
-        kinds = (kind for module in self._modules for kind in _class_of(module).__mro__)
+        kinds = (kind for module in self._tables.modules for kind in _class_of(module).__mro__)
         for kind in dict.fromkeys(kinds):
             if is_users(kind.__module__):
                 told = f"class {kind.__module__}.{kind.__qualname__}"
@@ -187,7 +171,6 @@ class Snapshot:
             if id(part) in self._paths:
                 continue
             path = self._paths[id(part)] = f"{own}{' in ' if own else ''}{told}"
-            self._modules.append(part)
             facts[path, "type", ""] = Same(_class_of(part))
             self._add_tables(path, part, facts, runs_whole=False)
             unread = set() if sources.calls(part) else vars(part).keys() - self._watched.asked
@@ -230,12 +213,7 @@ class Snapshot:
         *,
         runs_whole: bool,
     ) -> None:
-        own = vars(module)
-        for kind in (*_TABLES, *HOOKS) if path else _TABLES:
-            table = own[kind]
-            (self._tables if table else self._empty).append(table)
-            if kind == "_modules" and len(table) > 1:
-                self._ordered.append(table)
+        for kind, table in self._tables.add(module, (*_TABLES, *HOOKS) if path else _TABLES):
             for name, value in table.items():
                 self._note(table, name, value)
                 if kind == "_modules":

@@ -1,0 +1,94 @@
+"""The modules of a snapshot and their tables: which of them were written to since the last look.
+
+A table is a dict: the attributes of a module, its submodules, parameters, buffers, hooks. Most of
+them are empty, and most are never written to after a model has been made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any
+
+from torch import nn
+
+from rkgb.torch_api import dict_versions
+
+Table = Mapping[Any, Any]
+
+
+class Tables:
+    """The tables of some modules, which are kept alive; `close` begins to look at them."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self._own: list[Table] = []  # of attributes, by module
+        self._full: list[Table] = []  # the others that hold something
+        self._empty: list[Table] = []
+        # Whether one still is, after a write, what is in the key by it, by identity.
+        self._checks: dict[int, Callable[[], bool]] = {}
+
+    def __iter__(self) -> Iterator[Table]:
+        """Yield those that hold something."""
+        return chain(self._own, self._full)
+
+    def add(self, module: nn.Module, names: Sequence[str]) -> list[tuple[str, Table]]:
+        """Add a module and its tables by these names; return those that hold something."""
+        own = vars(module)
+        self.modules.append(module)
+        self._own.append(own)
+        self._checks[id(own)] = _holds_tables(own, names)
+        full = [(name, own[name]) for name in names if own[name]]
+        for name, table in full:
+            self._full.append(table)
+            self._checks[id(table)] = _holds_as_many(table, in_order=name == "_modules")
+        self._empty += (own[name] for name in names if not own[name])
+        return full
+
+    def close(self) -> None:
+        """Look from now on whether everything is as it is now."""
+        self._types = [*map(type, self.modules)]  # parametrizations change it in place
+        self._every = [*self]
+        self._versions = self._now = dict_versions(self._every)
+
+    def written(self) -> Sequence[Table] | None:
+        """Return those that were written to, if that is all that can be otherwise; else None."""
+        if any(self._empty) or [*map(type, self.modules)] != self._types:
+            return None
+        self._now = dict_versions(self._every)
+        if self._now is None or self._versions is None:  # nobody can tell
+            return self._every
+        if self._now == self._versions:
+            return ()
+        rows = zip(self._every, self._now, self._versions, strict=True)
+        return [table for table, now, then in rows if now != then]
+
+    def hold(self, written: Sequence[Table]) -> bool:
+        """Whether these have as many entries as they had, and submodules the same order."""
+        return all(self._checks[id(table)]() for table in written)
+
+    def pass_over(self) -> None:
+        """Take what was written since the last look for nothing that counts."""
+        self._versions = self._now
+
+
+def _holds_tables(own: Table, names: Sequence[str]) -> Callable[[], bool]:
+    read, count = itemgetter(*names), len(own)
+    tables = read(own)
+
+    def holds() -> bool:
+        try:
+            return len(own) == count and all(map(is_, read(own), tables))
+        except KeyError:  # one was deleted
+            return False
+
+    return holds
+
+
+def _holds_as_many(table: Table, *, in_order: bool) -> Callable[[], bool]:
+    if in_order:
+        names = [*table]
+        return lambda: [*table] == names
+    count = len(table)
+    return lambda: len(table) == count
