@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import collections
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
 from fuzz.case import Case
 from fuzz.drawing import draw_case
@@ -19,7 +21,8 @@ from fuzz.layers import BASES
 from fuzz.script import script_of, source_of
 from fuzz.shrinking import shrink
 
-MOST_SECONDS = 30.0  # for making a case small; three times as long for an answer
+MOST_SECONDS = 30.0  # for making a case small; three times as much processor time for an answer
+_HANGS_SECONDS = 300.0  # without an answer, however slow the machine is
 
 
 @dataclass
@@ -173,8 +176,24 @@ class _Worker:
 
     def give(self, task: Task) -> None:
         self.task, self.is_busy = task, True
-        self.limit = time.monotonic() + 3 * MOST_SECONDS
+        self.began, self.began_processor = time.monotonic(), self._processor_seconds()
         self.pipe.send(task)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it hangs, or has worked too long: a busy machine makes it slow, and not late."""
+        if time.monotonic() - self.began > _HANGS_SECONDS:
+            return True
+        return self._processor_seconds() - self.began_processor > 3 * MOST_SECONDS
+
+    def _processor_seconds(self) -> float:
+        """Return what the process has worked so far; 0 where the system does not say."""
+        try:
+            text = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return 0.0
+        fields = text.rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def take(self) -> Answer:
         """Return the answer; of a process that has died or is late, that it has."""
@@ -204,8 +223,7 @@ class _Worker:
 
 def _answered(busy: list[_Worker]) -> list[_Worker]:
     ready = wait([worker.pipe for worker in busy], timeout=1.0)
-    now = time.monotonic()
-    return [worker for worker in busy if worker.pipe in ready or now > worker.limit]
+    return [worker for worker in busy if worker.pipe in ready or worker.is_late]
 
 
 def _work(pipe: Connection) -> None:
