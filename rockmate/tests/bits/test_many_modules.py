@@ -152,7 +152,9 @@ class RandomNet(nn.Module):
             layer = dict(self.layers).get(str(place))
             factor = dict(self.factors).get(str(place))
             pool.append(self._apply(kind, a, b, layer) if factor is None else a * factor)
-        return pool[-1], pool[len(pool) // 2] * 1.0, sum(t.mean() for t in pool)  # type: ignore[return-value]
+        # No scalar, which would be taken for the loss that the others get no gradient beside.
+        means = torch.stack([t.mean() for t in pool])
+        return pool[-1], pool[len(pool) // 2] * 1.0, means
 
     def _apply(self, kind: str, a: Tensor, b: Tensor, layer: nn.Module | None) -> Tensor:
         if kind == "conv":

@@ -214,7 +214,7 @@ def test_what_the_backward_itself_needs_must_not_change(
         between(planned, x)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             one.backward()
-        with pytest.raises(ChangedTensorError, match="b_middle_b"):
+        with pytest.raises(ChangedTensorError, match=r"middle\.b"):
             other.backward()
 
 

@@ -305,7 +305,7 @@ def _planned(
 
 
 def eager_peak_bytes(
-    model: nn.Module, sample: Any, kwargs: Mapping[str, Any] | None, *, losses: bool
+    model: nn.Module, sample: Any, kwargs: Mapping[str, Any] | None, *, losses: bool = True
 ) -> int:
     """Return the activation peak of a plain step, which a fraction as budget refers to."""
     given = Sample.of(model, sample, kwargs)

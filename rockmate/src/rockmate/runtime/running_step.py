@@ -198,8 +198,6 @@ class RunningStep:
                 "inside of it, or let the class of a mode that only looks say so: only_watches = "
                 "True."
             )
-        if self.outputs_held is not None:
-            self._look_at_outputs(self.outputs_held)
         self.started = True
         self.program = self.watch = None  # of a backward that has ended on its way
         self.rerunning = _NOTHING
@@ -221,6 +219,8 @@ class RunningStep:
         executable = self.executable
         if kind != executable.kind:
             executable = self._go_on_as(kind)
+        elif self.outputs_held is not None:
+            self._look_at_outputs(self.outputs_held)
         self.backwards.latest = executable
         if keeps_graph():
             self.kept = self.external
