@@ -2,9 +2,9 @@
 
 Gets a module and a `Sample`; gives a `BasicGraph`. Read record.py (which submodules run whole),
 then step.py (one step from start to end) with twin.py and held.py (the copy that runs),
-saved_by_autograd.py, backward.py, pieces.py, functions.py and hooks.py; sizes.py records without
-memory, and numbered.py once more, so that numbers of the call need not be recorded anew; look.py
-compares another recording with the one that a plan was made from.
+saved_by_autograd.py, flows.py, backward.py, pieces.py, functions.py and hooks.py; sizes.py records
+without memory, and numbered.py once more, so that numbers of the call need not be recorded anew;
+look.py compares another recording with the one that a plan was made from.
 """
 
 from rkgb.capture.backward import AskedKind

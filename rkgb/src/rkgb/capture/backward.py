@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rkgb.capture.flows import Edge, edge_of
+from rkgb.elements.cut import Cut, Part
+from rkgb.elements.op import Op, Ref
+from rkgb.elements.tensor_info import TensorInfo
 from rkgb.errors import RkgbError, TraceError
-from rkgb.graphs.basic import BackwardKind, HandOver, autocast_as
+from rkgb.graphs.basic import BackwardKind, Flow, HandOver, Tangent, autocast_as
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.watch import no_backward_inside, tensors_of
 from rkgb.safeguards.explain import explained
@@ -29,6 +34,7 @@ class RecordedBackward:
         self.recorder, self.twin, self.leaves = recorder, twin, leaves
         self.keep_content = keep_content
         self.hand_overs: list[HandOver] = []
+        self.totals: set[str] = set()  # gradients of outputs that have come back
         self._edges: list[tuple[int, int, str]] = []  # number of a node, which edge, to which leaf
         self._complete: list[str] = []  # leaves, in the order in which their gradients were whole
 
@@ -85,34 +91,47 @@ class RecordedBackward:
             tuple(
                 tuple(like.stride()) if name in own else None
                 for like, name in zip(likes, names, strict=True)
-            )
+            ),
         )
 
-    def run(self, roots: list[Tensor], kind: BackwardKind) -> tuple[str | None, ...]:
-        """Run it, and return the names of the gradients that it was given, one a root.
+    def run(
+        self, roots: list[Tensor], kind: BackwardKind, flows: Sequence[Flow]
+    ) -> tuple[tuple[str | None, ...], BackwardKind]:
+        """Run it; return the names of the gradients that it was given, one a root, and its kind.
+
+        The gradient of an output that others were computed from lies as `kind` says, or where that
+        says nothing, as its parts do.
 
         Raises:
             TraceError: it raised; see `record`.
         """
         recorder = self.recorder
-        names: list[str | None] = []
+        names: list[str | None] = [None] * len(roots)
         given: list[Tensor] = []
+        starts: list[Tensor] = []
+        wholes: dict[Edge, Whole] = {}
+        hooks: list[Any] = []
         for place, strides in enumerate(kind.tangents):
-            if strides is None:
-                names.append(None)
+            is_inner = kind.is_split and bool(flows) and flows[place].uses > 0
+            if strides is None and not is_inner:
                 continue
             root = roots[place]
-            recorder.claim(root.nbytes)
-            with recorder.paused(), torch.no_grad():
-                content = torch.empty_strided(
-                    root.shape, strides, dtype=root.dtype, device=root.device
-                )
-                if content.numel():
-                    (content if 0 not in strides else content.as_strided((), ())).fill_(1)
-            names.append(recorder.add_external(f"tangent_{place}", content, "tangent"))
+            gets_some = strides is not None and (not is_inner or place in (kind.outside or ()))
+            if is_inner:
+                whole = Whole(place, recorder.name_of(root) or "", strides, gets_some)
+                wholes[edge_of(root)] = whole
+                hooks.append(root.register_hook(self._passing(whole, root)))
+            if strides is None or not gets_some:
+                continue
+            content = self._content(root, strides)
+            if not is_inner:
+                names[place] = recorder.add_external(f"tangent_{place}", content, "tangent")
             given.append(content)
-        hooks = self._watch_leaves(roots)
-        roots[:] = [root for root, name in zip(roots, names, strict=True) if name is not None]
+            starts.append(root)
+        # Edges to leaves are those of the whole forward, whatever this backward comes to.
+        hooks += self._watch_leaves(roots, wholes)
+        roots[:] = starts
+        del starts
         if roots:
             recorder.in_backward = True
             try:
@@ -131,27 +150,79 @@ class RecordedBackward:
                 roots.clear()  # a graph that has not run to its end holds on to the recorder
                 for hook in hooks:
                     hook.remove()
-        return tuple(names)
+        if not kind.is_split:
+            return tuple(names), kind
+        tangents = list(kind.tangents)
+        for whole in wholes.values():
+            tangents[whole.place] = None if whole.total is None else whole.total.stride()
+        outside = (w.place for w in wholes.values() if w.from_outside and w.total is not None)
+        found = replace(kind, tangents=tuple(tangents), outside=tuple(sorted(outside)))
+        return tuple(names), found
 
-    def _watch_leaves(self, roots: Sequence[Tensor]) -> list[Any]:
+    def _content(self, like: Tensor, strides: Sequence[int]) -> Tensor:
+        """Return a gradient of an output that lies in memory so."""
+        self.recorder.claim(like.nbytes)
+        with self.recorder.paused(), torch.no_grad():
+            content = torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
+            if content.numel():
+                (content if 0 not in strides else content.as_strided((), ())).fill_(1)
+        return content
+
+    def _passing(self, whole: Whole, root: Tensor) -> Callable[[Tensor | None], Tensor | None]:
+        """Return the hook that takes what comes to an output that others were computed from.
+
+        The backward goes on with another tensor, which nothing is known of: autograd adds up what
+        comes at run time, and the user's hooks may change it.
+        """
+        recorder, number = self.recorder, root.grad_fn._sequence_nr()  # type: ignore[union-attr]
+
+        def passing(grad: Tensor | None) -> Tensor | None:
+            if grad is None:
+                return None
+            with recorder.paused(), torch.no_grad():
+                strides = whole.strides or self._sum_strides(whole.parts, grad)
+            whole.total = grad if whole.from_outside else self._content(grad, strides)
+            name = recorder.add_external(f"total_{whole.place}", whole.total, "tangent")
+            self.totals.add(name)
+            if whole.given:  # the last part goes where the whole comes back
+                at = whole.given[-1]
+                recorder.backward[at] = replace(recorder.backward[at], sequence_nr=number)
+            args = (Ref(whole.held),) if whole.held else ()
+            target = Cut(whole.name, whole.from_outside)
+            recorder.backward.append(Op(name, target, args, {}, (name,), sequence_nr=number))
+            return whole.total
+
+        return passing
+
+    def _sum_strides(self, parts: Sequence[str], first: Tensor) -> tuple[int, ...]:
+        """Return how autograd lays out the sum of the parts of a gradient."""
+        infos = [self.recorder.infos[name] for name in parts]
+        likes = [torch.empty_strided(i.shape, i.stride, device="meta") for i in infos]
+        return sum(likes[1:], start=likes[0]).stride() if len(likes) > 1 else first.stride()
+
+    def _watch_leaves(self, roots: Sequence[Tensor], wholes: Mapping[Edge, Whole]) -> list[Any]:
         """Let each part of a leaf's gradient be noted and dropped where it is made.
 
         Autograd would add the parts of a leaf that is used more than once; each is handed over by
-        itself instead, and autograd adds them at run time, together with those from outside.
+        itself instead, and autograd adds them at run time, together with those from outside. So are
+        the parts of the gradient of an output that others were computed from.
         """
         hooks = []
         accumulators = {}
         stack = [root.grad_fn for root in roots]
         seen = set(stack)
         for node in stack:  # grows while it is walked
-            edges: dict[int, str] = {}
-            for index, (source, _) in enumerate(node.next_functions):  # type: ignore[union-attr]
+            edges: dict[int, str | Whole] = {}
+            for index, edge in enumerate(node.next_functions):  # type: ignore[union-attr]
+                source, _ = edge
                 if source is None:
                     continue
                 variable = getattr(source, "variable", None)
+                if edge in wholes:
+                    edges[index] = wholes[edge]
                 if variable is not None and id(variable) in self.leaves:
                     edges[index] = self.leaves[id(variable)]
-                    accumulators[source] = edges[index]
+                    accumulators[source] = self.leaves[id(variable)]
                 elif source not in seen:
                     if variable is not None:
                         self._refuse_foreign(variable)
@@ -159,7 +230,8 @@ class RecordedBackward:
                     stack.append(source)
             if edges:
                 number = node._sequence_nr()  # type: ignore[union-attr]
-                self._edges += [(number, index, leaf) for index, leaf in edges.items()]
+                leaves = ((index, to) for index, to in edges.items() if isinstance(to, str))
+                self._edges += [(number, index, leaf) for index, leaf in leaves]
                 hooks.append(node.register_hook(self._noting(edges, number)))  # type: ignore[union-attr]
         for source, leaf in accumulators.items():
             hooks.append(source.register_hook(lambda *_, leaf=leaf: self._complete.append(leaf)))
@@ -192,15 +264,67 @@ class RecordedBackward:
         where = "" if op is None else f", read at {op.source}"
         return f"a tensor ({'x'.join(map(str, leaf.shape))}{where})"
 
-    def _noting(self, edges: Mapping[int, str], sequence_nr: int) -> Callable[[Any, Any], Any]:
+    def _give(self, whole: Whole, part: str, sequence_nr: int) -> None:
+        """Note that a part of an output's gradient is handed to autograd.
+
+        What comes from outside is there before, and the part is added to it. If nothing does,
+        autograd keeps the first part, and adds the others to that if it can.
+        """
+        recorder, infos = self.recorder, self.recorder.infos
+        info = infos[part]
+        held = recorder.names.fresh("held")
+        args = (whole.held, part) if whole.held else (part,)
+        if whole.from_outside:
+            root, size_bytes = held, 0
+        elif not whole.held:
+            root, size_bytes = info.alias_of, info.storage_bytes
+        else:
+            first = infos[whole.held]
+            root, size_bytes = first.alias_of, first.storage_bytes
+            is_kept = root in recorder.kinds and root not in self.totals
+            if is_kept or size_bytes != info.size_bytes:
+                root, size_bytes = held, info.size_bytes
+        infos[held] = TensorInfo((0,), torch.uint8, (1,), False, root, 0, size_bytes)
+        whole.given.append(len(recorder.backward))
+        whole.parts.append(part)
+        whole.held = held
+        refs = tuple(map(Ref, args))
+        target = Part(whole.name, whole.from_outside and len(whole.parts) == 1)
+        op = Op(held, target, refs, {}, (held,), sequence_nr=sequence_nr)
+        recorder.backward.append(op)
+
+    def _noting(
+        self, edges: Mapping[int, str | Whole], sequence_nr: int
+    ) -> Callable[[Any, Any], Any]:
         def note(grad_inputs: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-            for index, leaf in edges.items():
+            kept = list(grad_inputs)
+            for index, to in edges.items():
                 part = grad_inputs[index]
                 if part is None:
                     continue
                 value = self.recorder.name_of(part)
                 assert value is not None, "a gradient that no operation has made"
-                self.hand_overs.append(HandOver(leaf, value, sequence_nr))
-            return tuple(None if i in edges else grad for i, grad in enumerate(grad_inputs))
+                if isinstance(to, str):
+                    self.hand_overs.append(HandOver(to, value, sequence_nr))
+                    kept[index] = None
+                else:
+                    self._give(to, value, sequence_nr)
+                    if to.from_outside or len(to.parts) > 1:
+                        kept[index] = None  # the first goes on, and brings no other with it
+            return tuple(kept)
 
         return note
+
+
+@dataclass
+class Whole:
+    """The gradient of an output that others were computed from, and the parts that they give."""
+
+    place: int
+    name: str
+    strides: Tangent  # as it is known to lie
+    from_outside: bool
+    parts: list[str] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)  # places of the operations that hand them over
+    held: str = ""  # what stands for their sum so far
+    total: Tensor | None = None

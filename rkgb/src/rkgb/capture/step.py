@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rkgb.capture.backward import AskedKind, RecordedBackward
+from rkgb.capture.flows import flows_of
 from rkgb.capture.functions import Function, run_functions_whole
 from rkgb.capture.hooks import HookWatch
 from rkgb.capture.pieces import PieceRecorder
@@ -182,9 +183,10 @@ class RecordedStep:
                 raise refusal from error
             root_names = tuple(self.recorder.name_of(root) or "" for root in roots)
             kind = backward.kind(asked, roots, outputs[:returned])
+            flows = flows_of(roots)
             del outputs
             with self._following(self.backward_codes):
-                tangent_names = backward.run(roots, kind)
+                tangent_names, kind = backward.run(roots, kind, flows)
         return self._graph(
             outputs=names,
             output_spec=output_spec,
@@ -194,6 +196,7 @@ class RecordedStep:
             tangent_names=tangent_names,
             hand_overs=tuple(backward.hand_overs),
             leaf_edges=backward.leaf_edges,
+            flows=flows,
         )
 
     def _graph(self, *, roots: tuple[str, ...], **found: Any) -> BasicGraph:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from rkgb.costs.op_costs import OpCost, op_key
 from rkgb.device.chosen import device_of
+from rkgb.elements.cut import Cut
 from rkgb.elements.op import Op
 from rkgb.graphs.basic import HandOver
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
@@ -138,6 +139,8 @@ class _Facts:
         return self.rounded(self._cost(op).workspace_bytes)
 
     def _made(self, op: Op) -> list[str]:
+        if isinstance(op.target, Cut) and op.target.from_outside:
+            return []  # it has been there
         return [name for name in op.results if name and self.infos[name].alias_of == name]
 
     # ------------------------------------------------------------------ forward
@@ -183,8 +186,9 @@ class _Facts:
                 if root not in home and root not in external:
                     last[root] = index
                     maker.setdefault(root, index)
-        tangents = [n for n in self.sg.dataflow.basic.tangent_names if n is not None]
-        for name in tangents:
+        basic = self.sg.dataflow.basic
+        waiting = [op.name for op in basic.cuts if op.target.from_outside]  # type: ignore[attr-defined]
+        for name in (*filter(None, basic.tangent_names), *waiting):
             maker[name] = len(self.sg.nodes)
             # Autograd holds the gradient that a backward starts from, which a loss is, to its end.
             last[name] = last.get(name, 0) if self.infos[name].shape else -1
@@ -205,7 +209,9 @@ class _Facts:
         alive = peak = 0
         for place, op in enumerate(node.backward):
             alive += sum(map(self._size, self._made(op)))
-            peak = max(peak, alive + self._workspace(op))
+            peak = max(
+                peak, alive + self._workspace(op) - self._reused_bytes(index, place, op, last)
+            )
             for root, at in last.items():
                 if at == place and root in ending - given:
                     alive -= self._size(root)
@@ -213,6 +219,14 @@ class _Facts:
         peak = max(peak, alive + sum(map(self._copied_bytes, node.hand_overs)))
         alive -= sum(map(self._size, given & ending))
         return peak, alive + sum(map(self._size, self.dying[index]))
+
+    def _reused_bytes(self, index: int, place: int, op: Op, last: Mapping[str, int]) -> int:
+        """Return the bytes of a whole that lies where its parts were added up."""
+        if not isinstance(op.target, Cut) or op.target.from_outside or not op.inputs:
+            return 0
+        root = self.infos[op.inputs[0]].alias_of
+        is_alone = self.last_reader.get(root) == index and last[root] == place
+        return self._size(op.name) if is_alone else 0
 
     def _copied_bytes(self, hand_over: HandOver) -> int:
         leaf = self.infos[hand_over.leaf]

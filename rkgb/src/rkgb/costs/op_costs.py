@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from rkgb.elements.compiled_call import CompiledCall
+from rkgb.elements.cut import Cut, Part
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
@@ -79,7 +80,12 @@ def named(op: Op) -> str:
 
 
 def cost_of_piece(op: Op) -> OpCost | None:
-    """Return what the trial runs of an opaque piece have shown; None for other operations."""
+    """Return what the trial runs of an opaque piece have shown; None for other operations.
+
+    What only hands gradients over costs nothing.
+    """
+    if isinstance(op.target, (Cut, Part)):
+        return OpCost(0.0)
     if isinstance(op.target, RunPiece):
         piece = op.target.piece
         return OpCost(piece.time_ms[0], piece.flops[0], piece.workspace_bytes[0])

@@ -37,6 +37,9 @@ def plain_peak_bytes(
         # A loss's own gradient is held to the end; one that a loss computes until it was used.
         last = len(ops) - 1 if not infos[name].shape else max(readers, default=first - 1)
         _add(extra, first, last, infos[name].storage_bytes)
+    for op in basic.cuts:  # what comes from outside waits for the parts
+        if op.target.from_outside:  # type: ignore[attr-defined]
+            _add(extra, first, ops.index(op) - 1, infos[op.name].storage_bytes)
     parts: dict[int, list[int]] = {}
     leaves: dict[int, Tensor] = {}
     for hand_over in basic.hand_overs:

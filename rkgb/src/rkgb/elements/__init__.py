@@ -3,10 +3,12 @@
 Gets the arguments and results of calls; gives frozen facts. Read op.py (one operation), then
 tensor_info.py (one tensor), numbers.py (Python numbers of a call), trees.py and sample.py
 (arguments and results taken apart), effect.py (what a forward leaves behind besides its result),
-compiled_call.py (a compiled target).
+compiled_call.py (a compiled target) and
+cut.py (where a gradient leaves and comes back).
 """
 
 from rkgb.elements.compiled_call import CompiledCall
+from rkgb.elements.cut import Cut, Part
 from rkgb.elements.effect import Assign, Check, Effect, Look, Refill, Write
 from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import BATCH_NORMS, Op, Ref
@@ -20,10 +22,12 @@ __all__ = [
     "Assign",
     "Check",
     "CompiledCall",
+    "Cut",
     "Effect",
     "Look",
     "Numbers",
     "Op",
+    "Part",
     "Ref",
     "Refill",
     "Structure",

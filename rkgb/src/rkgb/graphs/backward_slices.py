@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from rkgb.elements.cut import Cut, Part
 from rkgb.elements.op import Op
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph, HandOver
@@ -25,7 +26,7 @@ Slice = tuple[tuple[Op, ...], tuple[HandOver, ...]]
 def slice_backward(basic: BasicGraph, count: int, node_of: Mapping[int, int]) -> list[Slice]:
     """Return the part of each of `count` nodes; `node_of` maps forward operations to nodes.
 
-    What leads to no gradient of a leaf is left out.
+    What leads to no gradient of a leaf, nor of an output, is left out.
     """
     kept = _needed(basic)
     ops = [basic.backward[index] for index in kept]
@@ -105,7 +106,7 @@ def _sum_early(
 
 
 def _needed(basic: BasicGraph) -> list[int]:
-    """Return the operations that a gradient of a leaf depends on."""
+    """Return the operations that a gradient of a leaf or of an output depends on."""
     infos = basic.infos
     needed = {hand_over.value for hand_over in basic.hand_overs}
     roots = {infos[name].alias_of for name in needed}
@@ -113,7 +114,12 @@ def _needed(basic: BasicGraph) -> list[int]:
     for index in reversed(range(len(basic.backward))):
         op = basic.backward[index]
         writes = any(infos[name].alias_of in roots for name in op.writes)
-        if writes or op.is_random or not needed.isdisjoint(op.results):
+        if (
+            writes
+            or op.is_random
+            or isinstance(op.target, (Cut, Part))
+            or not needed.isdisjoint(op.results)
+        ):
             kept.append(index)
             needed.update(op.inputs)
             roots.update(infos[name].alias_of for name in (*op.inputs, *op.results) if name)

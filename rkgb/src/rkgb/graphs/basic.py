@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rkgb.elements.cut import Cut
 from rkgb.elements.effect import Effect
 from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import Op, Ref
@@ -50,10 +51,21 @@ def autocast_as(region: Region | None) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class BackwardKind:
-    """What a recorded backward takes for granted: how gradients lie, the region that it runs in."""
+    """What a recorded backward takes for granted: how gradients lie, the region that it runs in.
+
+    Where it is split, the gradient of an output that others were computed from is the whole that
+    autograd adds up, and the backward hands it the parts.
+    """
 
     tangents: tuple[Tangent, ...]
     autocast: Region | None = None
+    # Where it is split, places of such outputs that get some from outside, too; else None.
+    outside: tuple[int, ...] | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether gradients of outputs that others were computed from go by way of autograd."""
+        return self.outside is not None
 
     def of_losses(self) -> BackwardKind:
         """Return the kind in which only scalars get a gradient; this one where none of them is one.
@@ -72,6 +84,17 @@ class BackwardKind:
     def is_of_losses_alone(self) -> bool:
         """Whether outputs that could get gradients are left without, since there are losses."""
         return self.is_of_losses and None in self.tangents
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Which outputs, by place among the roots, an output was computed from, and who uses itself.
+
+    What it was computed from by way of another output is that one's.
+    """
+
+    reaches: tuple[int, ...]
+    uses: int  # how many parts of its gradient others of the forward may give
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +158,14 @@ class BasicGraph:
     infos: Mapping[str, TensorInfo]  # of every value, of forward and backward
     roots: tuple[str, ...]  # outputs from which a gradient can flow back, each once
     kind: BackwardKind  # one tangent per root
-    tangent_names: tuple[str | None, ...]  # one per root
+    tangent_names: tuple[str | None, ...]  # one per root; None where a `Cut` takes it, too
     device: torch.device
     model_name: str
     opaque: tuple[str, ...] = ()  # submodules that are run whole
     effects: tuple[Effect, ...] = ()  # with them, the outputs are (result, one value for each)
     reads: tuple[Read, ...] = ()  # what a call must see alike for the recording to hold
     numbers: Numbers | None = None  # of the call, where each call brings its own
+    flows: tuple[Flow, ...] = ()  # one per root, if there are several
     metered: Mapping[str, Metered] = field(default_factory=dict, compare=False, repr=False)
     # What Python has read besides the arguments, to be looked at again at each call.
     sources: Sources = field(default_factory=Sources, compare=False, repr=False)
@@ -199,6 +223,11 @@ class BasicGraph:
             kept += [out.name for out in flatten(values)[0] if isinstance(out, Ref)]
         roots = {self.infos[name].alias_of for name in self.output_names}
         return frozenset(roots.difference(self.infos[name].alias_of for name in kept))
+
+    @cached_property
+    def cuts(self) -> tuple[Op, ...]:
+        """The operations of the backward that take gradients of outputs from autograd, in order."""
+        return tuple(op for op in self.backward if isinstance(op.target, Cut))
 
     def __str__(self) -> str:
         lines = [f"{self.model_name}({', '.join(n for n in self.inputs if n)})"]

@@ -19,7 +19,7 @@ from rkgb.graphs.basic import BasicGraph
 
 _STRUCTURE = (
     *("hand_overs", "parameters", "buffers", "output_names", "roots"),
-    *("tangent_names", "device", "model_name", "opaque", "effects"),
+    *("tangent_names", "device", "model_name", "opaque", "effects", "flows"),
 )
 _Values = Callable[[Any, Any, bool], bool]  # two arguments; is it a scalar of arithmetic?
 

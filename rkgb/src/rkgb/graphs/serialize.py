@@ -17,14 +17,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from rkgb.elements.cut import Cut, Part
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.elements.trees import Structure
 from rkgb.errors import InvalidGraphError
-from rkgb.graphs.basic import BackwardKind, BasicGraph, HandOver
+from rkgb.graphs.basic import BackwardKind, BasicGraph, Flow, HandOver
 from rkgb.torch_api.torch_private import pytree
 
-FORMAT = "rkgb graphs 3"
+FORMAT = "rkgb graphs 4"
 
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
@@ -104,6 +105,10 @@ def _tensor_from_json(row: Mapping[str, Any]) -> Tensor:
 
 
 def _target_name(target: Any) -> str:
+    if isinstance(target, Part):
+        return f"{'part and outside' if target.from_outside else 'part'}:{target.root}"
+    if isinstance(target, Cut):
+        return f"{'cut and outside' if target.from_outside else 'cut'}:{target.root}"
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     module, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
@@ -116,6 +121,11 @@ def _target_name(target: Any) -> str:
 
 
 def _target_of(name: str) -> Callable[..., Any]:
+    kind, _, root = name.partition(":")
+    if kind.startswith("part"):
+        return Part(root, from_outside=kind != "part")
+    if kind.startswith("cut"):
+        return Cut(root, from_outside=kind != "cut")
     try:
         if name.startswith("operator."):
             found: Any = getattr(operator, name.removeprefix("operator."))
@@ -176,7 +186,9 @@ def basic_to_json(bg: BasicGraph) -> dict[str, Any]:
         "roots": list(bg.roots),
         "tangents": encode(bg.kind.tangents),
         "backward_autocast": encode(bg.kind.autocast),
+        "outside": encode(bg.kind.outside),
         "tangent_names": list(bg.tangent_names),
+        "flows": [[list(flow.reaches), flow.uses] for flow in bg.flows],
     }
 
 
@@ -200,8 +212,11 @@ def basic_from_json(row: Mapping[str, Any]) -> BasicGraph:
         output_spec=_structure_from_json(row["output_spec"]),
         infos={name: _info_from_json(info) for name, info in row["infos"].items()},
         roots=tuple(row["roots"]),
-        kind=BackwardKind(decode(row["tangents"]), decode(row["backward_autocast"])),
+        kind=BackwardKind(
+            *map(decode, (row["tangents"], row["backward_autocast"], row["outside"]))
+        ),
         tangent_names=tuple(row["tangent_names"]),
+        flows=tuple(Flow(tuple(reaches), uses) for reaches, uses in row["flows"]),
         device=torch.device(row["device"]),
         model_name=row["model_name"],
     )
