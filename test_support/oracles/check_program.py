@@ -8,7 +8,7 @@ or again. Nothing here is shared with what writes programs.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,6 +20,7 @@ from oracles.numbered_memory import (
     Geometry,
     NumberedMemory,
 )
+from rkgb.elements.cut import Cut, Part
 from rkgb.elements.op import Op, Ref
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph
@@ -52,6 +53,10 @@ class _Check:
         self.given: dict[int, str] = {}  # storage -> leaf that has it as a gradient
         self.firsts: dict[str, str] = {}  # leaf -> value that is about to be handed over
         self.sums: dict[str, tuple[int, int]] = {}  # leaf -> storage of its sum, and terms after it
+        self.passing: dict[str, list[Op]] = {}  # output -> what hands over its gradient
+        for op in basic.backward:
+            if isinstance(op.target, (Cut, Part)):
+                self.passing.setdefault(op.target.root, []).append(op)
         self.missing = {leaf: list(parts) for leaf, parts in self.recording.gradients.items()}
         self.begun: list[tuple[str, int]] = []
         self.again = False
@@ -83,6 +88,8 @@ class _Check:
         self.where = "the end of the backward"
         late = next((leaf for leaf, parts in self.missing.items() if parts), None)
         self._expect(late is None, f"a gradient of '{late}' has not been handed over")
+        late = next((output for output, ops in self.passing.items() if ops), None)
+        self._expect(late is None, f"the gradient of '{late}' has not been received")
         self._expect(not self.sums, f"sums of {', '.join(self.sums)} have no end")
         self._same_end(self.recording.backward_end)
         left = sorted(self.alive - self.externals)
@@ -156,6 +163,9 @@ class _Check:
                 self.memory.kept_random[name] = self.memory.random
             case Draw(name, _):
                 self.memory.random = self.memory.kept_random[name]
+            case Give(_, parts, dropped) if statement.output:
+                self._pass(statement.output, parts, statement.receives)
+                self._drop(name for name in dropped if name != statement.receives)
             case Give(_, gradients, dropped):
                 self._give(gradients)
                 self._drop(dropped)
@@ -168,6 +178,8 @@ class _Check:
                 self._take(leaf, value)
                 self._add(leaf)
         self.alive.update(_makes(statement))
+        if isinstance(statement, Give) and statement.receives in statement.dropped:
+            self.alive.remove(statement.receives)
 
     def _begin(self, half: str, kind: str, node: int, again: bool) -> None:
         if half == "forward":
@@ -235,7 +247,7 @@ class _Check:
         self._expect(right, f"'{op.results[0]}' is no such sum")
         return view
 
-    def _drop(self, names: Sequence[str]) -> None:
+    def _drop(self, names: Iterable[str]) -> None:
         for name in names:
             self._expect(name in self.alive, f"'{name}' is not there{self._who_dropped(name)}")
             self._expect(name not in self.externals, f"'{name}' is not the program's to drop")
@@ -250,6 +262,27 @@ class _Check:
             self.given[self.memory.variables[value].storage] = leaf
             first = self.firsts.pop(leaf, None if leaf in self.sums else value)
             self._expect(first == value, f"it is not '{first}' that '{leaf}' gets first")
+
+    def _pass(self, output: str, parts: Sequence[tuple[str, str]], whole: str) -> None:
+        """Follow what hands over parts of the gradient of an output, and may receive the whole."""
+        waiting = self.passing.get(output, [])
+        for to, value in parts:
+            right = to == output and bool(waiting) and isinstance(waiting[0].target, Part)
+            self._expect(right, f"'{value}' is no part of what '{output}' gets")
+            recorded = waiting.pop(0)
+            op = replace(recorded, args=(*recorded.args[:-1], Ref(value)))
+            self._same(op, recorded)
+            self.given[self.memory.variables[value].storage] = output
+        if whole:
+            right = bool(waiting) and waiting[0].name == whole
+            self._expect(right, f"'{whole}' is not what '{output}' gets, or not all of it")
+            recorded = waiting.pop(0)
+            self._same(recorded, recorded)
+            self.given[self.memory.variables[whole].storage] = output
+
+    def _same(self, op: Op, recorded: Op) -> None:
+        computes = self.memory.call(op, recorded) == self.recording.computes[recorded.name]
+        self._expect(computes, "it does not hand over what it did when it was recorded")
 
     def _take(self, leaf: str, value: str) -> None:
         found = self.memory.seen(value)
@@ -296,6 +329,8 @@ def _makes(statement: Statement) -> set[str]:
             return {name for name in op.results if name}
         case Copy(name, _) | Draw(name, "keep"):
             return {name}
+        case Give() if statement.receives:
+            return {statement.receives}
     return set()
 
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rkgb.elements.cut import Cut
 from rkgb.elements.op import Ref
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import flatten
-from rkgb.graphs.basic import external_values
+from rkgb.graphs.basic import BasicGraph, external_values
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.opaque.module_state import StartOfCall
 from rkgb.published.check import own_copy, same_bits
 from rkgb.run.places import Step
 from rkgb.run.program import lower_step
-from rkgb.run.source import compile_step, plain_callee
-from rkgb.run.statements import StepProgram
+from rkgb.run.source import CompiledStep, compile_step, plain_callee
+from rkgb.run.statements import Give, StepProgram
 from rkgb.run.views import runnable
 from rkgb.torch_api.torch_private import straight_to_kernels
 
@@ -87,13 +88,44 @@ def run_program(
     with straight_to_kernels(), torch.no_grad():
         pairs = zip(basic.roots, basic.tangent_names, strict=True)
         tangents = [torch.ones_like(made[root]) for root, name in pairs if name is not None]
-        parts = compiled.backward(saved, tangents)
-        for give, gradients in zip(program.gives, parts, strict=True):
+        for give, gradients in handed_over(basic, compiled, saved, tangents, made):
             for (leaf, _), gradient in zip(give.gradients, gradients, strict=True):
                 key = id(external[leaf])
                 found[key] = found[key] + gradient if key in found else gradient
             gradients.clear()
     return results, [found.get(id(t)) for t in leaves_that_want(model, given)]
+
+
+def handed_over(
+    basic: BasicGraph,
+    compiled: CompiledStep,
+    saved: list[Any],
+    tangents: list[Tensor],
+    made: Mapping[str, Tensor],
+) -> Iterator[tuple[Give, list[Tensor]]]:
+    """Run a backward of the sum of all outputs `made`; yield what leaves get, as a list to empty.
+
+    Parts of the gradients of outputs are added up and sent back, as autograd does.
+    """
+    wholes: dict[str, Tensor] = {}
+    for op in basic.cuts:
+        assert isinstance(op.target, Cut)
+        if op.target.from_outside:
+            wholes[op.target.root] = torch.ones_like(made[op.target.root])
+    del made
+    running, received = compiled.backward(saved, tangents), None
+    for give in compiled.program.gives:
+        gradients, received = running.send(received), None
+        if not give.output:
+            yield give, gradients
+            continue
+        for part in gradients:
+            whole = wholes.get(give.output)
+            wholes[give.output] = part if whole is None else whole + part
+        gradients.clear()
+        received = [wholes.pop(give.output)] if give.receives else None
+    for _ in running:
+        raise AssertionError("the program hands over more than it says")
 
 
 def leaves_that_want(model: nn.Module, sample: Sample) -> list[Tensor]:

@@ -13,10 +13,21 @@ from rkgb.run.program import without_idle_steps
 from rkgb.run.reads import Outcomes
 from rkgb.run.source import CompiledStep
 from rkgb.run.state import rerun_state, runs_once
-from rkgb.run.statements import Call, Drop, Give, Statement, StepProgram, Sum
+from rkgb.run.statements import (
+    Begin,
+    Call,
+    Drop,
+    Give,
+    Statement,
+    StepProgram,
+    Sum,
+    made_by,
+    read_by,
+)
 from rkgb.run.views import RunnableGraph
 
 __all__ = [
+    "Begin",
     "Call",
     "CompiledStep",
     "Drop",
@@ -29,6 +40,8 @@ __all__ = [
     "StepProgram",
     "Sum",
     "held_bytes",
+    "made_by",
+    "read_by",
     "rerun_state",
     "runs_once",
     "single_places",

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from rkgb.elements.cut import Cut, Part
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
@@ -78,6 +79,10 @@ class _Rewriting:
                 self.readers.update({infos[name].alias_of for name in op.inputs})
         for node in nodes:  # whose gradient is handed over may read it at any time
             self.own.difference_update(infos[h.value].alias_of for h in node.hand_overs)
+            for op in node.backward:
+                if isinstance(op.target, (Cut, Part)):  # so may whom it passes on its way
+                    names = (*op.inputs, op.name)
+                    self.own.difference_update(infos[name].alias_of for name in names)
 
     def root(self, storage: str) -> str:
         """Return the storage that a recorded storage lies in now."""

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from rkgb.elements.cut import Cut, Part
 from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
@@ -160,7 +161,7 @@ class _Lowering:
                 "reads memory that the forward writes to and that no copy can stand for."
             )
         if kind == "B":
-            return [Begin("B", index), *(Call(op) for op in node.backward)]
+            return [Begin("B", index), *_calls_and_cuts(index, node.backward)]
         if t < self.count:
             ops = node.ops
             if self.last_forward[index] < self.count:
@@ -244,7 +245,7 @@ class _Lowering:
                     statement, now = _freeing(statement, now)
                 if isinstance(statement, Give):
                     lines.append(replace(statement, dropped=now))
-                    gives += 1
+                    gives += not statement.output
                 else:
                     lines += [Drop(now)] if now else []
                     lines.append(statement)
@@ -279,6 +280,26 @@ def _freeing(statement: Call, dead: Sequence[str]) -> tuple[Call, tuple[str, ...
     theirs = {name for at, name in enumerate(op.inputs) if at in op.target.frees}
     freed = tuple(name for name in dead if name in theirs)
     return Call(op, freed), tuple(name for name in dead if name not in theirs)
+
+
+def _calls_and_cuts(node: int, ops: Sequence[Op]) -> list[Statement]:
+    """Return the statements of a backward; last parts go where the whole is received."""
+    lines: list[Statement] = []
+    for op in ops:
+        if not isinstance(op.target, (Cut, Part)):
+            lines.append(Call(op))
+            continue
+        last = lines[-1] if lines else None
+        if isinstance(last, Give) and last.output == op.target.root and not last.receives:
+            lines.pop()
+        else:
+            last = Give(node, (), (), output=op.target.root)
+        if isinstance(op.target, Part):
+            part = (op.target.root, op.inputs[-1])
+            lines.append(replace(last, gradients=(*last.gradients, part)))
+        else:
+            lines.append(replace(last, receives=op.name))
+    return lines
 
 
 def _piece_once(op: Op) -> Op:

@@ -25,14 +25,15 @@
         del view, mm
         yield given
 
-Variables are the values' own names. Where a program adds gradients to what it has handed over,
-`sum_of_0` says whether that is still there, and `late_for_0` takes what is to be added if not.
-`numbers` are what follows from the numbers of a call, where a plan serves for all of them. What a
-line calls stands in the function's globals, as the name of the operation with a number.
-`keep_random` and `put_back_random` save and restore the state of the generators, `clone` copies a
-buffer, and `grad_mode` switches what kernels may ask for, and the flags that choose them back to
-those of the forward. Under a profiler, `span_of` begins a span of the comment's text in place of
-the comment.
+Where an output that others were computed from gets its gradient, `yield` gives parts of it and
+returns the whole, in a list. Variables are the values' own names. Where a program adds gradients to
+what it has handed over, `sum_of_0` says whether that is still there, and `late_for_0` takes what is
+to be added if not. `numbers` are what follows from the numbers of a call, where a plan serves for
+all of them. What a line calls stands in the function's globals, as the name of the operation with a
+number. `keep_random` and `put_back_random` save and restore the state of the generators, `clone`
+copies a buffer, and `grad_mode` switches what kernels may ask for, and the flags that choose them
+back to those of the forward. Under a profiler, `span_of` begins a span of the comment's text in
+place of the comment.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ import keyword
 import linecache
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import CodeType
@@ -87,8 +88,8 @@ class CompiledStep:
     forward: Callable[..., tuple[list[Tensor], list[Any]]]
     # Takes what the forward left and the gradients of the outputs, and empties both lists; then
     # `sums`, where the program makes some. Yields the gradients of each `Give`, in order, as a list
-    # that the caller empties.
-    backward: Callable[..., Iterator[list[Tensor]]]
+    # that the caller empties. It is sent a list of what those receive that do.
+    backward: Callable[..., Generator[list[Tensor], list[Tensor] | None, None]]
     source: str
     # Another program of the same graph, with the same functions for its operations.
     other: Callable[[StepProgram], CompiledStep]
@@ -241,8 +242,12 @@ class _Writer:
                 values = [_variable(value) if value else "None" for _, value in gradients]
                 values += [f"*sums.end({leaf!r}, {added})" for leaf, added in statement.ends]
                 lines = [*self.end_of_span(), f"given = [{', '.join(values)}]"]
+                dropped = tuple(name for name in dropped if name != statement.receives)
                 lines += [f"del {self.names(dropped)}"] if dropped else []
-                return [*lines, "yield given"]
+                if not statement.receives:
+                    return [*lines, "yield given"]
+                # In a list, since who sends an argument holds it until the next hand-over.
+                return [*lines, f"{_variable(statement.receives)} = (yield given).pop()"]
             case Sum("first", leaf, value):
                 n = self.sums.setdefault(leaf, len(self.sums))
                 return [f"sum_of_{n}, late_for_{n} = sums.first({leaf!r}, {_variable(value)})"]

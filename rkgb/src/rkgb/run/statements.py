@@ -55,16 +55,24 @@ class Give:
     """Hand gradients over: (leaf, value or "" for none), in order; the values are dropped by it.
 
     With them go what is left of sums that end here: (leaf, how many were added to its first).
+    Parts of an output's gradient go alone; with the last, the whole is received as a value.
     """
 
     node: int
     gradients: tuple[tuple[str, str], ...]
     dropped: tuple[str, ...]
     ends: tuple[tuple[str, int], ...] = ()
+    output: str = ""
+    receives: str = ""
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """Whose gradients these are; one that is added to its first may come after all."""
+        """Whose gradients these are; one that is added to its first may come after all.
+
+        Parts of the gradient of an output go to no leaf.
+        """
+        if self.output:
+            return ()
         late = (leaf for leaf, added in self.ends for _ in range(added))
         return (*(leaf for leaf, _ in self.gradients), *late)
 
@@ -140,6 +148,8 @@ def made_by(statement: Statement) -> tuple[str, ...]:
         return tuple(name for name in statement.op.results if name)
     if isinstance(statement, Copy) or (isinstance(statement, Draw) and statement.kind == "keep"):
         return (statement.name,)
+    if isinstance(statement, Give) and statement.receives:
+        return (statement.receives,)
     return ()
 
 
