@@ -8,7 +8,7 @@ buffers, attributes and random numbers are put back afterwards.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,6 +101,10 @@ def _run(model: nn.Module, call: Call, marker: Marker) -> None:
     marker(END)
 
 
+# A backward of a program, which may be sent what it receives.
+Handing = Generator[list[Tensor], list[Tensor] | None, None]
+
+
 @contextlib.contextmanager
 def kept_as_it_is(model: nn.Module, device: torch.device) -> Iterator[Lent]:
     """Put gradients, buffers, written parameters, attributes and random numbers back in the end.
@@ -142,7 +146,7 @@ def marked(executor: Executor, place: int, marker: Marker) -> Iterator[None]:
         marker(f"F{place} ends")
         return result
 
-    def backward(saved: list[Any], tangents: list[Tensor]) -> Iterator[list[Tensor]]:
+    def backward(saved: list[Any], tangents: list[Tensor]) -> Handing:
         marker(f"B{place} begins")
         yield from compiled.backward(saved, tangents)
 
@@ -158,18 +162,24 @@ def marked(executor: Executor, place: int, marker: Marker) -> Iterator[None]:
 
 
 def _ending(
-    backward: Callable[[list[Any], list[Tensor]], Iterator[list[Tensor]]],
+    backward: Callable[[list[Any], list[Tensor]], Handing],
     last: int,
     name: str,
     marker: Marker,
-) -> Callable[[list[Any], list[Tensor]], Iterator[list[Tensor]]]:
+) -> Callable[[list[Any], list[Tensor]], Handing]:
     """Return a backward that marks when it gives its last gradients."""
 
-    def wrapped(saved: list[Any], tangents: list[Tensor]) -> Iterator[list[Tensor]]:
-        for number, given in enumerate(backward(saved, tangents)):
+    def wrapped(saved: list[Any], tangents: list[Tensor]) -> Handing:
+        running, number, received = backward(saved, tangents), 0, None
+        while True:
+            try:
+                given = running.send(received)
+            except StopIteration:
+                return
             if number == last:
                 marker(name)
-            yield given
+            number += 1
+            received = yield given
             del given
 
     return wrapped

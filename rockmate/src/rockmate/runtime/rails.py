@@ -76,22 +76,26 @@ class Rail:
         self.step: weakref.ref[Advancing] | None = None
         self.has_hooks = False
         self.token = torch.empty(0, device=device, requires_grad=True)
-        self._nodes: list[Any] = []  # from the last place to the first
+        self.tokens = [self.token]  # the way in at each place, and at last behind all
+        self._nodes: list[Any] = []
         end = len(leaves)
         for place in reversed(range(len(layout.leaves))):
             start = end - len(layout.leaves[place])
             self.token = _HandOver.apply(self, place, self.token, *leaves[start:end])  # type: ignore[no-untyped-call]
-            self._nodes.append(self.token.grad_fn)
+            self.tokens.insert(0, self.token)
+            self._nodes.insert(0, self.token.grad_fn)
             end = start
+        # What adds up for the first token: only backwards that are for all leaves come to it.
+        self.end = self._nodes[-1].next_functions[0][0] if self._nodes else None
 
     def fits(self, leaves: Sequence[Tensor]) -> bool:
         """Whether the rail leads to just these tensors, part after part."""
         return all(map(operator.is_, leaves, self.leaves))
 
-    def renew(self) -> None:
-        """Let the engine see the rail as made now: what was made later runs before it."""
+    def renew(self, first: int = 0, end: int | None = None) -> None:
+        """Let the engine see places of the rail as made now: what was made later runs before."""
         number = latest_sequence_nr() + 1
-        for node in self._nodes:
+        for node in self._nodes[first:end]:
             set_sequence_nr(node, number)
 
     def carry(self, step: Advancing) -> None:
@@ -110,8 +114,7 @@ class Rail:
         assert self.step is not None
         step = self.step()
         assert step is not None
-        nodes = self._nodes[::-1]
-        for place, node in enumerate(nodes):
+        for place, node in enumerate(self._nodes):
             node.given = step.advance(place)
 
 

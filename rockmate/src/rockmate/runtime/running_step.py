@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,7 +28,12 @@ from rkgb.torch_api import (
     running_a_forward,
     straight_to_kernels,
 )
-from rockmate.errors import BackwardTwiceError, ChangedTensorError, UnsupportedModuleError
+from rockmate.errors import (
+    BackwardTwiceError,
+    ChangedTensorError,
+    DoubleBackwardError,
+    UnsupportedModuleError,
+)
 from rockmate.runtime.backwards import Backwards, Variant
 from rockmate.runtime.executable import Executable, plain_strides
 from rockmate.runtime.outputs_held import OutputsHeld
@@ -44,7 +49,8 @@ class RunningStep:
     # What every step begins with: making it anew takes as long as a small operation.
     rail: Rail | None = None
     started = False
-    program: Iterator[list[Tensor]] | None = None
+    sent: list[Tensor] | None = None  # what the program gets where it goes on
+    program: Generator[list[Tensor], list[Tensor] | None, None] | None = None
     place = 0  # of the rail, which is next
     held: Sequence[Tensor] = ()
     watch: FirstsWatch | None = None
@@ -184,13 +190,17 @@ class RunningStep:
     # ------------------------------------------------------------------ backward
 
     def start(self, grads: Sequence[Tensor | None]) -> None:
-        again = self.started
-        if again and self.kept is None:
-            raise BackwardTwiceError(
-                "backward was called a second time on the same forward of a Rockmate module; its "
-                "activations are gone after the first. Call the first with retain_graph=True, add "
-                "the losses before calling backward, or run the forward again."
-            )
+        """Begin the backward for these gradients of the outputs."""
+        basic = self.executable.graph.dataflow.basic
+        by_name = dict(zip(self.executable.program.outputs, grads, strict=True))
+        arrived = [settled(by_name[name]) for name in basic.roots]
+        strides = (None if g is None else plain_strides(g.shape, g.stride()) for g in arrived)
+        kind = BackwardKind(tuple(strides), ambient_autocast())
+        self.begin(kind, [grad for grad in arrived if grad is not None])
+
+    def begin(self, kind: BackwardKind, given: list[Tensor]) -> None:
+        """Begin a backward of some kind, with the gradients that its program takes."""
+        self.refuse_twice()
         if current_dispatch_modes() and (modes := changing_modes()):
             raise UnsupportedModuleError(
                 f"the backward of a Rockmate module runs inside of the mode '{modes[-1]}', which "
@@ -198,16 +208,11 @@ class RunningStep:
                 "inside of it, or let the class of a mode that only looks say so: only_watches = "
                 "True."
             )
-        self.started = True
+        again, self.started = self.started, True
         self.program = self.watch = None  # of a backward that has ended on its way
         self.rerunning = _NOTHING
         if self.choice is not None and (now := KernelChoice.now()) != self.choice:
             self.rerunning = RecomputingAs(self.choice, now)
-        basic = self.executable.graph.dataflow.basic
-        by_name = dict(zip(self.executable.program.outputs, grads, strict=True))
-        arrived = [settled(by_name[name]) for name in basic.roots]
-        strides = (None if g is None else plain_strides(g.shape, g.stride()) for g in arrived)
-        kind = BackwardKind(tuple(strides), ambient_autocast())
         if self.contents is not None:
             self._check_contents(self.contents)
         if again:
@@ -222,12 +227,27 @@ class RunningStep:
         elif self.outputs_held is not None:
             self._look_at_outputs(self.outputs_held)
         self.backwards.latest = executable
-        if keeps_graph():
-            self.kept = self.external
-        else:
-            self.external = self.variant = self.kept = None
+        self.kept = self.external if keeps_graph() else None
+        self.run_backward_of(executable, given)
+
+    def refuse_twice(self) -> None:
+        """Refuse a second backward if the first was not told of it.
+
+        Raises:
+            BackwardTwiceError: it was not.
+        """
+        if self.started and self.kept is None:
+            raise BackwardTwiceError(
+                "backward was called a second time on the same forward of a Rockmate module; its "
+                "activations are gone after the first. Call the first with retain_graph=True, add "
+                "the losses before calling backward, or run the forward again."
+            )
+
+    def run_backward_of(self, executable: Executable, given: list[Tensor]) -> None:
+        """Begin the backward of an executable, for which everything is there."""
+        if self.kept is None:
+            self.let_go()
         assert self.rail is not None
-        given = [grad for grad in arrived if grad is not None]
         runs = self.runs = executable.on_rail_of(self.laid_for, self.laid)
         self.place = 0
         self.program = runs.compiled.backward(
@@ -235,7 +255,7 @@ class RunningStep:
         )
         self.rail.carry(self)
         if self.rail.has_hooks and self.kept is not None:
-            self.rail.give_all()
+            self.give_all()
         elif executable is self.laid_for:
             self.watch = runs.watch()
 
@@ -243,6 +263,15 @@ class RunningStep:
         name = self.executable.graph.dataflow.basic.model_name
         self.backwards.has_warned = outputs.warn_above(self.backwards.room_bytes, name)
         self.outputs_held = None
+
+    def give_all(self) -> None:
+        """Let every place of the rail keep what it will hand over."""
+        assert self.rail is not None
+        self.rail.give_all()
+
+    def let_go(self) -> None:
+        """Hold nothing any more that only another backward would need."""
+        self.external = self.variant = None
 
     def _refuse_second(self, kind: BackwardKind) -> None:
         assert self.variant is not None
@@ -281,6 +310,21 @@ class RunningStep:
         if not again:
             self._change_to(executable)
             return executable
+        external = self.external
+        self.run_again_as(kind, executable)
+        names = self.executable.program.saved
+        # The user holds the outputs already.
+        self.saved[:] = [outputs.get(n, t) for n, t in zip(names, self.saved, strict=True)]
+        self.remember_versions(external)
+        return self.executable
+
+    def run_again_as(self, kind: BackwardKind, executable: Executable) -> None:
+        """Run the forward again for the backward of another executable.
+
+        Raises:
+            UnsupportedModuleError: it cannot be.
+        """
+        assert self.external is not None
         if executable.has_pieces or executable.unrepeatable:
             raise UnsupportedModuleError(
                 "gradients have arrived at outputs of a compiled Rockmate module in another way "
@@ -288,13 +332,7 @@ class RunningStep:
                 "again. Run the step again: it is compiled for such gradients from now on."
             )
         self.saved.clear()
-        external = self.external
-        self._run_again(kind, external)
-        names = self.executable.program.saved
-        # The user holds the outputs already.
-        self.saved[:] = [outputs.get(n, t) for n, t in zip(names, self.saved, strict=True)]
-        self.remember_versions(external)
-        return self.executable
+        self._run_again(kind, self.external)
 
     def _can_run_again(self) -> bool:
         """Whether the forward gives the same once more: no piece, and nothing has changed since."""
@@ -359,20 +397,26 @@ class RunningStep:
         leaves = self.rail.layout.leaves
         found: tuple[Tensor | None, ...]
         if place < len(self.runs.reads):
-            self._check_reads(place)
-            with straight_to_kernels(), self.on_model(), self.rerunning:
-                given = next(self.program)
+            found = self.run(place)
             if self.watch is not None:
-                self.watch.look(place, given)
-            found = tuple(given)
-            given.clear()  # the program holds it, and autograd keeps what nobody else holds
+                self.watch.look(place, found)
         else:  # these gradients lead to no leaf
             found = (None,) * len(leaves[place])
         self.place += 1
         if self.place == len(leaves):
             if self.watch is not None:
                 self.watch.finish()
-            self._finish()
+            self.finish()
+        return found
+
+    def run(self, give: int) -> tuple[Tensor | None, ...]:
+        """Run the program to its next hand-over; return what that gives."""
+        assert self.program is not None
+        self._check_reads(give)
+        with straight_to_kernels(), self.on_model(), self.rerunning:
+            given = self.program.send(self.sent)
+        found = tuple(given)
+        given.clear()  # the program holds it, and autograd keeps what nobody else holds
         return found
 
     def _check_reads(self, give: int) -> None:
@@ -381,7 +425,8 @@ class RunningStep:
             if held[index]._version != versions[index] and versions[index] >= 0:
                 self._changed(self.executable.held[index])
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """End: the last hand-over has been."""
         self.program = None
         self.held = ()
         if self.kept is not None:  # its rail may be needed again
@@ -389,6 +434,20 @@ class RunningStep:
         if self.rail is not None:
             self.laid.give_back(self.rail)
         self.rail = None
+
+
+def refuse_create_graph() -> None:
+    """Refuse to make gradients that could be differentiated again.
+
+    Raises:
+        DoubleBackwardError: they are asked for.
+    """
+    if torch.is_grad_enabled():  # autograd enables it in a backward for create_graph=True only
+        raise DoubleBackwardError(
+            "backward with create_graph=True was asked of a Rockmate module, whose gradients "
+            "cannot be differentiated again. Run the forward of that step under `with "
+            "rockmate.plain():`, as plain PyTorch."
+        )
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rkgb.elements import TensorInfo
 from rkgb.graphs import SimplifiedGraph
-from rkgb.run import Call, Drop, Give, Statement, StepProgram, Sum
+from rkgb.run import Call, Drop, Give, Statement, StepProgram, Sum, read_by
 
 # Backwards in which nothing came from outside, before that is expected: in those that are wrong
 # about it, gradients that wait take memory that no plan knows.
@@ -46,9 +46,10 @@ class SharedUses:
     def of(cls, graph: SimplifiedGraph, program: StepProgram) -> SharedUses:
         """Find the leaves to whose first gradient the others may be added."""
         infos = graph.dataflow.infos
-        leaves = tuple(tuple(leaf for leaf, _ in give.gradients) for give in program.gives)
+        gives = [give for give in program.gives if not give.output]
+        leaves = tuple(tuple(leaf for leaf, _ in give.gradients) for give in gives)
         uses: dict[str, list[tuple[int, int, str]]] = {}
-        for i, give in enumerate(program.gives):
+        for i, give in enumerate(gives):
             for slot, (leaf, value) in enumerate(give.gradients):
                 if value:
                     uses.setdefault(leaf, []).append((i, slot, value))
@@ -84,7 +85,7 @@ class SharedUses:
         lines: list[Statement] = []
         i = -1
         for statement in program.backward:
-            if isinstance(statement, Give):
+            if isinstance(statement, Give) and not statement.output:
                 i += 1
                 lines += self._summed(i, statement)
             else:
@@ -106,7 +107,7 @@ class SharedUses:
         held: set[str] = set()
         i = -1
         for statement in program.backward:
-            if isinstance(statement, Give):
+            if isinstance(statement, Give) and not statement.output:
                 i += 1
                 lines += self._handed_over_late(i, statement, waiting, held)
             elif isinstance(statement, Drop):
@@ -164,16 +165,17 @@ def _alone_once_given(graph: SimplifiedGraph, program: StepProgram) -> set[tuple
     given = Counter(infos[v].alias_of for give in program.gives for _, v in give.gradients if v)
     read_later: set[str] = set()
     found: set[tuple[int, int]] = set()
-    i = len(program.gives)
-    for names, hands_over in reversed(list(program.reads_of_backward())):
-        if hands_over:
+    i = len([give for give in program.gives if not give.output])
+    for statement in reversed(program.backward):
+        if isinstance(statement, Give) and not statement.output:
             i -= 1
-            for slot, (_, value) in enumerate(program.gives[i].gradients):
+            for slot, (_, value) in enumerate(statement.gradients):
                 if not value:
                     continue
                 root = infos[value].alias_of
                 if root in made - others - read_later and given[root] == 1:
                     found.add((i, slot))
+        names = read_by(statement)
         read_later.update(infos[name].alias_of for name in names if name in infos)
     return found
 
