@@ -32,6 +32,7 @@ __all__ = [
     "compiled_by_inductor",
     "convolves_in_onednn",
     "current_autograd_node",
+    "current_backward",
     "current_dispatch_modes",
     "dict_versions",
     "dispatch_mode_stack",
@@ -39,6 +40,7 @@ __all__ = [
     "fp32_precision",
     "group_store",
     "is_cast_anew",
+    "is_to_run",
     "is_transforming",
     "keep_cuda_busy",
     "keeps_graph",
@@ -186,6 +188,16 @@ def set_grad_mode(enabled: bool) -> None:
 def keeps_graph() -> bool:
     """Return whether the backward that runs was asked to keep its graph for another one."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def current_backward() -> int:
+    """Return a number of the backward that runs in this thread; no other one has it."""
+    return torch._C._current_graph_task_id()
+
+
+def is_to_run(node: Any) -> bool:
+    """Whether the backward that runs in this thread comes to a node of autograd, or has."""
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def is_cast_anew(tensor: Tensor) -> bool:

@@ -122,7 +122,7 @@ def variant_of(
     if planned.other_gradients is not None:
         graph = network.recorded.with_backward(basic)
         return _within_budget(planned, planned.other_gradients, graph, model, leaves)
-    like = planned.executor.planned
+    like = _hands_over_like(planned, basic.kind)
     if network.compiled is not None:
         graph = runnable(compile_variant(network.compiled, basic)).graph
         measured = _measured_within(planned, graph, model, leaves)
@@ -198,7 +198,7 @@ def _within_budget(
     known = planned.network.measured
     measured = measure_others(graph.dataflow.basic, operations(graph), external, known)
     network = assembled(graph, planned.network.recorded, measured, external)
-    like = planned.executor.planned
+    like = _hands_over_like(planned, graph.dataflow.basic.kind)
     steps = _steps_of(graph, planned.plan)
     is_apart = not _fits(network, planned.plan, steps, like)
     less_bytes = 0
@@ -207,15 +207,27 @@ def _within_budget(
         steps = _steps_of(graph, plan)
         if less_bytes or _fits(network, plan, steps, like):
             break
+        assert like is not None, "nothing waits"
         less_bytes = max(held_bytes(graph, steps, like.places))
     return replace(executable(graph, steps, measured, like=like), is_apart=is_apart)
+
+
+def _hands_over_like(planned: PlannedFor, kind: BackwardKind) -> Executable | None:
+    """Return the executable that hands over where one of this kind is to, if there is any yet.
+
+    In a split backward, gradients of leaves go before those of hidden states that come after them.
+    """
+    executor = planned.executor
+    if not kind.is_split:
+        return executor.planned
+    return next((made for found, made in executor.variants.items() if found.is_split), None)
 
 
 def _steps_of(graph: SimplifiedGraph, plan: Plan) -> tuple[Step, ...]:
     return tuple(Step(*step) for step in without_idle_steps(graph, plan.steps))
 
 
-def _fits(network: Network, plan: Plan, steps: Sequence[Step], like: Executable) -> bool:
+def _fits(network: Network, plan: Plan, steps: Sequence[Step], like: Executable | None) -> bool:
     """Whether these steps are a plan, with gradients that wait for each other as in another one."""
     try:
         peak_bytes = simulate(network.problem, steps).peak_bytes
@@ -223,6 +235,8 @@ def _fits(network: Network, plan: Plan, steps: Sequence[Step], like: Executable)
         return False
     if peak_bytes > plan.budget_bytes:
         return False
+    if like is None:
+        return True
     waiting = held_bytes(network.graph, steps, like.places)
     return all(map(operator.le, waiting, spare_bytes_of(network, steps)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from torch import nn
 
@@ -22,6 +22,8 @@ class Backwards:
         self.variants = {planned.kind: planned}
         # Of the budget, for outputs beside the losses that are still held in the backward.
         self.room_bytes, self.has_warned = 0, False
+        # By what has begun a backward of a step with hidden states: of which kind it turned out.
+        self.came: dict[Hashable, BackwardKind] = {}
         self._looked = dict[int, int]()  # steps, by the module that they are of
 
     def is_due(self, model: nn.Module) -> bool:
@@ -43,9 +45,9 @@ class Backwards:
             made = variant(kind)
             if made.numbers is None and self.planned.numbers is not None:
                 return made  # for the numbers of this call alone
-            self.variants[kind] = made
+            self.variants[kind] = self.variants[made.kind] = made
         found = self.variants[kind]
         runs_again = found.keeps_by_backward or found.is_apart
-        keeps_all = runs_again or not found.missing_for(self.planned)
+        keeps_all = runs_again or kind.is_split or not found.missing_for(self.planned)
         self.expected = found if keeps_all else self.planned
         return found

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rkgb.elements import BATCH_NORMS, CompiledCall, Numbers
-from rkgb.graphs import BackwardKind, SimplifiedGraph, Tangent
+from rkgb.graphs import BackwardKind, Flow, SimplifiedGraph, Tangent
 from rkgb.opaque import KeptWrites, RunPiece
-from rkgb.run import CompiledStep, Places, StepProgram, rerun_state
+from rkgb.run import Begin, CompiledStep, Give, Places, StepProgram, made_by, read_by, rerun_state
 from rkgb.torch_api import current_dispatch_modes, dispatch_mode_stack
 from rockmate.runtime.rails import Rail, RailPlaces, reader
 from rockmate.runtime.shared_uses import Arrivals, FirstsWatch, RunningSums, SharedUses
@@ -22,6 +22,18 @@ from rockmate.runtime.shared_uses import Arrivals, FirstsWatch, RunningSums, Sha
 _SPARE_RAILS = 4  # of steps that are between forward and backward at once
 _hooks_before = operator.attrgetter("_backward_hooks")
 _hooks_after = operator.attrgetter("_post_accumulate_grad_hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """How an output hangs on the rail and on others, if some were computed from others."""
+
+    place: int  # among the roots
+    output: int  # and among the outputs
+    reaches: tuple[int, ...]  # the roots that it was computed from
+    after: int  # how many places of the rail come before its own gradient
+    # For each time at which parts of its gradient are given: places before, and how many at most.
+    knots: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,7 @@ class Executable:
     arrivals: Arrivals = field(default_factory=Arrivals)
     _rails: list[Rail] = field(default_factory=list)
     _waiting: dict[SharedUses, Executable] = field(default_factory=dict)
+    _moved: dict[int, Executable] = field(default_factory=dict)  # by the identity of its places
 
     @property
     def program(self) -> StepProgram:
@@ -66,7 +79,8 @@ class Executable:
     def kind(self) -> BackwardKind:
         """How the gradients of the roots lie in memory, and the region of the backward."""
         kind = self.graph.dataflow.basic.kind
-        return BackwardKind(tuple(map(plain_strides, self._shapes, kind.tangents)), kind.autocast)
+        tangents = tuple(map(plain_strides, self._shapes, kind.tangents))
+        return BackwardKind(tangents, kind.autocast, kind.outside)
 
     @cached_property
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -95,10 +109,24 @@ class Executable:
         return replace(self._with(self.lower(self.singles)), places=self.singles)
 
     def _with(self, program: StepProgram) -> Executable:
-        return replace(self, compiled=self.compiled.other(program), _rails=[], _waiting={})
+        return replace(
+            self, compiled=self.compiled.other(program), _rails=[], _waiting={}, _moved={}
+        )
 
     def on_rail_of(self, laid: Executable, form: Executable) -> Executable:
         """Return the one whose backward hands over along a rail that was laid for another one."""
+        if self.kind.is_split != laid.kind.is_split:
+            return self._at_places_of(laid)._on_rail_of(laid, form)
+        return self._on_rail_of(laid, form)
+
+    def _at_places_of(self, laid: Executable) -> Executable:
+        key = id(laid.places)
+        if key not in self._moved:
+            moved = self._with(self.lower(laid.places))
+            self._moved[key] = replace(moved, places=laid.places, singles=laid.singles)
+        return self._moved[key]
+
+    def _on_rail_of(self, laid: Executable, form: Executable) -> Executable:
         if form.program.has_sums:
             uses = laid.shared_uses
             if uses.serves(self.shared_uses) and not self.has_pieces:
@@ -124,7 +152,7 @@ class Executable:
         edges = self.graph.dataflow.basic.edges
         leaves = [tuple(edges[edge][0] for edge in place) for place in self.places]
         if self.program.has_sums:
-            leaves = [give.leaves for give in self.program.gives]
+            leaves = [give.leaves for give in self.program.gives if not give.output]
         return RailPlaces(tuple(leaves), self.program.has_sums)
 
     def sums(self) -> tuple[RunningSums, ...]:
@@ -257,6 +285,109 @@ class Executable:
         """Places of the outputs that no gradient comes back to."""
         roots, outputs = self.graph.dataflow.basic.roots, self.program.outputs
         return tuple(place for place, name in enumerate(outputs) if name not in roots)
+
+    # ------------------------------------------------------------------ hidden states
+
+    @property
+    def flows(self) -> tuple[Flow, ...]:
+        """Which outputs were computed from which others."""
+        return self.graph.dataflow.basic.flows
+
+    @cached_property
+    def outputs_given(self) -> tuple[int | None, ...]:
+        """For each hand-over, the root that it gives parts to; None where it gives to leaves."""
+        roots = self.graph.dataflow.basic.roots
+        return tuple(
+            roots.index(give.output) if give.output else None for give in self.program.gives
+        )
+
+    @cached_property
+    def received(self) -> tuple[int | None, ...]:
+        """For each hand-over, the root whose gradient it receives, if any."""
+        pairs = zip(self.program.gives, self.outputs_given, strict=True)
+        return tuple(place if give.receives else None for give, place in pairs)
+
+    def rail_place(self, give: int) -> int:
+        """Return how many places of a rail come before a hand-over."""
+        return self.outputs_given[:give].count(None)
+
+    @cached_property
+    def joints(self) -> tuple[tuple[int, int, tuple[int, ...], bool], ...]:
+        """For each root, after those that it was computed from: its place, and among the outputs.
+
+        Then the outputs that it was computed from, as often as they are used, and whether others
+        were computed from itself.
+        """
+        basic, outputs = self.graph.dataflow.basic, self.program.outputs
+        at = [outputs.index(root) for root in basic.roots]
+        found = []
+        for tie in self.ties:
+            used = [at[to] for to in tie.reaches for _ in range(self.flows[to].uses)]
+            found.append((tie.place, tie.output, tuple(used), self.flows[tie.place].uses > 0))
+        return tuple(found)
+
+    @cached_property
+    def below(self) -> tuple[tuple[int, ...], ...]:
+        """For each root, all that it was computed from, by way of others, too."""
+        found: dict[int, frozenset[int]] = {}
+        for tie in self.ties:
+            found[tie.place] = frozenset(tie.reaches).union(*(found[to] for to in tie.reaches))
+        return tuple(tuple(sorted(found[place])) for place in range(len(self.flows)))
+
+    @cached_property
+    def ties(self) -> tuple[Tie, ...]:
+        """How outputs hang on one another, each after those that it was computed from."""
+        basic, outputs = self.graph.dataflow.basic, self.program.outputs
+        order: dict[int, None] = {}
+
+        def add(place: int) -> None:
+            for other in self.flows[place].reaches:
+                if other not in order:
+                    add(other)
+            order[place] = None
+
+        for place in sorted(range(len(self.flows)), key=lambda place: not self.flows[place].uses):
+            if place not in order:
+                add(place)
+        found = []
+        for place in order:
+            flow = self.flows[place]
+            gives = [give for give, to in enumerate(self.outputs_given) if to == place]
+            knots = [(self.rail_place(g), len(self.program.gives[g].gradients)) for g in gives]
+            # The last takes whatever is left: another backward may have other parts.
+            last = (knots[-1][0] if knots else 0, flow.uses)
+            after = self.rail_place(gives[-1]) if gives else 0
+            is_tied = flow.uses > 0
+            at = outputs.index(basic.roots[place])
+            found.append(
+                Tie(place, at, flow.reaches, after, (*knots[:-1], last) if is_tied else ())
+            )
+        return tuple(found)
+
+    def is_separated(self, give: int) -> bool:
+        """Whether all gradients that are read after a hand-over go by way of what it receives."""
+        return self._separated[give]
+
+    @cached_property
+    def _separated(self) -> tuple[bool, ...]:
+        found: list[bool] = []
+        gradients = set(self.program.tangents)
+        lines = self.program.backward
+        again = False
+        for place, line in enumerate(lines):
+            if isinstance(line, Begin):
+                again = line.again
+            elif isinstance(line, Give):
+                later = (name for other in lines[place + 1 :] for name in read_by(other))
+                found.append(gradients.isdisjoint(later))
+            gradients.update(() if again else made_by(line))
+        return tuple(found)
+
+    def usual_tangent(self, place: int) -> Tangent:
+        """Return how the gradient of a root lies if an elementwise operation computes it."""
+        info = self.graph.dataflow.infos[self.graph.dataflow.basic.roots[place]]
+        like = torch.empty_strided(info.shape, info.stride, device="meta")
+        return plain_strides(info.shape, torch.empty_like(like).stride())
 
     @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from rkgb.torch_api import apply_function, has_saved_hooks, straight_to_kernels
-from rockmate.errors import DoubleBackwardError
 from rockmate.runtime.backwards import Backwards, Variant
+from rockmate.runtime.joint_step import JointStep
 from rockmate.runtime.outputs_held import OutputsHeld
-from rockmate.runtime.running_step import RunningStep
+from rockmate.runtime.running_step import RunningStep, refuse_create_graph
+from rockmate.runtime.split_step import SplitStep
 
 # Gets tensors by name; gives what returns the name of one that holds something else by then, or ''.
 Keep = Callable[[Mapping[str, Tensor]], Callable[[], str]]
@@ -41,7 +42,10 @@ class Executor(Backwards):
         `keep`, the backward looks whether what it computes from again is what the forward found.
         """
         executable = self.expected
-        step = RunningStep(self, executable, external, variant, numbers)
+        kind: type[RunningStep] = RunningStep
+        if executable.flows:
+            kind = SplitStep if executable.kind.is_split else JointStep
+        step = kind(self, executable, external, variant, numbers)
         values = list(executable.read_externals(external))
         step.remember_start(values)
         if executable.has_pieces:
@@ -61,6 +65,8 @@ class Executor(Backwards):
             step.remember_aliases(outputs, aliased)
         rail = step.rail = step.laid.rail(external)
         passed = step.pass_to_hooks() if has_saved_hooks() else ()
+        if isinstance(step, (SplitStep, JointStep)):
+            return step.hang(outputs, passed)
         return list(apply_function(_Outputs, step, outputs, passed, rail.token))
 
 
@@ -85,12 +91,7 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # autograd enables it here for create_graph=True only
-            raise DoubleBackwardError(
-                "backward with create_graph=True was asked of a Rockmate module, whose gradients "
-                "cannot be differentiated again. Run the forward of that step under `with "
-                "rockmate.plain():`, as plain PyTorch."
-            )
+        refuse_create_graph()
         if ctx.step.passed is not None:
             ctx.step.take_back(ctx.saved_tensors)
         ctx.step.start(grads)

@@ -1,0 +1,155 @@
+"""A step with hidden states beside its result, of which nobody has asked for a gradient so far.
+
+Its backward runs in one, from the gradients of all outputs. Every output hangs on a Function of its
+own, and on those that it was computed from. So where the first gradient arrives, hidden states have
+not been come to: whether one has hooks, keeps its gradient or is asked for shows in time. Then the
+backward is split after all, and so are those of later steps (split_step.py): here, gradients of
+leaves wait until those of all outputs are there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from rkgb.elements import settled
+from rkgb.graphs import BackwardKind, ambient_autocast
+from rkgb.torch_api import apply_function, current_backward, is_to_run
+from rockmate.errors import UnsupportedModuleError
+from rockmate.runtime.executable import plain_strides
+from rockmate.runtime.running_step import RunningStep
+from rockmate.runtime.split_step import Keeper, Output, SplitStep
+
+
+class JointStep(RunningStep):
+    """A forward and its backward, which begins once the gradients of all outputs have come."""
+
+    keeper: Any = None  # what has saved for hooks on saved tensors
+    number = -1  # of autograd's backward in which gradients have come
+    is_noted = False  # whether somebody has hooked a node
+    come: dict[int, Tensor]  # gradients of outputs, by place of the root
+    nodes: dict[int, weakref.ref[Any]]
+    # Hidden states, by place of the root: hooks, which the node has even where the tensor is gone.
+    hidden: dict[int, tuple[dict[int, Any], weakref.ref[Tensor]]]
+
+    def hang(self, outputs: list[Tensor], passed: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs, each connected to autograd by itself."""
+        self.come, self.nodes, self.hidden = {}, {}, {}
+        assert self.rail is not None
+        token = self.rail.token
+        if passed:
+            self.keeper = apply_function(Keeper, passed, token).grad_fn
+        found = [tensor.detach() for tensor in outputs]
+        outputs.clear()
+        for place, output, used, is_hidden in self.executable.joints:
+            edges = [found[other] for other in used]
+            made = apply_function(Output, self, place, found[output], token, *edges)
+            found[output] = made
+            self.nodes[place] = weakref.ref(made.grad_fn)
+            if is_hidden:
+                hooks: dict[int, Any] = OrderedDict()
+                made._backward_hooks = hooks
+                made.grad_fn._register_hook_dict(made)
+                self.hidden[place] = hooks, weakref.ref(made)
+        return found
+
+    def arrive(self, place: int, grad: Tensor | None) -> Sequence[Tensor | None]:
+        """Take the gradient of an output; return parts of those that it was computed from."""
+        if self.rail is None:
+            self.refuse_twice()
+        assert self.rail is not None
+        self.rail.carry(self)
+        number = current_backward()
+        if number != self.number:
+            self.number = number
+            self.come.clear()
+        below = self.executable.below[place]
+        if below and self._shows(below):
+            return self._split(place, grad)
+        if grad is not None:
+            self.come[place] = settled(grad)
+        return ()
+
+    def _shows(self, places: Sequence[int]) -> bool:
+        """Whether the gradient of one of these hidden states is asked for."""
+        assert self.rail is not None
+        if self.is_noted or not is_to_run(self.rail.end):  # a backward for some tensors alone
+            return True
+        for place in places:
+            hooks, tensor = self.hidden[place]
+            if hooks or ((alive := tensor()) is not None and alive.retains_grad):
+                return True
+        return False
+
+    def _split(self, place: int, grad: Tensor | None) -> Sequence[Tensor | None]:
+        flows, come = self.executable.flows, self.come
+        passed = any(self.executable.below[other] for other in come)
+        self.__class__ = LateSplitStep  # type: ignore[assignment]
+        assert isinstance(self, LateSplitStep)
+        self.early, self.parts, self.come = {}, {}, {}
+        if passed:
+            self.refuse_late()
+        self.come = {p: g for p, g in come.items() if not flows[p].uses}
+        return self.arrive(place, grad)
+
+    def advance(self, place: int) -> Sequence[Tensor | None]:
+        """Run the program to its next hand-over; return the gradients of number `place`."""
+        if place == 0 and self.number >= 0:
+            self._begin()
+        return super().advance(place)
+
+    def _begin(self) -> None:
+        arrived = [self.come.get(place) for place in range(len(self.executable.flows))]
+        self.come.clear()
+        self.number = -1
+        if self.keeper is not None:
+            self.take_back(self.keeper.saved_tensors)
+            self.keeper = None
+        strides = (None if g is None else plain_strides(g.shape, g.stride()) for g in arrived)
+        kind = BackwardKind(tuple(strides), ambient_autocast())
+        self.begin(kind, [grad for grad in arrived if grad is not None])
+
+
+class LateSplitStep(SplitStep):
+    """A step whose backward is split though its forward did not count on it."""
+
+    hidden: Any
+    number = -1
+    is_noted = True
+
+    def arrive(self, place: int, grad: Tensor | None) -> Sequence[Tensor | None]:
+        """Take the gradient of an output; return parts of those that it was computed from."""
+        super().arrive(place, grad)
+        flows = self.executable.flows
+        tops = (p for p, node in self.nodes.items() if not flows[p].uses and p not in self.come)
+        waits = [self.nodes[p]() for p in tops if p != place]
+        if not flows[place].uses and any(node is not None and is_to_run(node) for node in waits):
+            self.refuse_late()
+        self.go_on()
+        while self.program is not None and self.may_take() and not self.is_over:
+            self.take()
+        found: list[Tensor | None] = []
+        for other in flows[place].reaches:
+            parts = self.parts.pop(other, [])
+            found += [*parts, *(None,) * (flows[other].uses - len(parts))]
+        return found
+
+    def refuse_late(self) -> None:
+        """Refuse to split a backward that several results begin.
+
+        Raises:
+            UnsupportedModuleError: always.
+        """
+        kind = replace(self.executable.kind, outside=())
+        assert self.variant is not None
+        self.backwards.for_backward(kind, self.variant)
+        raise UnsupportedModuleError(
+            "a backward that begins at several outputs of a Rockmate module goes through others of "
+            "them, whose gradients are asked for, by hooks or by torch.autograd.grad, for the "
+            "first time. Run the step again: it is planned for that from now on."
+        )
