@@ -8,8 +8,9 @@ from __future__ import annotations
 _HIDDEN = "hooks and gradients of tensors inside, and of outputs beside the loss"
 
 KNOWN = {
-    **dict.fromkeys(("hook that watches", "hook on an output", "output's gradient kept"), _HIDDEN),
-    **dict.fromkeys(("kept with its gradient", "error in backward"), _HIDDEN),
+    **dict.fromkeys(
+        ("hook that watches", "output's gradient kept", "kept with its gradient"), _HIDDEN
+    ),
     "error at a weight": _HIDDEN,
     "listed results": "a list of tensors that a forward keeps is not there",
     "checkpoint around": "statistics of BatchNorm are counted once, as by the plan",
