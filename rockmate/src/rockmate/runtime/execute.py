@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 
 from rkgb.torch_api import apply_function, has_saved_hooks, straight_to_kernels
 from rockmate.runtime.backwards import Backwards, Variant
+from rockmate.runtime.hung_step import HungStep
 from rockmate.runtime.joint_step import JointStep
 from rockmate.runtime.outputs_held import OutputsHeld
 from rockmate.runtime.running_step import RunningStep, refuse_create_graph
@@ -65,7 +66,7 @@ class Executor(Backwards):
             step.remember_aliases(outputs, aliased)
         rail = step.rail = step.laid.rail(external)
         passed = step.pass_to_hooks() if has_saved_hooks() else ()
-        if isinstance(step, (SplitStep, JointStep)):
+        if isinstance(step, HungStep):
             return step.hang(outputs, passed)
         return list(apply_function(_Outputs, step, outputs, passed, rail.token))
 

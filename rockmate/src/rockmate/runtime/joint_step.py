@@ -22,30 +22,22 @@ from rkgb.graphs import BackwardKind, ambient_autocast
 from rkgb.torch_api import apply_function, current_backward, is_to_run
 from rockmate.errors import UnsupportedModuleError
 from rockmate.runtime.executable import plain_strides
-from rockmate.runtime.running_step import RunningStep
-from rockmate.runtime.split_step import Keeper, Output, SplitStep
+from rockmate.runtime.hung_step import HungStep, Output
+from rockmate.runtime.split_step import SplitStep
 
 
-class JointStep(RunningStep):
+class JointStep(HungStep):
     """A forward and its backward, which begins once the gradients of all outputs have come."""
 
-    keeper: Any = None  # what has saved for hooks on saved tensors
     number = -1  # of autograd's backward in which gradients have come
-    is_noted = False  # whether somebody has hooked a node
-    come: dict[int, Tensor]  # gradients of outputs, by place of the root
-    nodes: dict[int, weakref.ref[Any]]
     # Hidden states, by place of the root: hooks, which the node has even where the tensor is gone.
     hidden: dict[int, tuple[dict[int, Any], weakref.ref[Tensor]]]
 
-    def hang(self, outputs: list[Tensor], passed: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs, each connected to autograd by itself."""
-        self.come, self.nodes, self.hidden = {}, {}, {}
+    def connect(self, found: list[Tensor]) -> None:
+        """Put in the place of each output what hangs on a Function, and on those below it."""
+        self.hidden = {}
         assert self.rail is not None
         token = self.rail.token
-        if passed:
-            self.keeper = apply_function(Keeper, passed, token).grad_fn
-        found = [tensor.detach() for tensor in outputs]
-        outputs.clear()
         for place, output, used, is_hidden in self.executable.joints:
             edges = [found[other] for other in used]
             made = apply_function(Output, self, place, found[output], token, *edges)
@@ -56,14 +48,10 @@ class JointStep(RunningStep):
                 made._backward_hooks = hooks
                 made.grad_fn._register_hook_dict(made)
                 self.hidden[place] = hooks, weakref.ref(made)
-        return found
 
     def arrive(self, place: int, grad: Tensor | None) -> Sequence[Tensor | None]:
         """Take the gradient of an output; return parts of those that it was computed from."""
-        if self.rail is None:
-            self.refuse_twice()
-        assert self.rail is not None
-        self.rail.carry(self)
+        self.carried()
         number = current_backward()
         if number != self.number:
             self.number = number
@@ -107,9 +95,7 @@ class JointStep(RunningStep):
         arrived = [self.come.get(place) for place in range(len(self.executable.flows))]
         self.come.clear()
         self.number = -1
-        if self.keeper is not None:
-            self.take_back(self.keeper.saved_tensors)
-            self.keeper = None
+        self.take_back_kept()
         strides = (None if g is None else plain_strides(g.shape, g.stride()) for g in arrived)
         kind = BackwardKind(tuple(strides), ambient_autocast())
         self.begin(kind, [grad for grad in arrived if grad is not None])

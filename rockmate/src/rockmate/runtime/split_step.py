@@ -10,9 +10,9 @@ and hands the whole to the tensor's own Function; the program goes on with that.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,39 +22,31 @@ from rkgb.graphs import BackwardKind, Flow, Region, Tangent, ambient_autocast
 from rkgb.torch_api import apply_function, current_backward, is_to_run
 from rockmate.errors import BackwardTwiceError, UnsupportedModuleError
 from rockmate.runtime.executable import Executable, plain_strides
+from rockmate.runtime.hung_step import HungStep, Output
 from rockmate.runtime.rails import OUT_OF_ORDER
-from rockmate.runtime.running_step import RunningStep, refuse_create_graph
 
 
-class SplitStep(RunningStep):
+class SplitStep(HungStep):
     """A forward and its backward, whose gradients of hidden states go by way of autograd."""
 
     at: int | None = None  # the hidden state that the program waits for the gradient of
     taken = 0  # how many hand-overs of the program have been
     backward = -1  # number of autograd's backward that has started it
-    is_noted = False
-    keeper: Any = None  # what has saved for hooks on saved tensors
     key: Key  # of what has begun the backward
     kind: BackwardKind  # and of which kind it is expected to be
-    come: dict[int, Tensor]  # gradients of outputs that were not used yet, by place of the root
     early: dict[int, tuple[Tensor | None, ...]]  # what places of the rail will give
     seen: dict[int, Tangent]  # how the gradients of hidden states have come
     noisy: set[int]  # those that have come from outside, too
     parts: dict[int, list[Tensor | None]]  # of gradients, which are to be given
     given: dict[int, set[int]]  # storages of all that were, by place of the root
-    nodes: dict[int, weakref.ref[Any]]
 
     # ------------------------------------------------------------------ forward
 
-    def hang(self, outputs: list[Tensor], passed: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs, each connected to autograd by itself."""
-        self.come, self.early, self.parts, self.nodes = {}, {}, {}, {}
+    def connect(self, found: list[Tensor]) -> None:
+        """Put in the place of each output what hangs on a Function of its own, with its knots."""
+        self.early, self.parts = {}, {}
         rail = self.rail
         assert rail is not None
-        if passed:
-            self.keeper = apply_function(Keeper, passed, rail.token).grad_fn
-        found = [tensor.detach() for tensor in outputs]
-        outputs.clear()
         knots: list[tuple[Tensor, ...]] = [()] * len(self.executable.flows)
         end = len(rail.tokens)
 
@@ -79,16 +71,12 @@ class SplitStep(RunningStep):
                 made.append(apply_function(_Knot, self, place, is_last, *[tensor] * parts))
             knots[place] = tuple(made)
         come_to(0)
-        return found
 
     # ------------------------------------------------------------------ backward
 
     def arrive(self, place: int, grad: Tensor | None) -> Sequence[Tensor | None]:
         """Take the gradient of an output; its parts for others go by way of knots."""
-        if self.rail is None:
-            self.refuse_twice()
-        assert self.rail is not None
-        self.rail.carry(self)
+        self.carried()
         if grad is not None:
             self.come[place] = settled(grad)
         return ()
@@ -144,9 +132,7 @@ class SplitStep(RunningStep):
                 return
             if is_same:
                 self._refuse()
-        if self.keeper is not None:
-            self.take_back(self.keeper.saved_tensors)
-            self.keeper = None
+        self.take_back_kept()
         self.program, self.at, self.backward = None, None, number
         self.seen, self.noisy, self.given = {}, set(), {}
         self.early.clear()
@@ -324,48 +310,6 @@ def _reached(flows: Sequence[Flow], starts: Iterable[int]) -> set[int]:
     return found
 
 
-class Hung(Protocol):
-    """A step whose outputs hang on Functions of their own."""
-
-    is_noted: bool  # whether somebody has hooked such a Function
-
-    def arrive(self, place: int, grad: Tensor | None) -> Sequence[Tensor | None]:
-        """Take the gradient of an output; return parts of those that it was computed from."""
-
-
-class Output(torch.autograd.Function):
-    """Returns an output; its backward hands the gradient to the step."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, step: Hung, place: int, made: Tensor, token: Tensor, *edges: Tensor
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.step, ctx.place, ctx.edges = step, place, len(edges)
-        return made.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        refuse_create_graph()
-        parts = ctx.step.arrive(ctx.place, grads[0])
-        return (None, None, None, None, *parts, *(None,) * (ctx.edges - len(parts)))
-
-
-class _OutputNode(Output._backward_cls):  # type: ignore[name-defined, misc]
-    """A node that tells its step of hooks on it."""
-
-    def register_hook(self, hook: Callable[..., Any]) -> Any:
-        self.step.is_noted = True
-        return super().register_hook(hook)
-
-    def register_prehook(self, hook: Callable[..., Any]) -> Any:
-        self.step.is_noted = True
-        return super().register_prehook(hook)
-
-
-Output._backward_cls = _OutputNode
-
-
 class _Knot(torch.autograd.Function):
     """Leads to a hidden state: its backward returns the parts of its gradient."""
 
@@ -379,12 +323,3 @@ class _Knot(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Any, ...]:
         parts = ctx.step.reach(ctx.place, ctx.edges, is_last=ctx.is_last)
         return (None, None, None, *parts, *(None,) * (ctx.edges - len(parts)))
-
-
-class Keeper(torch.autograd.Function):
-    """Saves tensors as autograd does, for hooks on what it saves."""
-
-    @staticmethod
-    def forward(ctx: Any, passed: Sequence[Tensor], token: Tensor) -> Tensor:
-        ctx.save_for_backward(*passed)
-        return token.detach()

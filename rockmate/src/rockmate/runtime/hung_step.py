@@ -1,0 +1,96 @@
+"""A step with several outputs, each of which hangs on a Function of its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rkgb.torch_api import apply_function
+from rockmate.runtime.running_step import RunningStep, refuse_create_graph
+
+
+class HungStep(RunningStep):
+    """A forward and its backward, to which gradients of outputs come one by one."""
+
+    keeper: Any = None  # what has saved for hooks on saved tensors
+    is_noted = False  # whether somebody has hooked the Function of an output
+    come: dict[int, Tensor]  # gradients of outputs that were not used yet, by place of the root
+    nodes: dict[int, weakref.ref[Any]]
+
+    def hang(self, outputs: list[Tensor], passed: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs, each connected to autograd by itself."""
+        self.come, self.nodes = {}, {}
+        assert self.rail is not None
+        if passed:
+            self.keeper = apply_function(_Keeper, passed, self.rail.token).grad_fn
+        found = [tensor.detach() for tensor in outputs]
+        outputs.clear()
+        self.connect(found)
+        return found
+
+    def connect(self, found: list[Tensor]) -> None:
+        """Put in the place of each output what hangs on a Function of its own."""
+        raise NotImplementedError
+
+    def arrive(self, place: int, grad: Tensor | None) -> Sequence[Tensor | None]:
+        """Take the gradient of an output; return parts of those that it was computed from."""
+        raise NotImplementedError
+
+    def carried(self) -> None:
+        """Be what the rail runs; refuse a second backward that was not told of."""
+        if self.rail is None:
+            self.refuse_twice()
+        assert self.rail is not None
+        self.rail.carry(self)
+
+    def take_back_kept(self) -> None:
+        """Go on with what hooks on saved tensors give back, if there are any."""
+        if self.keeper is not None:
+            self.take_back(self.keeper.saved_tensors)
+            self.keeper = None
+
+
+class Output(torch.autograd.Function):
+    """Returns an output; its backward hands the gradient to the step."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: HungStep, place: int, made: Tensor, token: Tensor, *edges: Tensor
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.step, ctx.place, ctx.edges = step, place, len(edges)
+        return made.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        refuse_create_graph()
+        parts = ctx.step.arrive(ctx.place, grads[0])
+        return (None, None, None, None, *parts, *(None,) * (ctx.edges - len(parts)))
+
+
+class _OutputNode(Output._backward_cls):  # type: ignore[name-defined, misc]
+    """A node that tells its step of hooks on it."""
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        self.step.is_noted = True
+        return super().register_hook(hook)
+
+    def register_prehook(self, hook: Callable[..., Any]) -> Any:
+        self.step.is_noted = True
+        return super().register_prehook(hook)
+
+
+Output._backward_cls = _OutputNode
+
+
+class _Keeper(torch.autograd.Function):
+    """Saves tensors as autograd does, for hooks on what it saves."""
+
+    @staticmethod
+    def forward(ctx: Any, passed: Sequence[Tensor], token: Tensor) -> Tensor:
+        ctx.save_for_backward(*passed)
+        return token.detach()
