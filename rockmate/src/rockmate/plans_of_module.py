@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ from rkgb.engine import Sample
 from rkgb.opaque import is_inside
 from rkgb.safeguards import Setting, refuse_lazy_modules
 from rkgb.torch_api import changing_modes, compiled_modules, placed_parameters, unwatched
+from rockmate.arguments import Call
 from rockmate.errors import (
     InfeasibleBudgetError,
     PlanFileError,
@@ -59,7 +60,6 @@ _CHANGES = (
     "the module"
 )
 planning = threading.RLock()  # one at a time: a recording watches over all of torch
-Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 class HandedOverOtherwiseError(Exception):

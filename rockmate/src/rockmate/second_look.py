@@ -20,12 +20,13 @@ from rkgb.costs import made_bytes, op_key
 from rkgb.engine import Sample
 from rkgb.graphs import Difference, ambient_autocast
 from rkgb.torch_api import current_dispatch_modes, has_saved_hooks
+from rockmate.arguments import Call
 from rockmate.errors import RockmateError
 from rockmate.keys.module_watch import without_hooks
 from rockmate.networks import Planned
 from rockmate.networks.network import Network
 from rockmate.plan_cache import Family
-from rockmate.plans_of_module import Call, PlansOfModule, planning
+from rockmate.plans_of_module import PlansOfModule, planning
 from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms
 

@@ -3,8 +3,7 @@
 Gets the arguments and results of calls; gives frozen facts. Read op.py (one operation), then
 tensor_info.py (one tensor), numbers.py (Python numbers of a call), trees.py and sample.py
 (arguments and results taken apart), effect.py (what a forward leaves behind besides its result),
-compiled_call.py (a compiled target) and
-cut.py (where a gradient leaves and comes back).
+compiled_call.py (a compiled target) and cut.py (where a gradient leaves and comes back).
 """
 
 from rkgb.elements.compiled_call import CompiledCall

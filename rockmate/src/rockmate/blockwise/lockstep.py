@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
+from rockmate.arguments import Call
 from rockmate.errors import UnsupportedModuleError
 from rockmate.keys.snapshot import Snapshot
 from rockmate.networks import Planned
 from rockmate.plan_cache import Family, Key
 from rockmate.planned_forward import PlannedForward
-from rockmate.plans_of_module import Call
 
 
 class _NotPlannedError(Exception):

@@ -21,6 +21,7 @@ from rkgb import OpaquePieceError, OtherWayError, RkgbError
 from rkgb.elements import flatten
 from rkgb.opaque import BufferContents, StartOfCall, is_inside
 from rkgb.torch_api import placed_parameters
+from rockmate.arguments import Call
 from rockmate.blockwise.kinds import Kind, ways_to_run
 from rockmate.comparison.fingerprint import Fingerprints
 from rockmate.decisions.dressing import Dressing, view_of
@@ -30,7 +31,6 @@ from rockmate.networks import Planned
 from rockmate.options.options import BlockOption
 from rockmate.plan_cache import Family, Key
 from rockmate.planned_forward import PlannedForward
-from rockmate.plans_of_module import Call
 from rockmate.runtime.plain import plain
 from rockmate.settings import Terms
 

@@ -21,6 +21,7 @@ from rkgb.torch_api import (
     without_global_hooks,
     without_saved_hooks,
 )
+from rockmate.arguments import Call
 from rockmate.decisions.choosing import Chosen, NoBlocksError, plan_step
 from rockmate.decisions.report import DecidedPlan, no_file
 from rockmate.errors import InfeasibleBudgetError
@@ -31,7 +32,7 @@ from rockmate.keys.sharded import settled_call
 from rockmate.networks import Planned
 from rockmate.plan_cache import PlanRow, PlanRows
 from rockmate.planned_forward import PlannedForward
-from rockmate.plans_of_module import Call, HandedOverOtherwiseError, planning
+from rockmate.plans_of_module import HandedOverOtherwiseError, planning
 from rockmate.runtime.plain import is_plain, unseen
 from rockmate.settings import Terms
 

@@ -14,6 +14,7 @@ from rockmate.blockwise.rehearsal import Marker
 from rockmate.decisions.blocks import AGAIN, KEEP, Block, NotPlannedHereError, Run
 from rockmate.decisions.dressing import Dressing
 from rockmate.decisions.recomputed import run_recomputed
+from rockmate.runtime.backwards import compares_contents
 
 
 @dataclass(eq=False)
@@ -72,7 +73,7 @@ class _Step:
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan, self.counts = plan, dict[str, int]()
-        self.compares = not plan.count & (plan.count - 1)  # the 1st, 2nd, 4th, ...
+        self.compares = compares_contents(plan.count)
         self.is_inside, self.place = False, 0
 
     def __call__(self, path: str, /, *args: Any, **kwargs: Any) -> Any:

@@ -145,8 +145,7 @@ class Planned:
         """Run the planned forward; `model` and `leaves` serve to record other gradients.
 
         Without `looks`, hooks of submodules that only look are not called, and contents are not
-        compared. Of a `call` with these
-        arguments, those are changed that the forward changes.
+        compared. Of a `call` with these arguments, those are changed that the forward changes.
         """
 
         def variant(kind: BackwardKind) -> Executable:
@@ -202,12 +201,14 @@ def compiled_plan(
     network: Network, plan: Plan, sample: Sample, budget_bytes: int, phases: Phases
 ) -> Planned:
     """Return a plan with its program, of which nothing has run yet."""
-    executor = Executor(planned_executable(network, plan))
-    in_backward = simulate(network.problem, plan.steps).peak_during[len(network.problem.nodes) :]
-    executor.room_bytes = budget_bytes - max(in_backward, default=0)
+    program, room_bytes = planned_executable(network, plan), 0
+    if program.leaving_outputs:
+        during = simulate(network.problem, plan.steps).peak_during
+        in_backward = during[len(network.problem.nodes) :]
+        room_bytes = budget_bytes - max(in_backward, default=0)
     return Planned(
         network=network,
-        executor=executor,
+        executor=Executor(program, room_bytes),
         plan=plan,
         signature=InputSignature.of(sample),
         outputs=network.graph.dataflow.basic.output_spec,
@@ -252,12 +253,10 @@ def with_other_numbers(
     else:  # the problem is one of other gradients, and says nothing of these
         steps = without_idle_steps(recorded.graph, planned.plan.steps)
         program = executable(recorded.graph, steps, measured)
-    executor = Executor(program)
-    executor.room_bytes = planned.executor.room_bytes
     return replace(
         planned,
         network=network,
-        executor=executor,
+        executor=Executor(program, planned.executor.room_bytes),
         signature=InputSignature.of(sample),
         outputs=basic.output_spec,
         seconds=phases.seconds,

@@ -13,23 +13,28 @@ from rockmate.runtime.executable import Executable
 Variant = Callable[[BackwardKind], Executable]
 
 
+def compares_contents(step: int) -> bool:
+    """Whether contents are compared in a step, counted from 1: the 1st, 2nd, 4th, 8th, ..."""
+    return not step & (step - 1)
+
+
 class Backwards:
     """What was made for backwards of each kind, and which is expected next."""
 
-    def __init__(self, planned: Executable) -> None:
+    def __init__(self, planned: Executable, room_bytes: int = 0) -> None:
         self.planned = self.expected = planned
         self.latest = planned  # whose backward ran last
         self.variants = {planned.kind: planned}
         # Of the budget, for outputs beside the losses that are still held in the backward.
-        self.room_bytes, self.has_warned = 0, False
+        self.room_bytes, self.has_warned = room_bytes, False
         # By what has begun a backward of a step with hidden states: of which kind it turned out.
         self.came: dict[Hashable, BackwardKind] = {}
         self._looked = dict[int, int]()  # steps, by the module that they are of
 
     def is_due(self, model: nn.Module) -> bool:
-        """Whether contents are compared in this step of a module: the 1st, 2nd, 4th, 8th, ..."""
+        """Whether contents are compared in this step of a module."""
         count = self._looked[id(model)] = self._looked.get(id(model), 0) + 1
-        return not count & (count - 1)
+        return compares_contents(count)
 
     def look_at(self, model: nn.Module) -> None:
         """Compare contents in the next step of this module, whichever it is."""
