@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +58,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run every test as if the CPU were a CUDA device, with its blocks and threads",
     )
+
+
+@pytest.hookimpl(tryfirst=True)  # before cells are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    met: Counter[tuple[Path, str]] = Counter()
+    for item in items:
+        one_in = item.get_closest_marker("one_in")
+        if one_in is not None and item.get_closest_marker("nightly") is None:
+            test = item.path, getattr(item, "originalname", item.name)
+            if met[test] % one_in.args[0]:
+                item.add_marker(pytest.mark.nightly)
+            met[test] += 1
 
 
 @pytest.fixture(autouse=True)

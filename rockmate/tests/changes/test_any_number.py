@@ -104,6 +104,7 @@ ENTERING: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("where", WHERE, ids=["argument", "attribute"])
 @pytest.mark.parametrize("name", ENTERING)
 def test_a_number_in_arithmetic_is_planned_for_once(name: str, where: str) -> None:
@@ -136,6 +137,7 @@ WHOLE: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("where", WHERE, ids=["argument", "attribute"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_an_int_in_arithmetic_is_planned_for_once(name: str, where: str) -> None:
@@ -177,6 +179,7 @@ WHOLE_DECIDING: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("where", WHERE, ids=["argument", "attribute"])
 @pytest.mark.parametrize("name", WHOLE_DECIDING)
 def test_an_int_that_decides_more_is_never_taken_for_another(name: str, where: str) -> None:
@@ -230,6 +233,7 @@ def _reciprocal(t: Any) -> Any:
         return 7.0
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("where", WHERE, ids=["argument", "attribute"])
 @pytest.mark.parametrize("name", DECIDING)
 def test_a_number_that_decides_more_is_never_taken_for_another(name: str, where: str) -> None:
@@ -355,7 +359,7 @@ class Expressions(nn.Module):
         return (self.linear(x) * factor + added).tanh() / divisor
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(EXPRESSIONS, min_size=3, max_size=3), st.lists(st.tuples(NUMBERS, NUMBERS)))
 def test_any_arithmetic_of_any_numbers(texts: list[str], calls: list[tuple[float, float]]) -> None:
     torch.manual_seed(0)

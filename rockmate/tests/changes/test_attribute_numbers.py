@@ -109,6 +109,7 @@ def test_what_changes_beside_them_is_planned_for() -> None:
         pair.step(lambda y: y.float().sum())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("value", [torch.tensor(0.3), "no number", None, True])
 def test_one_that_is_no_number_any_more(value: Any) -> None:
     class Either(Net):
@@ -146,6 +147,7 @@ CLOSURES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CLOSURES)
 def test_a_function_that_reads_the_module_itself(name: str) -> None:
     torch.manual_seed(0)

@@ -96,6 +96,7 @@ def _step(module, net, x, seed):
     return [y.detach().clone(), *(p.grad.clone() for p in net.parameters())]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("place", PLACES)
 def test_it_may_change_between_steps(place, change, monkeypatch):
@@ -175,6 +176,7 @@ def _data_replaced(net, by):
         tensor.data = tensor.data + by
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("change", [_in_place, _replaced, _data_replaced])
 @pytest.mark.parametrize("use", USES)
 def test_a_kept_tensor_is_read_anew(use, change, monkeypatch):

@@ -290,6 +290,7 @@ def is_possible(name: str, loop: str) -> bool:
     return not (name == "layers" and loop in ("detached", "carried_on"))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("budget", [1.0, "1MiB"])
 @pytest.mark.parametrize("name", MODULES)
 def test_outputs_are_used_as_in_plain_pytorch(name: str, budget: Any) -> None:

@@ -255,6 +255,7 @@ def planned(name: str, budget: Any = 0.7, **options: Any) -> tuple[Any, nn.Modul
     return rk, twin, batches
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", NETS)
 def test_steps_of_other_decisions_have_plain_bits_and_stay_in_the_budget(name: str) -> None:
     rk, twin, batches = planned(name)

@@ -326,7 +326,7 @@ def tensor_parallel_fails(rank: int) -> None:
     [
         "pipelines",
         "data_parallel",
-        "tensor_parallel sequence",
+        pytest.param("tensor_parallel sequence", marks=pytest.mark.nightly),
         pytest.param("tensor_parallel features", marks=pytest.mark.nightly),
         pytest.param("tensor_parallel_fails", marks=pytest.mark.nightly),
     ],

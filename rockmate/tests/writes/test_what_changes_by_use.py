@@ -148,6 +148,7 @@ def _train(model, x, steps=4):
     return found
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("budget", [1.0, 0.8])
 @pytest.mark.parametrize("name", READS)
 def test_every_step_changes_it_as_a_plain_step_does(name, budget):
