@@ -26,7 +26,7 @@ from rockmate.in_place import remove
 from rockmate.keys.module_watch import without_hooks
 from rockmate.keys.sharded import own_class
 from rockmate.module import Rockmate, dressed, plain_view
-from rockmate.pipeline import plan_module
+from rockmate.pipeline import Request, planned_for
 from rockmate.progress import Phases
 from rockmate.runtime.plain import plain
 from rockmate.settings import Terms, parse_budget
@@ -317,7 +317,8 @@ def _compared(model: nn.Module, call: Call, plan: BlocksPlan, terms: Terms) -> B
         return replace(plan, why_no_free_plan="a sharded model is not recorded as a whole")
     try:
         with plain(), torch.inference_mode(False), torch.enable_grad():
-            free = plan_module(without_hooks(model, type(model)), *call, terms).plan
+            bare = without_hooks(model, type(model))
+            free = planned_for(Request.of(bare, call, terms)).plan
     except (RockmateError, RkgbError) as error:
         return replace(plan, why_no_free_plan=str(error))
     return replace(plan, free_overhead_ms=free.overhead_ms, why_no_free_plan="")

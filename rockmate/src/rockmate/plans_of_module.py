@@ -34,13 +34,16 @@ from rockmate.keys.sharded import whole_parts
 from rockmate.networks import Planned
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.pipeline import (
-    Shelf,
+    GivenFile,
+    Request,
+    Source,
     eager_peak_bytes,
+    given_file,
     is_follower,
     plan_file_of,
-    plan_module,
+    planned_for,
     sharing,
-    shelf_of,
+    sources_of,
 )
 from rockmate.plan_cache import Family, Key, PlanCache, PlanRow, PlanRows, what
 from rockmate.runtime.plain import unseen
@@ -80,7 +83,7 @@ class PlansOfModule:
         self.watch = ModuleWatch(model)
         self.known: tuple[Planned, ...] = ()  # of modules like this one, whose steps serve here
         self.first: Planned | None = None
-        self._shelf: Shelf | None = None  # of plans that were made before
+        self._sources: tuple[Source, ...] = ()  # of plans; none before the first
         self._settings: list[Setting] = []  # what the plain forward sets at its first call
         self._told: set[str] = set()  # what is taken off
         self.changing = ChangingPlaces()
@@ -91,7 +94,7 @@ class PlansOfModule:
 
     def take_plans_of(self, other: PlansOfModule) -> None:
         """Serve a copy of the other's module: what was planned for it as it is now holds here."""
-        self._shelf, self.known = other._shelf, other.known
+        self._sources, self.known = other._sources, other.known
         self.watch.hand_over(other.watch.open)
         self.watch.read(other.watch.sources)
         autocast, _ = ambient()
@@ -130,16 +133,12 @@ class PlansOfModule:
         """Plan for calls to come; a fraction as budget becomes bytes, by the largest of them.
 
         Raises:
-            InfeasibleBudgetError, UnsupportedModuleError, rkgb.RkgbError: see `plan_module`.
+            InfeasibleBudgetError, UnsupportedModuleError, rkgb.RkgbError: see `planned_for`.
         """
         share = self.settings.share and not self.settings.compile  # each compiles for itself
-        own: list[Shelf] = []
-
-        def find_own() -> Shelf:
-            own.append(_own_shelf(self.settings, is_follower(share)))
-            return own[0]
-
-        with sharing(find_own, share) as self._shelf:
+        with sharing(share) as ranks:
+            given = _given_file(self.settings, is_follower(share))
+            self._sources = sources_of(self.settings, given, ranks)
             # What is copied or pickled later goes elsewhere, where the file may not be.
             self.settings = replace(self.settings, plan=None)
             try:
@@ -147,7 +146,8 @@ class PlansOfModule:
             finally:  # the first call sets it
                 for setting in reversed(self._settings):
                     setting.undo()
-        self._shelf = own[0]  # later calls come when they come, not on all ranks at once
+        # Later calls come when they come, not on all ranks at once.
+        self._sources = sources_of(self.settings, given)
 
     def _prepare(self, calls: Sequence[Call]) -> None:
         outside = unwatched() if changing_modes() else nullcontext()
@@ -288,7 +288,8 @@ class PlansOfModule:
 
         None where there is none before it, or where a plan for any number was tried in vain.
         """
-        whole = self.plans.ints_unlike(key) if self.plans_alone else None
+        can_be = self.plans_alone and not self.settings.compile
+        whole = self.plans.ints_unlike(key) if can_be else None
         if whole is None or self._tried.get(key.for_any_number(whole), 0) >= _MOST_TRIES:
             return None
         return whole
@@ -345,20 +346,22 @@ class PlansOfModule:
                 "its blocks: rockmate.apply_to_blocks(model, sample, budget)."
             )
         try:
-            if self._shelf is None:
-                self._shelf = shelf_of(self.settings)
+            if not self._sources:
+                self._sources = sources_of(self.settings, given_file(self.settings))
             with unseen():  # planned modules inside belong to this plan
-                known = (*self.plans, *self.known)
-                planned = plan_module(
-                    *(bare, *call, self.settings, known, self.blocks),
+                known = () if self.settings.compile else (*self.plans, *self.known)
+                request = Request.of(
+                    *(bare, call, self.settings),
+                    known=known,
+                    blocks=self.blocks,
                     guards=guards,
-                    shelf=self._shelf,
                     any_number=any_number,
                     own=self.model,
                     losses=self.losses,
                 )
+                planned = planned_for(request, self._sources)
                 if planned.how == "planned":  # others are made for the gradients that came last
-                    planned.foresee(bare, Sample.of(bare, *call).leaves)
+                    planned.foresee(bare, request.sample.leaves)
         except TraceError as error:
             # An assert on values, an index out of range: the user's own error, as without us.
             if self.first is None or error.__cause__ is None:
@@ -458,18 +461,18 @@ def _run_whole(paths: Iterable[str], planned: Planned) -> bool:
     return all(_is_covered(path, planned.network.opaque) for path in paths)
 
 
-def _own_shelf(settings: Terms, follows: bool) -> Shelf:
-    """Return the shelf that settings name; a file may lie on the machine of rank 0 only.
+def _given_file(settings: Terms, follows: bool) -> GivenFile | None:
+    """Return the file that settings name; it may lie on the machine of rank 0 only.
 
     Raises:
-        PlanFileError: the file that was given cannot be read.
+        PlanFileError: it cannot be read.
     """
     try:
-        return shelf_of(settings)
+        return given_file(settings)
     except PlanFileError:
         if not follows:
             raise
-        return shelf_of(replace(settings, plan=None))
+        return None
 
 
 def _row(key: Key, why: str, planned: Planned, seconds: float) -> PlanRow:

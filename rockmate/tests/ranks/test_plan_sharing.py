@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,8 @@ import rockmate
 from oracles.training import assert_same_gradients, eager_copy
 from rockmate import InfeasibleBudgetError, PlanSharingError, planners
 from rockmate.networks import network
-from rockmate.pipeline import share
-from rockmate.pipeline.share import Exchange, SharedShelf
-from rockmate.pipeline.shelf import NoShelf
+from rockmate.pipeline import ranks
+from rockmate.pipeline.ranks import AmongRanks, Exchange
 from runs.planned import wrap
 from runs.processes import run_in_processes
 
@@ -95,7 +95,7 @@ def _two_ranks(rank: int) -> None:
             module(given).sum().backward()
         assert_same_gradients(net, twin)
     if rank == 0:  # and the other rank does not come, nor is it waited for
-        share.COMING_S = 0.3
+        ranks.COMING_S = 0.3
         assert wrap(_net(), sample, "1MiB").plan.overhead == 0
 
 
@@ -104,39 +104,51 @@ def test_rank_0_plans_for_both() -> None:
     run_in_processes(__file__, "_two_ranks")
 
 
-def _shared(rank: int, store: Any) -> SharedShelf:
-    return SharedShelf(Exchange(rank, 4, store, "z/", patience_s=60.0), NoShelf())
+class _Beyond:
+    """Finds what is asked for."""
+
+    def find(self, request: Any) -> Any:
+        return request.key
+
+
+def _among(rank: int, store: Any) -> Any:
+    return AmongRanks(Exchange(rank, 4, store, "z/", patience_s=60.0), (_Beyond(),))
 
 
 def test_who_has_the_same_step_follows_and_others_do_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(share, "_talks", lambda _: False)
-    monkeypatch.setattr(SharedShelf, "_key", lambda _, asked: asked)
-    monkeypatch.setattr(SharedShelf, "_planned_by", lambda _, owner, *__: owner)
+    monkeypatch.setattr(ranks, "_talks", lambda _: False)
+    file = SimpleNamespace(to_json=lambda: "its plan")
+    monkeypatch.setattr(ranks, "plan_file_of", lambda *_: file)
+    monkeypatch.setattr(AmongRanks, "_planned_by", lambda _, owner, *__: owner)
     store = torch.distributed.HashStore()
-    shelves = [_shared(rank, store) for rank in range(4)]
+    sources = [_among(rank, store) for rank in range(4)]
+    first, second = (SimpleNamespace(key=f"{name} stage", model=None) for name in ("one", "other"))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(shelves[1].find, "first stage")
+        waiting = pool.submit(sources[1].find, first)
         assert not waiting.done(), "rank 0 comes first"
-        assert shelves[0].find("first stage") is None  # it plans
+        assert sources[0].find(first) == "one stage"  # it plans
         assert waiting.result() == 0
-    assert shelves[2].find("second stage") is None
-    assert shelves[3].find("second stage") == 2
-    assert [sorted(shelf._claimed) for shelf in shelves[:3:2]] == [
-        ["first stage"],
-        ["second stage"],
+    assert sources[2].find(second) == "other stage"
+    assert sources[3].find(second) == 2
+    assert [source.exchange.published for source in sources[:3:2]] == [
+        ["plan/one stage"],
+        ["plan/other stage"],
     ]
+    for source in sources:
+        source.exchange.clear()
+    assert not sources[1].exchange.has("plan/one stage")
 
 
 def test_the_first_failure_is_everybodys() -> None:
     store = torch.distributed.HashStore()
-    ranks = [Exchange(rank, 3, store, "x/", patience_s=60.0) for rank in range(3)]
+    three = [Exchange(rank, 3, store, "x/", patience_s=60.0) for rank in range(3)]
     with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(ranks[rank].ask, "never", 2) for rank in range(2)]
-        ours = ranks[2].fail(ValueError("broken"))
+        waiting = [pool.submit(three[rank].ask, "never", 2) for rank in range(2)]
+        ours = three[2].fail(ValueError("broken"))
         errors = [waited.exception() for waited in waiting]
-    later = ranks[0].fail(KeyError("later"))
+    later = three[0].fail(KeyError("later"))
     assert {str(error) for error in (*errors, ours, later)} == {
         "on rank 2 of 3: ValueError: broken"
     }
@@ -154,7 +166,6 @@ def test_words_arrive() -> None:
 
 
 def test_without_a_process_group_nothing_is_shared() -> None:
-    shelf = object()
-    with share.sharing(lambda: shelf, True) as found:  # type: ignore[arg-type,return-value]
-        assert found is shelf
-    assert not share.is_follower(True)
+    with ranks.sharing(True) as exchange:
+        assert exchange is None
+    assert not ranks.is_follower(True)

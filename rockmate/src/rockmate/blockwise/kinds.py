@@ -17,7 +17,7 @@ from rockmate.networks import Planned
 from rockmate.networks.executables import planned_executable
 from rockmate.options.module_choice import ModuleCall
 from rockmate.options.options import BlockOption
-from rockmate.pipeline import plan_module
+from rockmate.pipeline import Request, planned_for
 from rockmate.planners.module_options import module_options, options_of
 from rockmate.runtime.execute import Executor
 from rockmate.runtime.plain import plain
@@ -89,15 +89,14 @@ def ways_to_run(recorded: Planned, backend: str) -> tuple[BlockOption, ...]:
 
 def recorded_block(model: nn.Module, call: Call, settings: Terms) -> Planned:
     """Return a block as it was recorded, keeping everything."""
-    args, kwargs = call
-    leaves, _ = key_of(args, kwargs)
+    leaves, _ = key_of(*call)
     if any(hasattr(leaf, "device_mesh") for leaf in leaves):
         raise UnsupportedModuleError(
             f"a block ({type(model).__name__}) is called with distributed tensors, and only what "
             "runs on plain ones can be planned. Let modules around it give local ones."
         )
     with plain():
-        return plan_module(model, args, kwargs, settings, losses=False)
+        return planned_for(Request.of(model, call, settings, losses=False))
 
 
 def refuse_shards_inside(model: nn.Module) -> None:

@@ -1,23 +1,27 @@
-"""From a module, a sample and a budget to what runs its steps.
+"""From a request to a plan.
 
-Gets a module, a sample and settings; gives a `Planned`. Read plan_module.py (the whole road, phase
-by phase) and within_blocks.py (plans that are tried, where an allocator hands out whole blocks);
-then what serves again: follow.py (a recording that is like a known one), resized.py (the same at
-another size) and versions.py (for other gradients), identity.py (what a recording is known by),
-saved_plan.py (to files and back), shelf.py (where plans lie), share.py (one plan for all ranks).
+Gets a `Request`, which is a call of a module and what is known of others; gives a `Planned`. Read
+request.py (the call, recorded when somebody looks), then sources.py: where plans come from, in the
+order in which they are asked. The sources are follow.py with resized.py and versions.py (plans that
+follow from known ones), saved_plan.py and identity.py (to files and back, and by what a recording
+is known there), ranks.py (one plan for all ranks) and anew.py with within_blocks.py (from nothing).
 """
 
-from rockmate.pipeline.plan_module import eager_peak_bytes, plan_module
+from rockmate.pipeline.anew import eager_peak_bytes
+from rockmate.pipeline.ranks import is_follower, sharing
+from rockmate.pipeline.request import Request, Source
 from rockmate.pipeline.saved_plan import plan_file_of
-from rockmate.pipeline.share import is_follower, sharing
-from rockmate.pipeline.shelf import Shelf, shelf_of
+from rockmate.pipeline.sources import GivenFile, given_file, planned_for, sources_of
 
 __all__ = [
-    "Shelf",
+    "GivenFile",
+    "Request",
+    "Source",
     "eager_peak_bytes",
+    "given_file",
     "is_follower",
     "plan_file_of",
-    "plan_module",
+    "planned_for",
     "sharing",
-    "shelf_of",
+    "sources_of",
 ]

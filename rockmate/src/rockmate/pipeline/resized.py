@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from torch import nn
-
 from rkgb.capture import no_collection
-from rkgb.engine import Sample, device_of
+from rkgb.engine import device_of
 from rkgb.graphs import SimplifiedGraph, same_but_for_sizes
 from rkgb.run import RunnableGraph
 from rockmate import planners
@@ -26,26 +24,21 @@ from rockmate.networks.network import network_of
 from rockmate.networks.planned import Planned, compiled_plan
 from rockmate.networks.self_test import self_test
 from rockmate.options.known_blocks import KnownBlocks
+from rockmate.pipeline.request import Request
 from rockmate.pipeline.versions import Version, has_same_nodes, versions_like
 from rockmate.pipeline.within_blocks import has_blocks, within_blocks
 from rockmate.planners.module_options import replan_keeping
 from rockmate.problems.problem import Problem
-from rockmate.progress import Phases, stopwatch
+from rockmate.progress import stopwatch
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.steps import Steps
 from rockmate.settings import Terms, parse_budget
 
 
-def resized(
-    known: Sequence[Planned],
-    model: nn.Module,
-    recorded: RunnableGraph,
-    sample: Sample,
-    settings: Terms,
-    phases: Phases,
-    blocks: KnownBlocks,
-) -> Planned | None:
-    """Return a plan that follows from `known` ones; None where none does."""
+def resized(request: Request) -> Planned | None:
+    """Return a plan that follows from known ones; None where none does."""
+    model, sample, settings = request.model, request.sample, request.settings
+    known, recorded, phases = request.known, request.recorded, request.phases
     like = _same_in_other_sizes(known, recorded)
     if like is None or not can_be_resized(settings):
         return None
@@ -60,14 +53,14 @@ def resized(
     def make(within_bytes: int, blocks_bytes: int) -> Planned:
         room_bytes = within_bytes - settings.reserve - blocks_bytes
         with phases.phase("planning"), stopwatch() as parts:
-            plan = _replanned(network.problem, room_bytes, pairs, settings, blocks)
+            plan = _replanned(network.problem, room_bytes, pairs, settings, request.blocks)
         phases.seconds.update(parts)
         if plan is None:
             raise _NothingFollowsError
         plan = without_reruns(network, plan)
         with phases.phase("compilation"):
             planned = compiled_plan(network, plan, sample, budget_bytes, phases)
-        anew = partial(planned_anew, room_bytes, settings, blocks) if is_foreseen else None
+        anew = partial(_planned_anew, room_bytes, settings, request.blocks) if is_foreseen else None
         return replace(
             planned,
             how="resized",
@@ -113,7 +106,7 @@ def _replanned(
     return make(problem, room_bytes, known, blocks)
 
 
-def planned_anew(
+def _planned_anew(
     room_bytes: int, settings: Terms, blocks: KnownBlocks, problem: Problem, less_bytes: int
 ) -> Plan:
     """Return a plan for the same sizes and other gradients, in so much less room.
@@ -124,6 +117,16 @@ def planned_anew(
     room_bytes -= less_bytes
     plan = _replanned(problem, room_bytes, [], settings, blocks)
     return plan or planners.plan(problem, room_bytes, effort=settings.effort)
+
+
+def ready_for_others(planned: Planned, request: Request) -> Planned:
+    """Return a plan that was made for losses alone such that other gradients may come, too."""
+    kind, settings = planned.network.graph.dataflow.basic.kind, request.settings
+    if planned.other_gradients is not None or not kind.is_of_losses_alone:
+        return planned
+    room_bytes = planned.budget_bytes - settings.reserve - planned.blocks_bytes
+    anew = partial(_planned_anew, room_bytes, settings, request.blocks)
+    return replace(planned, other_gradients=anew)
 
 
 def _same_in_other_sizes(known: Sequence[Planned], recorded: RunnableGraph) -> Version | None:

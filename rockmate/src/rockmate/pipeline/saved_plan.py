@@ -11,15 +11,18 @@ from dataclasses import replace
 
 from torch import nn
 
+from rkgb.capture import no_collection
 from rkgb.costs import Measured, OpCost, choose_callees, cost_of_piece, op_key
-from rkgb.engine import Sample, external_values, operations
+from rkgb.engine import device_of, external_values, operations
 from rkgb.run import RunnableGraph
 from rockmate.errors import PlanFileError, PlanMismatchError
 from rockmate.files.differences import of_inputs, of_mappings, of_problems
 from rockmate.files.plan_file import KindCost, PlanFile, SavedPlan
 from rockmate.networks.network import Network, assembled
-from rockmate.networks.planned import Planned
+from rockmate.networks.planned import Planned, compiled_plan
+from rockmate.networks.self_test import eager_step, over_budget, self_test
 from rockmate.pipeline.identity import input_texts, kind_digest, made_with, recording_digest
+from rockmate.pipeline.request import Request
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.report import format_bytes
@@ -76,34 +79,65 @@ def plan_file_of(plans: list[Planned], model: nn.Module) -> PlanFile:
     return PlanFile(type(model).__name__, made_with(device), tuple(found.values()))
 
 
-def network_from(
-    saved: SavedPlan, model: nn.Module, recorded: RunnableGraph, sample: Sample
-) -> Network:
+def planned_from(saved: SavedPlan, request: Request) -> Planned:
+    """Return the planned module of a saved plan; what was tested then is not tested again.
+
+    Raises:
+        PlanMismatchError: it makes another problem, or does not fit into the budget.
+        SelfTestError: the planned module disagreed with eager PyTorch.
+    """
+    model, given, settings = request.model, request.sample, request.settings
+    phases = request.phases
+    with phases.phase("saved plan"):
+        network = _network_from(saved, request)
+        budget_bytes = _budget_for(saved, network, settings)
+        plan = _plan_for(saved, network, settings, budget_bytes)
+        planned = replace(
+            compiled_plan(network, plan, given, budget_bytes, phases),
+            eager_peak_bytes=saved.eager_peak_bytes,
+            measured_peak_bytes=saved.measured_peak_bytes,
+            blocks_bytes=saved.blocks_bytes,
+            comparison=saved.comparison,
+        )
+    if settings.self_test and saved.measured_peak_bytes is None:
+        with phases.phase("self_test"), no_collection():
+            eager = eager_step(
+                *(model, given, network.problem, "fingerprints", planned.effects),
+                written=planned.written,
+                losses=planned.is_for_losses,
+            )
+            ours, found = self_test(planned, model, given, eager)
+            device_of(given.device).give_back()
+        planned = replace(planned, measured_peak_bytes=ours.allocated_peak_bytes, comparison=found)
+        if ours.allocated_peak_bytes > budget_bytes:
+            raise over_budget(planned, model)
+    phases.close("a saved plan serves")
+    return planned
+
+
+def _network_from(saved: SavedPlan, request: Request) -> Network:
     """Return the network of a new recording, of equal digest, with the costs of a saved plan.
 
     Raises:
         PlanMismatchError: it makes another problem.
     """
-    network = _network(saved, model, recorded, sample, unknown=None)
+    network = _network(saved, request, unknown=None)
     found = of_problems(saved.problem, network.problem)
     if found:
-        raise mismatch(type(model).__name__, found)
+        raise _mismatch(type(request.model).__name__, found)
     return network
 
 
-def differences(
-    saved: SavedPlan, model: nn.Module, recorded: RunnableGraph, sample: Sample
-) -> list[str]:
-    """Say how a recording differs from that of a saved plan."""
-    basic = recorded.graph.dataflow.basic
-    found = of_inputs(saved.inputs, input_texts(basic))
-    network = _network(saved, model, recorded, sample, unknown=OpCost(0.0))
+def not_for(saved: SavedPlan, request: Request) -> PlanMismatchError:
+    """Return the error that a plan is for another recording; it says how that differs."""
+    found = of_inputs(saved.inputs, input_texts(request.recorded.graph.dataflow.basic))
+    network = _network(saved, request, unknown=OpCost(0.0))
     found += of_problems(saved.problem, network.problem)
-    return found or ["numbers, names or the order of operations in the network"]
+    found = found or ["numbers, names or the order of operations in the network"]
+    return _mismatch(type(request.model).__name__, found)
 
 
-def mismatch(name: str, found: list[str]) -> PlanMismatchError:
-    """Return the error that a plan is for something else."""
+def _mismatch(name: str, found: list[str]) -> PlanMismatchError:
     return PlanMismatchError(
         f"the saved plan is not for this {name}: {'; '.join(found)}. Leave `plan` out to plan "
         "anew, and save that plan",
@@ -111,29 +145,24 @@ def mismatch(name: str, found: list[str]) -> PlanMismatchError:
     )
 
 
-def refuse_elsewhere(file: PlanFile, model: nn.Module, sample: Sample) -> None:
+def refuse_elsewhere(file: PlanFile, request: Request) -> None:
     """Refuse plans that were made with something else than is here.
 
     Raises:
         PlanMismatchError: another version, device or choice of kernels; it says which.
     """
-    found = of_mappings(file.made_with, made_with(sample.device))
-    if file.model != type(model).__name__:
-        found.insert(0, f"model: {file.model} in the file, {type(model).__name__} here")
+    found = of_mappings(file.made_with, made_with(request.sample.device))
+    name = type(request.model).__name__
+    if file.model != name:
+        found.insert(0, f"model: {file.model} in the file, {name} here")
     if found:
-        raise mismatch(type(model).__name__, found)
+        raise _mismatch(name, found)
 
 
-def _network(
-    saved: SavedPlan,
-    model: nn.Module,
-    recorded: RunnableGraph,
-    sample: Sample,
-    *,
-    unknown: OpCost | None,
-) -> Network:
+def _network(saved: SavedPlan, request: Request, *, unknown: OpCost | None) -> Network:
+    recorded = request.recorded
     basic = recorded.graph.dataflow.basic
-    external = external_values(basic, model, sample.leaves)
+    external = external_values(basic, request.model, request.sample.leaves)
     ops = operations(recorded.graph)
     callees = {} if unknown is not None else choose_callees(basic, ops, external)
     costs, unsteady = _costs(saved, recorded, unknown)
@@ -171,7 +200,7 @@ def _costs(
     return costs, unsteady
 
 
-def budget_for(saved: SavedPlan, network: Network, settings: Terms) -> int:
+def _budget_for(saved: SavedPlan, network: Network, settings: Terms) -> int:
     """Return the budget in bytes, a fraction resolved as it was when the plan was made.
 
     Raises:
@@ -191,11 +220,11 @@ def budget_for(saved: SavedPlan, network: Network, settings: Terms) -> int:
             f"it needs {needed} bytes ({format_bytes(needed)}), {aside} of them set aside, and the "
             f"budget is {budget_bytes} ({format_bytes(budget_bytes)})"
         ]
-        raise mismatch("budget", found)
+        raise _mismatch("budget", found)
     return budget_bytes
 
 
-def plan_for(saved: SavedPlan, network: Network, settings: Terms, budget_bytes: int) -> Plan:
+def _plan_for(saved: SavedPlan, network: Network, settings: Terms, budget_bytes: int) -> Plan:
     """Return the saved plan for this budget; a bound for a smaller one proves nothing here."""
     within = budget_bytes - settings.reserve - saved.blocks_bytes
     plan, problem = saved.plan, network.problem

@@ -25,20 +25,19 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from rkgb.engine import operations
 from rkgb.torch_api import group_store
 from rockmate.errors import InfeasibleBudgetError, PlanSharingError
-from rockmate.files.plan_file import PlanFile, SavedPlan
+from rockmate.files.plan_file import PlanFile
 from rockmate.networks.planned import Planned
-from rockmate.pipeline.identity import cache_key, made_with
-from rockmate.pipeline.saved_plan import differences, mismatch, plan_file_of, refuse_elsewhere
-from rockmate.pipeline.shelf import Asked, Shelf
+from rockmate.pipeline.request import Request, Source, first_of
+from rockmate.pipeline.saved_plan import not_for, plan_file_of, planned_from, refuse_elsewhere
 
 _log = logging.getLogger("rockmate")
 PATIENCE_S = 1800.0  # without a sign of life; less where the process group waits for less
@@ -57,6 +56,7 @@ class Exchange:
     store: Any
     prefix: str
     patience_s: float = field(default_factory=lambda: PATIENCE_S)
+    published: list[str] = field(default_factory=list)
 
     def tell(self, key: str, value: bytes) -> None:
         """Write a value for the others."""
@@ -128,10 +128,16 @@ class Exchange:
             over.set()
             thread.join()
 
-    def forget(self, key: str) -> None:
-        """Take a value away, where the store can."""
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            self.store.delete_key(self.prefix + key)
+    def publish(self, key: str, value: bytes) -> None:
+        """Write a value that is large, until all ranks have their plans."""
+        self.published.append(key)
+        self.tell(key, value)
+
+    def clear(self) -> None:
+        """Take what was published out of the store, which lives as long as the training."""
+        for key in self.published:
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                self.store.delete_key(self.prefix + key)
 
     def fail(self, error: BaseException) -> Exception:
         """Tell everybody that this rank has failed, and return the error that all raise."""
@@ -155,21 +161,17 @@ class Exchange:
         return PlanSharingError(f"on rank {row['rank']} of {self.size}: {row['text']}")
 
 
-class SharedShelf:
-    """A shelf that the ranks of a group have together."""
+class AmongRanks:
+    """A plan that another rank has made of the same step, or gets of what is found beyond."""
 
-    is_asked_first: ClassVar[bool] = True
-
-    def __init__(self, exchange: Exchange, beyond: Shelf) -> None:
+    def __init__(self, exchange: Exchange, beyond: Sequence[Source]) -> None:
         self.exchange, self.beyond = exchange, beyond
         self._round = 0
-        self._claimed: set[str] = set()  # digests of what this rank plans
 
-    def find(self, asked: Asked) -> SavedPlan | None:
-        """Return a plan that another rank has made; else what lies beyond, or None."""
-        if _talks(asked):
-            return self.beyond.find(asked)
-        key, exchange = self._key(asked), self.exchange
+    def find(self, request: Request) -> Planned | None:
+        if _talks(request):
+            return first_of(self.beyond, request)
+        key, exchange = request.key, self.exchange
         self._round += 1
         if exchange.rank:
             first = (f"turn/{self._round}", "done/0", f"claim/{key}")
@@ -178,49 +180,29 @@ class SharedShelf:
         if exchange.rank == 0:
             exchange.tell(f"turn/{self._round}", b"1")
         if owner != exchange.rank:
-            return self._planned_by(owner, key, asked)
-        self._claimed.add(key)
-        saved = self.beyond.find(asked)
-        if saved is not None:
-            here = made_with(asked.sample.device)
-            self._publish(key, PlanFile(type(asked.model).__name__, here, (saved,)))
-        return saved
+            return self._planned_by(owner, request)
+        planned = first_of(self.beyond, request)
+        if planned is not None:
+            file = plan_file_of([planned], request.model)
+            exchange.publish(f"plan/{key}", zlib.compress(file.to_json().encode()))
+        return planned
 
-    def keep(self, asked: Asked, planned: Planned) -> None:
-        """Keep what this rank has planned, and give it to the others."""
-        self.beyond.keep(asked, planned)
-        key = self._key(asked)
-        if key in self._claimed:
-            self._publish(key, plan_file_of([planned], asked.model))
-
-    def clear(self) -> None:
-        """Take the plans out of the store, which lives as long as the training."""
-        for key in self._claimed:
-            self.exchange.forget(f"plan/{key}")
-
-    def _planned_by(self, owner: int, key: str, asked: Asked) -> SavedPlan:
-        packed = self.exchange.ask(f"plan/{key}", owner)
+    def _planned_by(self, owner: int, request: Request) -> Planned:
+        packed = self.exchange.ask(f"plan/{request.key}", owner)
         file = PlanFile.from_json(zlib.decompress(packed).decode())
-        refuse_elsewhere(file, asked.model, asked.sample)
+        refuse_elsewhere(file, request)
         saved = file.plans[0]
-        if saved.recording != asked.digest:
-            found = differences(saved, asked.model, asked.recorded, asked.sample)
-            raise mismatch(type(asked.model).__name__, found)
+        if saved.recording != request.digest:
+            raise not_for(saved, request)
         _log.info("rank %d follows the plan of rank %d", self.exchange.rank, owner)
-        return saved
-
-    def _publish(self, key: str, file: PlanFile) -> None:
-        self.exchange.tell(f"plan/{key}", zlib.compress(file.to_json().encode()))
-
-    def _key(self, asked: Asked) -> str:
-        return cache_key(asked.digest, asked.model, asked.sample.device, asked.settings)
+        return planned_from(saved, request)
 
 
-def _talks(asked: Asked) -> bool:
+def _talks(request: Request) -> bool:
     """Whether a step talks to other ranks: one of them alone cannot run it for a test."""
-    if asked.recorded.graph.dataflow.basic.opaque:
+    if request.recorded.graph.dataflow.basic.opaque:
         return True
-    ops = operations(asked.recorded.graph)
+    ops = operations(request.recorded.graph)
     return any("c10d" in str(getattr(op.target, "namespace", "")) for op in ops)
 
 
@@ -237,16 +219,16 @@ def _size() -> int:
 
 
 @contextlib.contextmanager
-def sharing(make_beyond: Callable[[], Shelf], share: bool) -> Iterator[Shelf]:
+def sharing(share: bool) -> Iterator[Exchange | None]:
     """While active, what one rank plans serves all; errors of one are errors of all.
 
-    Without a process group, or with `share=False`, this is the shelf itself.
+    None without a process group, or with `share=False`.
 
     Raises:
         PlanSharingError: a rank has failed; on every rank that makes this wrapper.
     """
     if not share or _size() < 2:
-        yield make_beyond()
+        yield None
         return
     rank, size = torch.distributed.get_rank(), _size()
     store = group_store()
@@ -255,8 +237,7 @@ def sharing(make_beyond: Callable[[], Shelf], share: bool) -> Iterator[Shelf]:
     try:
         with exchange.living():
             exchange.tell(f"here/{rank}", b"1")
-            shelf = SharedShelf(exchange, make_beyond())
-            yield shelf
+            yield exchange
             exchange.tell(f"done/{rank}", b"1")
             all_came = _wait_for_all(exchange)
     except BaseException as error:
@@ -265,7 +246,7 @@ def sharing(make_beyond: Callable[[], Shelf], share: bool) -> Iterator[Shelf]:
             raise
         raise common from error
     if all_came:
-        shelf.clear()
+        exchange.clear()
 
 
 def _wait_for_all(exchange: Exchange) -> bool:

@@ -1,0 +1,203 @@
+"""A plan from nothing: the whole road, phase by phase.
+
+capture      one recorded step -> B -> D -> S -> the graph that is run     (rkgb)
+inductor     runs of its nodes compiled, where asked for       (rkgb)
+measurement  time and workspace of each kind of operation                  (rkgb)
+calibration  sizes, times and peaks of each node                           -> Problem
+eager        one metered step of the eager twin     (for a fraction as budget, and the self-test)
+planning     options, chain, simulation, search     -> Plan -> step program
+self_test    one step of the planned module against the twin, bits and bytes
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from rkgb.capture import no_collection
+from rkgb.compiled import CompiledGraph, compile_pieces
+from rkgb.engine import B_to_D, Sample, device_of, record, runnable
+from rkgb.graphs import BackwardKind
+from rkgb.opaque import KeptWrites
+from rkgb.torch_api import placed_parameters
+from rockmate import planners
+from rockmate.comparison.eager import Keep, StepResult
+from rockmate.errors import InfeasibleBudgetError, SelfTestError
+from rockmate.networks.executables import without_reruns
+from rockmate.networks.keeping import Keeping, keeping_of
+from rockmate.networks.network import Network, network_of
+from rockmate.networks.planned import Planned, compiled_plan
+from rockmate.networks.self_test import (
+    eager_step,
+    own_copy,
+    peak_of,
+    self_test,
+)
+from rockmate.pipeline.request import PHASES, Request, lowered, refuse_nothing
+from rockmate.pipeline.within_blocks import within_blocks
+from rockmate.planners.module_options import plan_keeping
+from rockmate.problems.problem import Problem
+from rockmate.progress import Phases, stopwatch
+from rockmate.schedules.plan import Plan
+from rockmate.settings import Terms, parse_budget
+
+_log = logging.getLogger("rockmate")
+_FOR_BLOCKS = (
+    " and for blocks of the allocator that are larger than what lies in them (less with "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)"
+)
+
+
+class Anew:
+    """A plan that is measured, searched and tested now."""
+
+    def find(self, request: Request) -> Planned | None:
+        try:
+            planned = _planned_anew(request)
+        except InfeasibleBudgetError as error:
+            error.whole = request.basic.opaque
+            raise
+        request.phases.close("planned")
+        return planned
+
+
+def _planned_anew(request: Request) -> Planned:
+    """Measure what was recorded, take an eager step for comparison, plan, and test the plan."""
+    model, given, settings = request.model, request.sample, request.settings
+    recorded, phases = request.recorded, request.phases
+    budget_bytes, fraction = parse_budget(settings.budget)
+    compiled: CompiledGraph | None = None
+    if settings.compile:
+        with phases.phase("inductor"):
+            both = settings.cost == "measured"  # else nothing says that one form is faster
+            compiled = compile_pieces(B_to_D(request.basic), phases.note, both=both)
+            recorded = runnable(compiled.graph)
+    network = network_of(model, recorded, given, settings, phases, compiled=compiled)
+    keeping: Keeping | None = None
+    if compiled is not None:
+        with phases.phase("measurement"):
+            keeping = keeping_of(network, model, given)
+        network = network if keeping is None else keeping.network  # measured again beside the other
+    eager: StepResult | None = None
+    if settings.self_test or fraction is not None:
+        with phases.phase("eager"), no_collection():
+            effects = network.graph.dataflow.basic.effects
+            keep: Keep = "nothing"
+            if settings.self_test:  # what is compiled is compared by its values
+                keep = "values" if settings.compile else "fingerprints"
+            written = network.graph.dataflow.basic.written_parameters
+            losses = network.graph.dataflow.basic.kind.is_of_losses
+            eager = eager_step(
+                *(model, given, network.problem, keep, effects), written=written, losses=losses
+            )
+            device_of(given.device).give_back()
+    if fraction is not None:
+        budget_bytes = int(fraction * peak_of(eager, network.problem))
+    assert budget_bytes is not None
+
+    def make(keeping: Keeping | None, within_bytes: int, blocks_bytes: int) -> Planned:
+        return _planned(request, network, within_bytes, eager, keeping, blocks_bytes)
+
+    if not settings.self_test:
+        return make(keeping, budget_bytes, 0)
+    attempt = partial(_tested, request, eager)
+    try:
+        return within_blocks(partial(make, keeping), attempt, model, given, budget_bytes, 0)
+    except SelfTestError as error:
+        if keeping is None:
+            raise
+        _log.warning("pieces keep no more than they must: %s", error)
+    return within_blocks(partial(make, None), attempt, model, given, budget_bytes, 0)
+
+
+def _tested(
+    request: Request, eager: StepResult | None, planned: Planned
+) -> tuple[Planned, StepResult]:
+    with request.phases.phase("self_test"), no_collection():
+        ours, found = self_test(planned, request.model, request.sample, eager)
+        device_of(request.sample.device).give_back()
+    measured_bytes = ours.allocated_peak_bytes
+    return replace(planned, measured_peak_bytes=measured_bytes, comparison=found), ours
+
+
+def _planned(
+    request: Request,
+    network: Network,
+    budget_bytes: int,
+    eager: StepResult | None,
+    keeping: Keeping | None,
+    blocks_bytes: int,
+) -> Planned:
+
+    def planner(problem: Problem) -> Plan:
+        return _plan_within(request, problem, budget_bytes, blocks_bytes)
+
+    plan = planner(network.problem)
+    if keeping is not None:
+        network, plan = keeping.chosen(plan, planner)
+    plan = without_reruns(network, plan)
+    return replace(
+        compiled_plan(network, plan, request.sample, budget_bytes, request.phases),
+        eager_peak_bytes=eager.allocated_peak_bytes if eager is not None else None,
+        blocks_bytes=blocks_bytes,
+    )
+
+
+def eager_peak_bytes(
+    model: nn.Module, sample: Any, kwargs: Mapping[str, Any] | None, *, losses: bool = True
+) -> int:
+    """Return the activation peak of a plain step, which a fraction as budget refers to."""
+    given = Sample.of(model, sample, kwargs)
+    refuse_nothing(model, given)
+    given = given.with_leaves(tuple(map(own_copy, given.leaves)))
+    with KeptWrites(placed_parameters(model)) as kept:
+        eager = eager_step(model, given, None, "nothing", losses=losses)
+    if kept.written:  # what was kept is no memory of a step
+        eager = eager_step(*(model, given, None, "nothing"), written=kept.written, losses=losses)
+    if eager is not None:
+        return eager.allocated_peak_bytes
+    settings = Terms(1.0, cost="flops")
+    phases = Phases(PHASES, show=False)
+    basic = record(model, given, BackwardKind.of_losses if losses else None)
+    network = network_of(model, lowered(basic), given, settings, phases)
+    return peak_of(None, network.problem)
+
+
+def _plan_within(request: Request, problem: Problem, budget_bytes: int, blocks_bytes: int) -> Plan:
+    """Plan with what is left of the budget once reserve and blocks are set aside."""
+    settings, phases = request.settings, request.phases
+    aside = settings.reserve + blocks_bytes
+    most = settings.most_kept_bytes
+    make = planners.plan if most is None else partial(plan_keeping, most_kept_bytes=most)
+    with phases.phase("planning"), stopwatch() as parts:
+        try:
+            plan = make(
+                problem,
+                budget_bytes - aside,
+                effort=settings.effort,
+                planner=settings.planner,
+                backend=settings.backend,
+                progress=lambda fraction, text: phases.note(text, fraction),
+                known=request.blocks,
+            )
+        except InfeasibleBudgetError as error:
+            if not aside:
+                raise
+            minimum = error.minimum_bytes + aside
+            raise InfeasibleBudgetError(
+                f"of the budget of {budget_bytes} bytes, {aside} are set aside as reserve"
+                f"{_FOR_BLOCKS if blocks_bytes else ''}, and in the rest {error}. "
+                f"With what is set aside that makes {minimum} bytes",
+                asked_bytes=budget_bytes,
+                minimum_bytes=minimum,
+                bound_bytes=error.bound_bytes + aside,
+            ) from None
+    # What is neither options, chain nor simulation: segments, whole graph, windows, bound.
+    parts["search"] = max(0.0, phases.seconds.pop("planning") - sum(parts.values()))
+    phases.seconds.update(parts)
+    return plan

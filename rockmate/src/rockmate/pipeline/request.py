@@ -1,0 +1,180 @@
+"""What a plan is asked for: one call of a module, recorded when somebody first looks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+from torch import nn
+
+from rkgb import RkgbError
+from rkgb.capture import AskedKind, for_any_number, no_collection
+from rkgb.engine import B_to_D, D_to_S, Sample, device_of, record, runnable
+from rkgb.graphs import PLANNED_PASSES, BackwardKind, BasicGraph
+from rkgb.opaque import is_inside
+from rkgb.run import RunnableGraph
+from rockmate.arguments import Call
+from rockmate.errors import UnsupportedModuleError
+from rockmate.keys.input_signature import InputSignature
+from rockmate.networks.planned import Planned
+from rockmate.options.known_blocks import KnownBlocks
+from rockmate.pipeline.identity import cache_key, recording_digest
+from rockmate.pipeline.versions import ExpectedKind, can_run_again
+from rockmate.progress import Phases
+from rockmate.settings import Terms, parse_budget
+
+_log = logging.getLogger("rockmate")
+PHASES = {  # and what part of planning each usually takes, for the progress bar
+    "capture": 0.12,
+    "measurement": 0.25,
+    "calibration": 0.03,
+    "eager": 0.05,
+    "planning": 0.45,
+    "self_test": 0.1,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A call that no plan is for yet, and what is known of others.
+
+    With `any_number`, the plan is to be for all floats in the place of the call's, and all ints in
+    the place of these leaves, if they only enter arithmetic (`Planned.numbers` says so); then the
+    step is recorded twice.
+    """
+
+    model: nn.Module
+    sample: Sample
+    settings: Terms
+    phases: Phases
+    known: Sequence[Planned] = ()
+    blocks: KnownBlocks = field(default_factory=KnownBlocks)
+    guards: bool = True
+    any_number: frozenset[int] | None = None
+    own: nn.Module | None = None  # the user's, where `model` is one without its hooks
+    losses: bool = True  # of outputs among which there are scalars, these alone get gradients
+    kind: ExpectedKind | None = None  # of gradients; None for those to the losses, or to all
+
+    @classmethod
+    def of(cls, model: nn.Module, call: Call, settings: Terms, **more: Any) -> Request:
+        """Return the request of a plan for a call; `more` are other fields by name.
+
+        Raises:
+            BudgetFormatError: the budget cannot be read.
+            UnsupportedModuleError: there is no backward to plan for.
+        """
+        parse_budget(settings.budget)
+        sample = Sample.of(model, *call)
+        refuse_nothing(model, sample)
+        phases = {**PHASES, "inductor": 1.0} if settings.compile else PHASES
+        return cls(model, sample, settings, Phases(phases, show=settings.progress), **more)
+
+    @property
+    def recorded(self) -> RunnableGraph:
+        """The step as it is run."""
+        return self._recording[1]
+
+    @property
+    def basic(self) -> BasicGraph:
+        """The step as it was recorded."""
+        return self._recording[0]
+
+    @cached_property
+    def digest(self) -> str:
+        """What the recording is known by."""
+        return recording_digest(self.recorded)
+
+    @cached_property
+    def key(self) -> str:
+        """What the plan is known by in the cache, and among ranks."""
+        return cache_key(self.digest, self.model, self.sample.device, self.settings)
+
+    @cached_property
+    def _recording(self) -> tuple[BasicGraph, RunnableGraph]:
+        """Record the step, and lower its graph.
+
+        Without a kind, gradients are taken to come to the losses alone, but where others could not
+        be served later: there the forward cannot run again for them.
+        """
+        with self.phases.phase("capture"), no_collection():
+            if self.kind is not None or not self.losses or self.settings.compile:
+                return self._lowered(self.kind)
+            basic, graph = self._lowered(BackwardKind.of_losses)
+            if basic.kind.is_of_losses_alone and not can_run_again(graph.graph):
+                return self._lowered(None)
+            return basic, graph
+
+    def _lowered(self, kind: AskedKind) -> tuple[BasicGraph, RunnableGraph]:
+        basic = self._recorded(kind)
+        if self.any_number is not None:
+            basic = for_any_number(*(basic, self.model, self.sample, self.any_number, self.own))
+        return basic, lowered(basic)
+
+    def _recorded(self, kind: AskedKind) -> BasicGraph:
+        """Record; what runs whole is not tried out again where a known plan has it."""
+        for other in () if isinstance(kind, ExpectedKind) else self.known:
+            basic = other.network.graph.dataflow.basic
+            whole = all(
+                any(is_inside(path, around) for around in basic.opaque)
+                for path in self.settings.opaque
+            )
+            if basic.opaque and whole and other.signature == InputSignature.of(self.sample):
+                try:
+                    return record(
+                        *(self.model, self.sample, kind),
+                        opaque=basic.opaque,
+                        guards=self.guards,
+                        known=basic,
+                    )
+                except RkgbError as error:  # it goes another way here
+                    _log.debug("pieces are tried out anew: %s", error)
+        opaque, strict = self.settings.opaque, self.settings.strict
+        # Where libraries take memory at their first calls, kernels are measured after these.
+        is_metered = bool(self.known) and not device_of(self.sample.device).is_asynchronous
+        return record(
+            *(self.model, self.sample, kind),
+            opaque=opaque,
+            strict=strict,
+            guards=self.guards,
+            is_metered=is_metered,
+        )
+
+
+class Source(Protocol):
+    """Somewhere that a plan may come from."""
+
+    def find(self, request: Request) -> Planned | None:
+        """Return the plan for a request; None where this source has none."""
+
+
+def first_of(sources: Sequence[Source], request: Request) -> Planned | None:
+    """Return the plan of the first source that has one."""
+    found = (source.find(request) for source in sources)
+    return next((planned for planned in found if planned is not None), None)
+
+
+def lowered(basic: BasicGraph) -> RunnableGraph:
+    """Return the graph of a recording as it is run."""
+    return runnable(D_to_S(B_to_D(basic), passes=PLANNED_PASSES))
+
+
+def refuse_nothing(model: nn.Module, sample: Sample) -> None:
+    """Refuse a call without a backward to plan for.
+
+    Raises:
+        UnsupportedModuleError: nothing requires a gradient, or the model is in eval mode.
+    """
+    wanting = [t for t in (*model.parameters(), *sample.tensors) if t.requires_grad]
+    if not wanting:
+        raise UnsupportedModuleError(
+            f"nothing in {type(model).__name__} or its inputs requires a gradient, so there is no "
+            "backward to plan for. Set requires_grad, or use the module without Rockmate."
+        )
+    if not any(module.training for module in model.modules()):
+        raise UnsupportedModuleError(
+            f"{type(model).__name__} is in eval mode, which runs the original module unplanned. "
+            "Call model.train() before wrapping it."
+        )

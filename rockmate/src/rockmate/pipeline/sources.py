@@ -1,0 +1,143 @@
+"""Where plans come from, in the order in which they are asked.
+
+ExpectedGradients   follows from known plans, for the unusual gradients that came last
+OtherNumbers        the steps of a known plan, whose program differs in numbers only
+AmongRanks          another rank's plan; what comes below is given to the other ranks
+GivenFile           a file that the user names
+OtherSizes          follows from known plans for other sizes
+Cache               the folder of plans between two starts
+Anew                measured, searched and tested now
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rockmate.comparison.deterministic import deterministic_algorithms
+from rockmate.errors import InfeasibleBudgetError, PlanFileError
+from rockmate.files.cache_folder import CacheFolder
+from rockmate.files.plan_file import PlanFile
+from rockmate.networks.planned import Planned
+from rockmate.pipeline.anew import Anew
+from rockmate.pipeline.follow import ExpectedGradients, OtherNumbers, OtherSizes
+from rockmate.pipeline.ranks import AmongRanks, Exchange
+from rockmate.pipeline.request import Request, Source, first_of
+from rockmate.pipeline.resized import ready_for_others
+from rockmate.pipeline.saved_plan import not_for, plan_file_of, planned_from, refuse_elsewhere
+from rockmate.settings import Terms
+
+_log = logging.getLogger("rockmate")
+
+
+class GivenFile:
+    """A file that the user names: it must have the plan of the first call."""
+
+    def __init__(self, file: PlanFile) -> None:
+        self.file, self._is_first = file, True
+
+    def find(self, request: Request) -> Planned | None:
+        first, self._is_first = self._is_first, False
+        if first:
+            refuse_elsewhere(self.file, request)
+        for saved in self.file.plans:
+            if saved.recording == request.digest:
+                return planned_from(saved, request)
+        if first:
+            raise not_for(self.file.plans[0], request)
+        return None
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The folder of plans between two starts, which keeps what is planned beyond it."""
+
+    folder: CacheFolder
+    beyond: Source
+
+    def find(self, request: Request) -> Planned | None:
+        found = self.folder.get(request.key)
+        if found is not None and found.plans[0].recording == request.digest:
+            _log.info("a plan from %s serves", self.folder.path)
+            return planned_from(found.plans[0], request)
+        planned = self.beyond.find(request)
+        if planned is not None:
+            try:
+                self.folder.put(request.key, plan_file_of([planned], request.model))
+            except PlanFileError as error:  # pragma: no cover - a plan of ours holds
+                _log.warning("the plan is not kept: %s", error)
+        return planned
+
+
+def given_file(settings: Terms) -> GivenFile | None:
+    """Return the file that settings name, if they name one.
+
+    Raises:
+        PlanFileError: it cannot be read, or is none.
+    """
+    return None if settings.plan is None else GivenFile(PlanFile.load(settings.plan))
+
+
+def sources_of(
+    settings: Terms, given: GivenFile | None, ranks: Exchange | None = None
+) -> tuple[Source, ...]:
+    """Return the sources that settings allow, with a given file, and among ranks if there are any.
+
+    A file has plans for usual gradients. Ranks ask each other at every call, or at none.
+    """
+    if settings.compile:  # numbers and sizes are compiled in
+        return (Anew(),)
+    folder = CacheFolder.chosen(settings.cache)
+    made: Source = Anew() if folder is None else Cache(folder, Anew())
+    sources: tuple[Source, ...] = (OtherSizes(), made)
+    if given is not None:
+        sources = (given, *sources)
+    if ranks is not None:
+        sources = (AmongRanks(ranks, sources),)
+    sources = (OtherNumbers(), *sources)
+    return sources if given or ranks else (ExpectedGradients(), *sources)
+
+
+def planned_for(request: Request, sources: Sequence[Source] = (Anew(),)) -> Planned:
+    """Return the plan of the first source that has one.
+
+    The module, its buffers and gradients, and the random stream are left as they were.
+
+    Raises:
+        InfeasibleBudgetError: no plan fits; it names the smallest budget that does, and what runs
+            whole.
+        rkgb.TraceError, rkgb.UnsupportedOpError: the module cannot be recorded exactly.
+        UnsupportedModuleError: the module or its state cannot be run exactly.
+        PlanMismatchError: a file was given that is for something else.
+        SelfTestError: the planned module disagreed with eager PyTorch.
+    """
+    if request.settings.self_test == "deterministic":
+        request = replace(request, settings=replace(request.settings, self_test=True))
+        _compare_deterministically(request)
+    planned = first_of(sources, request)
+    assert planned is not None  # the last source plans anew
+    return ready_for_others(planned, request)
+
+
+def _compare_deterministically(request: Request) -> None:
+    """Plan and test once for deterministic kernels: there bits must agree.
+
+    Raises:
+        SelfTestError: they do not.
+    """
+    settings = replace(request.settings, progress=False)
+    call = request.sample.args, request.sample.kwargs
+
+    def plan(settings: Terms) -> None:
+        planned_for(
+            Request.of(
+                *(request.model, call, settings), guards=request.guards, losses=request.losses
+            )
+        )
+
+    with deterministic_algorithms():
+        try:
+            plan(settings)
+        except InfeasibleBudgetError as error:  # these kernels may need more
+            plan(replace(settings, budget=error.minimum_bytes))
