@@ -496,3 +496,53 @@ def test_checkpoints_around_blocks_are_the_plans_to_decide(is_reentrant: bool) -
             torch.manual_seed(step)
             net(x).square().mean().backward()
         assert_same_gradients(model, twin)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = nn.BatchNorm1d(8, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.count(x)
+        return out
+
+
+class Maps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out
+
+
+class Mixed(nn.Module):
+    """Decides, and calls blocks in a row, of which one has a part that runs whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(())
+        self.block1, self.block2 = Counts(), Maps()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean.detach() + x.mean()
+        x = x + self.mean
+        out: Tensor = self.block2(self.block1(x))
+        return out
+
+
+def test_parts_that_run_whole_in_one_block_and_are_not_in_the_next() -> None:
+    model = Mixed()
+    plain = copy.deepcopy(model)
+    with pytest.raises(InfeasibleBudgetError) as error:
+        Rockmate(model, torch.randn(256, 8), 0.8)
+    planned = Rockmate(model, torch.randn(256, 8), error.value.minimum_bytes)
+    for _ in range(2):
+        x = torch.randn(256, 8)
+        outs = [one(x) for one in (planned, plain)]
+        for out in outs:
+            out.square().mean().backward()
+        assert torch.equal(*outs)
+        assert torch.equal(model.block2.linear.weight.grad, plain.block2.linear.weight.grad)

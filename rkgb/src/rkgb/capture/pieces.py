@@ -233,7 +233,9 @@ class PieceRecorder:
         outputs = list(made)
         link = Link(self, piece, list(inputs), followed)
         if any(piece.differentiable):
-            parameters = [self.twin.get_parameter(name) for name in piece.call.parameters]
+            many = piece.parts[len(tensors) :]
+            named = zip(piece.call.parameters, many, strict=True)
+            parameters = [self.twin.get_parameter(name) for name, n in named for _ in range(n)]
             outputs = list(_Connect.apply(link, list(made), *tensors, *parameters))  # type: ignore[no-untyped-call]
         link.named(outputs)
         return outputs
@@ -297,10 +299,11 @@ class Link:
             for grad, wanted in zip(grads, piece.differentiable, strict=True)
             if wanted
         ]
-        wanted = [*piece.call.wanting, *[True] * len(piece.call.parameters)]
+        wanted = (*piece.call.wanting, *[True] * len(piece.call.parameters))
+        places = [place for place, many in enumerate(piece.parts) for _ in range(many)]
         names: list[str] = []
         found: list[Tensor | None] = []
-        for place, kind in enumerate(piece.gradients):
+        for place, kind in zip(places, piece.gradients, strict=True):
             if not wanted[place]:
                 found.append(None)
                 continue

@@ -61,7 +61,9 @@ class Piece:
     kinds: tuple[Kind, ...]  # of the tensors among the results
     lies_in: tuple[int, ...]  # the input in whose memory a result lies, or -1
     differentiable: tuple[bool, ...]
-    gradients: tuple[Kind | None, ...]  # of inputs, then of parameters; None where none came
+    # Of inputs, then of parameters, part by part; None where none came.
+    gradients: tuple[Kind | None, ...]
+    parts: tuple[int, ...]  # in how many parts a gradient leaves the call; of inputs, in one
     needs: tuple[tuple[str, int], ...]  # inputs and results that the backward reads
     buffer_bytes: int  # of copies for a recomputation; 0 where the call writes to no buffer
     held_bytes: int
@@ -147,7 +149,7 @@ class Piece:
 
 
 _COSTS = (
-    *("results", "plain", "kinds", "lies_in", "differentiable", "gradients", "needs"),
+    *("results", "plain", "kinds", "lies_in", "differentiable", "gradients", "parts", "needs"),
     *("buffer_bytes", "held_bytes", "workspace_bytes", "freeing_workspace_bytes"),
 )
 _CALLS = ("path", "kind", "number", "places", "numbers", "wanting", "parameters", "function")
@@ -256,26 +258,28 @@ class RunPieceBackward:
         first = 1 + len(self.piece.needs)
         frees = frozenset(at - first for at in self.frees)
         parts = gradients_of(inner, dict(zip(self.piece.needs, needed, strict=True)), grads, frees)
-        count = len(self.piece.call.places)
-        wanted = (*self.piece.call.wanting, *[True] * (len(parts) - count))
-        found = []
-        for place, own in enumerate(parts):
-            if wanted[place]:
-                found.append(self._gradient(place, own, place < count))
+        count, wanting = len(self.piece.call.places), self.piece.call.wanting
+        found = [
+            self._gradient(place, own) for place, own in enumerate(parts[:count]) if wanting[place]
+        ]
+        rest = iter(self.piece.gradients[count:])
+        for own, many in zip(parts[count:], self.piece.parts[count:], strict=True):
+            # Autograd adds them to what others bring, one by one, as it does in plain PyTorch.
+            alone = [*own, *[None] * (many - len(own))][: many - 1]
+            last = added(None, own[many - 1 :]) if len(own) >= many else None
+            for part, kind in zip((*alone, last), rest, strict=False):
+                found.append(part if kind is None or part is None else kind.fitting(part))
         return tuple(found)
 
-    def _gradient(self, place: int, parts: list[Tensor], is_input: bool) -> Any:
+    def _gradient(self, place: int, parts: list[Tensor]) -> Any:
         kind = self.piece.gradients[place]
         if not parts:
-            if is_input and kind is not None:
+            if kind is not None:
                 raise self._differs("no gradient", "one")
             return None
-        if is_input and kind is None:
+        if kind is None:
             raise self._differs("a gradient", "none")
-        if place in self.in_parts:
-            return parts
-        total = added(None, parts)
-        return total if kind is None else kind.fitting(total)
+        return parts if place in self.in_parts else kind.fitting(added(None, parts))
 
     def _differs(self, now: str, then: str) -> OpaquePieceError:
         return OpaquePieceError(

@@ -43,7 +43,7 @@ class _Trial:
     results: Structure
     plain: tuple[Any, ...]
     differentiable: tuple[bool, ...]
-    gradients: tuple[Kind | None, ...]
+    gradients: tuple[tuple[Kind, ...], ...]  # of inputs in one part, of parameters in all
     needs: tuple[tuple[str, int], ...]
     held_bytes: int
     made_bytes: tuple[int, int]
@@ -205,7 +205,8 @@ class Trials:
             kinds=tuple(map(Kind.of, one.made)),
             lies_in=tuple(taken.get(storage_id(t), -1) for t in one.made),
             differentiable=one.differentiable,
-            gradients=one.gradients,
+            gradients=tuple(kind for kinds in one.gradients for kind in kinds or (None,)),
+            parts=tuple(max(1, len(kinds)) for kinds in one.gradients),
             needs=tuple(sorted({*one.needs, *hidden})),
             buffer_bytes=sum(b.nbytes for b, _ in contents.copies) if writes else 0,
             written=written,
@@ -227,8 +228,8 @@ class Trials:
         came = trial.gradients[len(call.places) :]
         return tuple(
             name
-            for name, kind in zip(call.parameters, came, strict=True)
-            if kind is not None or id(self.twin.get_parameter(name)) not in inside
+            for name, kinds in zip(call.parameters, came, strict=True)
+            if kinds or id(self.twin.get_parameter(name)) not in inside
         )
 
     def _hidden(self, call: Call, tensors: Sequence[Tensor]) -> list[tuple[str, int]]:
@@ -300,8 +301,8 @@ class Trials:
             # Nothing but `others` holds what comes in.
             every = range(len(grads)) if frees else ()
             parts = gradients_of(inner, found, grads, every)
-            sums = [added(None, own) if own else None for own in parts]
-            del parts
+            for own in filter(None, parts[: len(tensors)]):
+                own[:] = [added(None, own)]
         del others
         end = time.perf_counter()
         return _Trial(
@@ -309,10 +310,10 @@ class Trials:
             results=structure,
             plain=tuple(PLACE if isinstance(leaf, Tensor) else leaf for leaf in leaves),
             differentiable=differentiable,
-            gradients=tuple(None if t is None else Kind.of(t) for t in sums),
+            gradients=tuple(tuple(map(Kind.of, own)) for own in parts),
             needs=needs,
             held_bytes=held,
-            made_bytes=(_bytes_of(made, tensors), _bytes_of([t for t in sums if t is not None])),
+            made_bytes=(_bytes_of(made, tensors), _bytes_of([t for own in parts for t in own])),
             time_ms=((middle - before) * 1e3, (end - after) * 1e3),
             transforms=inner.transforms,
             came=tuple(inner.came),

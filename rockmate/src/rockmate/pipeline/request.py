@@ -121,7 +121,10 @@ class Request:
                 any(is_inside(path, around) for around in basic.opaque)
                 for path in self.settings.opaque
             )
-            if basic.opaque and whole and other.signature == InputSignature.of(self.sample):
+            # Other blocks of a deciding root may have other parts in the same places.
+            there = {path for path, _ in self.model.named_modules(remove_duplicate=False)}
+            whole &= bool(basic.opaque) and there.issuperset(basic.opaque)
+            if whole and other.signature == InputSignature.of(self.sample):
                 try:
                     return record(
                         *(self.model, self.sample, kind),
