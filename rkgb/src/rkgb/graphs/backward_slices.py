@@ -19,6 +19,7 @@ from rkgb.elements.cut import Cut, Part
 from rkgb.elements.op import Op
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph, HandOver
+from rkgb.graphs.uses import before_each, live_ops, roots_of
 
 Slice = tuple[tuple[Op, ...], tuple[HandOver, ...]]
 
@@ -28,7 +29,8 @@ def slice_backward(basic: BasicGraph, count: int, node_of: Mapping[int, int]) ->
 
     What leads to no gradient of a leaf, nor of an output, is left out.
     """
-    kept = _needed(basic)
+    given = [hand_over.value for hand_over in basic.hand_overs]
+    kept = live_ops(basic.infos, basic.backward, given, _stays)
     ops = [basic.backward[index] for index in kept]
     owner: dict[int, int] = {}  # sequence number -> node
     for index, op in enumerate(basic.ops):
@@ -45,11 +47,12 @@ def slice_backward(basic: BasicGraph, count: int, node_of: Mapping[int, int]) ->
         return max(home.get(name, 0), home.get(basic.infos[name].alias_of, 0))
 
     labels = [owner.get(op.sequence_nr, 0) for op in ops]
-    followers = _followers(basic.infos, ops)
+    before = [sorted(data | order) for data, order in before_each(basic.infos, ops)]
     for index in reversed(range(len(ops))):
-        reads = map(least, ops[index].inputs)
-        labels[index] = max([labels[index], *reads, *(labels[j] for j in followers[index])])
-    _sum_early(basic.infos, ops, labels, followers, home)
+        labels[index] = max([labels[index], *map(least, ops[index].inputs)])
+        for other in before[index]:
+            labels[other] = max(labels[other], labels[index])
+    _sum_early(basic.infos, ops, labels, before, home)
     parts: list[list[Op]] = [[] for _ in range(count)]
     maker: dict[str, int] = {}
     for op, label in zip(ops, labels, strict=True):
@@ -66,6 +69,10 @@ def slice_backward(basic: BasicGraph, count: int, node_of: Mapping[int, int]) ->
     return [(tuple(part), tuple(give)) for part, give in zip(parts, gives, strict=True)]
 
 
+def _stays(op: Op) -> bool:
+    return op.is_random or isinstance(op.target, (Cut, Part))
+
+
 def is_gradient_sum(op: Op) -> bool:
     """Whether an operation is how autograd adds two gradients of one value."""
     return op.target is torch.ops.aten.add.Tensor and len(op.inputs) == 2 and not op.kwargs
@@ -75,18 +82,13 @@ def _sum_early(
     infos: Mapping[str, TensorInfo],
     ops: Sequence[Op],
     labels: list[int],
-    followers: Sequence[Sequence[int]],
+    before: Sequence[Sequence[int]],
     home: Mapping[str, int],
 ) -> None:
     """Move sums, and the views that they look through, to the part that makes the last term."""
-    before: list[list[int]] = [[] for _ in ops]
-    for index, later in enumerate(followers):
-        for other in later:
-            before[other].append(index)
 
     def is_view(op: Op) -> bool:
-        roots = {infos[name].alias_of for name in op.inputs}
-        return not op.writes and {infos[name].alias_of for name in op.results if name} <= roots
+        return not op.writes and roots_of(infos, op.results) <= roots_of(infos, op.inputs)
 
     def raised(index: int) -> list[int]:
         """Return the views that would move along, and last the operation itself."""
@@ -105,62 +107,13 @@ def _sum_early(
                 labels[j] = max(labels[j], min(terms))
 
 
-def _needed(basic: BasicGraph) -> list[int]:
-    """Return the operations that a gradient of a leaf or of an output depends on."""
-    infos = basic.infos
-    needed = {hand_over.value for hand_over in basic.hand_overs}
-    roots = {infos[name].alias_of for name in needed}
-    kept = []
-    for index in reversed(range(len(basic.backward))):
-        op = basic.backward[index]
-        writes = any(infos[name].alias_of in roots for name in op.writes)
-        if (
-            writes
-            or op.is_random
-            or isinstance(op.target, (Cut, Part))
-            or not needed.isdisjoint(op.results)
-        ):
-            kept.append(index)
-            needed.update(op.inputs)
-            roots.update(infos[name].alias_of for name in (*op.inputs, *op.results) if name)
-    return kept[::-1]
-
-
-def _followers(infos: Mapping[str, TensorInfo], ops: Sequence[Op]) -> list[list[int]]:
-    """Return, for each operation, those that must run after it."""
-    followers: list[list[int]] = [[] for _ in ops]
-    producer: dict[str, int] = {}
-    touched: dict[str, list[int]] = {}  # storage -> who read or wrote it since its last write
-    last_write: dict[str, int] = {}
-    last_random: int | None = None
-    for index, op in enumerate(ops):
-        before = {producer[name] for name in op.inputs if name in producer}
-        storages = {infos[name].alias_of for name in (*op.inputs, *op.results) if name}
-        before.update(last_write[s] for s in storages if s in last_write)
-        for storage in {infos[name].alias_of for name in op.writes}:
-            before.update(touched.get(storage, ()))
-            last_write[storage] = index
-            touched[storage] = []
-        if op.is_random:
-            before.update([] if last_random is None else [last_random])
-            last_random = index
-        for storage in storages:
-            touched.setdefault(storage, []).append(index)
-        producer.update(dict.fromkeys(op.results, index))
-        for other in before - {index}:
-            followers[other].append(index)
-    return followers
-
-
 def order_of(
     parts: Sequence[Sequence[Op]], infos: Mapping[str, TensorInfo]
 ) -> list[tuple[int, ...]]:
     """Return, for each part, the parts that must run before it, in their reverse order."""
     ops = [op for part in reversed(parts) for op in part]
     place = [len(parts) - 1 - i for i, part in enumerate(reversed(parts)) for _ in part]
-    before: list[dict[int, None]] = [{} for _ in parts]
-    for index, later in enumerate(_followers(infos, ops)):
-        for other in later:
-            if place[other] != place[index]:
-                before[place[other]][place[index]] = None
-    return [tuple(found) for found in before]
+    found: list[set[int]] = [set() for _ in parts]
+    for here, before in zip(place, before_each(infos, ops), strict=True):
+        found[here].update(place[other] for other in (*before.data, *before.order))
+    return [tuple(sorted(others - {here}, reverse=True)) for here, others in enumerate(found)]

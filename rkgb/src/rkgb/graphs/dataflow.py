@@ -18,6 +18,7 @@ from torch import nn
 from rkgb.elements.op import Op
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
+from rkgb.graphs.uses import before_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,30 +76,10 @@ def B_to_D(
 
     All but `bg` belong to the published signature; nothing is run, so they are not used.
     """
-    producer: dict[str, int] = {}
-    readers: dict[str, list[int]] = {}  # storage -> nodes that touched it since its last write
-    last_write: dict[str, int] = {}
-    last_random: int | None = None
     nodes = []
-    for index, op in enumerate(bg.ops):
+    for op, before in zip(bg.ops, before_each(bg.infos, bg.ops), strict=True):
         written = tuple(dict.fromkeys(bg.infos[name].alias_of for name in op.writes))
-        order: set[int] = set()
-        touched = {bg.infos[name].alias_of for name in (*op.inputs, *op.results) if name}
-        order.update(last_write[storage] for storage in touched if storage in last_write)
-        for storage in written:
-            order.update(readers.get(storage, ()))
-        if op.is_random:
-            if last_random is not None:
-                order.add(last_random)
-            last_random = index
-        deps = sorted({producer[name] for name in op.inputs if name in producer})
         nodes.append(
-            DataFlowNode(op, tuple(deps), tuple(sorted(order - set(deps) - {index})), written)
+            DataFlowNode(op, tuple(sorted(before.data)), tuple(sorted(before.order)), written)
         )
-        producer.update((name, index) for name in op.results if name)
-        for storage in sorted(touched):
-            readers.setdefault(storage, []).append(index)
-        for storage in written:
-            last_write[storage] = index
-            readers[storage] = [index]
     return DataFlowGraph(bg, tuple(nodes))

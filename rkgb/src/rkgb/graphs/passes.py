@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from rkgb.elements.op import Op
 from rkgb.graphs.dataflow import DataFlowGraph, DataFlowNode
+from rkgb.graphs.uses import live_ops, made_by, roots_of
 
 
 @dataclass
@@ -68,17 +70,13 @@ Pass = Callable[[Groups], None]
 
 def drop_dead(groups: Groups) -> None:
     """Drop what neither outputs nor backward nor the random stream nor a buffer depends on."""
-    needed = set(groups.kept)
-    roots = {groups.root(name) for name in needed}
-    for index in reversed(range(len(groups.nodes))):
-        node = groups.nodes[index]
-        writes = any(name in roots or name in groups.resident for name in node.written)
-        if node.op.is_random or writes or not needed.isdisjoint(node.op.results):
-            needed.update(node.op.inputs)
-            roots.update(groups.root(name) for name in node.op.inputs)
-            roots.update(groups.roots(index))
-        else:
-            groups.dropped.add(index)
+    infos = groups.dataflow.infos
+
+    def stays(op: Op) -> bool:
+        return op.is_random or not groups.resident.isdisjoint(roots_of(infos, op.writes))
+
+    ops = groups.dataflow.basic.ops
+    groups.dropped |= set(range(len(ops))).difference(live_ops(infos, ops, groups.kept, stays))
 
 
 def merge_views(groups: Groups) -> None:
@@ -222,8 +220,7 @@ def _with_backward(groups: Groups) -> set[int]:
         owner.setdefault(groups.nodes[index].op.sequence_nr, index)
     found = set()
     for op in basic.backward:
-        makes = any(name and basic.infos[name].alias_of == name for name in op.results)
-        if (makes or op.writes) and op.sequence_nr in owner:
+        if (op.writes or made_by(basic.infos, op)) and op.sequence_nr in owner:
             found.add(owner[op.sequence_nr])
     return found
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rkgb.elements.op import Op, map_refs
 from rkgb.graphs.basic import BasicGraph, Read
+from rkgb.graphs.uses import live_ops
 from rkgb.torch_api.torch_private import straight_to_kernels
 
 
@@ -84,13 +85,5 @@ def _run(op: Op, values: Mapping[str, Any]) -> Any:
 
 def _leading(basic: BasicGraph, read: Read) -> set[int]:
     """Return the operations of the forward that a look depends on."""
-    infos = basic.infos
-    roots = {infos[name].alias_of for name in read.op.inputs}
-    found: set[int] = set()
-    for index in range(read.position - 1, -1, -1):
-        op = basic.ops[index]
-        touched = {infos[name].alias_of for name in (*op.results, *op.writes) if name}
-        if touched & roots:
-            found.add(index)
-            roots.update(infos[name].alias_of for name in op.inputs)
-    return found
+    ops = basic.ops[: read.position]
+    return set(live_ops(basic.infos, ops, read.op.inputs, lambda _: False))

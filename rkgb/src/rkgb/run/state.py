@@ -9,12 +9,13 @@ backward itself reads there is what autograd has saved, and whoever runs it look
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from rkgb.elements.op import BATCH_NORMS, Op
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
+from rkgb.graphs.uses import live_ops, roots_of
 from rkgb.opaque.piece import RunPiece, piece_again
 
 _NO_NAMES: Mapping[str, str] = {}
@@ -51,7 +52,7 @@ def runs_once(sg: SimplifiedGraph, node: SimplifiedNode) -> bool:
     copied = [sg.dataflow.infos[name] for name in rerun_state(sg, node)]
     if not copied:
         return False
-    changed = _roots(sg.dataflow.infos, (n for op in rerun_ops(sg, node) for n in op.writes))
+    changed = roots_of(sg.dataflow.infos, (n for op in rerun_ops(sg, node) for n in op.writes))
     many = Counter(info.alias_of for info in copied)
     return any(not i.is_dense or (i.alias_of in changed and many[i.alias_of] > 1) for i in copied)
 
@@ -63,25 +64,19 @@ def rerun_ops(sg: SimplifiedGraph, node: SimplifiedNode) -> tuple[Op, ...]:
     if not node.written_buffers:
         return node.ops
     infos, written = sg.dataflow.infos, set(node.written_buffers)
-    read = {name for name in node.outputs if infos[name].alias_of not in written}
-    roots: set[str] = set()  # of what is read later
-    kept: list[Op] = []
-    for op in reversed(node.ops):
-        updates = bool(op.writes) and all(infos[n].alias_of in written for n in op.writes)
-        if updates and op.target_name in BATCH_NORMS:
-            # Only evaluation reads the statistics: without them no other result changes.
-            op = replace(op, args=(*op.args[:3], None, None, *op.args[5:]), writes=())
-            updates = False
-        if updates and read.isdisjoint(op.results) and roots.isdisjoint(_roots(infos, op.writes)):
-            continue
-        kept.append(op)
-        read.update(op.inputs)
-        roots.update(_roots(infos, op.inputs))
-    return tuple(reversed(kept))
+    read = [name for name in node.outputs if infos[name].alias_of not in written]
 
+    def only_updates(op: Op) -> bool:
+        return bool(op.writes) and roots_of(infos, op.writes) <= written
 
-def _roots(infos: Mapping[str, TensorInfo], names: Iterable[str]) -> set[str]:
-    return {infos[name].alias_of for name in names}
+    def bare(op: Op) -> Op:
+        if op.target_name not in BATCH_NORMS or not only_updates(op):
+            return op
+        # Only evaluation reads the statistics: without them no other result changes.
+        return replace(op, args=(*op.args[:3], None, None, *op.args[5:]), writes=())
+
+    ops = tuple(map(bare, node.ops))
+    return tuple(ops[i] for i in live_ops(infos, ops, read, lambda op: not only_updates(op)))
 
 
 def _place(info: TensorInfo) -> object:

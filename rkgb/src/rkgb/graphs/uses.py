@@ -1,0 +1,186 @@
+"""Who makes, reads and writes what, and in which order: of values, and of the memory they lie in.
+
+Everything that asks for a last use, a hazard or dead code asks here. A storage goes by the name of
+the value that made it (`TensorInfo.alias_of`). An operation reads its arguments; it makes the
+storages that its own results name; a view makes none. What it overwrites, it writes.
+
+uses = Uses([Part(0, ops, outputs)], infos)
+uses.last["addmm"]             # At(part=0, place=4): nothing touches that memory afterwards
+[at.part for at in uses.reads["addmm"]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from rkgb.elements.op import Op
+from rkgb.elements.tensor_info import TensorInfo
+
+Infos = Mapping[str, TensorInfo]
+
+
+def roots_of(infos: Infos, names: Iterable[str]) -> set[str]:
+    """Return the storages of values; the name '' stands for none."""
+    return {infos[name].alias_of for name in names if name}
+
+
+def made_by(infos: Infos, op: Op) -> list[str]:
+    """Return the storages that an operation makes."""
+    return [name for name in op.results if name and infos[name].alias_of == name]
+
+
+class At(NamedTuple):
+    """Where a use is: in which part, and at which place of it."""
+
+    part: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Operations that run one after another; at their end, somebody takes some values."""
+
+    index: int
+    ops: Sequence[Op]
+    taken: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Uses:
+    """The uses in parts that run in this order.
+
+    Of values and storages that nothing here uses there are no entries. Taking a value is a read, at
+    the place behind the last operation of a part.
+    """
+
+    parts: Sequence[Part]
+    infos: Infos
+
+    @cached_property
+    def maker(self) -> Mapping[str, int]:
+        """The part that makes each value."""
+        return {n: part.index for part in self.parts for op in part.ops for n in op.results if n}
+
+    @cached_property
+    def readers(self) -> Mapping[str, Sequence[At]]:
+        """Who reads each value; an operation counts once."""
+        found: dict[str, list[At]] = {}
+        for at, names in self._read():
+            for name in dict.fromkeys(names):
+                found.setdefault(name, []).append(at)
+        return found
+
+    @cached_property
+    def reads(self) -> Mapping[str, Sequence[At]]:
+        """Who reads each storage; an operation counts once."""
+        found: dict[str, list[At]] = {}
+        for at, names in self._read():
+            for root in dict.fromkeys(self.infos[name].alias_of for name in names):
+                found.setdefault(root, []).append(at)
+        return found
+
+    @cached_property
+    def writes(self) -> Mapping[str, Sequence[At]]:
+        """Who makes each storage, or writes to it."""
+        found: dict[str, list[At]] = {}
+        for at, op in self._ops():
+            written = (self.infos[name].alias_of for name in op.writes)
+            for root in dict.fromkeys((*made_by(self.infos, op), *written)):
+                found.setdefault(root, []).append(at)
+        return found
+
+    @cached_property
+    def last(self) -> Mapping[str, At]:
+        """The last use of each storage. A view of it is a use, whoever reads the view."""
+        found: dict[str, At] = {}
+        for part in self.parts:
+            for place, op in enumerate(part.ops):
+                at = At(part.index, place)
+                for name in (*op.inputs, *op.writes, *op.results):
+                    if name:
+                        found[self.infos[name].alias_of] = at
+            at = At(part.index, len(part.ops))
+            found.update((self.infos[name].alias_of, at) for name in part.taken)
+        return found
+
+    def parts_reading(self, root: str) -> dict[int, None]:
+        """Return the parts that read a storage, in the order in which they run."""
+        return dict.fromkeys(at.part for at in self.reads.get(root, ()))
+
+    def parts_writing(self, root: str) -> dict[int, None]:
+        """Return the parts that make a storage or write to it, in the order in which they run."""
+        return dict.fromkeys(at.part for at in self.writes.get(root, ()))
+
+    def _ops(self) -> Iterable[tuple[At, Op]]:
+        for part in self.parts:
+            for place, op in enumerate(part.ops):
+                yield At(part.index, place), op
+
+    def _read(self) -> Iterable[tuple[At, Sequence[str]]]:
+        for part in self.parts:
+            for place, op in enumerate(part.ops):
+                yield At(part.index, place), op.inputs
+            yield At(part.index, len(part.ops)), part.taken
+
+
+class Before(NamedTuple):
+    """What must run before an operation, by places: whose results it reads, and others.
+
+    The others are hazards: who wrote before to memory that it touches, who touched before what it
+    writes to, and who drew random numbers before it.
+    """
+
+    data: set[int]
+    order: set[int]
+
+
+def before_each(infos: Infos, ops: Sequence[Op]) -> list[Before]:
+    """Return what must run before each of `ops`, if they are to compute what they do in order."""
+    maker: dict[str, int] = {}
+    touched: dict[str, list[int]] = {}  # storage -> who touched it since its last write, that too
+    last_write: dict[str, int] = {}
+    last_random: list[int] = []
+    found = []
+    for index, op in enumerate(ops):
+        data = {maker[name] for name in op.inputs if name in maker}
+        written = roots_of(infos, op.writes)
+        roots = roots_of(infos, (*op.inputs, *op.results)) | written
+        order = {last_write[root] for root in roots if root in last_write}
+        for root in written:
+            order.update(touched.get(root, ()))
+            last_write[root] = index
+            touched[root] = []
+        if op.is_random:
+            order.update(last_random)
+            last_random = [index]
+        for root in roots:
+            touched.setdefault(root, []).append(index)
+        maker.update((name, index) for name in op.results if name)
+        found.append(Before(data, order - data))
+    return found
+
+
+def live_ops(
+    infos: Infos, ops: Sequence[Op], needed: Iterable[str], stays: Callable[[Op], bool]
+) -> list[int]:
+    """Return the places of operations that are not dead: those that `needed` values depend on.
+
+    So do writes to memory in which something lies that is read later, and what `stays` anyhow.
+    """
+    names = set(needed)
+    roots = roots_of(infos, names)
+    kept = []
+    for index in reversed(range(len(ops))):
+        op = ops[index]
+        if (
+            not names.isdisjoint(op.results)
+            or not roots.isdisjoint(infos[name].alias_of for name in op.writes)
+            or stays(op)
+        ):
+            kept.append(index)
+            names.update(op.inputs)
+            roots |= roots_of(infos, op.inputs)
+    return kept[::-1]
