@@ -55,13 +55,21 @@ def assigned(
 def _is_set(value: Any, old: Any, name: str) -> bool:
     if value is old:
         return False
-    if isinstance(value, Tensor):
+    if not callable(value) and holds_tensors(value):
         return True
-    if name.startswith("_") or isinstance(value, CONTAINERS):
-        return False  # libraries' own; contents of containers are compared elsewhere
+    if name.startswith("_"):
+        return False  # libraries' own
     if isinstance(value, _PLAIN):
         return bool(type(value) is not type(old) or value != old)
-    return not callable(value) and holds_tensors(value)
+    return isinstance(value, CONTAINERS) and _differ(value, old)
+
+
+def _differ(value: Any, old: Any) -> bool:
+    """Whether a container is not equal to what was there; what it held is compared elsewhere."""
+    try:
+        return bool(type(value) is not type(old) or value != old)
+    except Exception:  # what objects say of others is their own
+        return True
 
 
 class ReadsBeforeError(SideEffectError):
