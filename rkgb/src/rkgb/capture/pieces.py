@@ -133,22 +133,26 @@ class PieceRecorder:
             SideEffectError: only the whole module can be run whole.
         """
         infos = self.recorder.infos
+        first: dict[int, str] = {}  # names of one parameter in several places
+        every = placed_parameters(self.twin, remove_duplicate=False)
+        own = {name: first.setdefault(id(p), name) for name, p in every}
         uses: dict[str, set[object]] = {}
         written: set[str] = set()
         for place, op in enumerate(ops):
             if isinstance(op.target, RunPiece):
                 module = self.twin.get_submodule(op.target.piece.call.path)
                 inside = {id(p) for p in module.parameters()}
-                names = {n for n, p in placed_parameters(self.twin) if id(p) in inside}
-                written.update(op.target.piece.written)
-                for name in (*names, *op.target.piece.written):
+                changed = {own[name] for name in op.target.piece.written}
+                written |= changed
+                for name in changed | {n for key, n in first.items() if key in inside}:
                     uses.setdefault(name, set()).add(place)
             for name in (*op.inputs, *op.writes):
                 target = parameters.get(infos[name].alias_of)
                 if target is not None:
-                    uses.setdefault(target, set()).add("ops")
-            written.update(parameters.get(infos[name].alias_of, "") for name in op.writes)
-        shared = sorted(n for n in written - {""} if len(uses[n]) > 1)
+                    uses.setdefault(own[target], set()).add("ops")
+                    if name in op.writes:
+                        written.add(own[target])
+        shared = sorted(name for name in written if len(uses[name]) > 1)
         if shared:
             error = SideEffectError(
                 f"cannot run a part of {self.recorder.model_name} whole: '{shared[0]}' is written "
@@ -184,8 +188,8 @@ class PieceRecorder:
             return self._stood_in(known, call, tensors)
         if known is None or not known.call.like(call):
             with self.codes.apart() as ran:
-                written = self.trials.once(call, module, tensors)
-            runs_once = self.must_run_once(ran)
+                written, moves = self.trials.once(call, module, tensors)
+            runs_once = moves or self.must_run_once(ran)
             with self.codes.resting():
                 piece, made = self.trials.piece(call, module, tensors, written)
             return replace(piece, runs_once=runs_once), made

@@ -159,7 +159,8 @@ def _own_parameters(
 ) -> Iterator[Mapping[str, Tensor]]:
     """Let a module compute with new leaves on its parameters' memory.
 
-    Hooks on the user's parameters are called once, by the step, and not in here as well.
+    Hooks on the user's parameters are called once, by the step, and not in here as well. Memory
+    that the module gives a leaf becomes its parameter's.
     """
     wanted = {id(model.get_parameter(name)): name for name in names}
     made: dict[str, Any] = {}
@@ -179,6 +180,9 @@ def _own_parameters(
         yield made
     finally:
         for table, own, parameter in replaced:
+            leaf = table[own]
+            if leaf is not parameter and leaf.data_ptr() != parameter.data_ptr():
+                parameter.data = leaf.detach()
             table[own] = parameter
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.elements.spread import memory_of
-from rkgb.elements.tensor_info import storage_id, storage_of
+from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import SideEffectError
 from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.torch_private import TorchDispatchMode, pytree, set_version
@@ -77,16 +77,18 @@ class KeptWrites(TorchDispatchMode):
 
 
 class Contents:
-    """What is in some tensors, and their versions, to be put back."""
+    """What is in some tensors, where they lie, and their versions, to be put back."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         with torch.no_grad():
-            self._copies = [(t, t.detach().clone(), t._version) for t in tensors]
+            self._copies = [(t, t.detach(), t.detach().clone(), t._version) for t in tensors]
 
     def restore(self) -> None:
-        """Put the content back."""
+        """Put memory and content back."""
         with torch.no_grad():
-            for tensor, copy, version in self._copies:
+            for tensor, own, copy, version in self._copies:
+                if tensor.data_ptr() != own.data_ptr():
+                    tensor.data = own
                 tensor.copy_(copy)
                 set_version(tensor, version)
 
@@ -97,7 +99,23 @@ class ParameterPlaces:
     def __init__(self, module: nn.Module) -> None:
         every = placed_parameters(module)
         strided = [(n, p) for n, p in every if p.layout is torch.strided]
-        self._before = [(n, p, storage_of(memory_of(p))) for n, p in strided]
+        self._before = [(n, p, p.detach()) for n, p in strided]
+
+    def moved(self) -> list[str]:
+        """Return the names of the parameters that lie in other memory now."""
+        return [
+            name
+            for name, parameter, own in self._before
+            if storage_id(memory_of(parameter)) != storage_id(memory_of(own))
+        ]
+
+    def put_back(self) -> list[str]:
+        """Give parameters the memory that they had; return the names of those that had other."""
+        moved = self.moved()
+        for name, parameter, own in self._before:
+            if name in moved:
+                parameter.data = own
+        return moved
 
     def refuse_moves(self) -> None:
         """Refuse a forward that has given a parameter other memory.
@@ -105,15 +123,14 @@ class ParameterPlaces:
         Raises:
             SideEffectError: it has.
         """
-        for name, parameter, storage in self._before:
-            if storage_id(memory_of(parameter)) != storage._cdata:
-                error = SideEffectError(
-                    f"the forward gives the parameter '{name}' other memory (parameter.data = ... "
-                    "or swap_tensors), where neither a plan nor an optimizer's views would follow. "
-                    "Write into it: with torch.no_grad(): parameter.copy_(...)."
-                )
-                error.module_path = ""
-                raise error
+        for name in self.put_back():
+            error = SideEffectError(
+                f"the forward gives the parameter '{name}' other memory, where neither a plan nor "
+                "an optimizer's views would follow. Write into it: with torch.no_grad(): "
+                "parameter.copy_(...)."
+            )
+            error.module_path = ""
+            raise error
 
 
 @cache

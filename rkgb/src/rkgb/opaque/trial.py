@@ -69,30 +69,36 @@ class Trials:
         self.twin, self.device = twin, device
         self.names = {id(p): n for n, p in placed_parameters(twin) if p.requires_grad}
 
-    def once(self, call: Call, module: nn.Module, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+    def once(
+        self, call: Call, module: nn.Module, tensors: Sequence[Tensor]
+    ) -> tuple[tuple[str, ...], bool]:
         """Run a call for others to watch; nothing is changed by it.
 
-        Returns the parameters that it writes to.
+        Returns the parameters that it writes to, and whether any gets other memory.
         """
         stream, state = RngState.save(self.device), ModuleState(module)
         contents, lent = BufferContents(module), Lent(module)
         kept = KeptWrites(placed_parameters(self.twin))
+        places = ParameterPlaces(self.twin)
+        moved: list[str] = []
         refused = [(torch, name, _refuse) for name in BRANCHES if hasattr(torch, name)]
         try:
             with kept, Patches(refused):
-                # On the parameters themselves: a new leaf would be forgotten with other memory.
-                places = ParameterPlaces(self.twin)
-                run_call(replace(call, parameters=()), self.twin, tensors)
-            places.refuse_moves()
+                # On the parameters themselves: it is seen which of them get other memory.
+                try:
+                    run_call(replace(call, parameters=()), self.twin, tensors)
+                finally:
+                    moved = places.put_back()
         except NotImplementedError:  # it may have gone on to write
             inside = {id(p) for p in module.parameters()}
-            return tuple(n for n, p in placed_parameters(self.twin) if id(p) in inside)
+            every = placed_parameters(self.twin)
+            return tuple(n for n, p in every if id(p) in inside), bool(moved)
         finally:
             lent.end()
             contents.restore()
             state.restore()
             stream.restore()
-        return kept.written
+        return tuple(dict.fromkeys((*kept.written, *moved))), bool(moved)
 
     def piece(
         self,
