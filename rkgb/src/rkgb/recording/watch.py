@@ -9,8 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import queue
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing.pool import Pool
 from typing import Any
 
 import torch
@@ -29,6 +33,10 @@ from rkgb.torch_api.torch_private import pytree
 
 _OLDER_SURROUNDINGS = "_checkpoint_without_reentrant_generator"  # until torch 2.13
 _SEEDING = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
+_WITHOUT_OPERATION: dict[Any, str] = {
+    Tensor.data.__set__: "gives a tensor other memory (tensor.data = ...)",  # type: ignore[attr-defined]
+    Tensor.retain_grad: "keeps the gradient of what it computes, which would not come",
+}
 # What a recording would not do again, and what to do instead.
 _NOT_RECORDED = {
     "register_hook": "registers a hook on a tensor, which would not be called. Put it on a "
@@ -36,6 +44,14 @@ _NOT_RECORDED = {
     "grad": "calls torch.autograd.grad. Keep that part outside the wrapped module",
     "backward": "calls backward. Keep that part outside the wrapped module",
 }
+# By which a forward hands work to others, and gets it back: a recording sees its own thread alone.
+_ELSEWHERE: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (threading.Thread, ("start",)),
+    (ThreadPoolExecutor, ("submit",)),
+    (ProcessPoolExecutor, ("submit",)),
+    (Pool, ("apply_async", "_map_async", "imap", "imap_unordered")),
+    (queue.Queue, ("put", "get")),
+)
 # They hand values to Python or to other libraries without any operation.
 _READS = ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr")
 
@@ -57,6 +73,8 @@ class CallWatch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self.recorder.is_paused:
             return func(*args, **(kwargs or {}))
+        if func in _WITHOUT_OPERATION:
+            raise NotRecordedError(_WITHOUT_OPERATION[func])
         if name in _NOT_RECORDED and getattr(func, "__module__", "").startswith("torch"):
             raise NotRecordedError(_NOT_RECORDED[name])
         if name == "bilinear" and ambient_autocast() is not None:
@@ -125,7 +143,9 @@ def _same_objects(first: Sequence[Any], second: Sequence[Any]) -> bool:
 
 
 def refused_calls(recorder: Recorder) -> Patches:
-    """While active, no call sets the state of torch's random numbers, or branches on values."""
+    """While active, no call sets the state of torch's random numbers, branches on values, or hands
+    work to another thread or process.
+    """
 
     def refusing(original: Callable[..., Any], error: Exception) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -142,6 +162,8 @@ def refused_calls(recorder: Recorder) -> Patches:
     branches = ReadsDataError("control flow", "")
     places: list[tuple[Any, str, Exception]] = [(torch, name, branches) for name in BRANCHES]
     places += [(p, name, seeds) for p in (torch, torch.random, torch.cuda) for name in _SEEDING]
+    elsewhere = NotRecordedError("hands work to another thread or process, where nothing is seen")
+    places += [(kind, name, elsewhere) for kind, names in _ELSEWHERE for name in names]
     # One function each: torch's compiler, if it is loaded now, compares them.
     return recorder.patched(
         [(p, n, refusing(getattr(p, n), error)) for p, n, error in places if hasattr(p, n)]
