@@ -4,7 +4,7 @@ Gets the functions of the user that run while a step is recorded; gives the plac
 (variables of modules and of functions around, defaults, attributes), and looks at these again.
 Read code_watch.py (which functions run), on loads.py (what a function loads) and owners.py (whose
 it is), then sources.py (the places that are read), and watched.py (what a value counts as, and
-whether it is the same still).
+whether it is the same still), on entries.py (dicts) and holding.py (what values hold, by kind).
 """
 
 from rkgb.guards.code_watch import CodeWatch

@@ -19,10 +19,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from rkgb.guards.code_watch import Seen
+from rkgb.guards.entries import ABSENT
 from rkgb.guards.loads import loads_of
 from rkgb.guards.watched import Watched
-
-ABSENT = object()  # in a place that holds nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,8 @@ class Source:
 
     def watch(self, watched: Watched, value: Any) -> None:
         """Look from now on whether it is the same object still."""
-        if isinstance(self.owner, dict) and value is not ABSENT:
-            watched.note(self.owner, self.name, value)
+        if isinstance(self.owner, dict):
+            watched.entries(self.owner).note(self.name, value)
         elif isinstance(value, Tensor):
             known = id(value)  # it is not kept alive; that it lives is checked beside this
             watched.checks.append(lambda: id(self.read()) == known)

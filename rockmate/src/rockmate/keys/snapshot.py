@@ -73,8 +73,7 @@ class Snapshot:
         self._add_sources(sources, runs_whole, facts)
         for told, module in watched.outside:  # grows while it is walked
             self._add_outside(told, module, sources, facts)
-        self._tables.close()
-        watched.know(self._tables)
+        self._tables.close(watched.tables)
         unique = {id(t): t for t in self._held}
         self._tensors = list(unique.values())
         if watched.tensors:
@@ -130,8 +129,10 @@ class Snapshot:
             if name in _OWN or name in ignored or name.startswith(_OTHERS):
                 continue
             self._watched.where = _of(path, name)
+            self._watched.is_read = name in self._watched.asked
             facts[path, "attribute", name] = self._watched.worth(value)
-            self._watched.note(table, name, value)
+            self._watched.entries(table).note(name, value)
+        self._watched.is_read = True
 
     def _add_sources(
         self,
@@ -203,7 +204,7 @@ class Snapshot:
     def _note(self, table: Mapping[Any, Any], name: Any, value: Any) -> None:
         if isinstance(value, Tensor):
             self._held.append(value)
-        self._watched.note_alive(table, name, value)
+        self._watched.entries(table).note_alive(name, value)
 
     def _add_tables(
         self,

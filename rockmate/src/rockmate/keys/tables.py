@@ -6,7 +6,7 @@ them are empty, and most are never written to after a model has been made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -29,10 +29,6 @@ class Tables:
         # Whether one still is, after a write, what is in the key by it, by identity.
         self._checks: dict[int, Callable[[], bool]] = {}
 
-    def __iter__(self) -> Iterator[Table]:
-        """Yield those that hold something."""
-        return chain(self._own, self._full)
-
     def add(self, module: nn.Module, names: Sequence[str]) -> list[tuple[str, Table]]:
         """Add a module and its tables by these names; return those that hold something."""
         own = vars(module)
@@ -46,10 +42,10 @@ class Tables:
         self._empty += (own[name] for name in names if not own[name])
         return full
 
-    def close(self) -> None:
-        """Look from now on whether everything is as it is now."""
+    def close(self, others: Iterable[Table]) -> None:
+        """Look from now on whether everything is as it is now, also in other tables."""
         self._types = [*map(type, self.modules)]  # parametrizations change it in place
-        self._every = [*self]
+        self._every = [*{id(t): t for t in chain(self._own, self._full, others)}.values()]
         self._versions = self._now = dict_versions(self._every)
 
     def written(self) -> Sequence[Table] | None:
@@ -66,11 +62,15 @@ class Tables:
 
     def hold(self, written: Sequence[Table]) -> bool:
         """Whether these have as many entries as they had, and submodules the same order."""
-        return all(self._checks[id(table)]() for table in written)
+        return all(self._checks.get(id(table), _always)() for table in written)
 
     def pass_over(self) -> None:
         """Take what was written since the last look for nothing that counts."""
         self._versions = self._now
+
+
+def _always() -> bool:
+    return True
 
 
 def _holds_tables(own: Table, names: Sequence[str]) -> Callable[[], bool]:

@@ -1,0 +1,73 @@
+"""Entries of a dict that count (attributes, variables): looked at again after a write only."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from itertools import repeat
+from operator import is_
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+ABSENT: Any = object()  # in a place that holds nothing
+
+
+class Entries:
+    """The entries of a dict that count: the same objects by these names, and nothing by others."""
+
+    __slots__ = ("_absent", "_checks", "_found", "_names", "table")
+
+    def __init__(self, table: dict[Any, Any]) -> None:
+        self.table = table
+        self._names: list[Any] = []
+        self._found: list[Any] = []
+        self._absent: frozenset[Any] = frozenset()
+        self._checks: list[Callable[[], bool]] = []  # of all that it holds
+
+    def note(self, name: Any, value: Any) -> None:
+        """Look from now on whether it holds the same object by this name, or nothing still."""
+        if value is ABSENT:
+            self._absent |= {name}
+        elif isinstance(value, Tensor):  # not kept alive; that it lives is checked beside this
+            known = id(value)
+            self._checks.append(lambda: id(self.table.get(name)) == known)
+        else:
+            self.note_alive(name, value)
+
+    def note_alive(self, name: Any, value: Any) -> None:
+        """Do the same, and keep the object alive."""
+        self._names.append(name)
+        self._found.append(value)
+
+    def note_absent(self, names: frozenset[Any]) -> None:
+        """Look from now on whether it has none still of the names that it has not."""
+        self._absent |= names - self.table.keys()
+
+    def add_check(self, check: Callable[[], bool]) -> None:
+        """Ask this too after a write."""
+        self._checks.append(check)
+
+    def hold(self) -> bool:
+        """Whether everything is as it was."""
+        found = map(dict.get, repeat(self.table), self._names, repeat(ABSENT))
+        return (
+            all(map(is_, found, self._found))
+            and self._absent.isdisjoint(self.table)
+            and all(check() for check in self._checks)
+        )
+
+
+def dict_behind(view: Any) -> dict[Any, Any]:
+    """Return the dict that a proxy or a view shows, such as the attributes of a class."""
+    (found,) = (held for held in gc.get_referents(view) if isinstance(held, dict))
+    return found
+
+
+def attributes_of(value: Any) -> dict[Any, Any] | None:
+    """Return the attributes that an object or a class has for itself, as the dict that they are."""
+    table = getattr(value, "__dict__", None)
+    if isinstance(table, MappingProxyType):
+        return dict_behind(table)
+    return table if isinstance(table, dict) else None
