@@ -75,7 +75,7 @@ LAYERS = {
         "files",
         "solvers runtime keys",
         "options",
-        "planners comparison",
+        "planners comparison whole_step",
         "reports settings",
         "arguments",
         "networks",

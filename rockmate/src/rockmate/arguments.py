@@ -20,8 +20,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 from torch import nn
 
 from rkgb.engine import bind_inputs
-from rockmate.settings import Budget, Settings, Terms
+from rockmate.settings import Budget, Settings, Terms, parse_budget, parse_memory
+from rockmate.whole_step import WholeStep, check_optimizer
 
+_PER_CALL = 1  # budget: each call gets its own
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 P = ParamSpec("P")
 Given = TypeVar("Given")
@@ -60,13 +62,59 @@ class Arguments(OfSample):
             eager's activation peak. Parameters, buffers, inputs and parameter gradients are
             resident and not counted; activations, outputs, their gradients, recomputation and
             kernel workspace are.
+        memory: in place of a budget, what a whole step may take of the device with everything:
+            bytes, text (`"24GB"`), or "device" for what it has. What parameters, gradients, the
+            optimizer and others leave is the budget; `rk.memory` shows it.
+        optimizer: beside `memory`, the optimizer, or its name ("adamw", "sgd", "none", ...); a list
+            or dict of them where each steps in the backward.
     """
 
-    budget: Budget
+    budget: Budget | None = None
+    _: KW_ONLY
+    memory: Budget | None = None
+    optimizer: Any = None
+
+    def check_amount(self, function: str) -> None:
+        """Refuse what says no amount of memory, or two, or one that cannot be read.
+
+        Raises:
+            TypeError: it is neither a budget, nor memory and an optimizer.
+            BudgetFormatError: the amount cannot be read.
+        """
+        if self.budget in ("", None) and self.memory is None:
+            raise TypeError(
+                f"{function} needs a budget: {function}(model, budget='8GB'), or "
+                "memory='24GB', optimizer=optimizer for all that a step takes"
+            )
+        if self.budget not in ("", None) and self.memory is not None:
+            raise TypeError(
+                f"{function} takes budget= or memory=, and got both: {self.budget!r} for "
+                f"activations, {self.memory!r} for everything. Leave one out"
+            )
+        if self.memory is None:
+            if self.optimizer is not None:
+                raise TypeError(
+                    f"{function} takes optimizer= beside memory= only: a budget does not hold "
+                    "what it keeps"
+                )
+            parse_budget(self.budget or "")
+            return
+        parse_memory(self.memory)
+        if self.optimizer is None:
+            raise TypeError(
+                f"{function} needs the optimizer beside memory=, as what it keeps counts: give "
+                "optimizer=optimizer, its name, or 'none'"
+            )
+        if isinstance(self.optimizer, str):
+            check_optimizer(self.optimizer)
 
     def terms(self) -> Terms:
-        """Return the budget and the settings, without tensors."""
-        return Terms(self.budget, **self.settings())
+        """Return the budget and the settings; of tensors, what an optimizer holds alone."""
+        if self.memory is None:
+            assert self.budget is not None
+            return Terms(self.budget, **self.settings())
+        whole = WholeStep(parse_memory(self.memory), self.optimizer, self.reserve)
+        return Terms(_PER_CALL, whole_step=whole, **self.settings(reserve=0))
 
 
 def refuse(given: Settings, function: str, whys: Mapping[str, str]) -> None:

@@ -19,7 +19,12 @@ from rockmate.blockwise.planning import Chosen, Planner, largest_first
 from rockmate.blockwise.report import BlockRow, BlocksPlan
 from rockmate.blockwise.saved_blocks import blocks_key, file_of_blocks, shared_file
 from rockmate.blockwise.team import Team
-from rockmate.errors import PlanMismatchError, RockmateError, UnsupportedModuleError
+from rockmate.errors import (
+    InfeasibleBudgetError,
+    PlanMismatchError,
+    RockmateError,
+    UnsupportedModuleError,
+)
 from rockmate.files.cache_folder import CacheFolder
 from rockmate.files.plan_file import PlanFile, SavedBlocks
 from rockmate.in_place import remove
@@ -30,6 +35,7 @@ from rockmate.pipeline import Request, planned_for
 from rockmate.progress import Phases
 from rockmate.runtime.plain import plain
 from rockmate.settings import Terms, parse_budget
+from rockmate.whole_step import Memory
 
 _log = logging.getLogger("rockmate")
 _NOT_BY_BLOCKS = {  # settings, and why not
@@ -57,6 +63,7 @@ class ToBlocks(Arguments):
             ValueError, UnsupportedModuleError: the text says what, and why.
         """
         super().__post_init__()
+        self.check_amount("rockmate.apply_to_blocks")
         refuse(self, "apply_to_blocks", _NOT_BY_BLOCKS)
         if not self.share and team.groups:
             raise ValueError(
@@ -107,6 +114,8 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
         samples: more samples to plan for. Options are chosen for the one whose plain step takes
             most, and a step of each of the others is run within the budget.
         budget: as for `Rockmate`; a fraction is one of the peak where every block keeps everything.
+        memory: as for `Rockmate`, beside an `optimizer`.
+        optimizer: as for `Rockmate`.
         blocks: "auto" for the outermost layers that repeat in a list or sequence, or a list of
             paths and names of classes. Each is called once in a step.
         in_flight: forwards that run before the backward of the first of them, as in pipelines
@@ -139,11 +148,11 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
     team = Team.of(model, given.process_group)
     with team.together():
         given.check(team)
-        parse_budget(given.budget)
         calls = given.calls()
     terms = replace(
         given.terms(),
         budget=_PLACEHOLDER,
+        whole_step=None,
         reserve=0,
         plan=None,
         progress=False,  # one bar for all
@@ -154,8 +163,41 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
     with team.together():
         found = find_blocks(model, given.blocks)
     found = {p: b for p, b in found.items() if not any(is_inside(p, o) for o in terms.opaque)}
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = next((p.device for p in model.parameters()), _HOST)
     calls = largest_first(model, calls, team, device)
+    with team.together():
+        given, memory = _within(given, calls)
+    try:
+        made = _kept_or_made(given, terms, team, found, calls)
+    except InfeasibleBudgetError as error:
+        if memory is None:
+            raise
+        raise memory.refusal(error) from error
+    return made if memory is None else replace(made, memory=memory)
+
+
+def _within(given: ToBlocks, calls: Sequence[Call]) -> tuple[ToBlocks, Memory | None]:
+    """Return what was asked for with a budget: of memory, what the call that needs most leaves."""
+    whole = given.terms().whole_step
+    if whole is None:
+        return given, None
+    model = given.model
+    found = [whole.call_bytes(model, *call).times(given.in_flight) for call in calls]
+    each = [whole.memory(model, call_bytes) for call_bytes in found]
+    memory = min(each, key=lambda memory: (memory.holds(), memory.budget_bytes))
+    budget = memory.budget_bytes if memory.holds() else _PLACEHOLDER
+    return replace(given, budget=budget, memory=None, optimizer=None, reserve=0), memory
+
+
+def _kept_or_made(
+    given: ToBlocks,
+    terms: Terms,
+    team: Team,
+    found: Mapping[str, nn.Module],
+    calls: Sequence[Call],
+) -> BlocksPlan:
+    """Plan as a file says that was given or kept, or else anew."""
+    model, device = given.model, next((p.device for p in given.model.parameters()), _HOST)
     planned = partial(_planned, given, terms, team, found, calls)
     name, path, folder = class_name(model), given.plan, CacheFolder.chosen(given.cache)
     if path is not None:
@@ -187,6 +229,7 @@ def _planned(
     model, saved = given.model, None if file is None else file.blocks
     if saved is not None:
         terms = replace(terms, cost="flops")  # the times are in the file
+    assert given.budget is not None
     amount, fraction = parse_budget(given.budget)
     views = {path: plain_view(block) for path, block in found.items()}
     phases = Phases({"blocks": 2, "free plan": 1}, show=given.progress)
@@ -243,6 +286,7 @@ def _put_on(found: Mapping[str, nn.Module], choose: Callable[[], Chosen]) -> Cho
     return chosen
 
 
+_HOST = torch.device("cpu")
 _PLACEHOLDER = 1  # every block gets a budget of its own
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -18,7 +19,7 @@ from rockmate.module import (
     plain_of,
     plain_view,
 )
-from rockmate.settings import Budget, parse_budget
+from rockmate.settings import Budget
 
 _FIRST_STEP = object()  # what comes with the first training step is the sample
 
@@ -28,7 +29,6 @@ class InPlace(Arguments):
     """What `apply` takes: a sample may come later."""
 
     sample: Any = _FIRST_STEP
-    budget: Budget = ""
 
 
 @called_with(InPlace)
@@ -48,9 +48,7 @@ def apply(given: InPlace) -> nn.Module:
         >>> rockmate.apply(model, budget="2GiB")  # planned when the first batch is there
     """
     model, is_sampled = given.model, given.sample is not _FIRST_STEP
-    if given.budget in ("", None):
-        raise TypeError("rockmate.apply needs a budget: rockmate.apply(model, budget='8GB')")
-    parse_budget(given.budget)
+    given.check_amount("rockmate.apply")
     if not is_sampled and (given.kwargs is not None or given.samples):
         raise TypeError("rockmate.apply takes kwargs and samples beside a sample only")
     if not is_applied(model):
@@ -59,6 +57,31 @@ def apply(given: InPlace) -> nn.Module:
     if is_sampled:
         planned.prepare(given.calls())
     return dressed(remove(model), planned)
+
+
+def in_trainer(
+    budget: Budget | None, memory: Budget | None, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the keywords of `apply` for a trainer, which makes its optimizer later.
+
+    Raises:
+        TypeError, BudgetFormatError: neither a budget nor memory is given, or it cannot be read.
+    """
+    later = {} if memory is None else {"optimizer": "none", **options}
+    found = {**options, **later, "budget": budget, "memory": memory}
+    InPlace(nn.Module(), **found).check_amount("the callback")
+    return found
+
+
+def meet_optimizer(model: nn.Module | None, optimizer: Any) -> None:
+    """Let a model that waits for its first step count this optimizer, where it counts any."""
+    if not isinstance(model, Rockmate) or not optimizer:
+        return
+    planned = model._rockmate
+    whole = planned.settings.whole_step
+    if whole is not None and planned.first is None and isinstance(whole.optimizer, str):
+        whole = replace(whole, optimizer=optimizer)
+        planned.settings = replace(planned.settings, whole_step=whole)
 
 
 def remove(model: nn.Module) -> nn.Module:

@@ -31,8 +31,23 @@ _log = logging.getLogger("rockmate")
 # What a Rockmate module offers beside the model; a model's own attribute of that name goes first.
 _OFFERED = (
     *("plan", "plans", "budget_bytes", "planning_seconds", "eager_peak_bytes"),
-    *("measured_peak_bytes", "backward", "original", "save_plan", "plan_file", "check"),
+    *("measured_peak_bytes", "backward", "original", "save_plan", "plan_file", "check", "memory"),
 )
+
+
+class _WholeStepOf:
+    """Where each byte of a step goes (`Memory`); what a model calls so goes first."""
+
+    def __get__(self, rk: Rockmate | None, owner: Any) -> Any:
+        if rk is None:
+            return self
+        for table in ("_parameters", "_buffers", "_modules"):
+            if "memory" in vars(rk)[table]:
+                return vars(rk)[table]["memory"]
+        found = rk._rockmate.memory()
+        if found is None:
+            raise AttributeError(f"{type(rk).__name__} has no memory: none was given, or no step")
+        return found
 
 
 class Rockmate(nn.Module):
@@ -56,12 +71,19 @@ class Rockmate(nn.Module):
             eager's activation peak. Parameters, buffers, inputs and parameter gradients are
             resident and not counted; activations, outputs, their gradients, recomputation and
             kernel workspace are.
+        memory: in place of a budget, what a whole step may take of the device with everything:
+            bytes, text (`"24GB"`), or "device" for what it has. What parameters, gradients, the
+            optimizer and others leave is the budget; `rk.memory` shows it.
+        optimizer: beside `memory`, the optimizer, or its name ("adamw", "sgd", "none", ...); a list
+            or dict of them where each steps in the backward.
         kwargs: keyword arguments of the sample, beside positional ones.
         samples: more samples to plan for at once. A fraction as budget is one of the largest.
 
     Examples:
         >>> rk = Rockmate(model, x, "2GiB")
         >>> rk(x).sum().backward()
+        >>> rk = Rockmate(model, x, memory="24GB", optimizer=optimizer)
+        >>> print(rk.memory)
 
     Raises:
         InfeasibleBudgetError: no plan fits; `.minimum_bytes` is the smallest budget that does.
@@ -70,6 +92,7 @@ class Rockmate(nn.Module):
     """
 
     _rockmate: DecidingForward
+    memory = _WholeStepOf()
 
     def __new__(cls, model: nn.Module | None = None, *_: Any, **__: Any) -> Rockmate:
         if model is None:  # a replica of one, that shares what was planned
@@ -81,6 +104,7 @@ class Rockmate(nn.Module):
 
     @method_called_with(Arguments)
     def __init__(self, given: Arguments) -> None:
+        given.check_amount("Rockmate")
         plain = plain_of(given.model)
         if plain is not given.model and not isinstance(given.model, Rockmate):
             _log.info("torch.compile around %s is taken off: %s", type(plain).__name__, INSTEAD)

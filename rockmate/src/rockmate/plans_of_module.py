@@ -48,6 +48,7 @@ from rockmate.pipeline import (
 from rockmate.plan_cache import Family, Key, PlanCache, PlanRow, PlanRows, what
 from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms, parse_budget
+from rockmate.whole_step import CallBytes, Memory
 
 _log = logging.getLogger("rockmate")
 _MOST_WAYS = 6  # through one forward, chosen by values of its inputs, that have plans
@@ -55,6 +56,7 @@ _MANY = 8  # recordings one after the other for numbers that change
 _LOOKS = 2  # at calls that were planned ahead
 _MOST_TRIES = 4  # to make a plan for all numbers
 _MOST_NAMED = 3  # compiled modules, in the log
+_TOO_LITTLE = 1  # budget, to be told the smallest
 # What is said where torch.compile is taken off.
 INSTEAD = "its operations are planned one by one; compile=True compiles what is planned"
 _CHANGES = (
@@ -84,6 +86,7 @@ class PlansOfModule:
         self.known: tuple[Planned, ...] = ()  # of modules like this one, whose steps serve here
         self.first: Planned | None = None
         self._sources: tuple[Source, ...] = ()  # of plans; none before the first
+        self.call_bytes: CallBytes | None = None  # of the sample, where memory was given
         self._settings: list[Setting] = []  # what the plain forward sets at its first call
         self._told: set[str] = set()  # what is taken off
         self.changing = ChangingPlaces()
@@ -329,6 +332,28 @@ class PlansOfModule:
             del family.variants[_MOST_WAYS:]
             return planned
 
+    def for_call(self, call: Call) -> tuple[Terms, Memory | None]:
+        """Return how to plan for a call: where memory was given, in what a whole step leaves."""
+        whole = self.settings.whole_step
+        if whole is None:
+            return self.settings, None
+        bare = without_hooks(self.model, type(self.model))
+        found = whole.call_bytes(bare, *self.as_called(call))
+        memory = whole.memory(self.model, found)
+        self.call_bytes = self.call_bytes or found
+        self.settings = replace(self.settings, whole_step=whole.settled(memory))
+        budget = memory.budget_bytes if memory.holds() else _TOO_LITTLE
+        return replace(self.settings, budget=budget, whole_step=None), memory
+
+    def memory(self) -> Memory | None:
+        """Return where each byte of a step goes now; None where no memory was given."""
+        whole, found = self.settings.whole_step, self.call_bytes
+        if whole is None or found is None:
+            return None
+        peak_bytes = None if self.first is None else self.first.plan.peak_bytes
+        memory: Memory = whole.memory(self.model, found, peak_bytes)
+        return memory
+
     def _planned(
         self,
         call: Call,
@@ -336,6 +361,7 @@ class PlansOfModule:
         *,
         guards: bool = True,
         any_number: frozenset[int] | None = None,
+        settings: Terms | None = None,
     ) -> Planned:
         bare = without_hooks(self.model, type(self.model))
         self._tell_what_is_taken_off()
@@ -351,7 +377,7 @@ class PlansOfModule:
             with unseen():  # planned modules inside belong to this plan
                 known = () if self.settings.compile else (*self.plans, *self.known)
                 request = Request.of(
-                    *(bare, call, self.settings),
+                    *(bare, call, settings or self.settings),
                     known=known,
                     blocks=self.blocks,
                     guards=guards,

@@ -20,10 +20,12 @@ from rockmate.solvers import check_backend
 Budget = int | float | str
 COSTS = ("measured", "flops")
 SelfTest = bool | Literal["deterministic"]
+DEVICE = "device"  # as memory: what it has, and nobody else holds
 SELF_TESTS = (True, False, "deterministic")
 
 _FORMS = "an int (bytes), a float in (0, 1] (fraction of eager's activation peak), or text such as "
 _FORMS += "'2GiB', '800 MB' or '40%'"
+_MEMORY_FORMS = "Give bytes, '24GB', or 'device' for what it has."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +136,25 @@ class Terms(Settings):
 
     budget: Budget
     most_kept_bytes: int | None = None  # of a module among others: from its forward to its backward
+    whole_step: Any = None  # a `WholeStep`, where memory was given: each call's budget follows
+
+
+def parse_memory(memory: Budget) -> int | None:
+    """Return the bytes of a whole device, or None for those that it has: "device".
+
+    Raises:
+        BudgetFormatError: it cannot be read, or is a fraction.
+    """
+    if memory == DEVICE:
+        return None
+    try:
+        found, _ = parse_budget(memory)
+    except BudgetFormatError as error:
+        text = str(error).replace("budget", "memory", 1).partition(" Give ")[0]
+        raise BudgetFormatError(f"{text} {_MEMORY_FORMS}") from None
+    if found is None:
+        raise BudgetFormatError(f"memory {memory!r} is a fraction. {_MEMORY_FORMS}")
+    return found
 
 
 def parse_budget(budget: Budget) -> tuple[int | None, float | None]:

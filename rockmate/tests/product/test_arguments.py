@@ -82,8 +82,10 @@ def test_a_name_like_none_is_refused(function: Callable[..., Any]) -> None:
 
 
 def test_what_is_missing_is_named_with_the_function() -> None:
-    with pytest.raises(TypeError, match=r"Rockmate\(\) missing a required argument: 'budget'"):
-        rockmate.Rockmate(*net())  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Rockmate\(\) missing a required argument: 'sample'"):
+        rockmate.Rockmate(net()[0])  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Rockmate needs a budget: .* or memory='24GB'"):
+        rockmate.Rockmate(*net())
 
 
 def test_settings_are_handed_on_as_keywords(tmp_path: Path) -> None:

@@ -56,6 +56,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return call
 
 
+def test_a_plan_may_be_made_for_a_whole_step(run: Run) -> None:
+    words = ("plan", "rockmate_factories:net", "1GB", "--memory", "--optimizer", "sgd")
+    code, text, _ = run(*words, "--cost", "flops")
+    assert code == 0
+    assert text.startswith("memory of a whole step:")
+    assert "left to forward and backward" in text
+
+
 def test_a_plan_is_made_shown_and_compared(run: Run, tmp_path: Path) -> None:
     make = ("plan", "rockmate_factories:net", "--cost", "flops")
     code, text, _ = run(*make, "60%", "--out", "a.json")

@@ -4,20 +4,28 @@ Gets a module and a `Sample`; gives a `BasicGraph`. Read record.py (which submod
 then step.py (one step from start to end) with twin.py and held.py (the copy that runs),
 saved_by_autograd.py, flows.py, backward.py, pieces.py, functions.py and hooks.py; sizes.py records
 without memory, and numbered.py once more, so that numbers of the call need not be recorded anew;
-look.py compares another recording with the one that a plan was made from.
+look.py compares another recording with the one that a plan was made from;
+live_bytes.py counts what operations without content would hold.
 """
 
 from rkgb.capture.backward import AskedKind
 from rkgb.capture.collector import no_collection
 from rkgb.capture.hooks import may_run_again
+from rkgb.capture.live_bytes import LiveBytes
 from rkgb.capture.look import look_again
 from rkgb.capture.numbered import for_any_number, for_same_numbers
 from rkgb.capture.record import make_B
-from rkgb.capture.sizes import SizedStep, record_other_backward, record_sizes
+from rkgb.capture.sizes import (
+    SizedStep,
+    outputs_without_content,
+    record_other_backward,
+    record_sizes,
+)
 from rkgb.capture.twin import Twin, geometry_of, twin_of
 
 __all__ = [
     "AskedKind",
+    "LiveBytes",
     "SizedStep",
     "Twin",
     "for_any_number",
@@ -27,6 +35,7 @@ __all__ = [
     "make_B",
     "may_run_again",
     "no_collection",
+    "outputs_without_content",
     "record_other_backward",
     "record_sizes",
     "twin_of",

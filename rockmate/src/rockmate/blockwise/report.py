@@ -9,6 +9,7 @@ from os import PathLike
 
 from rockmate.files.plan_file import PlanFile
 from rockmate.schedules.report import format_bytes, format_ms
+from rockmate.whole_step import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class BlocksPlan:
     why_no_free_plan: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
     file: PlanFile | None = field(default=None, repr=False)
+    memory: Memory | None = field(default=None, repr=False)  # where it was given, not a budget
 
     def save_plan(self, path: str | PathLike[str]) -> None:
         """Write the plan to a file, for `apply_to_blocks(..., plan=path)` at another start.

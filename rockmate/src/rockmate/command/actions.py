@@ -44,14 +44,16 @@ def _plan(chosen: argparse.Namespace) -> Result:
     if chosen.out:
         _check_folder(chosen.out)  # before the time that planning takes
     model, sample = made_by(chosen.factory)
-    budget = int(chosen.budget) if chosen.budget.isdigit() else chosen.budget
-    rk = Rockmate(model, sample, budget, effort=chosen.effort, cost=chosen.cost)
-    text = str(rk.plan)
+    amount = int(chosen.budget) if chosen.budget.isdigit() else chosen.budget
+    within = {"memory": amount, "optimizer": chosen.optimizer}
+    within = within if chosen.memory else {"budget": amount}
+    rk = Rockmate(model, sample, effort=chosen.effort, cost=chosen.cost, **within)
+    text = f"{rk.memory}\n{rk.plan}" if chosen.memory else str(rk.plan)
     if chosen.out:
         rk.save_plan(chosen.out)
         text += f"\nwritten to {chosen.out}"
-    data = _data(rk.plan_file().plans[0])
-    return text, {**data, "file": chosen.out}
+    data = {**_data(rk.plan_file().plans[0]), "file": chosen.out}
+    return text, {**data, "memory": rk.memory.to_dict()} if chosen.memory else data
 
 
 def _show(chosen: argparse.Namespace) -> Result:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rockmate.estimate.sizes import OPTIMIZERS
+from rockmate.whole_step import OPTIMIZERS
 
 _FACTORY = (
     "module:factory, where the factory returns a model and a sample: `def gpt2(): return model, "
@@ -36,6 +36,14 @@ def parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="plan a model, and save the plan")
     plan.add_argument("factory", help=_FACTORY)
     plan.add_argument("budget", help="bytes, text such as 2GiB, or a share such as 50%%")
+    plan.add_argument(
+        "--memory",
+        action="store_true",
+        help="the budget is the memory of a whole step, as memory= is (24GB, or: device)",
+    )
+    plan.add_argument(
+        "--optimizer", default="adamw", choices=list(OPTIMIZERS), help="what --memory counts"
+    )
     plan.add_argument("--out", help="file to write the plan to")
     plan.add_argument("--effort", default="fast", help="fast, balanced, best")
     plan.add_argument("--cost", default="measured", choices=["measured", "flops"])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,7 @@ from rockmate.planned_forward import PlannedForward
 from rockmate.plans_of_module import HandedOverOtherwiseError, planning
 from rockmate.runtime.plain import is_plain, unseen
 from rockmate.settings import Terms
+from rockmate.whole_step import Memory
 
 _log = logging.getLogger("rockmate")
 
@@ -85,6 +87,11 @@ class DecidingForward(PlannedForward):
         return None
 
     def _planned(self, call: Call, why: str, **options: Any) -> Planned:
+        settings, memory = self.for_call(call)
+        with _told(memory):
+            return self._whole_or_by_blocks(call, why, settings=settings, **options)
+
+    def _whole_or_by_blocks(self, call: Call, why: str, **options: Any) -> Planned:
         try:
             return super()._planned(call, why, **options)
         except InfeasibleBudgetError as error:
@@ -94,9 +101,10 @@ class DecidingForward(PlannedForward):
             args, kwargs = self.as_called(call)
             self.whole, before = tuple(whole), self.settings
             self.settings = replace(before, budget=error.asked_bytes)
+            settings = replace(options["settings"], budget=error.asked_bytes)
             reason = self._reason(args, kwargs)
             try:
-                self._plan_step((args, kwargs), reason)
+                self._plan_step((args, kwargs), reason, settings)
             except NoBlocksError as none:
                 self.settings = before
                 error.add_note(str(none))
@@ -123,9 +131,11 @@ class DecidingForward(PlannedForward):
         if known is not None and known.step.holds(self.model):
             self.steps.move_to_end(key)
             return known
-        return self._plan_step(call, self.why)
+        settings, memory = self.for_call(call)
+        with _told(memory):
+            return self._plan_step(call, self.why, settings)
 
-    def _plan_step(self, call: Call, why: str) -> Chosen:
+    def _plan_step(self, call: Call, why: str, settings: Terms) -> Chosen:
         """Plan the blocks for a kind of call."""
         with (
             planning,
@@ -136,11 +146,9 @@ class DecidingForward(PlannedForward):
         ):
             began = time.perf_counter()
             args, kwargs = call
-            budget = self.settings.budget
+            budget = settings.budget
             assert isinstance(budget, int)
-            chosen = plan_step(
-                self.model, (tuple(args), kwargs), self.settings, budget, self.whole, why
-            )
+            chosen = plan_step(self.model, (tuple(args), kwargs), settings, budget, self.whole, why)
             seconds = {"blocks": time.perf_counter() - began}
             chosen = replace(chosen, report=replace(chosen.report, seconds=seconds))
             self.steps[_kind_of(call)] = chosen
@@ -165,6 +173,17 @@ class DecidingForward(PlannedForward):
         if self.why:
             raise no_file(type(self.model).__name__)
         return super().plan_file()
+
+
+@contextlib.contextmanager
+def _told(memory: Memory | None) -> Iterator[None]:
+    """Say where the bytes of a step go, where too few are left of them."""
+    try:
+        yield
+    except InfeasibleBudgetError as error:
+        if memory is None:
+            raise
+        raise memory.refusal(error) from error
 
 
 def _row(key: Hashable, plan: DecidedPlan) -> PlanRow:

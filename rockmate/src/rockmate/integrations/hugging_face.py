@@ -7,13 +7,13 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from rockmate.in_place import apply
+from rockmate.in_place import apply, in_trainer, meet_optimizer
 from rockmate.module import Rockmate
 from rockmate.settings import Budget
 
 
 class RockmateCallback(TrainerCallback):
-    """Train the trainer's model within `budget`; everything else stays as it is.
+    """Train the trainer's model within `budget`, or `memory`; everything else stays as it is.
 
     The plan is made at the first training step, from its batch, and the model stays the same
     object of the same class: evaluation, metrics, `generate`, `save_pretrained`, checkpoints and
@@ -23,6 +23,8 @@ class RockmateCallback(TrainerCallback):
 
     Args:
         budget: bytes, text such as `"8GB"`, or a fraction of the peak of a plain step.
+        memory: in its place, what a whole step may take of the device with everything: `"24GB"`, or
+            "device" for what it has. The trainer's own optimizer is counted.
         report: path of a page that shows the plan, written after the first step (see
             `rk.plan.html`); only the first process writes it.
         options: as `rockmate.apply` takes them.
@@ -37,8 +39,15 @@ class RockmateCallback(TrainerCallback):
             `rockmate.apply`.
     """
 
-    def __init__(self, budget: Budget, *, report: str | None = None, **options: Any) -> None:
-        self.budget, self.report, self.options = budget, report, options
+    def __init__(
+        self,
+        budget: Budget | None = None,
+        *,
+        memory: Budget | None = None,
+        report: str | None = None,
+        **options: Any,
+    ) -> None:
+        self.report, self.options = report, in_trainer(budget, memory, options)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Plan the trainer's model, before anything is put around it."""
@@ -47,6 +56,7 @@ class RockmateCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Plan a model that came later: of `model_init`, or of a callback added to a trainer."""
         self._apply(given.get("model"))
+        meet_optimizer(given.get("model"), given.get("optimizer"))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Write the report, once there is a plan."""
@@ -59,4 +69,4 @@ class RockmateCallback(TrainerCallback):
 
     def _apply(self, model: nn.Module | None) -> None:
         if model is not None and not isinstance(model, Rockmate):
-            apply(model, budget=self.budget, **self.options)
+            apply(model, **self.options)

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from rockmate.errors import RockmateError
-from rockmate.in_place import apply
+from rockmate.in_place import apply, in_trainer, meet_optimizer
 from rockmate.module import Rockmate
 from rockmate.settings import Budget
 
@@ -22,6 +22,8 @@ class LightningCallback(Callback):
 
     Args:
         budget: bytes, text such as `"8GB"`, or a fraction of the peak of a plain step.
+        memory: in its place, what a whole step may take of the device with everything: `"24GB"`, or
+            "device" for what it has. The task's own optimizers are counted.
         module: path of the network in the `LightningModule`.
         report: path of a page that shows the plan, written after the first step (see
             `rk.plan.html`); only the first process writes it.
@@ -38,15 +40,23 @@ class LightningCallback(Callback):
     """
 
     def __init__(
-        self, budget: Budget, module: str = "", *, report: str | None = None, **options: Any
+        self,
+        budget: Budget | None = None,
+        module: str = "",
+        *,
+        memory: Budget | None = None,
+        report: str | None = None,
+        **options: Any,
     ) -> None:
-        self.budget, self.module, self.report, self.options = budget, module, report, options
+        self.module, self.report = module, report
+        self.options = in_trainer(budget, memory, options)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Plan the network, once `configure_model` has made it."""
         network = self._network(pl_module)
         if not isinstance(network, Rockmate):
-            apply(network, budget=self.budget, **self.options)
+            apply(network, **self.options)
+        meet_optimizer(network, trainer.optimizers)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any

@@ -1,0 +1,64 @@
+"""Bytes that operations on tensors without content would hold, counted as they run."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rkgb.torch_api.torch_private import TorchDispatchMode, pytree
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the memory of what operations make while active, on `meta` in place of a device.
+
+    What they make on the `device` itself counts as well. Numbers that are asked of tensors without
+    content are one. `now_bytes` is held at this moment, above what
+    was `known` before; `peak_bytes` is the most that was.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch loads its compiler
+
+    def __init__(
+        self,
+        known: Iterable[Tensor],
+        device: torch.device,
+        block_bytes: Callable[[int], int] = int,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now_bytes = self.peak_bytes = 0
+        self._block_bytes = block_bytes
+        self._places = ("meta", device.type)
+        self._live = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0 if args[0].is_floating_point() else 1
+        found = func(*args, **(kwargs or {}))
+        for value in pytree.tree_leaves(found):
+            if isinstance(value, Tensor) and value.device.type in self._places:
+                self._see(value.untyped_storage())
+        return found
+
+    def _see(self, storage: Any) -> None:
+        key = storage._cdata
+        if key in self._live:
+            return
+        self._live[key] = self._block_bytes(storage.nbytes())
+        self.now_bytes += self._live[key]
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.now_bytes -= self._live.pop(key)

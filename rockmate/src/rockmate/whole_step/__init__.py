@@ -1,0 +1,28 @@
+"""Where each byte of a whole training step goes, and what is left of a device to activations.
+
+Gets the memory that a step may take in all, an optimizer, a module and a call of it; gives a
+`Memory`. Read optimizers.py (what an optimizer keeps, and takes while it steps), outputs.py (what a
+call hands out, and a loss outside makes of it), device.py (what is not tensors) and memory.py (the
+table, its least, its refusal); whole_step.py puts them together.
+"""
+
+from rockmate.whole_step.memory import Memory, Part
+from rockmate.whole_step.optimizers import (
+    OPTIMIZERS,
+    OptimizerBytes,
+    check_optimizer,
+    optimizer_bytes,
+)
+from rockmate.whole_step.outputs import CallBytes
+from rockmate.whole_step.whole_step import WholeStep
+
+__all__ = [
+    "OPTIMIZERS",
+    "CallBytes",
+    "Memory",
+    "OptimizerBytes",
+    "Part",
+    "WholeStep",
+    "check_optimizer",
+    "optimizer_bytes",
+]

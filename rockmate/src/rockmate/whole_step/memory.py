@@ -1,0 +1,126 @@
+"""Where each byte of a step goes: a table, a bar, and a refusal with both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from rockmate.errors import InfeasibleBudgetError
+from rockmate.schedules.report import format_bytes
+
+_COLOURS = ("#4c78a8", "#72b7b2", "#f58518", "#e45756", "#54a24b", "#b279a2", "#9d755d", "#bab0ac")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that takes memory."""
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a whole training step takes of `asked_bytes`; printing it shows a line for each part.
+
+    The `parts` are there all the time, and the rest is the budget of forward and backward. Once
+    these are over, the optimizer steps: `stepping` is what is there then instead of activations.
+    """
+
+    asked_bytes: int
+    parts: tuple[Part, ...]
+    stepping: tuple[Part, ...]
+    peak_bytes: int | None = None  # of forward and backward, as planned
+    fragments_bytes: int = 0  # a share of all, among the parts
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is there whatever is planned."""
+        return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def budget_bytes(self) -> int:
+        """What is left to forward and backward: the budget to plan within."""
+        return self.asked_bytes - self.resident_bytes
+
+    @property
+    def stepping_bytes(self) -> int:
+        """What is there while the optimizer steps, beside the parts."""
+        return sum(part.size_bytes for part in self.stepping)
+
+    def holds(self) -> bool:
+        """Whether the optimizer can step, and something is left to forward and backward."""
+        return self.budget_bytes > 0 and self.stepping_bytes <= self.budget_bytes
+
+    def least_bytes(self, budget_bytes: int) -> int:
+        """Return the memory that leaves so large a budget, and in which the optimizer can step."""
+        needed = self.resident_bytes + max(budget_bytes, self.stepping_bytes)
+        if not self.fragments_bytes:
+            return needed
+        needed -= self.fragments_bytes  # which grow with the whole
+        return 1 + -(-needed * self.asked_bytes // (self.asked_bytes - self.fragments_bytes))
+
+    def refusal(self, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
+        """Return what to say where no plan fits into what is left."""
+        least_bytes = self.least_bytes(error.minimum_bytes)
+        bound_bytes = self.least_bytes(error.bound_bytes) if error.bound_bytes else 0
+        refused = InfeasibleBudgetError(
+            f"memory of {self.asked_bytes} bytes ({format_bytes(self.asked_bytes)}) is too little "
+            f"for a whole step, which takes at least {least_bytes} bytes "
+            f"({format_bytes(least_bytes)}): {error.minimum_bytes} of them for forward and "
+            f"backward. Give memory={least_bytes}, or reduce the batch size.\n{self}",
+            asked_bytes=self.asked_bytes,
+            minimum_bytes=least_bytes,
+            bound_bytes=bound_bytes,
+        )
+        refused.whole = error.whole
+        return refused
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every figure, for JSON."""
+        return {
+            "asked_bytes": self.asked_bytes,
+            "budget_bytes": self.budget_bytes,
+            "peak_bytes": self.peak_bytes,
+            "parts": {part.name: part.size_bytes for part in self.parts},
+            "stepping": {part.name: part.size_bytes for part in self.stepping},
+        }
+
+    def __str__(self) -> str:
+        lines = [_row(part.name, part.size_bytes) for part in self.parts]
+        left, planned = self.budget_bytes, self.peak_bytes
+        used = f"  ({format_bytes(planned)} planned)" if planned is not None else ""
+        lines.append(_row("left to forward and backward", max(0, left)) + used)
+        if left < 0:
+            lines.append(_row("missing", -left))
+        lines += [_row(f"then, {part.name}", part.size_bytes) for part in self.stepping]
+        return "\n".join([f"memory of a whole step: {format_bytes(self.asked_bytes)}", *lines])
+
+    def _repr_html_(self) -> str:
+        """Return a bar of the parts, for a notebook."""
+        shown = [*self.parts, Part("forward and backward", max(0, self.budget_bytes))]
+        whole = max(1, sum(part.size_bytes for part in shown))
+        return "".join(
+            [
+                '<div style="font:12px sans-serif;max-width:60em">',
+                '<div style="display:flex;height:1.6em">',
+                *_bars(shown, whole),
+                "</div>",
+                f"<pre>{escape(str(self))}</pre></div>",
+            ]
+        )
+
+
+def _bars(parts: Sequence[Part], whole: int) -> list[str]:
+    return [
+        f'<div style="width:{100 * part.size_bytes / whole:.2f}%;'
+        f'background:{_COLOURS[place % len(_COLOURS)]}" '
+        f'title="{escape(part.name)}: {format_bytes(part.size_bytes)}"></div>'
+        for place, part in enumerate(parts)
+    ]
+
+
+def _row(name: str, size_bytes: int) -> str:
+    return f"  {name:<38}{format_bytes(size_bytes):>14}"

@@ -1,0 +1,123 @@
+"""The memory of a device for whole steps, and what of it is left to a call's activations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate.whole_step.device import (
+    context_bytes,
+    fragments_bytes,
+    other_tensors_bytes,
+    there_is_bytes,
+)
+from rockmate.whole_step.memory import Memory, Part
+from rockmate.whole_step.optimizers import (
+    OptimizerBytes,
+    optimizer_bytes,
+    tensors_bytes,
+    without_tensors,
+)
+from rockmate.whole_step.outputs import CallBytes
+
+
+@dataclass(frozen=True, eq=False)
+class WholeStep:
+    """What a user gives with `memory=`.
+
+    Copies and files of a planned module know the optimizer by what it takes alone.
+    """
+
+    asked_bytes: int | None  # None for what the device has
+    optimizer: Any = None  # None while it is not known yet
+    reserve_bytes: int = 0  # to a loss outside, where the user says so
+    is_beside_context: bool = False  # what the device had, which its context was not part of
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        optimizer = self.optimizer
+        if optimizer is not None and not isinstance(optimizer, str):
+            optimizer = replace(without_tensors(optimizer), is_there=False)
+        return type(self), (
+            *(self.asked_bytes, optimizer, self.reserve_bytes, self.is_beside_context),
+        )
+
+    def call_bytes(
+        self, model: nn.Module, sample: Any, kwargs: Mapping[str, Any] | None
+    ) -> CallBytes:
+        """Return what a call brings and hands out, and what a loss outside will take."""
+        found = CallBytes.of(model, sample, kwargs, _device(model))
+        return replace(found, loss_bytes=self.reserve_bytes) if self.reserve_bytes else found
+
+    def settled(self, memory: Memory) -> WholeStep:
+        """Return what holds for later calls: as many bytes as for the first."""
+        if self.asked_bytes is not None:
+            return self
+        return replace(self, asked_bytes=memory.asked_bytes, is_beside_context=True)
+
+    def memory(self, model: nn.Module, call: CallBytes, peak_bytes: int | None = None) -> Memory:
+        """Return where each byte goes while `model` trains on such calls.
+
+        Raises:
+            UnsupportedModuleError: what the optimizer will keep cannot be known.
+        """
+        device = _device(model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = optimizer_bytes(self.optimizer, trained, device)
+        parameters = tensors_bytes(model.parameters(), device)
+        buffers = tensors_bytes(model.buffers(), device)
+        gradients = _gradients_bytes(trained, device, optimizer)
+        there = [p.grad for p in trained if p.grad is not None]
+        held = parameters + buffers + call.inputs_bytes + tensors_bytes(there, device)
+        held += optimizer.state_bytes if optimizer.is_there else 0
+        others = other_tensors_bytes(device, held)
+        asked, context = self.asked_bytes, 0
+        if asked is None:
+            asked = there_is_bytes(device, held)
+        elif not self.is_beside_context:
+            context = context_bytes(device)
+        fragments = fragments_bytes(device, asked)
+        when = "" if optimizer.is_there or not optimizer.state_bytes else ", to come"
+        parts = (
+            Part("parameters", parameters),
+            Part("buffers", buffers),
+            Part("gradients", gradients),
+            Part(f"state of {optimizer.name}{when}", optimizer.state_bytes),
+            Part("inputs", call.inputs_bytes),
+            Part("loss outside of the module", call.loss_bytes),
+            Part("buckets of DistributedDataParallel", _buckets_bytes(trained, gradients)),
+            Part("other tensors, workspaces", others),
+            Part("context of CUDA", context),
+            Part("between blocks of the allocator", fragments),
+        )
+        stepping = [Part("outputs that are still held", call.outputs_bytes)]
+        if not optimizer.in_backward:
+            own = f"what {optimizer.name} takes to step"
+            stepping.insert(0, Part(own, optimizer.temporary_bytes))
+        kept = tuple(part for part in parts if part.size_bytes or part.name == "parameters")
+        return Memory(asked, kept, tuple(stepping), peak_bytes, fragments)
+
+
+def _gradients_bytes(
+    trained: list[nn.Parameter], device: torch.device, optimizer: OptimizerBytes
+) -> int:
+    """Return what gradients take; where each is used when it comes, the largest and its step."""
+    each = [tensors_bytes([p if p.grad is None else p.grad], device) for p in trained]
+    if optimizer.in_backward:
+        return max(each, default=0) + optimizer.temporary_bytes
+    return sum(each)
+
+
+def _buckets_bytes(trained: list[nn.Parameter], gradients_bytes: int) -> int:
+    """Return what DDP will copy gradients to; it is usually put around the module later."""
+    dist = torch.distributed
+    shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    is_sharded = any(hasattr(parameter, "device_mesh") for parameter in trained)
+    return gradients_bytes if shared and not is_sharded else 0
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

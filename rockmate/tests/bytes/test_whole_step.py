@@ -1,0 +1,326 @@
+"""`memory=`: whole steps stay within it, the loss and the optimizer included."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rockmate
+from fake_cuda.allocator import AllocatorRules
+from fake_cuda.device import fake_cuda
+from oracles.training import assert_same_gradients
+from rkgb.engine import device_of, trace_memory
+from rockmate.whole_step import optimizer_bytes
+
+HOST = torch.device("cpu")
+
+
+class Mlp(nn.Sequential):
+    def __init__(self, width: int = 64, depth: int = 3) -> None:
+        layers = [
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            for _ in range(depth)
+        ]
+        super().__init__(*layers)
+
+
+class Net(nn.Module):
+    """Convolutions with buffers, and a loss outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(3))
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = x + nn.functional.relu(norm(conv(x)))
+        result: Tensor = self.head(x.mean((2, 3)))
+        return result
+
+
+class Language(nn.Module):
+    """A tied embedding, and the loss beside the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(200, 32)
+        self.layers = nn.ModuleList(Mlp(32, 1) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits = x @ self.embed.weight.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()), logits
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], Callable[[Any], Tensor]]] = {
+    "mlp": (Mlp, lambda: torch.randn(512, 64), lambda y: y.abs().square().mean()),
+    "net": (
+        Net,
+        lambda: torch.randn(8, 8, 16, 16),
+        lambda y: nn.functional.cross_entropy(y, torch.zeros(len(y), dtype=torch.long)),
+    ),
+    "language": (Language, lambda: torch.randint(200, (8, 32)), lambda y: y[0]),
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "sgd-foreach": lambda p: torch.optim.SGD(p, lr=1e-2, foreach=True),
+}
+
+
+NOW = {("mlp", "adamw-foreach", "host"), ("net", "sgd", "host"), ("language", "adamw", "blocks")}
+CELLS = [
+    pytest.param(*cell, marks=() if cell in NOW else pytest.mark.nightly, id="-".join(cell))
+    for cell in itertools.product(CASES, OPTIMIZERS, ("host", "blocks"))
+]
+
+
+@contextlib.contextmanager
+def counting_as(rules: str) -> Iterator[None]:
+    """Count as the CPU does, or in CUDA's blocks."""
+    blocks = AllocatorRules.shrunk(64, expandable=True)
+    with fake_cuda(blocks) if rules == "blocks" else contextlib.nullcontext():
+        yield
+
+
+def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, *inputs: Tensor) -> int:
+    """Return what is there between two steps, each tensor in blocks of its own."""
+    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    found = [*model.parameters(), *model.buffers(), *gradients, *state, *inputs]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}
+    return sum(map(device_of(HOST).block_bytes, storages.values()))
+
+
+def peaks_of_steps(
+    rk: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    x: Tensor,
+    loss_of: Callable[[Any], Tensor],
+    *,
+    none: bool,
+    micro_batches: int = 1,
+) -> list[int]:
+    """Return the most that is held in each of some whole steps, all things together."""
+
+    def step(_span: Any = None) -> None:
+        for _ in range(micro_batches):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "outputs of .* beside its loss")
+                found = rk(x)
+                loss = loss_of(found)
+                del found
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=none)
+
+    peaks = []
+    for _ in range(3):
+        before, trace = held_bytes(rk, optimizer, x), trace_memory(step, HOST)
+        peaks.append(before + trace.peak_bytes)
+    return peaks
+
+
+def least_of(model: nn.Module, x: Tensor, optimizer: Any) -> int:
+    with pytest.raises(rockmate.InfeasibleBudgetError) as refused:
+        rockmate.Rockmate(model, x, memory=1000, optimizer=optimizer, cost="flops")
+    return refused.value.minimum_bytes
+
+
+@pytest.mark.parametrize(("case", "optimizer", "rules"), CELLS)
+def test_whole_steps_stay_within_the_least_memory(case: str, optimizer: str, rules: str) -> None:
+    make, sample, loss_of = CASES[case]
+    torch.manual_seed(0)
+    model, x = make(), sample()
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    with counting_as(rules):
+        least = least_of(model, x, stepper)
+        rk = rockmate.Rockmate(model, x, memory=least, optimizer=stepper, cost="flops")
+        assert rk.memory.asked_bytes == least
+        for none in (True, False):
+            micro_batches = 1 if none else 2
+            peaks = peaks_of_steps(rk, stepper, x, loss_of, none=none, micro_batches=micro_batches)
+            assert max(peaks) <= least
+
+
+def test_memory_is_used_where_activations_could_use_it() -> None:
+    torch.manual_seed(0)
+    model, x = Language(), torch.randint(200, (16, 64))
+    stepper = torch.optim.AdamW(model.parameters())
+    memory = least_of(model, x, stepper) * 11 // 10
+    rk = rockmate.Rockmate(model, x, memory=memory, optimizer=stepper, cost="flops")
+    peaks = peaks_of_steps(rk, stepper, x, lambda y: y[0], none=False)
+    assert 0.98 * memory <= max(peaks) <= memory
+
+
+def test_steps_are_those_of_plain_training() -> None:
+    torch.manual_seed(0)
+    model, x = Mlp(), torch.randn(256, 64)
+    twin = copy.deepcopy(model)
+    stepper = torch.optim.AdamW(model.parameters())
+    memory = least_of(model, x, stepper)
+    assert stepper.state == {}
+    assert all(p.grad is None for p in model.parameters())
+    rk = rockmate.Rockmate(model, x, memory=memory, optimizer=stepper, cost="flops")
+    rk(x).sum().backward()
+    twin(x).sum().backward()
+    assert_same_gradients(model, twin)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_and_temporaries_are_what_a_real_step_takes(name: str) -> None:
+    model = Mlp()
+    stepper = OPTIMIZERS[name](model.parameters())
+    parameters = list(model.parameters())
+    found = optimizer_bytes(stepper, parameters, HOST)
+    peaks = []
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        before = held_bytes(model, stepper)
+        peaks.append(before + trace_memory(lambda _: stepper.step(), HOST).peak_bytes)
+    there = held_bytes(model, stepper)
+    stepper.state.clear()
+    assert found.state_bytes == there - held_bytes(model, stepper)
+    assert max(peaks) <= there + found.temporary_bytes <= max(peaks) + 4096
+
+
+def test_the_table_says_what_is_to_come_and_what_is_there() -> None:
+    model, x = Mlp(), torch.randn(256, 64)
+    stepper = torch.optim.AdamW(model.parameters())
+    memory = least_of(model, x, stepper)
+    rk = rockmate.Rockmate(model, x, memory=memory, optimizer=stepper, cost="flops")
+    before = rk.memory
+    assert "state of AdamW, to come" in str(before)
+    assert before.budget_bytes == rk.budget_bytes
+    assert before.resident_bytes + before.budget_bytes == memory
+    peaks_of_steps(rk, stepper, x, lambda y: y.mean(), none=True)
+    after = rk.memory
+    assert "to come" not in str(after)
+    assert after.resident_bytes == before.resident_bytes
+    assert "<div" in after._repr_html_()
+
+
+def test_too_little_is_refused_with_the_table_and_the_least_that_does() -> None:
+    model, x = Mlp(), torch.randn(256, 64)
+    stepper = torch.optim.AdamW(model.parameters(), foreach=True)
+    least = least_of(model, x, stepper)
+    with pytest.raises(rockmate.InfeasibleBudgetError, match="too little") as refused:
+        rockmate.Rockmate(model, x, memory=least - 1, optimizer=stepper, cost="flops")
+    assert "state of AdamW, to come" in str(refused.value)
+    assert refused.value.minimum_bytes == least
+    rockmate.Rockmate(model, x, memory=least, optimizer=stepper, cost="flops")
+
+
+def test_the_optimizer_is_refused_its_step_where_it_has_no_room() -> None:
+    model, x = Mlp(256, 2), torch.randn(1, 256)  # its temporaries are more than activations
+    stepper = torch.optim.AdamW(model.parameters(), foreach=True)
+    least = least_of(model, x, stepper)
+    rk = rockmate.Rockmate(model, x, memory=least, optimizer=stepper, cost="flops")
+    assert rk.memory.stepping_bytes == rk.memory.budget_bytes
+    assert max(peaks_of_steps(rk, stepper, x, lambda y: y.mean(), none=True)) <= least
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, "needs a budget"),
+        ({"budget": "1MB", "memory": "1MB", "optimizer": "sgd"}, "and got both"),
+        ({"memory": "1MB"}, "needs the optimizer"),
+        ({"budget": "1MB", "optimizer": "sgd"}, "beside memory= only"),
+        ({"memory": "1MB", "optimizer": "adamx"}, "optimizer 'adamx' is unknown"),
+        ({"memory": "1MB", "optimizer": 3}, "optimizer 'int' is unknown"),
+        ({"memory": "60%", "optimizer": "sgd"}, "memory '60%' is a fraction"),
+        ({"memory": "8 gigs", "optimizer": "sgd"}, "memory '8 gigs' has an unknown unit"),
+    ],
+)
+def test_what_says_no_amount_is_refused(given: dict[str, Any], text: str) -> None:
+    model, x = Mlp(), torch.randn(2, 64)
+    for call in (rockmate.Rockmate, rockmate.apply, rockmate.apply_to_blocks):
+        with pytest.raises((TypeError, rockmate.RockmateError), match=text):
+            call(model, x, **given)
+
+
+def test_another_batch_has_less_left_where_its_inputs_take_more() -> None:
+    model, x = Mlp(), torch.randn(256, 64)
+    memory = 4 * least_of(model, x, "sgd")
+    rk = rockmate.Rockmate(model, x, memory=memory, optimizer="sgd", cost="flops")
+    larger = torch.randn(512, 64)
+    rk(larger).sum().backward()
+    first, second = (row.budget_bytes for row in rk.plans)
+    assert first - second == (larger.nbytes - x.nbytes) * 5  # the input, and four of a loss
+
+
+def test_the_first_batch_is_planned_for_in_place() -> None:
+    model, x = Mlp(), torch.randn(256, 64)
+    stepper = torch.optim.AdamW(model.parameters())
+    least = least_of(model, x, stepper)
+    applied = rockmate.apply(model, memory=least, optimizer=stepper, cost="flops")
+    assert applied is model
+    assert isinstance(applied, rockmate.Rockmate)
+    assert not hasattr(applied, "memory")
+    model(x).mean().backward()
+    assert applied.memory.asked_bytes == least
+    with pytest.raises(rockmate.InfeasibleBudgetError, match="too little for a whole step"):
+        model(torch.randn(2048, 64))
+
+
+def test_the_device_has_what_the_step_may_take() -> None:
+    model, x = Mlp(), torch.randn(256, 64)
+    with fake_cuda(memory_bytes=20_000_000):
+        rk = rockmate.Rockmate(model, x, memory="device", optimizer="sgd", cost="flops")
+        held = held_bytes(model, torch.optim.SGD(model.parameters()), x)
+        assert rk.memory.asked_bytes == 20_000_000 + held
+    rk = rockmate.Rockmate(model, x, memory="device", optimizer="sgd", cost="flops")
+    assert rk.memory.budget_bytes > 0
+
+
+def test_blocks_share_what_a_whole_step_leaves() -> None:
+    torch.manual_seed(0)
+    model, x = Mlp(), torch.randn(512, 64)
+    stepper = torch.optim.AdamW(model.parameters())
+    options: dict[str, Any] = {"cost": "flops", "compare": False, "optimizer": stepper}
+    with pytest.raises(rockmate.InfeasibleBudgetError, match="too little") as refused:
+        rockmate.apply_to_blocks(model, x, memory=1000, **options)
+    least = refused.value.minimum_bytes
+    plan = rockmate.apply_to_blocks(model, x, memory=least, **options)
+    assert plan.memory is not None
+    assert plan.memory.asked_bytes == least
+    peaks = peaks_of_steps(model, stepper, x, lambda y: y.abs().square().mean(), none=False)
+    assert max(peaks) <= least
+
+
+def test_copies_and_files_know_what_the_optimizer_takes() -> None:
+    model, x = Mlp(), torch.randn(256, 64)
+    stepper = torch.optim.AdamW(model.parameters())
+    memory = least_of(model, x, stepper)
+    rk = rockmate.Rockmate(model, x, memory=memory, optimizer=stepper, cost="flops")
+    loaded = pickle.loads(pickle.dumps(rk))
+    loaded(x).sum().backward()
+    assert loaded.memory.resident_bytes == rk.memory.resident_bytes
+    assert not any(isinstance(v, torch.optim.Optimizer) for v in vars(loaded._rockmate).values())
+
+
+def test_a_model_keeps_what_it_calls_memory() -> None:
+    class Remembers(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = nn.Parameter(torch.zeros(3))
+
+    model, x = Remembers(), torch.randn(8, 64)
+    rk = rockmate.Rockmate(model, x, memory="1GB", optimizer="sgd", cost="flops")
+    assert rk.memory is model._parameters["memory"]
