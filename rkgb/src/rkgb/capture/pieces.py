@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from rkgb.errors import RkgbError, SideEffectError
 from rkgb.graphs.basic import BasicGraph, ambient_autocast
 from rkgb.guards.code_watch import CodeWatch, Seen
 from rkgb.opaque.call import Call, Kind
+from rkgb.opaque.inner_graph import CAST
 from rkgb.opaque.kept_writes import Contents
 from rkgb.opaque.module_state import Lent, ModuleState
 from rkgb.opaque.piece import Piece, RunPiece, RunPieceBackward, running_on
@@ -161,6 +163,31 @@ class PieceRecorder:
             error.module_path = ""
             raise error
 
+    def refuse_shared_casts(self, ops: Sequence[Op], parameters: Mapping[str, str]) -> None:
+        """Refuse that a piece casts a parameter for itself that others cast, too.
+
+        Autocast casts it once a region, and adds up the gradients of all uses before it casts back.
+
+        Raises:
+            SideEffectError: a larger piece is to be run whole.
+        """
+        uses: dict[str, list[str]] = {}
+        for op in ops:
+            if isinstance(op.target, RunPiece):
+                for name in op.target.piece.casts:
+                    uses.setdefault(name, []).append(op.target.piece.call.path)
+            elif op.target is CAST and op.inputs and op.inputs[0] in parameters:
+                uses.setdefault(parameters[op.inputs[0]], []).append(op.module_path or "")
+        inside = {n for op in ops if isinstance(op.target, RunPiece) for n in op.target.piece.casts}
+        for name, paths in uses.items():
+            if name in inside and len(paths) > 1:
+                error = SideEffectError(
+                    f"cannot run a part of {self.recorder.model_name} whole: autocast casts "
+                    f"'{name}' for it, and for others that use it, once for all of them."
+                )
+                error.module_path = _around(paths)
+                raise error
+
     # ------------------------------------------------------------------ trials
 
     def _explored(
@@ -243,6 +270,13 @@ class PieceRecorder:
             outputs = list(_Connect.apply(link, list(made), *tensors, *parameters))  # type: ignore[no-untyped-call]
         link.named(outputs)
         return outputs
+
+
+def _around(paths: Sequence[str]) -> str:
+    """Return the path of the smallest module around all of these, and around each of them."""
+    parts = [path.split(".")[:-1] if path else [] for path in paths]
+    shared = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*parts, strict=False))
+    return ".".join(names[0] for names in shared)
 
 
 class Link:

@@ -205,6 +205,7 @@ class RecordedStep:
         if self.pieces.paths:
             ops = (*recorder.forward, *recorder.backward)
             self.pieces.refuse_shared_writes(ops, self.parameters)
+            self.pieces.refuse_shared_casts(recorder.forward, self.parameters)
         wanting = {name: recorder.requires_grad(name) for name in recorder.infos}
         wanting.update(dict.fromkeys(roots, True))
         return BasicGraph(

@@ -8,6 +8,7 @@ changes), kept_writes.py (parameters that it changes), trial.py (what a call cos
 """
 
 from rkgb.opaque.call import is_inside
+from rkgb.opaque.inner_graph import CAST
 from rkgb.opaque.kept_writes import KeptWrites
 from rkgb.opaque.module_state import (
     BufferContents,
@@ -19,6 +20,7 @@ from rkgb.opaque.module_state import (
 from rkgb.opaque.piece import RunPiece, running_on
 
 __all__ = [
+    "CAST",
     "BufferContents",
     "KeptWrites",
     "Lent",

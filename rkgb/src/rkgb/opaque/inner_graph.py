@@ -22,6 +22,9 @@ from rkgb.errors import OpaquePieceError
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.torch_private import back_to_autograd, without_saved_hooks
 
+CAST: Any = torch.ops.aten._to_copy.default
+_CAST_BACKWARD = "ToCopyBackward0"
+
 
 class _Saved:
     """One tensor that autograd has saved: held, or found again among inputs and results."""
@@ -236,6 +239,13 @@ class InnerGraph:
             if edges:
                 hooks.append(node.register_hook(_noting(edges, parts, self.came)))
         return hooks
+
+    def casts(self) -> frozenset[int]:
+        """Return the places of the ends that are cast, be it by autocast."""
+        place_of = {_key(end): place for place, end in enumerate(self.ends) if end is not None}
+        nodes = _nodes_from([way.node for way in self.results])
+        cast = (n.next_functions[0][0] for n in nodes if type(n).__name__ == _CAST_BACKWARD)
+        return frozenset(place_of[_key(end)] for end in cast if _key(end) in place_of)
 
     def strangers(self) -> list[Tensor]:
         """Return leaves that the results depend on and that are none of `ends`."""

@@ -73,6 +73,7 @@ class Piece:
     flops: tuple[int, int]
     runs_once: bool = False  # it changes or uses up what no recomputation would find again
     written: tuple[str, ...] = ()  # parameters that the call writes to
+    casts: tuple[str, ...] = ()  # parameters that autocast casts in it, once a region
     over: dict[str, int] = field(default_factory=dict)  # most bytes held, once above `held_bytes`
 
     def result(self, tensors: Sequence[Tensor]) -> Any:

@@ -25,7 +25,7 @@ from rkgb.opaque.piece import Piece, added, gradients_of
 from rkgb.torch_api.compiled_code import BRANCHES
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.placed import placed_parameters
-from rkgb.torch_api.torch_private import weak_storage
+from rkgb.torch_api.torch_private import weak_storage, without_cast_cache
 
 
 class BrokenPieceError(TraceError):
@@ -50,6 +50,7 @@ class _Trial:
     time_ms: tuple[float, float]
     transforms: bool  # what a transform has saved, nobody has seen
     foreign: list[Tensor]  # leaves that are no parameters: made inside, or from elsewhere
+    casts: tuple[str, ...]  # parameters
     came: tuple[int, ...]  # the inputs, then parameters, that parts of gradients came to
 
     def in_order(self, call: Call) -> tuple[str, ...]:
@@ -83,7 +84,7 @@ class Trials:
         moved: list[str] = []
         refused = [(torch, name, _refuse) for name in BRANCHES if hasattr(torch, name)]
         try:
-            with kept, Patches(refused):
+            with kept, Patches(refused), without_cast_cache():
                 # On the parameters themselves: it is seen which of them get other memory.
                 try:
                     run_call(replace(call, parameters=()), self.twin, tensors)
@@ -216,6 +217,7 @@ class Trials:
             needs=tuple(sorted({*one.needs, *hidden})),
             buffer_bytes=sum(b.nbytes for b, _ in contents.copies) if writes else 0,
             written=written,
+            casts=one.casts,
             held_bytes=held,
             workspace_bytes=(
                 max(0, spans[0].added_peak_bytes - one.made_bytes[0] - held),
@@ -285,6 +287,7 @@ class Trials:
         middle = time.perf_counter()
         self._refuse_changes(call, tensors, versions, inputs, given)
         leaves_used = inner.strangers()
+        cast = inner.casts() if call.autocast is not None else ()
         strangers += [self.names[id(t)] for t in leaves_used if id(t) in self.names]
         buffers = {id(buffer) for buffer in self.twin.buffers()}
         leaves, structure = flatten(result)
@@ -323,6 +326,7 @@ class Trials:
             time_ms=((middle - before) * 1e3, (end - after) * 1e3),
             transforms=inner.transforms,
             came=tuple(inner.came),
+            casts=tuple(n for at, n in enumerate(call.parameters, len(tensors)) if at in cast),
             foreign=[t for t in leaves_used if id(t) not in self.names and id(t) not in buffers],
         )
 

@@ -66,6 +66,7 @@ __all__ = [
     "unwatched",
     "weak_storage",
     "with_content",
+    "without_cast_cache",
     "without_content",
 ]
 
@@ -198,6 +199,17 @@ def current_backward() -> int:
 def is_to_run(node: Any) -> bool:
     """Whether the backward that runs in this thread comes to a node of autograd, or has."""
     return bool(torch._C._will_engine_execute_node(node))
+
+
+@contextlib.contextmanager
+def without_cast_cache() -> Iterator[None]:
+    """While active, autocast keeps no casts, and reads none that it keeps."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def is_cast_anew(tensor: Tensor) -> bool:

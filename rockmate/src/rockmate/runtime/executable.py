@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from rkgb.elements import BATCH_NORMS, CompiledCall, Numbers
 from rkgb.graphs import BackwardKind, Flow, SimplifiedGraph, Tangent
-from rkgb.opaque import KeptWrites, RunPiece
+from rkgb.opaque import CAST, KeptWrites, RunPiece
 from rkgb.run import Begin, CompiledStep, Give, Places, StepProgram, made_by, read_by, rerun_state
 from rkgb.torch_api import current_dispatch_modes, dispatch_mode_stack
 from rockmate.runtime.rails import Rail, RailPlaces, reader
@@ -74,6 +75,54 @@ class Executable:
     def has_pieces(self) -> bool:
         """Whether the user's own Python runs in it."""
         return any(isinstance(op.target, RunPiece) for op in self.graph.dataflow.basic.ops)
+
+    @cached_property
+    def cast_leaves(self) -> tuple[str, ...]:
+        """The weights that autocast would cast once a region."""
+        basic = self.graph.dataflow.basic
+        leaves = {leaf for leaf, _ in basic.edges}
+        found = {op.inputs[0] for op in basic.ops if op.target is CAST and op.inputs}
+        pieces = (op.target.piece for op in basic.ops if isinstance(op.target, RunPiece))
+        inside = {name for piece in pieces for name in piece.casts}
+        return tuple(
+            leaf for leaf in sorted(leaves) if leaf in found or basic.parameters.get(leaf) in inside
+        )
+
+    @cached_property
+    def casts_once(self) -> frozenset[str]:
+        """The weights among these of whose cast one gradient comes, which the program hands over.
+
+        The rounds of a step's own sums would differ from those of all steps.
+        """
+        given = Counter(leaf for slots in self.casts_given for _, leaf, _ in slots)
+        return frozenset(leaf for leaf, count in given.items() if count == 1)
+
+    @cached_property
+    def casts_given(self) -> tuple[tuple[tuple[int, str, torch.dtype], ...], ...]:
+        """Of each hand-over, in which slots there are gradients of casts, and of which type."""
+        basic = self.graph.dataflow.basic
+        casts = {op.results[0]: op for op in basic.ops if op.target is CAST}
+        uses = Counter(name for op in basic.ops for name in op.inputs if name in casts)
+        once = {(op.inputs[0], op.sequence_nr) for n, op in casts.items() if uses[n] == 1}
+        made = {op.results[0]: op for op in basic.backward if op.target is CAST}
+        return tuple(
+            tuple(
+                (slot, leaf, basic.infos[made[value].inputs[0]].dtype)
+                for slot, (leaf, value) in enumerate(give.gradients)
+                if value in made and (leaf, made[value].sequence_nr) in once
+            )
+            for give in self.program.gives
+        )
+
+    @cached_property
+    def given_leaves(self) -> frozenset[str]:
+        """The leaves that the program gives gradients of."""
+        gives = self.program.gives
+        return frozenset(leaf for give in gives for leaf, value in give.gradients if value)
+
+    def type_of(self, name: str) -> torch.dtype:
+        """Return the type of a value."""
+        return self.graph.dataflow.basic.infos[name].dtype
 
     @cached_property
     def kind(self) -> BackwardKind:

@@ -19,6 +19,7 @@ from rockmate.runtime.hung_step import HungStep
 from rockmate.runtime.joint_step import JointStep
 from rockmate.runtime.outputs_held import OutputsHeld
 from rockmate.runtime.running_step import RunningStep, refuse_create_graph
+from rockmate.runtime.shared_casts import note_casts
 from rockmate.runtime.split_step import SplitStep
 
 # Gets tensors by name; gives what returns the name of one that holds something else by then, or ''.
@@ -65,6 +66,8 @@ class Executor(Backwards):
         if aliased := executable.aliased_outputs:
             step.remember_aliases(outputs, aliased)
         rail = step.rail = step.laid.rail(external)
+        if executable.cast_leaves:
+            note_casts(step)
         passed = step.pass_to_hooks() if has_saved_hooks() else ()
         if isinstance(step, HungStep):
             return step.hang(outputs, passed)

@@ -88,6 +88,11 @@ class Rail:
         # What adds up for the first token: only backwards that are for all leaves come to it.
         self.end = self._nodes[-1].next_functions[0][0] if self._nodes else None
 
+    @property
+    def start(self) -> Any:
+        """The node that a backward comes to first."""
+        return self._nodes[0] if self._nodes else self.end
+
     def fits(self, leaves: Sequence[Tensor]) -> bool:
         """Whether the rail leads to just these tensors, part after part."""
         return all(map(operator.is_, leaves, self.leaves))

@@ -38,6 +38,7 @@ from rockmate.runtime.backwards import Backwards, Variant
 from rockmate.runtime.executable import Executable, plain_strides
 from rockmate.runtime.outputs_held import OutputsHeld
 from rockmate.runtime.rails import OUT_OF_ORDER, Rail
+from rockmate.runtime.shared_casts import SharedCasts, shared_casts
 from rockmate.runtime.shared_uses import FirstsWatch
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
@@ -61,6 +62,8 @@ class RunningStep:
     start_random: KeptGenerators | None = None
     contents: Callable[[], str] | None = None  # names what has changed though no version tells
     choice: KernelChoice | None = None
+    region: Any = None  # what tells the autocast region whose casts plain PyTorch would share
+    shared: SharedCasts | None = None
     rerunning: AbstractContextManager[None] = _NOTHING
     model: nn.Module | None = None  # of a step with pieces that run its submodules
     saved: list[Any]
@@ -201,6 +204,8 @@ class RunningStep:
     def begin(self, kind: BackwardKind, given: list[Tensor]) -> None:
         """Begin a backward of some kind, with the gradients that its program takes."""
         self.refuse_twice()
+        if self.region is not None and (shared := shared_casts(self)) is not None:
+            shared.begin(self)
         if current_dispatch_modes() and (modes := changing_modes()):
             raise UnsupportedModuleError(
                 f"the backward of a Rockmate module runs inside of the mode '{modes[-1]}', which "
@@ -229,6 +234,11 @@ class RunningStep:
         self.backwards.latest = executable
         self.kept = self.external if keeps_graph() else None
         self.run_backward_of(executable, given)
+
+    def casts(self) -> dict[str, int]:
+        """Return the weights that are cast, with their identity."""
+        assert self.external is not None
+        return {name: id(self.external[name]) for name in self.laid_for.cast_leaves}
 
     def refuse_twice(self) -> None:
         """Refuse a second backward if the first was not told of it.
@@ -417,6 +427,8 @@ class RunningStep:
             given = self.program.send(self.sent)
         found = tuple(given)
         given.clear()  # the program holds it, and autograd keeps what nobody else holds
+        if self.shared is not None:
+            return self.shared.pass_on(self, self.runs.casts_given[give], found)
         return found
 
     def _check_reads(self, give: int) -> None:
@@ -429,6 +441,9 @@ class RunningStep:
         """End: the last hand-over has been."""
         self.program = None
         self.held = ()
+        if self.shared is not None:
+            self.shared.finish(self)
+            self.shared = None
         if self.kept is not None:  # its rail may be needed again
             return
         if self.rail is not None:

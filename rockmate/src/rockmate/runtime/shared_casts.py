@@ -1,0 +1,159 @@
+"""Casts of weights that autocast keeps for a region, and that the calls in it share.
+
+Plain PyTorch casts a weight once a region. Gradients of all its uses there are added up in the
+lower precision, and their sum is cast back. A planned step casts for itself. Where a backward comes
+to several steps of one region, the gradients of such weights are taken back to the lower precision,
+which loses nothing, added up from step to step, and handed over by the last.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rkgb.graphs import ambient_autocast
+from rkgb.torch_api import is_to_run
+from rockmate.errors import UnsupportedModuleError
+from rockmate.runtime.executable import Executable
+from rockmate.runtime.rails import Rail
+
+
+class CastingStep(Protocol):
+    """A step whose forward has cast weights."""
+
+    region: Any
+    rail: Rail | None
+    external: Mapping[str, Tensor] | None
+    laid_for: Executable
+    runs: Executable
+    shared: SharedCasts | None
+
+    def casts(self) -> dict[str, int]:
+        """Return the weights that are cast, with their identity."""
+
+
+_steps: weakref.WeakSet[CastingStep] = weakref.WeakSet()
+
+
+def note_casts(step: CastingStep) -> None:
+    """Let a step whose forward runs now know the region whose casts it would share."""
+    autocast = ambient_autocast()
+    if autocast is None or not torch.is_autocast_cache_enabled():
+        return
+    probe = _probe(autocast[0])
+    with torch.enable_grad():
+        made: Any = torch.mm(probe, probe)
+    step.region = made.grad_fn.next_functions[0][0]  # of the cast, which is made once a region
+    _steps.add(step)
+
+
+@functools.cache
+def _probe(device: str) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, 0, device=device, requires_grad=True)
+
+
+def shared_casts(step: CastingStep) -> SharedCasts | None:
+    """Return what adds up the gradients of weights that others cast, too, if a backward meets any.
+
+    Raises:
+        UnsupportedModuleError: a step uses such a weight several times, or runs parts whole.
+    """
+    own = step.shared
+    if own is not None and own.is_awaited(step):
+        return own
+    others = [
+        other
+        for other in list(_steps)
+        if other is not step
+        and other.region is step.region
+        and other.rail is not None
+        and other.external is not None
+        and is_to_run(other.rail.start)
+    ]
+    if not others:
+        return None
+    casts = {one: one.casts() for one in (step, *others)}
+    counts: dict[int, int] = {}
+    for leaves in casts.values():
+        for key in leaves.values():
+            counts[key] = counts.get(key, 0) + 1
+    shared = {key for key, count in counts.items() if count > 1}
+    if not shared:
+        return None
+    for one, leaves in casts.items():
+        for leaf, key in leaves.items():
+            if key in shared and leaf not in one.laid_for.casts_once:
+                raise _refusal(one.laid_for.told(leaf))
+    made = SharedCasts(casts, shared)
+    for one in casts:
+        one.shared = made
+    return made
+
+
+def _refusal(name: str) -> UnsupportedModuleError:
+    return UnsupportedModuleError(
+        "a backward comes to several forwards of Rockmate modules in one autocast region. Plain "
+        f"PyTorch casts '{name}' once a region and adds up the gradients of all its uses in the "
+        "lower precision, in an order that these plans do not keep. Enter an autocast region for "
+        "each forward, call backward for each loss by itself, use torch.autocast(..., "
+        "cache_enabled=False), or run these forwards under `with rockmate.plain():`."
+    )
+
+
+class SharedCasts:
+    """The sums of one backward, of gradients of weights that its steps cast in common."""
+
+    def __init__(self, casts: dict[CastingStep, dict[str, int]], shared: set[int]) -> None:
+        keys = {one: {n: k for n, k in own.items() if k in shared} for one, own in casts.items()}
+        self._waiting = weakref.WeakKeyDictionary(keys)  # weights whose gradients are to come
+        self._begun: weakref.WeakSet[CastingStep] = weakref.WeakSet()
+        self._sums: dict[int, Tensor] = {}
+
+    def is_awaited(self, step: CastingStep) -> bool:
+        """Whether a step has not begun in this backward."""
+        return step in self._waiting and step not in self._begun
+
+    def begin(self, step: CastingStep) -> None:
+        """Note that a step begins."""
+        self._begun.add(step)
+
+    def pass_on(
+        self, step: CastingStep, slots: Iterable[tuple[int, str, Any]], found: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """Return what a step hands over, whose casts' gradients are in these slots."""
+        given, own = list(found), self._waiting[step]
+        for slot, leaf, low in slots:
+            key = own.pop(leaf, None)
+            if key is None:
+                continue
+            value, total = given[slot], self._sums.pop(key, None)
+            if value is not None:
+                part = value.to(low)
+                total = part if total is None else total + part
+            given[slot] = None
+            if total is None:
+                continue
+            if any(key in other.values() for other in self._waiting.values()):
+                self._sums[key] = total
+            else:
+                given[slot] = total.to(step.laid_for.type_of(leaf))
+        return tuple(given)
+
+    def finish(self, step: CastingStep) -> None:
+        """End a step.
+
+        Raises:
+            UnsupportedModuleError: it has not come to a weight, whose sum would be lost, or has
+                handed its gradient over otherwise.
+        """
+        left = self._waiting.pop(step, {})
+        waiting = {key for other in self._waiting.values() for key in other.values()}
+        for leaf, key in left.items():
+            if leaf in step.runs.given_leaves or (key in self._sums and key not in waiting):
+                raise _refusal(step.laid_for.told(leaf))
