@@ -47,6 +47,7 @@ class PlannedForward(SecondLook):
     forward: Any = None  # what a user has put over the planned forward
     compiled_call: Any = None  # by `compile()` of the wrapper
     by_blocks: Any = None  # a plan that is not of the whole module
+    why = ""  # it is not planned as a whole; '' while it is
 
     def __reduce__(self) -> Any:
         """Leave plans out of copies and files of the plain module, whose attribute this is."""
@@ -58,6 +59,8 @@ class PlannedForward(SecondLook):
             return self.model.forward(*args, **kwargs)
         if why := self._why_plain():
             return self._plainly(why, args, kwargs)
+        if self.why:
+            return self._run_by_blocks(args, kwargs)
         autocast, flags = ambient()
         numbers = self.watch.numbers(autocast) if self.watch.open else {}
         snapshot = self.watch.now(autocast)
@@ -70,7 +73,7 @@ class PlannedForward(SecondLook):
             return self(*settled_call(args, kwargs))
         if type(inputs) is not tuple and any(map(is_abstract, leaves)):
             return self.model.forward(*args, **kwargs)
-        if not state.wants and not _any_wants(leaves):
+        if not state.wants and not any(map(wants, leaves)):
             return self.model.forward(*args, **kwargs)
         key = Key(state, inputs, autocast, flags)
         family = self.plans.get(key) or self.plans.for_any_number(key, leaves)
@@ -93,6 +96,10 @@ class PlannedForward(SecondLook):
         if planned.may_go_another_way:
             return self._with_pieces(planned, external, leaves, args, kwargs)
         return planned.run(self.model, external, leaves, call=(args, kwargs))
+
+    def _run_by_blocks(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a module that is not planned as a whole."""
+        raise NotImplementedError
 
     def _why_plain(self) -> str:
         """Return what is around a step that no plan can be run in; '' where there is nothing."""
@@ -163,5 +170,6 @@ class PlannedForward(SecondLook):
         return planned
 
 
-def _any_wants(leaves: Sequence[Any]) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+def wants(leaf: Any) -> bool:
+    """Whether a leaf is to get a gradient."""
+    return isinstance(leaf, Tensor) and leaf.requires_grad

@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from rkgb import RkgbError
 from rkgb.elements import flatten, is_running
 from rkgb.engine import Sample, record
-from rkgb.torch_api import (
-    is_abstract,
-    is_transforming,
-    without_global_hooks,
-    without_saved_hooks,
-)
+from rkgb.torch_api import is_abstract, without_global_hooks, without_saved_hooks
 from rockmate.arguments import Call
 from rockmate.decisions.choosing import Chosen, NoBlocksError, plan_step
 from rockmate.decisions.report import DecidedPlan, no_file
@@ -32,9 +27,9 @@ from rockmate.keys.module_watch import without_hooks
 from rockmate.keys.sharded import settled_call
 from rockmate.networks import Planned
 from rockmate.plan_cache import PlanRow, PlanRows
-from rockmate.planned_forward import PlannedForward
+from rockmate.planned_forward import PlannedForward, wants
 from rockmate.plans_of_module import HandedOverOtherwiseError, planning
-from rockmate.runtime.plain import is_plain, unseen
+from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms
 from rockmate.whole_step import Memory
 
@@ -52,25 +47,18 @@ class DecidingForward(PlannedForward):
 
     def __init__(self, model: nn.Module, settings: Terms) -> None:
         super().__init__(model, settings)
-        self.why = ""  # it is not planned as a whole; '' while it is
         self.whole: tuple[str, ...] = ()  # submodules that cannot be recorded
         self.steps = OrderedDict[Hashable, Chosen]()  # by the kinds of calls that they are for
 
-    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module: planned where it trains, as it is where it does not."""
-        if not self.why:
-            return super().__call__(args, kwargs)
-        if not torch.is_grad_enabled() or is_plain() or is_transforming():
-            return self.model.forward(*args, **kwargs)
-        if why := self._why_plain():
-            return self._plainly(why, args, kwargs)
+    def _run_by_blocks(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        # By no key: attributes may change at every step of a root that decides.
         if not any(module.training for module in self.model.modules()):
             return self.model.forward(*args, **kwargs)
         leaves = flatten((args, dict(kwargs)))[0]
         if any(map(is_running, leaves)):
             return self(*settled_call(args, kwargs))
         wanting = (*leaves, *self.model.parameters())
-        if any(map(is_abstract, leaves)) or not any(map(_wants, wanting)):
+        if any(map(is_abstract, leaves)) or not any(map(wants, wanting)):
             return self.model.forward(*args, **kwargs)
         return self._step_for((args, kwargs)).step.run(self.model, args, kwargs)
 
@@ -192,10 +180,6 @@ def _row(key: Hashable, plan: DecidedPlan) -> PlanRow:
     return PlanRow(
         "blocks", why, "planned", seconds, plan.peak_bytes, plan.budget_bytes, plan.overhead
     )
-
-
-def _wants(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _kind_of(call: Call) -> Hashable:
