@@ -81,6 +81,8 @@ LAYERS = {
         "networks",
         "pipeline planning",
         "estimate plan_cache",
+        "any_number first_call",
+        "requester",
         "plans_of_module forward_of_planned",
         "second_look",
         "planned_forward",

@@ -18,11 +18,11 @@ from rockmate.decisions import DecidingForward
 from rockmate.decisions.report import DecidedPlan
 from rockmate.errors import UnsupportedModuleError
 from rockmate.files.plan_file import PlanFile
+from rockmate.first_call import INSTEAD
 from rockmate.forward_of_planned import CompiledCallOfWrapper, ForwardOfPlanned
 from rockmate.keys.sharded import own_class
 from rockmate.networks import compiled_part
 from rockmate.plan_cache import PlanRows
-from rockmate.plans_of_module import INSTEAD
 from rockmate.reports.plan_report import PlanReport
 from rockmate.second_look import Differences
 from rockmate.settings import Terms

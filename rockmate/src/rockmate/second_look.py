@@ -26,7 +26,8 @@ from rockmate.keys.module_watch import without_hooks
 from rockmate.networks import Planned
 from rockmate.networks.network import Network
 from rockmate.plan_cache import Family
-from rockmate.plans_of_module import PlansOfModule, planning
+from rockmate.plans_of_module import PlansOfModule
+from rockmate.requester import planning
 from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms
 

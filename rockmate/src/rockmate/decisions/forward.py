@@ -28,7 +28,8 @@ from rockmate.keys.sharded import settled_call
 from rockmate.networks import Planned
 from rockmate.plan_cache import PlanRow, PlanRows
 from rockmate.planned_forward import PlannedForward, wants
-from rockmate.plans_of_module import HandedOverOtherwiseError, planning
+from rockmate.plans_of_module import HandedOverOtherwiseError
+from rockmate.requester import planning
 from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms
 from rockmate.whole_step import Memory

@@ -70,13 +70,22 @@ class Cache:
         return planned
 
 
-def given_file(settings: Terms) -> GivenFile | None:
+def given_file(settings: Terms, *, follows: bool = False) -> GivenFile | None:
     """Return the file that settings name, if they name one.
+
+    It may lie on the machine of rank 0 only: a rank that `follows` does without.
 
     Raises:
         PlanFileError: it cannot be read, or is none.
     """
-    return None if settings.plan is None else GivenFile(PlanFile.load(settings.plan))
+    if settings.plan is None:
+        return None
+    try:
+        return GivenFile(PlanFile.load(settings.plan))
+    except PlanFileError:
+        if not follows:
+            raise
+        return None
 
 
 def sources_of(

@@ -1,0 +1,64 @@
+"""What plain modules do at their first call, and what is said once of a module that is planned."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from torch import nn
+
+from rkgb.safeguards import Setting
+from rkgb.torch_api import compiled_modules
+
+_log = logging.getLogger("rockmate")
+_MOST_NAMED = 3  # compiled modules, in the log
+# What is said where torch.compile is taken off.
+INSTEAD = "its operations are planned one by one; compile=True compiles what is planned"
+
+
+class FirstCall:
+    """What the plain forward of `model` sets at its first call, as which a plan is recorded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._settings: list[Setting] = []
+        self._told: set[str] = set()
+
+    def note(self, settings: Iterable[Setting]) -> None:
+        """Set these from now on."""
+        known = {setting.key for setting in self._settings}
+        for found in settings:
+            setting = found.on(self.model)
+            if setting.key not in known:
+                self._settings.append(setting)
+        self.sets()
+
+    def sets(self) -> bool:
+        """Set what the plain forward would set at this call; whether there was anything."""
+        due = [setting for setting in self._settings if setting.is_due]
+        for setting in due:
+            setting.apply()
+        return bool(due)
+
+    def undo(self) -> None:
+        """Leave it to the first call that comes."""
+        for setting in reversed(self._settings):
+            setting.undo()
+
+    def tell_what_is_taken_off(self) -> None:
+        """Say once what a plan does instead of what the model asks for."""
+        name = type(self.model).__name__
+        wanted = (getattr(m, "gradient_checkpointing", False) for m in self.model.modules())
+        if "checkpoints" not in self._told and any(value is True for value in wanted):
+            self._told.add("checkpoints")
+            _log.info(
+                "gradient checkpointing inside %s is taken off: the plan decides what is "
+                "recomputed",
+                name,
+            )
+        paths = compiled_modules(self.model)
+        if "compiled" not in self._told and paths:
+            self._told.add("compiled")
+            inside = ", ".join(f"'{path or '(root)'}'" for path in paths[:_MOST_NAMED])
+            more = f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""
+            _log.info("torch.compile of %s%s in %s is taken off: %s", inside, more, name, INSTEAD)

@@ -1,0 +1,223 @@
+"""Ask for the plan of a call of a module, and take in what the user asks of all its plans."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from rkgb import TraceError
+from rkgb.opaque import is_inside
+from rockmate.arguments import Call
+from rockmate.errors import InfeasibleBudgetError, RockmateError, UnsupportedModuleError
+from rockmate.files.plan_file import PlanFile
+from rockmate.first_call import FirstCall
+from rockmate.keys.input_signature import ambient
+from rockmate.keys.module_watch import ModuleWatch, without_hooks
+from rockmate.keys.sharded import whole_parts
+from rockmate.networks import Planned
+from rockmate.options.known_blocks import KnownBlocks
+from rockmate.pipeline import (
+    Request,
+    Source,
+    given_file,
+    is_follower,
+    plan_file_of,
+    planned_for,
+    sharing,
+    sources_of,
+)
+from rockmate.plan_cache import PlanCache
+from rockmate.runtime.plain import unseen
+from rockmate.settings import Terms
+from rockmate.whole_step import CallBytes, Memory
+
+_TOO_LITTLE = 1  # budget, to be told the smallest
+planning = threading.RLock()  # one at a time: a recording watches over all of torch
+
+
+class Requester:
+    """Asks for plans for the calls of `model`, the plain module, within one budget."""
+
+    losses = False  # whether only scalars, where there are some, are taken to get gradients
+    plans_alone = True  # without the other processes over which parameters may be spread
+
+    def __init__(self, model: nn.Module, settings: Terms) -> None:
+        self.model, self.settings = model, settings
+        self.plans = PlanCache(settings.max_plans)
+        self.blocks = KnownBlocks()
+        self.watch = ModuleWatch(model)
+        self.known: tuple[Planned, ...] = ()  # of modules like this one, whose steps serve here
+        self.first: Planned | None = None
+        self._sources: tuple[Source, ...] = ()  # of plans; none before the first
+        self.call_bytes: CallBytes | None = None  # of the sample, where memory was given
+        self._first_call = FirstCall(model)
+        self._because = ""  # the next plan is made
+
+    def prepare(self, calls: Sequence[Call]) -> None:
+        """Plan for calls to come; a fraction as budget becomes bytes, by the largest of them.
+
+        Raises:
+            InfeasibleBudgetError, UnsupportedModuleError, rkgb.RkgbError: see `planned_for`.
+        """
+        share = self.settings.share and not self.settings.compile  # each compiles for itself
+        with sharing(share) as ranks:
+            given = given_file(self.settings, follows=is_follower(share))
+            self._sources = sources_of(self.settings, given, ranks)
+            # What is copied or pickled later goes elsewhere, where the file may not be.
+            self.settings = replace(self.settings, plan=None)
+            try:
+                self._prepare(calls)
+            finally:  # the first call sets it
+                self._first_call.undo()
+        # Later calls come when they come, not on all ranks at once.
+        self._sources = sources_of(self.settings, given)
+
+    def _prepare(self, calls: Sequence[Call]) -> None:
+        raise NotImplementedError
+
+    def for_call(self, call: Call) -> tuple[Terms, Memory | None]:
+        """Return how to plan for a call: where memory was given, in what a whole step leaves."""
+        whole = self.settings.whole_step
+        if whole is None:
+            return self.settings, None
+        bare = without_hooks(self.model, type(self.model))
+        found = whole.call_bytes(bare, *self.as_called(call))
+        memory = whole.memory(self.model, found)
+        self.call_bytes = self.call_bytes or found
+        self.settings = replace(self.settings, whole_step=whole.settled(memory))
+        budget = memory.budget_bytes if memory.holds() else _TOO_LITTLE
+        return replace(self.settings, budget=budget, whole_step=None), memory
+
+    def memory(self) -> Memory | None:
+        """Return where each byte of a step goes now; None where no memory was given."""
+        whole, found = self.settings.whole_step, self.call_bytes
+        if whole is None or found is None:
+            return None
+        peak_bytes = None if self.first is None else self.first.plan.peak_bytes
+        memory: Memory = whole.memory(self.model, found, peak_bytes)
+        return memory
+
+    def _planned(
+        self,
+        call: Call,
+        why: str,
+        *,
+        guards: bool = True,
+        any_number: frozenset[int] | None = None,
+        settings: Terms | None = None,
+    ) -> Planned:
+        bare = without_hooks(self.model, type(self.model))
+        self._first_call.tell_what_is_taken_off()
+        if self.plans_alone and (parts := whole_parts(bare)):
+            raise UnsupportedModuleError(
+                f"parameters of '{parts[0]}' in {type(self.model).__name__} are spread over "
+                "processes, which would have to run the collectives of a plan in one order. Plan "
+                "its blocks: rockmate.apply_to_blocks(model, sample, budget)."
+            )
+        try:
+            if not self._sources:
+                self._sources = sources_of(self.settings, given_file(self.settings))
+            with unseen():  # planned modules inside belong to this plan
+                known = () if self.settings.compile else (*self.plans, *self.known)
+                request = Request.of(
+                    *(bare, call, settings or self.settings),
+                    known=known,
+                    blocks=self.blocks,
+                    guards=guards,
+                    any_number=any_number,
+                    own=self.model,
+                    losses=self.losses,
+                )
+                planned = planned_for(request, self._sources)
+                if planned.how == "planned":  # others are made for the gradients that came last
+                    planned.foresee(bare, request.sample.leaves)
+        except TraceError as error:
+            # An assert on values, an index out of range: the user's own error, as without us.
+            if self.first is None or error.__cause__ is None:
+                raise
+            args, kwargs = self.as_called(call)
+            # The plain forward raises it, after what it changes until then.
+            self.model.forward(*args, **kwargs)
+            raise  # plain PyTorch has none here
+        except InfeasibleBudgetError as error:
+            if self.first is None:
+                raise
+            other = InfeasibleBudgetError(
+                f"for a call of another kind than before ({why}): {error}",
+                asked_bytes=error.asked_bytes,
+                minimum_bytes=error.minimum_bytes,
+            )
+            other.whole = error.whole
+            raise other from None
+        self._first_call.note(planned.network.graph.dataflow.basic.sources.settings)
+        if self.first is None:
+            self.first = planned
+            # Later plans get the same bytes, whatever a fraction of *their* eager peak would be.
+            self.settings = replace(self.settings, budget=planned.budget_bytes)
+        return planned
+
+    def as_called(self, call: Call) -> Call:
+        """Return a call without the attributes that are handed over beside its arguments."""
+        own = self.watch.numbers(ambient()[0]) if self.watch.open else {}
+        args, kwargs = call
+        return args, {name: value for name, value in kwargs.items() if name not in own}
+
+    def run_whole(self, paths: Iterable[str], why: str) -> None:
+        """Run these submodules whole from now on; plans that were made otherwise are dropped.
+
+        `why` says what no recording of them can know.
+
+        Raises:
+            UnsupportedModuleError: no part may be run whole (`strict=True`).
+        """
+        paths = tuple(dict.fromkeys(paths))
+        with planning:
+            if self.settings.strict:
+                named = ", ".join(f"'{path or '(root)'}'" for path in paths)
+                raise UnsupportedModuleError(
+                    f"{named} of {type(self.model).__name__} cannot be recorded: {why}. "
+                    "strict=True lets no part run whole; without it these would."
+                )
+            self.settings = with_whole(self.settings, paths)
+            self._because = f"runs {', '.join(map(repr, paths))} whole: {why}"
+            self.plans.drop(lambda planned: not _run_whole(paths, planned))
+            if self.first is not None and not _run_whole(paths, self.first):
+                self.first = next(iter(self.plans), None)
+
+    def plan_file(self) -> PlanFile:
+        """Return what was planned as a file holds it, the plan for the sample first."""
+        first = self.planned
+        others = [planned for planned in self.plans if planned is not first]
+        return plan_file_of([first, *others], self.model)
+
+    @property
+    def planned(self) -> Planned:
+        """The first plan.
+
+        Raises:
+            RockmateError: there is none yet.
+        """
+        if self.first is None:
+            raise RockmateError(
+                "this Rockmate module has not been planned here yet: it was loaded from a file, or "
+                "applied without a sample. Run one training step first."
+            )
+        return self.first
+
+
+def with_whole(settings: Terms, paths: Collection[str]) -> Terms:
+    """Return settings with which these submodules run whole, too."""
+    others = (path for path in settings.opaque if not _is_covered(path, paths))
+    return replace(settings, opaque=(*others, *paths))
+
+
+def _is_covered(path: str, paths: Collection[str]) -> bool:
+    return any(is_inside(path, around) for around in paths)
+
+
+def _run_whole(paths: Iterable[str], planned: Planned) -> bool:
+    """Whether a plan runs all of these submodules whole."""
+    return all(_is_covered(path, planned.network.opaque) for path in paths)
