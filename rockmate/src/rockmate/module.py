@@ -14,17 +14,17 @@ from torch import nn
 
 from rkgb.torch_api import is_optimized
 from rockmate.arguments import Arguments, method_called_with
+from rockmate.calls.first_call import INSTEAD
+from rockmate.calls.forward_of_planned import CompiledCallOfWrapper, ForwardOfPlanned
+from rockmate.calls.plan_cache import PlanRows
+from rockmate.calls.second_look import Differences
 from rockmate.decisions import DecidingForward
 from rockmate.decisions.report import DecidedPlan
 from rockmate.errors import UnsupportedModuleError
 from rockmate.files.plan_file import PlanFile
-from rockmate.first_call import INSTEAD
-from rockmate.forward_of_planned import CompiledCallOfWrapper, ForwardOfPlanned
 from rockmate.keys.sharded import own_class
 from rockmate.networks import compiled_part
-from rockmate.plan_cache import PlanRows
 from rockmate.reports.plan_report import PlanReport
-from rockmate.second_look import Differences
 from rockmate.settings import Terms
 
 _log = logging.getLogger("rockmate")

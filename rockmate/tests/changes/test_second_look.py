@@ -18,7 +18,7 @@ from oracles.training import eager_copy, loss_of
 from rkgb import capture
 from rkgb.device.memory import trace_memory
 from rockmate import InfeasibleBudgetError, Rockmate, RockmateError, UnsupportedModuleError
-from rockmate import second_look as module_under_test
+from rockmate.calls import second_look as module_under_test
 from zoo.nets import network
 
 

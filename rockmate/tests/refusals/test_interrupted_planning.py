@@ -138,7 +138,7 @@ def test_interrupted_at_the_first_step_it_is_planned_at_the_next(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("rockmate.requester.planned_for", interrupted)
+        patch.setattr("rockmate.calls.requester.planned_for", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(sample)
     assert isinstance(model, Rockmate)

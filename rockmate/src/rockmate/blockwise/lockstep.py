@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from rockmate.arguments import Call
+from rockmate.calls.plan_cache import Family, Key
+from rockmate.calls.planned_forward import PlannedForward
 from rockmate.errors import UnsupportedModuleError
 from rockmate.keys.snapshot import Snapshot
 from rockmate.networks import Planned
-from rockmate.plan_cache import Family, Key
-from rockmate.planned_forward import PlannedForward
 
 
 class _NotPlannedError(Exception):

@@ -39,6 +39,7 @@ from rockmate.blockwise.lockstep import LockstepForward
 from rockmate.blockwise.rehearsal import END, TURN, Marker, marked, run_step, trace_step
 from rockmate.blockwise.saved_blocks import numbers_for, over_budget, steps_for
 from rockmate.blockwise.team import Team
+from rockmate.calls.planned_forward import PlannedForward
 from rockmate.comparison.deterministic import deterministic_algorithms
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
 from rockmate.files.plan_file import SavedBlocks
@@ -55,7 +56,6 @@ from rockmate.options.module_choice import (
     peak_of,
     smallest_budget,
 )
-from rockmate.planned_forward import PlannedForward
 from rockmate.planners.module_options import options_of
 from rockmate.runtime.plain import is_plain, plain
 from rockmate.settings import Terms

@@ -23,14 +23,14 @@ from rkgb.opaque import BufferContents, StartOfCall, is_inside
 from rkgb.torch_api import placed_parameters
 from rockmate.arguments import Call
 from rockmate.blockwise.kinds import Kind, ways_to_run
+from rockmate.calls.plan_cache import Family, Key
+from rockmate.calls.planned_forward import PlannedForward
 from rockmate.comparison.fingerprint import Fingerprints
 from rockmate.decisions.dressing import Dressing, view_of
 from rockmate.decisions.recomputed import tensors_read
 from rockmate.errors import RockmateError
 from rockmate.networks import Planned
 from rockmate.options.options import BlockOption
-from rockmate.plan_cache import Family, Key
-from rockmate.planned_forward import PlannedForward
 from rockmate.runtime.plain import plain
 from rockmate.settings import Terms
 

@@ -18,6 +18,10 @@ from rkgb.elements import flatten, is_running
 from rkgb.engine import Sample, record
 from rkgb.torch_api import is_abstract, without_global_hooks, without_saved_hooks
 from rockmate.arguments import Call
+from rockmate.calls.plan_cache import PlanRow, PlanRows
+from rockmate.calls.planned_forward import PlannedForward, wants
+from rockmate.calls.plans_of_module import HandedOverOtherwiseError
+from rockmate.calls.requester import planning
 from rockmate.decisions.choosing import Chosen, NoBlocksError, plan_step
 from rockmate.decisions.report import DecidedPlan, no_file
 from rockmate.errors import InfeasibleBudgetError
@@ -26,10 +30,6 @@ from rockmate.keys.input_signature import ambient, in_order
 from rockmate.keys.module_watch import without_hooks
 from rockmate.keys.sharded import settled_call
 from rockmate.networks import Planned
-from rockmate.plan_cache import PlanRow, PlanRows
-from rockmate.planned_forward import PlannedForward, wants
-from rockmate.plans_of_module import HandedOverOtherwiseError
-from rockmate.requester import planning
 from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms
 from rockmate.whole_step import Memory

@@ -20,14 +20,14 @@ from rkgb.torch_api import (
     is_transforming,
 )
 from rockmate.arguments import Call
+from rockmate.calls.plan_cache import Family, Key
+from rockmate.calls.plans_of_module import HandedOverOtherwiseError
+from rockmate.calls.second_look import SecondLook
 from rockmate.keys.input_signature import ambient, in_order, key_of
 from rockmate.keys.sharded import settled_call
 from rockmate.keys.snapshot import ExternalValues, Snapshot
 from rockmate.networks import Planned
-from rockmate.plan_cache import Family, Key
-from rockmate.plans_of_module import HandedOverOtherwiseError
 from rockmate.runtime.plain import is_plain
-from rockmate.second_look import SecondLook
 
 # Why a step runs plain | and what to do instead.
 _GLOBAL_HOOKS = (

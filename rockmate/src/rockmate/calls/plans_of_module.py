@@ -16,8 +16,10 @@ from rkgb import RkgbError
 from rkgb.engine import Sample
 from rkgb.safeguards import refuse_lazy_modules
 from rkgb.torch_api import changing_modes, placed_parameters, unwatched
-from rockmate.any_number import AnyNumber
 from rockmate.arguments import Call
+from rockmate.calls.any_number import AnyNumber
+from rockmate.calls.plan_cache import Family, Key, PlanRow, PlanRows, what
+from rockmate.calls.requester import Requester, planning, with_whole
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
 from rockmate.keys.changing_places import ChangingPlaces, readers
 from rockmate.keys.input_signature import ambient, in_order, key_of
@@ -25,8 +27,6 @@ from rockmate.keys.module_state import ModuleState, Place
 from rockmate.keys.module_watch import without_hooks
 from rockmate.networks import Planned
 from rockmate.pipeline import eager_peak_bytes
-from rockmate.plan_cache import Family, Key, PlanRow, PlanRows, what
-from rockmate.requester import Requester, planning, with_whole
 from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms, parse_budget
 

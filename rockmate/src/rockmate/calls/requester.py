@@ -11,9 +11,10 @@ from torch import nn
 from rkgb import TraceError
 from rkgb.opaque import is_inside
 from rockmate.arguments import Call
+from rockmate.calls.first_call import FirstCall
+from rockmate.calls.plan_cache import PlanCache
 from rockmate.errors import InfeasibleBudgetError, RockmateError, UnsupportedModuleError
 from rockmate.files.plan_file import PlanFile
-from rockmate.first_call import FirstCall
 from rockmate.keys.input_signature import ambient
 from rockmate.keys.module_watch import ModuleWatch, without_hooks
 from rockmate.keys.sharded import whole_parts
@@ -29,7 +30,6 @@ from rockmate.pipeline import (
     sharing,
     sources_of,
 )
-from rockmate.plan_cache import PlanCache
 from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms
 from rockmate.whole_step import CallBytes, Memory

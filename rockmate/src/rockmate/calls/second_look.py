@@ -21,13 +21,13 @@ from rkgb.engine import Sample
 from rkgb.graphs import Difference, ambient_autocast
 from rkgb.torch_api import current_dispatch_modes, has_saved_hooks
 from rockmate.arguments import Call
+from rockmate.calls.plan_cache import Family
+from rockmate.calls.plans_of_module import PlansOfModule
+from rockmate.calls.requester import planning
 from rockmate.errors import RockmateError
 from rockmate.keys.module_watch import without_hooks
 from rockmate.networks import Planned
 from rockmate.networks.network import Network
-from rockmate.plan_cache import Family
-from rockmate.plans_of_module import PlansOfModule
-from rockmate.requester import planning
 from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rockmate.calls.plan_cache import Key, PlanCache
 from rockmate.keys.module_state import Place
-from rockmate.plan_cache import Key, PlanCache
 
 _MOST_TRIES = 4  # to make a plan for all numbers
 
