@@ -79,7 +79,7 @@ LAYERS = {
         "reports settings",
         "arguments",
         "networks",
-        "pipeline planning",
+        "planning requests",
         "estimate calls",
         "blockwise",
         "decisions",

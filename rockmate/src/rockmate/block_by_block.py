@@ -31,8 +31,8 @@ from rockmate.in_place import remove
 from rockmate.keys.module_watch import without_hooks
 from rockmate.keys.sharded import own_class
 from rockmate.module import Rockmate, dressed, plain_view
-from rockmate.pipeline import Request, planned_for
 from rockmate.progress import Phases
+from rockmate.requests import Request, planned_for
 from rockmate.runtime.plain import plain
 from rockmate.settings import Terms, parse_budget
 from rockmate.whole_step import Memory

@@ -37,7 +37,7 @@ from rockmate.errors import SelfTestError, UnknownChoiceError
 from rockmate.networks.network import Network
 from rockmate.networks.planned import Planned
 from rockmate.networks.self_test import self_test
-from rockmate.pipeline import anew
+from rockmate.requests import anew
 from rockmate.schedules.plan import Plan
 
 Result = list[Tensor]

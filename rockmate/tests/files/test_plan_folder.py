@@ -19,7 +19,7 @@ from rockmate import Rockmate, planners
 from rockmate.files.cache_folder import CacheFolder, usual_folder
 from rockmate.files.plan_file import PlanFile
 from rockmate.networks import network
-from rockmate.pipeline.identity import cache_key
+from rockmate.requests.identity import cache_key
 from rockmate.settings import Terms
 from runs.planned import wrap as planned_by_all
 

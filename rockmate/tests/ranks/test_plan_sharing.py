@@ -14,8 +14,8 @@ import rockmate
 from oracles.training import assert_same_gradients, eager_copy
 from rockmate import InfeasibleBudgetError, PlanSharingError, planners
 from rockmate.networks import network
-from rockmate.pipeline import ranks
-from rockmate.pipeline.ranks import AmongRanks, Exchange
+from rockmate.requests import ranks
+from rockmate.requests.ranks import AmongRanks, Exchange
 from runs.planned import wrap
 from runs.processes import run_in_processes
 

@@ -17,8 +17,8 @@ from rockmate.networks import Planned
 from rockmate.networks.executables import planned_executable
 from rockmate.options.module_choice import ModuleCall
 from rockmate.options.options import BlockOption
-from rockmate.pipeline import Request, planned_for
 from rockmate.planners.module_options import module_options, options_of
+from rockmate.requests import Request, planned_for
 from rockmate.runtime.execute import Executor
 from rockmate.runtime.plain import plain
 from rockmate.schedules.plan import make_plan

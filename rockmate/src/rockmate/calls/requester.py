@@ -20,7 +20,7 @@ from rockmate.keys.module_watch import ModuleWatch, without_hooks
 from rockmate.keys.sharded import whole_parts
 from rockmate.networks import Planned
 from rockmate.options.known_blocks import KnownBlocks
-from rockmate.pipeline import (
+from rockmate.requests import (
     Request,
     Source,
     given_file,

@@ -15,7 +15,7 @@ from rkgb.graphs import BasicGraph
 from rockmate.errors import PlanMismatchError, UnknownChoiceError
 from rockmate.files.plan_file import PlanFile
 from rockmate.files.whole import load_text
-from rockmate.pipeline.identity import kind_digest
+from rockmate.requests.identity import kind_digest
 
 _MOST_MISSING = 0.1  # of the work of a step
 Cost = str | PathLike[str] | RecordedCosts | PlanFile

@@ -36,8 +36,8 @@ from rkgb.torch_api import group_store
 from rockmate.errors import InfeasibleBudgetError, PlanSharingError
 from rockmate.files.plan_file import PlanFile
 from rockmate.networks.planned import Planned
-from rockmate.pipeline.request import Request, Source, first_of
-from rockmate.pipeline.saved_plan import not_for, plan_file_of, planned_from, refuse_elsewhere
+from rockmate.requests.request import Request, Source, first_of
+from rockmate.requests.saved_plan import not_for, plan_file_of, planned_from, refuse_elsewhere
 
 _log = logging.getLogger("rockmate")
 PATIENCE_S = 1800.0  # without a sign of life; less where the process group waits for less

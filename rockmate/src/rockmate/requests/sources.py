@@ -20,12 +20,12 @@ from rockmate.errors import InfeasibleBudgetError, PlanFileError
 from rockmate.files.cache_folder import CacheFolder
 from rockmate.files.plan_file import PlanFile
 from rockmate.networks.planned import Planned
-from rockmate.pipeline.anew import Anew
-from rockmate.pipeline.follow import ExpectedGradients, OtherNumbers, OtherSizes
-from rockmate.pipeline.ranks import AmongRanks, Exchange
-from rockmate.pipeline.request import Request, Source, first_of
-from rockmate.pipeline.resized import ready_for_others
-from rockmate.pipeline.saved_plan import not_for, plan_file_of, planned_from, refuse_elsewhere
+from rockmate.requests.anew import Anew
+from rockmate.requests.follow import ExpectedGradients, OtherNumbers, OtherSizes
+from rockmate.requests.ranks import AmongRanks, Exchange
+from rockmate.requests.request import Request, Source, first_of
+from rockmate.requests.resized import ready_for_others
+from rockmate.requests.saved_plan import not_for, plan_file_of, planned_from, refuse_elsewhere
 from rockmate.settings import Terms
 
 _log = logging.getLogger("rockmate")

@@ -21,9 +21,9 @@ from rockmate.errors import UnsupportedModuleError
 from rockmate.keys.input_signature import InputSignature
 from rockmate.networks.planned import Planned
 from rockmate.options.known_blocks import KnownBlocks
-from rockmate.pipeline.identity import cache_key, recording_digest
-from rockmate.pipeline.versions import ExpectedKind, can_run_again
 from rockmate.progress import Phases
+from rockmate.requests.identity import cache_key, recording_digest
+from rockmate.requests.versions import ExpectedKind, can_run_again
 from rockmate.settings import Terms, parse_budget
 
 _log = logging.getLogger("rockmate")

@@ -7,11 +7,11 @@ follow from known ones), saved_plan.py and identity.py (to files and back, and b
 is known there), ranks.py (one plan for all ranks) and anew.py with within_blocks.py (from nothing).
 """
 
-from rockmate.pipeline.anew import eager_peak_bytes
-from rockmate.pipeline.ranks import is_follower, sharing
-from rockmate.pipeline.request import Request, Source
-from rockmate.pipeline.saved_plan import plan_file_of
-from rockmate.pipeline.sources import GivenFile, given_file, planned_for, sources_of
+from rockmate.requests.anew import eager_peak_bytes
+from rockmate.requests.ranks import is_follower, sharing
+from rockmate.requests.request import Request, Source
+from rockmate.requests.saved_plan import plan_file_of
+from rockmate.requests.sources import GivenFile, given_file, planned_for, sources_of
 
 __all__ = [
     "GivenFile",

@@ -21,8 +21,8 @@ from rockmate.files.plan_file import KindCost, PlanFile, SavedPlan
 from rockmate.networks.network import Network, assembled
 from rockmate.networks.planned import Planned, compiled_plan
 from rockmate.networks.self_test import eager_step, over_budget, self_test
-from rockmate.pipeline.identity import input_texts, kind_digest, made_with, recording_digest
-from rockmate.pipeline.request import Request
+from rockmate.requests.identity import input_texts, kind_digest, made_with, recording_digest
+from rockmate.requests.request import Request
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.report import format_bytes

@@ -38,11 +38,11 @@ from rockmate.networks.self_test import (
     peak_of,
     self_test,
 )
-from rockmate.pipeline.request import PHASES, Request, lowered, refuse_nothing
-from rockmate.pipeline.within_blocks import within_blocks
 from rockmate.planners.module_options import plan_keeping
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases, stopwatch
+from rockmate.requests.request import PHASES, Request, lowered, refuse_nothing
+from rockmate.requests.within_blocks import within_blocks
 from rockmate.schedules.plan import Plan
 from rockmate.settings import Terms, parse_budget
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from rkgb.capture import no_collection
 from rkgb.graphs import same_but_for_numbers
 from rockmate.networks.planned import Planned, with_other_numbers
-from rockmate.pipeline.request import Request, first_of
-from rockmate.pipeline.resized import can_be_resized, resized
-from rockmate.pipeline.versions import ExpectedKind, has_same_nodes, versions_like
+from rockmate.requests.request import Request, first_of
+from rockmate.requests.resized import can_be_resized, resized
+from rockmate.requests.versions import ExpectedKind, has_same_nodes, versions_like
 
 
 class OtherNumbers:

@@ -24,12 +24,12 @@ from rockmate.networks.network import network_of
 from rockmate.networks.planned import Planned, compiled_plan
 from rockmate.networks.self_test import self_test
 from rockmate.options.known_blocks import KnownBlocks
-from rockmate.pipeline.request import Request
-from rockmate.pipeline.versions import Version, has_same_nodes, versions_like
-from rockmate.pipeline.within_blocks import has_blocks, within_blocks
 from rockmate.planners.module_options import replan_keeping
 from rockmate.problems.problem import Problem
 from rockmate.progress import stopwatch
+from rockmate.requests.request import Request
+from rockmate.requests.versions import Version, has_same_nodes, versions_like
+from rockmate.requests.within_blocks import has_blocks, within_blocks
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.steps import Steps
 from rockmate.settings import Terms, parse_budget
