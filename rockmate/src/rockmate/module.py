@@ -14,9 +14,9 @@ from torch import nn
 
 from rkgb.torch_api import is_optimized
 from rockmate.arguments import Arguments, method_called_with
+from rockmate.calls.class_attributes import CompiledCallAttribute, ForwardAttribute
 from rockmate.calls.first_call import INSTEAD
-from rockmate.calls.forward_of_planned import CompiledCallOfWrapper, ForwardOfPlanned
-from rockmate.calls.plan_cache import PlanRows
+from rockmate.calls.plan_store import PlanRows
 from rockmate.calls.second_look import Differences
 from rockmate.decisions import DecidingForward
 from rockmate.decisions.report import DecidedPlan
@@ -267,7 +267,7 @@ def _class_of(cls: Any, base: Any, *, wraps: bool) -> Any:
     if known is not None:
         return known
     space: dict[str, Any] = {
-        "forward": ForwardOfPlanned(base),
+        "forward": ForwardAttribute(base),
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -278,7 +278,7 @@ def _class_of(cls: Any, base: Any, *, wraps: bool) -> Any:
             space[name] = own
     if wraps:  # its attributes are the model's, so what is its own lies elsewhere
         space["__slots__"] = ("_rockmate",)
-        space["_compiled_call_impl"] = CompiledCallOfWrapper()
+        space["_compiled_call_impl"] = CompiledCallAttribute()
     kind = type(base)
     made = classes[cls, base, wraps] = kind(base.__name__, (cls, base), space)
     return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from oracles.best_plan import exhaustive_search
-from rockmate.planners.search import improve, in_node_order
+from rockmate.planners.windows import improve, in_node_order
 from rockmate.schedules.baselines import best_segments, no_recomputation
 from rockmate.schedules.prune import prune
 from rockmate.schedules.simulate import simulate

@@ -9,7 +9,7 @@ import pytest
 from oracles.best_plan import exhaustive_search
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.planners import PLANNERS, minimum_peak, plan
-from rockmate.planners.planning import Planning
+from rockmate.planners.search import Search
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import checkpoint_segments, no_recomputation
 from rockmate.schedules.simulate import simulate
@@ -114,7 +114,7 @@ def test_a_new_planner_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = gpt_problem(2)
     budget = int(0.9 * keeping_all(problem))
 
-    def every_third(run: Planning) -> None:
+    def every_third(run: Search) -> None:
         borders = range(3, len(problem.nodes), 3)
         run.attempt("every third", lambda: checkpoint_segments(problem, borders))
 

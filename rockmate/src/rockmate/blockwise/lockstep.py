@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from rockmate.arguments import Call
-from rockmate.calls.plan_cache import Family, Key
+from rockmate.calls.plan_store import Family, Key
 from rockmate.calls.planned_forward import PlannedForward
 from rockmate.errors import UnsupportedModuleError
 from rockmate.keys.snapshot import Snapshot

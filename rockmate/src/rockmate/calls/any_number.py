@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rockmate.calls.plan_cache import Key, PlanCache
+from rockmate.calls.plan_store import Key, PlanStore
 from rockmate.keys.module_state import Place
 
 _MOST_TRIES = 4  # to make a plan for all numbers
@@ -13,7 +13,7 @@ _MOST_TRIES = 4  # to make a plan for all numbers
 class AnyNumber:
     """Numbers that one of some plans may be for any of, by what was tried in vain."""
 
-    def __init__(self, plans: PlanCache) -> None:
+    def __init__(self, plans: PlanStore) -> None:
         self._plans = plans
         self._tried: dict[Key | None, int] = {}  # how often no plan could be for any number
         self._in_vain: dict[Place, int] = {}  # the same of an attribute

@@ -20,7 +20,7 @@ from rkgb.torch_api import (
     is_transforming,
 )
 from rockmate.arguments import Call
-from rockmate.calls.plan_cache import Family, Key
+from rockmate.calls.plan_store import Family, Key
 from rockmate.calls.plans_of_module import HandedOverOtherwiseError
 from rockmate.calls.second_look import SecondLook
 from rockmate.keys.input_signature import ambient, in_order, key_of

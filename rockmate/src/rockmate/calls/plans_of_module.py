@@ -18,7 +18,7 @@ from rkgb.safeguards import refuse_lazy_modules
 from rkgb.torch_api import changing_modes, placed_parameters, unwatched
 from rockmate.arguments import Call
 from rockmate.calls.any_number import AnyNumber
-from rockmate.calls.plan_cache import Family, Key, PlanRow, PlanRows, what
+from rockmate.calls.plan_store import Family, Key, PlanRow, PlanRows, what
 from rockmate.calls.requester import Requester, planning, with_whole
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
 from rockmate.keys.changing_places import ChangingPlaces, readers

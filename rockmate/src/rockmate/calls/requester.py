@@ -12,7 +12,7 @@ from rkgb import TraceError
 from rkgb.opaque import is_inside
 from rockmate.arguments import Call
 from rockmate.calls.first_call import FirstCall
-from rockmate.calls.plan_cache import PlanCache
+from rockmate.calls.plan_store import PlanStore
 from rockmate.errors import InfeasibleBudgetError, RockmateError, UnsupportedModuleError
 from rockmate.files.plan_file import PlanFile
 from rockmate.keys.input_signature import ambient
@@ -46,7 +46,7 @@ class Requester:
 
     def __init__(self, model: nn.Module, settings: Terms) -> None:
         self.model, self.settings = model, settings
-        self.plans = PlanCache(settings.max_plans)
+        self.plans = PlanStore(settings.max_plans)
         self.blocks = KnownBlocks()
         self.watch = ModuleWatch(model)
         self.known: tuple[Planned, ...] = ()  # of modules like this one, whose steps serve here

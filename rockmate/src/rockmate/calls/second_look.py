@@ -21,7 +21,7 @@ from rkgb.engine import Sample
 from rkgb.graphs import Difference, ambient_autocast
 from rkgb.torch_api import current_dispatch_modes, has_saved_hooks
 from rockmate.arguments import Call
-from rockmate.calls.plan_cache import Family
+from rockmate.calls.plan_store import Family
 from rockmate.calls.plans_of_module import PlansOfModule
 from rockmate.calls.requester import planning
 from rockmate.errors import RockmateError

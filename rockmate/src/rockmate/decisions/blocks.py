@@ -23,7 +23,7 @@ from rkgb.opaque import BufferContents, StartOfCall, is_inside
 from rkgb.torch_api import placed_parameters
 from rockmate.arguments import Call
 from rockmate.blockwise.kinds import Kind, ways_to_run
-from rockmate.calls.plan_cache import Family, Key
+from rockmate.calls.plan_store import Family, Key
 from rockmate.calls.planned_forward import PlannedForward
 from rockmate.comparison.fingerprint import Fingerprints
 from rockmate.decisions.dressing import Dressing, view_of

@@ -18,7 +18,7 @@ from rkgb.elements import flatten, is_running
 from rkgb.engine import Sample, record
 from rkgb.torch_api import is_abstract, without_global_hooks, without_saved_hooks
 from rockmate.arguments import Call
-from rockmate.calls.plan_cache import PlanRow, PlanRows
+from rockmate.calls.plan_store import PlanRow, PlanRows
 from rockmate.calls.planned_forward import PlannedForward, wants
 from rockmate.calls.plans_of_module import HandedOverOtherwiseError
 from rockmate.calls.requester import planning

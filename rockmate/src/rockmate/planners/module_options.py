@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.options.options import BlockOption, Grid, block_options, boxed, measure_option
-from rockmate.planners.planning import Progress
 from rockmate.planners.portfolio import plan as plan_within
 from rockmate.planners.resized import replan
+from rockmate.planners.search import Progress
 from rockmate.problems.problem import Node, Problem
 from rockmate.schedules.plan import Plan, make_plan
 from rockmate.schedules.steps import Step, Steps

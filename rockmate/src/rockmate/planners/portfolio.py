@@ -20,9 +20,9 @@ from rockmate.options.known_blocks import KnownBlocks
 from rockmate.options.options import BlockOption
 from rockmate.planners.chain import LARGE_BLOCK_NODES, SMALL_BLOCK_NODES, chain_model
 from rockmate.planners.effort import effort_of
-from rockmate.planners.planning import Planning, Progress
-from rockmate.planners.search import explore, improve
+from rockmate.planners.search import Progress, Search
 from rockmate.planners.smallest_budget import floor_bytes, low_memory_plan, minimum_peak
+from rockmate.planners.windows import explore, improve
 from rockmate.problems.blocks import find_cuts, largest_block, make_blocks, pinned_candidates
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import best_segments, chen, no_recomputation, recompute_all
@@ -36,7 +36,7 @@ from rockmate.solvers.result import Solver, SolverResult
 
 # Leaves the best plan that it finds in the run. What keeps everything does not fit there, and
 # the budget is feasible.
-Planner: TypeAlias = Callable[[Planning], None]
+Planner: TypeAlias = Callable[[Search], None]
 
 # Names and sizes of blocks, in nodes; 0: cut wherever possible. Neither of the first two always
 # wins; the third takes long and wins where memory is tight.
@@ -76,7 +76,7 @@ def plan(
     """
     check_planner(planner)
     check_backend(backend)
-    run = Planning(problem, budget_bytes, effort_of(effort), backend, seed, planner, progress)
+    run = Search(problem, budget_bytes, effort_of(effort), backend, seed, planner, progress)
     run.known = run.known if known is None else known
     everything = no_recomputation(problem)
     if simulate(problem, everything).peak_bytes <= budget_bytes:
@@ -106,7 +106,7 @@ def check_planner(planner: str) -> None:
 # --- the budget -----------------------------------------------------------------------------------
 
 
-def _feasible(run: Planning) -> Steps:
+def _feasible(run: Search) -> Steps:
     """Refuse a budget below the smallest feasible one; return a low-memory plan."""
     steps, peak = low_memory_plan(run.problem)
     if run.budget_bytes >= peak:
@@ -150,7 +150,7 @@ def infeasible(problem: Problem, asked: int, steps: Steps, minimum: int) -> Infe
 # --- planners -------------------------------------------------------------------------------------
 
 
-def _auto(run: Planning) -> None:
+def _auto(run: Search) -> None:
     """All that suit the graph, until one is near enough to the bound."""
     problem, effort = run.problem, run.effort
     is_long = len(problem.nodes) > _LONG_CHAIN
@@ -182,7 +182,7 @@ def _auto(run: Planning) -> None:
             _solve_whole(run, run.best, effort.hinted_limit, 0.0)
 
 
-def _is_small(run: Planning) -> bool:
+def _is_small(run: Search) -> bool:
     """Whether the whole graph is worth solving before chains are tried.
 
     Chains suit a graph of many like blocks better, which are solved once.
@@ -198,7 +198,7 @@ def _is_small(run: Planning) -> bool:
 def _only(make: Callable[[Problem], Steps]) -> Planner:
     """Return the planner that has a single plan, whatever the budget is."""
 
-    def planner(run: Planning) -> None:
+    def planner(run: Search) -> None:
         steps = make(run.problem)
         peak = simulate(run.problem, steps).peak_bytes
         if peak > run.budget_bytes:
@@ -214,12 +214,12 @@ def _only(make: Callable[[Problem], Steps]) -> Planner:
     return planner
 
 
-def _segments(run: Planning) -> None:
+def _segments(run: Search) -> None:
     """The best number of equal segments, each run again before its backward."""
     run.attempt("segments", lambda: best_segments(run.problem, run.budget_bytes))
 
 
-def _simple(run: Planning) -> None:
+def _simple(run: Search) -> None:
     """Equal segments, or else what takes least memory."""
     _segments(run)
     if run.best is None and run.fallback is not None:
@@ -227,27 +227,27 @@ def _simple(run: Planning) -> None:
         run.consider("low memory", steps, time.perf_counter())
 
 
-def _rotor(run: Planning) -> None:
+def _rotor(run: Search) -> None:
     """A chain of the smallest blocks, each kept whole or not at all."""
     _chain(run, "rotor", max_nodes=0, solver=_no_options, cache=None, pruned=1)
 
 
-def _asked_chains(run: Planning) -> None:
+def _asked_chains(run: Search) -> None:
     """A chain of blocks with several options each, also where the graph is small."""
     _chains(run, asked=True)
 
 
-def _checkmate(run: Planning) -> None:
+def _checkmate(run: Search) -> None:
     """The 0/1 program of the whole graph, by a solver of such programs."""
     _asked_whole(run, "cbc" if run.backend == "cp-sat" else run.backend)
 
 
-def _intervals(run: Planning) -> None:
+def _intervals(run: Search) -> None:
     """The whole graph at once, by the backend."""
     _asked_whole(run, run.backend)
 
 
-def _windows(run: Planning) -> None:
+def _windows(run: Search) -> None:
     """The best equal segments, improved window by window."""
     _segments(run)
     if run.best is None and run.fallback is not None:
@@ -258,7 +258,7 @@ def _windows(run: Planning) -> None:
 # --- what planners are made of --------------------------------------------------------------------
 
 
-def _asked_whole(run: Planning, backend: str) -> None:
+def _asked_whole(run: Search, backend: str) -> None:
     """Solve the whole graph, with simple plans as hints only."""
     start = best_segments(run.problem, run.budget_bytes) or run.fallback
     hint = None if start is None else prune(run.problem, start, run.budget_bytes)
@@ -267,7 +267,7 @@ def _asked_whole(run: Planning, backend: str) -> None:
 
 
 def _solve_whole(
-    run: Planning,
+    run: Search,
     hint: Steps | None,
     limit: float,
     unhinted_limit: float | None = None,
@@ -295,7 +295,7 @@ def _solve_whole(
     return result.status == "optimal"
 
 
-def _chains(run: Planning, *, asked: bool = False) -> None:
+def _chains(run: Search, *, asked: bool = False) -> None:
     """Chains of blocks of all grains; of small graphs only those that `auto` has use for."""
     problem = run.problem
     solver = block_solver(run.backend, run.effort.block_limit)
@@ -311,7 +311,7 @@ def _chains(run: Planning, *, asked: bool = False) -> None:
 
 
 def _chain(
-    run: Planning,
+    run: Search,
     name: str,
     *,
     max_nodes: int,
@@ -339,7 +339,7 @@ def _chain(
     run.consider(name, model.plan(run.budget_bytes, pruned=pruned), begin)
 
 
-def _pinned_sets(run: Planning) -> list[frozenset[int]]:
+def _pinned_sets(run: Search) -> list[frozenset[int]]:
     """Sets of storages to keep all the time: none, or the few that make it a chain at all.
 
     Where next to nothing is pinned, and there are far more cuts for it, only that is worth it.
@@ -352,7 +352,7 @@ def _pinned_sets(run: Planning) -> list[frozenset[int]]:
 
 
 def _search(
-    run: Planning,
+    run: Search,
     search: Callable[..., Steps],
     windows: int,
     begin_at: float,

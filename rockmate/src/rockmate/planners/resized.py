@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.planners.chain import SMALL_BLOCK_NODES, chain_of
 from rockmate.planners.effort import EFFORTS
-from rockmate.planners.planning import Planning
-from rockmate.planners.search import improve
+from rockmate.planners.search import Search
 from rockmate.planners.squeeze import squeeze
+from rockmate.planners.windows import improve
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.plan import Plan
@@ -41,7 +41,7 @@ def replan(
 
     `known` are problems of the same structure with the steps of a plan for each, for any budget.
     """
-    run = Planning(problem, budget_bytes, EFFORTS["fast"], "cp-sat", 0, "resized", None)
+    run = Search(problem, budget_bytes, EFFORTS["fast"], "cp-sat", 0, "resized", None)
     everything = no_recomputation(problem)
     if simulate(problem, everything).peak_bytes <= budget_bytes:
         run.take(everything, "none")
@@ -72,7 +72,7 @@ def replan(
     return None if run.best is None else run.finish(bounded=False)
 
 
-def _squeeze_and_search(run: Planning) -> None:
+def _squeeze_and_search(run: Search) -> None:
     problem, budget_bytes, fitted = run.problem, run.budget_bytes, run.best is not None
     run.attempt("squeezed", lambda: _squeezed(problem, budget_bytes))
     if not fitted and run.best is not None:  # larger than all before

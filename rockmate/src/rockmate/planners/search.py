@@ -1,180 +1,129 @@
-"""Large-neighbourhood search: free a part of the current plan, let CP-SAT put it back better.
-
-A window frees some nodes in some stages; the rest of the plan is a fixed background, so a window of
-a network of any length is a small program. Windows are drawn by a seeded generator: one run of
-neighbouring nodes, or two runs that then can exchange memory with each other. Laying them around
-what the plan recomputes was tried and found no better. Two windows of the same plan are solved at a
-time; where both help, what they do to different nodes is joined.
-"""
+"""One run of the planners: what is asked, the best plan so far, what each of them reached."""
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Callable, Sequence
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from rockmate.errors import InvalidPlanError
-from rockmate.parallel import map_in_parallel
+from rockmate.options.known_blocks import KnownBlocks
+from rockmate.planners.effort import Effort
 from rockmate.problems.problem import Problem
-from rockmate.schedules.prune import prune
+from rockmate.schedules.plan import Plan, Trial, make_plan
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Steps
-from rockmate.solvers.intervals.solve import Window, solve_intervals
-from rockmate.solvers.result import recomputed_by_stage, stages_of, steps_of_stages
+from rockmate.solvers.bound import lower_bound
 
-_SIZES = (16, 24, 36)  # nodes of a window: what CP-SAT solves in a fraction of a second
-_ONE_RUN = 0.4  # share of windows that are one run of neighbouring nodes
-_FIRST_WINDOWS = 12  # where so many gain next to nothing, as on chains of equal blocks, no more do
-_LEAST_GAIN = 1e-4  # of the step
-_AT_ONCE = 2  # windows solved at the same time; the same everywhere, for the same plan everywhere
+logger = logging.getLogger(__name__)
+
+Progress: TypeAlias = Callable[[float, str], None]  # fraction done, what is being done
 
 
-def in_node_order(problem: Problem, steps: Steps) -> Steps:
-    """Return the steps with the recomputations of each stage in node order, each at most once.
+@dataclass
+class Search:
+    """What planners read, and where they leave what they find; the exact simulator judges it."""
 
-    That is the form which windows can change. Its peak may differ from the original's.
-    """
-    return steps_of_stages(problem, recomputed_by_stage(problem, steps))
+    problem: Problem
+    budget_bytes: int
+    effort: Effort
+    backend: str
+    seed: int
+    planner: str  # as it was asked for
+    progress: Progress | None
+    known: KnownBlocks = field(default_factory=KnownBlocks)  # gets what is found for blocks
+    fallback: Steps | None = None  # a plan of little memory
+    best: Steps | None = None
+    best_ms: float = float("inf")
+    best_planner: str = ""
+    tried: list[Trial] = field(default_factory=list)
+    bound_ms: float | None = None  # under the overhead of every schedule
+    begin: float = field(default_factory=time.perf_counter)
 
+    # --- plans ------------------------------------------------------------------------------------
 
-def improve(
-    problem: Problem,
-    steps: Steps,
-    budget_bytes: int,
-    *,
-    windows: int,
-    window_limit: float = 0.1,
-    at_once: int = _AT_ONCE,
-    seed: int = 0,
-    stop: Callable[[], bool] = lambda: False,
-) -> Steps:
-    """Return steps that are at least as fast, after trying so many windows, or a few in vain.
+    def attempt(self, name: str, make: Callable[[], Steps | None]) -> None:
+        """Make steps, and consider them under `name`."""
+        begin = time.perf_counter()
+        self.consider(name, make(), begin)
 
-    `window_limit` is in deterministic seconds, about four of the clock. Deterministic if `stop` is.
-    `at_once` windows are solved at the same time, from the same plan: as good as one after the
-    other on graphs that are much larger than a window, and worse on small ones.
-    Steps that do not fit the budget in node order are returned as they are.
-    """
-    current = prune(problem, in_node_order(problem, steps), budget_bytes)
-    timeline = simulate(problem, current)
-    best = simulate(problem, steps)
-    if timeline.peak_bytes > budget_bytes:
-        return steps
-    cost = timeline.overhead_ms
-    draw = random.Random(seed)
+    def consider(self, name: str, steps: Steps | None, begin: float, note: str = "") -> None:
+        """Judge the steps of a planner, note what they reach, keep them if they are the best."""
+        seconds = time.perf_counter() - begin
+        if steps is None:
+            self.tried.append(Trial(name, seconds, note=note or "found nothing"))
+            return
+        timeline = simulate(self.problem, steps)
+        self.tried.append(Trial(name, seconds, timeline.overhead_ms, timeline.peak_bytes, note))
+        logger.debug("%s: %.3f ms in %.2f s", name, timeline.overhead_ms, seconds)
+        if timeline.peak_bytes <= self.budget_bytes and timeline.overhead_ms < self.best_ms:
+            self.best, self.best_ms, self.best_planner = steps, timeline.overhead_ms, name
 
-    def solve(window: Window) -> Steps | None:
-        result = solve_intervals(
+    def take(self, steps: Steps, planner: str) -> None:
+        """Make these steps the result, whatever was found before."""
+        self.best, self.best_planner = steps, planner
+        self.best_ms = simulate(self.problem, steps).overhead_ms
+
+    def forget(self) -> None:
+        """Drop the best plan, so that what comes next has no rival."""
+        self.best, self.best_ms, self.best_planner = None, float("inf"), ""
+
+    def is_within(self, gap: float) -> bool:
+        """Whether there is a plan, and one as near to the bound, relative to the step."""
+        if self.bound_ms is None:
+            self.bound_ms = self._lower_bound()
+        base = self.problem.base_time_ms
+        least = base + (self.bound_ms or 0.0)
+        return base + self.best_ms <= least * (1 + gap)
+
+    def finish(self, *, bounded: bool = True) -> Plan:
+        """Return the best steps as a plan, with a bound on the time of every other.
+
+        Without `bounded` there is a bound only where it costs nothing.
+        """
+        assert self.best is not None
+        problem = self.problem
+        timeline = simulate(problem, self.best)
+        self.report(0.95, "bound")
+        if bounded and self.bound_ms is None and timeline.overhead_ms > 0:
+            self.bound_ms = self._lower_bound()
+        base = problem.base_time_ms
+        bound = None if self.bound_ms is None else base + self.bound_ms
+        if timeline.overhead_ms == 0:
+            bound = base
+        if bound is not None:
+            bound = min(bound, base + timeline.overhead_ms)  # rounding of the linear program
+        proven = bound is not None and base + timeline.overhead_ms <= bound * (1 + 1e-9)
+        self.report(1.0, "done")
+        return make_plan(
             problem,
-            budget_bytes,
-            window=window,
-            max_runs=2,
-            deterministic_limit=window_limit,
-            seed=seed,
-        )
-        return None if result.steps is None else prune(problem, result.steps, budget_bytes)
-
-    hoped = cost - _LEAST_GAIN * problem.base_time_ms
-    for done in range(0, windows, at_once):
-        if stop() or cost <= 0 or (done >= _FIRST_WINDOWS and cost > hoped):
-            break
-        drawn = [
-            window
-            for _ in range(at_once)
-            if (window := _window(problem, current, _draw_nodes(len(problem.nodes), draw)))
-        ]
-        answers = zip(drawn, map_in_parallel(solve, drawn), strict=True)
-        found = [
-            (window, answer)
-            for window, answer in answers
-            if answer is not None and _overhead_ms(problem, answer, budget_bytes) < cost
-        ]
-        candidates = [answer for _, answer in found]
-        if len(found) > 1:
-            candidates += _joined(problem, found, budget_bytes)
-        for candidate in candidates:
-            reached = _overhead_ms(problem, candidate, budget_bytes)
-            if reached < cost:
-                current, cost = candidate, reached
-    return current if cost <= best.overhead_ms else steps
-
-
-def explore(
-    problem: Problem,
-    steps: Steps,
-    budget_bytes: int,
-    *,
-    windows: int,
-    window_limit: float = 0.1,
-    seed: int = 0,
-    stop: Callable[[], bool] = lambda: False,
-) -> Steps:
-    """Return the best of two searches side by side, of so many windows each: for small graphs."""
-
-    def search(own_seed: int) -> Steps:
-        return improve(
-            problem,
-            steps,
-            budget_bytes,
-            windows=windows,
-            window_limit=window_limit,
-            at_once=1,
-            seed=own_seed,
-            stop=stop,
+            self.best,
+            self.budget_bytes,
+            self.best_planner,
+            tried=tuple(self.tried),
+            bound_ms=bound,
+            status="optimal" if proven else "feasible",
+            plan_seconds=time.perf_counter() - self.begin,
         )
 
-    found = map_in_parallel(search, (seed, seed + 1))
-    return min(found, key=lambda steps: simulate(problem, steps).overhead_ms)
+    def _lower_bound(self) -> float | None:
+        return lower_bound(self.problem, self.budget_bytes, cuts=self.effort.bound_cuts)
 
+    # --- time -------------------------------------------------------------------------------------
 
-def _overhead_ms(problem: Problem, steps: Steps, budget_bytes: int) -> float:
-    timeline = simulate(problem, steps)
-    return timeline.overhead_ms if timeline.peak_bytes <= budget_bytes else math.inf
+    def report(self, fraction: float, text: str) -> None:
+        """Tell the user what is being done."""
+        if self.progress is not None:
+            self.progress(fraction, text)
 
+    def seconds_left(self) -> float | None:
+        """Seconds until the search must stop; None where only work is limited."""
+        if self.effort.seconds is None:
+            return None
+        return max(0.0, self.begin + self.effort.seconds - time.perf_counter())
 
-def _joined(
-    problem: Problem, answers: Sequence[tuple[Window, Steps]], budget_bytes: int
-) -> list[Steps]:
-    """Return the first answer, changed to what the others do with the nodes of their windows.
-
-    Empty if that is no plan: one may recompute from what the other no longer recomputes.
-    """
-    joined = recomputed_by_stage(problem, answers[0][1])
-    for window, other in answers[1:]:
-        theirs = recomputed_by_stage(problem, other)
-        joined = {
-            stage: [
-                *(k for k in joined.get(stage, ()) if k not in window.nodes),
-                *(k for k in theirs.get(stage, ()) if k in window.nodes),
-            ]
-            for stage in {**joined, **theirs}
-        }
-    try:
-        return [prune(problem, steps_of_stages(problem, joined), budget_bytes)]
-    except InvalidPlanError:
-        return []
-
-
-def _draw_nodes(count: int, draw: random.Random) -> frozenset[int]:
-    """Draw the nodes to free: one run of neighbours, or two."""
-
-    def run_of(size: int) -> range:
-        first = draw.randrange(max(1, count - size + 1))
-        return range(first, min(count, first + size))
-
-    size = draw.choice(_SIZES)
-    if draw.random() < _ONE_RUN:
-        return frozenset(run_of(size))
-    return frozenset({*run_of(size // 2), *run_of(size // 2)})
-
-
-def _window(problem: Problem, steps: Steps, nodes: frozenset[int]) -> Window | None:
-    """The window of these nodes: the stages of their own backwards and of their recomputations."""
-    stage = stages_of(problem)
-    own = [stage[k] for k in nodes if k in stage]
-    if not own:
-        return None
-    for s, again in recomputed_by_stage(problem, steps).items():
-        if any(k in nodes for k in again):
-            own.append(s)
-    return Window(steps, nodes, min(own), max(own))
+    def is_over(self) -> bool:
+        """Whether the effort's seconds have passed."""
+        left = self.seconds_left()
+        return left is not None and left <= 0

@@ -15,8 +15,8 @@ import dataclasses
 
 from rockmate.options.options import Grid
 from rockmate.planners.chain import LARGE_BLOCK_NODES, chain_model
-from rockmate.planners.search import in_node_order
 from rockmate.planners.squeeze import squeeze
+from rockmate.planners.windows import in_node_order
 from rockmate.problems.blocks import find_cuts, largest_block, pinned_candidates
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import checkpoint_segments, no_recomputation

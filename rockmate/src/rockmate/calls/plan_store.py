@@ -126,7 +126,7 @@ class Family:
         return None
 
 
-class PlanCache:
+class PlanStore:
     """At most `most` families."""
 
     def __init__(self, most: int) -> None:

@@ -17,7 +17,7 @@ _WHY_OPAQUE = (
 )
 
 
-class ForwardOfPlanned:
+class ForwardAttribute:
     """`forward` of a planned class: before whatever a model has as its own in its attributes."""
 
     def __init__(self, base: type[nn.Module]) -> None:
@@ -56,7 +56,7 @@ class ForwardOfPlanned:
         module._rockmate.forward = None
 
 
-class CompiledCallOfWrapper:
+class CompiledCallAttribute:
     """What `wrapper.compile()` makes, apart from what `model.compile()` has made.
 
     Both would lie in the attributes that they share, and a call of the one would run the other.

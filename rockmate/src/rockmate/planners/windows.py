@@ -1,0 +1,180 @@
+"""Large-neighbourhood search: free a part of the current plan, let CP-SAT put it back better.
+
+A window frees some nodes in some stages; the rest of the plan is a fixed background, so a window of
+a network of any length is a small program. Windows are drawn by a seeded generator: one run of
+neighbouring nodes, or two runs that then can exchange memory with each other. Laying them around
+what the plan recomputes was tried and found no better. Two windows of the same plan are solved at a
+time; where both help, what they do to different nodes is joined.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+
+from rockmate.errors import InvalidPlanError
+from rockmate.parallel import map_in_parallel
+from rockmate.problems.problem import Problem
+from rockmate.schedules.prune import prune
+from rockmate.schedules.simulate import simulate
+from rockmate.schedules.steps import Steps
+from rockmate.solvers.intervals.solve import Window, solve_intervals
+from rockmate.solvers.result import recomputed_by_stage, stages_of, steps_of_stages
+
+_SIZES = (16, 24, 36)  # nodes of a window: what CP-SAT solves in a fraction of a second
+_ONE_RUN = 0.4  # share of windows that are one run of neighbouring nodes
+_FIRST_WINDOWS = 12  # where so many gain next to nothing, as on chains of equal blocks, no more do
+_LEAST_GAIN = 1e-4  # of the step
+_AT_ONCE = 2  # windows solved at the same time; the same everywhere, for the same plan everywhere
+
+
+def in_node_order(problem: Problem, steps: Steps) -> Steps:
+    """Return the steps with the recomputations of each stage in node order, each at most once.
+
+    That is the form which windows can change. Its peak may differ from the original's.
+    """
+    return steps_of_stages(problem, recomputed_by_stage(problem, steps))
+
+
+def improve(
+    problem: Problem,
+    steps: Steps,
+    budget_bytes: int,
+    *,
+    windows: int,
+    window_limit: float = 0.1,
+    at_once: int = _AT_ONCE,
+    seed: int = 0,
+    stop: Callable[[], bool] = lambda: False,
+) -> Steps:
+    """Return steps that are at least as fast, after trying so many windows, or a few in vain.
+
+    `window_limit` is in deterministic seconds, about four of the clock. Deterministic if `stop` is.
+    `at_once` windows are solved at the same time, from the same plan: as good as one after the
+    other on graphs that are much larger than a window, and worse on small ones.
+    Steps that do not fit the budget in node order are returned as they are.
+    """
+    current = prune(problem, in_node_order(problem, steps), budget_bytes)
+    timeline = simulate(problem, current)
+    best = simulate(problem, steps)
+    if timeline.peak_bytes > budget_bytes:
+        return steps
+    cost = timeline.overhead_ms
+    draw = random.Random(seed)
+
+    def solve(window: Window) -> Steps | None:
+        result = solve_intervals(
+            problem,
+            budget_bytes,
+            window=window,
+            max_runs=2,
+            deterministic_limit=window_limit,
+            seed=seed,
+        )
+        return None if result.steps is None else prune(problem, result.steps, budget_bytes)
+
+    hoped = cost - _LEAST_GAIN * problem.base_time_ms
+    for done in range(0, windows, at_once):
+        if stop() or cost <= 0 or (done >= _FIRST_WINDOWS and cost > hoped):
+            break
+        drawn = [
+            window
+            for _ in range(at_once)
+            if (window := _window(problem, current, _draw_nodes(len(problem.nodes), draw)))
+        ]
+        answers = zip(drawn, map_in_parallel(solve, drawn), strict=True)
+        found = [
+            (window, answer)
+            for window, answer in answers
+            if answer is not None and _overhead_ms(problem, answer, budget_bytes) < cost
+        ]
+        candidates = [answer for _, answer in found]
+        if len(found) > 1:
+            candidates += _joined(problem, found, budget_bytes)
+        for candidate in candidates:
+            reached = _overhead_ms(problem, candidate, budget_bytes)
+            if reached < cost:
+                current, cost = candidate, reached
+    return current if cost <= best.overhead_ms else steps
+
+
+def explore(
+    problem: Problem,
+    steps: Steps,
+    budget_bytes: int,
+    *,
+    windows: int,
+    window_limit: float = 0.1,
+    seed: int = 0,
+    stop: Callable[[], bool] = lambda: False,
+) -> Steps:
+    """Return the best of two searches side by side, of so many windows each: for small graphs."""
+
+    def search(own_seed: int) -> Steps:
+        return improve(
+            problem,
+            steps,
+            budget_bytes,
+            windows=windows,
+            window_limit=window_limit,
+            at_once=1,
+            seed=own_seed,
+            stop=stop,
+        )
+
+    found = map_in_parallel(search, (seed, seed + 1))
+    return min(found, key=lambda steps: simulate(problem, steps).overhead_ms)
+
+
+def _overhead_ms(problem: Problem, steps: Steps, budget_bytes: int) -> float:
+    timeline = simulate(problem, steps)
+    return timeline.overhead_ms if timeline.peak_bytes <= budget_bytes else math.inf
+
+
+def _joined(
+    problem: Problem, answers: Sequence[tuple[Window, Steps]], budget_bytes: int
+) -> list[Steps]:
+    """Return the first answer, changed to what the others do with the nodes of their windows.
+
+    Empty if that is no plan: one may recompute from what the other no longer recomputes.
+    """
+    joined = recomputed_by_stage(problem, answers[0][1])
+    for window, other in answers[1:]:
+        theirs = recomputed_by_stage(problem, other)
+        joined = {
+            stage: [
+                *(k for k in joined.get(stage, ()) if k not in window.nodes),
+                *(k for k in theirs.get(stage, ()) if k in window.nodes),
+            ]
+            for stage in {**joined, **theirs}
+        }
+    try:
+        return [prune(problem, steps_of_stages(problem, joined), budget_bytes)]
+    except InvalidPlanError:
+        return []
+
+
+def _draw_nodes(count: int, draw: random.Random) -> frozenset[int]:
+    """Draw the nodes to free: one run of neighbours, or two."""
+
+    def run_of(size: int) -> range:
+        first = draw.randrange(max(1, count - size + 1))
+        return range(first, min(count, first + size))
+
+    size = draw.choice(_SIZES)
+    if draw.random() < _ONE_RUN:
+        return frozenset(run_of(size))
+    return frozenset({*run_of(size // 2), *run_of(size // 2)})
+
+
+def _window(problem: Problem, steps: Steps, nodes: frozenset[int]) -> Window | None:
+    """The window of these nodes: the stages of their own backwards and of their recomputations."""
+    stage = stages_of(problem)
+    own = [stage[k] for k in nodes if k in stage]
+    if not own:
+        return None
+    for s, again in recomputed_by_stage(problem, steps).items():
+        if any(k in nodes for k in again):
+            own.append(s)
+    return Window(steps, nodes, min(own), max(own))
