@@ -153,7 +153,7 @@ def test_the_table_says_who_uses_what(seed: int) -> None:
     taken = [draw.sample(sorted(infos), 1), draw.sample(sorted(infos), 2)]
     parts = [Part(7, ops[:cut], taken[0]), Part(3, ops[cut:], taken[1])]
     uses = Uses(parts, infos)
-    # In order: where, what is read, what is made or written to, what is made as a value.
+    # In order: where, what is read, what is written to, what is made.
     lines: list[tuple[At, set[str], set[str], set[str]]] = []
     for part in parts:
         for place, op in enumerate(part.ops):
@@ -165,11 +165,13 @@ def test_the_table_says_who_uses_what(seed: int) -> None:
         root = infos[name].alias_of
         assert uses.readers.get(name, []) == [at for at, read, _, _ in lines if name in read]
         assert uses.reads.get(root, []) == [at for at, read, _, _ in lines if read & lying]
-        assert uses.writes.get(root, []) == [
-            at for at, _, written, made in lines if written & lying or root in made
-        ]
+        assert uses.writes.get(root, []) == [at for at, _, wrote, _ in lines if wrote & lying]
         touching = [at for at, *names in lines if lying.intersection(*[set().union(*names)])]
+        assert uses.first.get(root) == (touching[0] if touching else None)
         assert uses.last.get(root) == (touching[-1] if touching else None)
         assert uses.maker.get(name) == next((at.part for at, *_, m in lines if name in m), None)
-        assert set(uses.parts_reading(root)) == {at.part for at in uses.reads.get(root, [])}
-        assert set(uses.parts_writing(root)) == {at.part for at in uses.writes.get(root, [])}
+        assert [*uses.parts_reading(root)] == [
+            part.index
+            for part in parts
+            if part.index in {at.part for at in uses.reads.get(root, [])}
+        ]

@@ -9,7 +9,7 @@ circle are merged, so every choice of passes gives a valid graph.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,11 +18,13 @@ import torch
 from torch import nn
 
 from rkgb.elements.op import VIEW_NAMES, Op, Ref
+from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.backward_slices import slice_backward
 from rkgb.graphs.basic import HandOver
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.passes import PASSES, Groups, Pass
 from rkgb.graphs.topology import strongly_connected, topological_order
+from rkgb.graphs.uses import Part, Uses, roots_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,10 +72,19 @@ class SimplifiedGraph:
     outputs: tuple[Any, ...]  # the forward's results: Ref or constant
 
     @cached_property
+    def uses(self) -> Uses:
+        """Who uses what in the forward; its parts are the nodes."""
+        return forward_uses(self.nodes, self.dataflow.infos)
+
+    @cached_property
+    def uses_behind(self) -> Uses:
+        """Who uses what in the backward; its parts are those of the nodes, the last one first."""
+        return backward_uses(self.nodes, self.dataflow.infos)
+
+    @property
     def producer(self) -> Mapping[str, int]:
         """Index of the node that makes each value, inner values included."""
-        nodes = enumerate(self.nodes)
-        return {name: i for i, node in nodes for op in node.ops for name in op.results if name}
+        return self.uses.maker
 
     @property
     def written_roots(self) -> frozenset[str]:
@@ -84,8 +95,7 @@ class SimplifiedGraph:
     def output_roots(self) -> frozenset[str]:
         """Memory of values that leave the graph and stay to the end of the step."""
         basic = self.dataflow.basic
-        roots = {basic.infos[name].alias_of for name in self.output_names}
-        return frozenset(roots - basic.leaving_roots)
+        return frozenset(roots_of(basic.infos, self.output_names) - basic.leaving_roots)
 
     @cached_property
     def input_names(self) -> tuple[str, ...]:
@@ -105,6 +115,45 @@ class SimplifiedGraph:
             lines.append(f"[{index}] {node.name} {place}{after}{marks}")
             lines += [f"    {op}" for op in node.ops]
         return "\n".join([*lines, f"return {', '.join(map(repr, self.outputs))}"])
+
+
+def forward_uses(nodes: Sequence[SimplifiedNode], infos: Mapping[str, TensorInfo]) -> Uses:
+    """Return who uses what in the forwards of these nodes."""
+    return Uses([Part(index, node.ops) for index, node in enumerate(nodes)], infos)
+
+
+def backward_uses(nodes: Sequence[SimplifiedNode], infos: Mapping[str, TensorInfo]) -> Uses:
+    """Return who uses what in the backwards of these nodes; gradients are taken at their ends."""
+    parts = [
+        Part(index, node.backward, [hand_over.value for hand_over in node.hand_overs])
+        for index, node in enumerate(nodes)
+    ]
+    return Uses(parts[::-1], infos)
+
+
+def with_reads(
+    nodes: Sequence[SimplifiedNode], kept: Collection[str], infos: Mapping[str, TensorInfo]
+) -> tuple[SimplifiedNode, ...]:
+    """Return the nodes with what each reads, and what of its values others do, or are `kept`."""
+    uses = forward_uses(nodes, infos)
+    home, readers = uses.maker, uses.readers
+    result = []
+    for index, node in enumerate(nodes):
+        read = dict.fromkeys(name for op in node.ops for name in op.inputs)
+        made = (name for op in node.ops for name in op.results if name)
+        result.append(
+            replace(
+                node,
+                inputs=tuple(n for n in read if home.get(n, index) != index),
+                externals=tuple(n for n in read if n not in home),
+                outputs=tuple(
+                    n
+                    for n in made
+                    if n in kept or any(at.part != index for at in readers.get(n, ()))
+                ),
+            )
+        )
+    return tuple(result)
 
 
 def D_to_S(
@@ -190,19 +239,12 @@ def _condense(groups: Groups) -> SimplifiedGraph:
     place = {head: position for position, head in enumerate(order)}
 
     basic = groups.dataflow.basic
-    home = {n: groups.find(i) for i in groups.alive() for n in groups.nodes[i].op.results if n}
-    readers: dict[str, set[int]] = {}
-    for index in groups.alive():
-        for name in groups.nodes[index].op.inputs:
-            readers.setdefault(name, set()).add(groups.find(index))
     node_of = {index: place[groups.find(index)] for index in groups.alive()}
     slices = slice_backward(basic, len(order), node_of)
     nodes = []
     for head in order:
         indices = members[head]
         ops = tuple(groups.nodes[i].op for i in indices)
-        read = list(dict.fromkeys(name for op in ops for name in op.inputs))
-        made = [name for op in ops for name in op.results if name]
         written = dict.fromkeys(w for i in indices for w in groups.nodes[i].written)
         backward, hand_overs = slices[place[head]]
         nodes.append(
@@ -210,11 +252,9 @@ def _condense(groups: Groups) -> SimplifiedGraph:
                 name="+".join(op.target_name for op in ops[:6]) + ("+..." if len(ops) > 6 else ""),
                 ops=ops,
                 positions=tuple(indices),
-                inputs=tuple(n for n in read if n in home and home[n] != head),
-                externals=tuple(n for n in read if n not in home),
-                outputs=tuple(
-                    n for n in made if n in groups.kept or readers.get(n, set()) - {head}
-                ),
+                inputs=(),
+                externals=(),
+                outputs=(),
                 deps=tuple(sorted(place[d] for d in deps[head])),
                 is_random=any(op.is_random for op in ops),
                 written_buffers=tuple(w for w in written if w in groups.resident),
@@ -222,8 +262,10 @@ def _condense(groups: Groups) -> SimplifiedGraph:
                 hand_overs=hand_overs,
             )
         )
-    returned = tuple(name for name in basic.output_names if name in home)
-    return SimplifiedGraph(groups.dataflow, tuple(nodes), returned, basic.outputs)
+    made = forward_uses(nodes, basic.infos).maker
+    returned = tuple(name for name in basic.output_names if name in made)
+    ready = with_reads(nodes, groups.kept, basic.infos)
+    return SimplifiedGraph(groups.dataflow, ready, returned, basic.outputs)
 
 
 def operations(sg: SimplifiedGraph) -> tuple[Op, ...]:

@@ -68,62 +68,69 @@ class Uses:
     def readers(self) -> Mapping[str, Sequence[At]]:
         """Who reads each value; an operation counts once."""
         found: dict[str, list[At]] = {}
-        for at, names in self._read():
-            for name in dict.fromkeys(names):
-                found.setdefault(name, []).append(at)
+        for at, read, _ in self._steps:
+            for name in read:
+                _append(found, name, at)
         return found
 
     @cached_property
     def reads(self) -> Mapping[str, Sequence[At]]:
         """Who reads each storage; an operation counts once."""
         found: dict[str, list[At]] = {}
-        for at, names in self._read():
-            for root in dict.fromkeys(self.infos[name].alias_of for name in names):
-                found.setdefault(root, []).append(at)
+        for at, read, _ in self._steps:
+            for name in read:
+                _append(found, self.infos[name].alias_of, at)
         return found
 
     @cached_property
     def writes(self) -> Mapping[str, Sequence[At]]:
-        """Who makes each storage, or writes to it."""
+        """Who writes to each storage; making it is no write."""
         found: dict[str, list[At]] = {}
-        for at, op in self._ops():
-            written = (self.infos[name].alias_of for name in op.writes)
-            for root in dict.fromkeys((*made_by(self.infos, op), *written)):
-                found.setdefault(root, []).append(at)
+        for at, _, op in self._steps:
+            for name in op.writes if op is not None else ():
+                _append(found, self.infos[name].alias_of, at)
         return found
 
-    @cached_property
+    @property
+    def first(self) -> Mapping[str, At]:
+        """The first use of each storage."""
+        return self._ends[0]
+
+    @property
     def last(self) -> Mapping[str, At]:
         """The last use of each storage. A view of it is a use, whoever reads the view."""
-        found: dict[str, At] = {}
-        for part in self.parts:
-            for place, op in enumerate(part.ops):
-                at = At(part.index, place)
-                for name in (*op.inputs, *op.writes, *op.results):
-                    if name:
-                        found[self.infos[name].alias_of] = at
-            at = At(part.index, len(part.ops))
-            found.update((self.infos[name].alias_of, at) for name in part.taken)
-        return found
+        return self._ends[1]
 
     def parts_reading(self, root: str) -> dict[int, None]:
         """Return the parts that read a storage, in the order in which they run."""
-        return dict.fromkeys(at.part for at in self.reads.get(root, ()))
+        return dict.fromkeys([at.part for at in self.reads.get(root, ())])
 
-    def parts_writing(self, root: str) -> dict[int, None]:
-        """Return the parts that make a storage or write to it, in the order in which they run."""
-        return dict.fromkeys(at.part for at in self.writes.get(root, ()))
+    @cached_property
+    def _ends(self) -> tuple[Mapping[str, At], Mapping[str, At]]:
+        first: dict[str, At] = {}
+        last: dict[str, At] = {}
+        for at, read, op in self._steps:
+            for name in (*read, *op.writes, *op.results) if op is not None else read:
+                if name:
+                    root = self.infos[name].alias_of
+                    first.setdefault(root, at)
+                    last[root] = at
+        return first, last
 
-    def _ops(self) -> Iterable[tuple[At, Op]]:
+    @cached_property
+    def _steps(self) -> Sequence[tuple[At, Sequence[str], Op | None]]:
+        """Where, what is read there, and by which operation; by none where it is taken."""
+        found: list[tuple[At, Sequence[str], Op | None]] = []
         for part in self.parts:
-            for place, op in enumerate(part.ops):
-                yield At(part.index, place), op
+            found += [(At(part.index, i), op.inputs, op) for i, op in enumerate(part.ops)]
+            found.append((At(part.index, len(part.ops)), part.taken, None))
+        return found
 
-    def _read(self) -> Iterable[tuple[At, Sequence[str]]]:
-        for part in self.parts:
-            for place, op in enumerate(part.ops):
-                yield At(part.index, place), op.inputs
-            yield At(part.index, len(part.ops)), part.taken
+
+def _append(found: dict[str, list[At]], key: str, at: At) -> None:
+    known = found.setdefault(key, [])
+    if not known or known[-1] is not at:
+        known.append(at)
 
 
 class Before(NamedTuple):

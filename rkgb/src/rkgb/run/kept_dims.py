@@ -7,7 +7,6 @@ returns it without them, with the strides that are left.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ import torch
 from rkgb.elements.op import Op
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
-from rkgb.graphs.simplified import SimplifiedNode
+from rkgb.graphs.simplified import SimplifiedNode, backward_uses
 
 _SUM = torch.ops.aten.sum.dim_IntList
 
@@ -27,7 +26,7 @@ def without_kept_dims(
     """Return the nodes whose backwards sum without dimensions that nobody reads, and the facts."""
     infos = basic.infos
     now: dict[str, str] = {}  # storage of a sum that is no longer made -> what is in its place
-    uses = Counter(name for node in nodes for name in node.read_by_backward)
+    readers = backward_uses(nodes, infos).readers
     changed = []
     for node in nodes:
         sums = {op.results[0]: op for op in node.backward if op.target is _SUM}
@@ -35,7 +34,7 @@ def without_kept_dims(
             base: op
             for op in node.backward
             if (base := op.inputs[0] if op.inputs else "") in sums
-            and uses[base] == 1
+            and len(readers[base]) == 1
             and _drops_dims(sums[base], op, infos)
         }
         gone = {op.name for op in views.values()}

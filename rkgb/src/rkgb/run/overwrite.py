@@ -12,7 +12,6 @@ its size once, and not three times.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,8 @@ from rkgb.elements.cut import Cut, Part
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
-from rkgb.graphs.simplified import SimplifiedNode
+from rkgb.graphs.simplified import SimplifiedNode, backward_uses
+from rkgb.graphs.uses import At, roots_of
 from rkgb.run.part_sums import PART_SUMS
 
 _aten = torch.ops.aten
@@ -51,7 +51,7 @@ def overwrite_gradients(
     parts = {}
     for index in reversed(range(len(nodes))):
         ops = nodes[index].backward
-        rewritten = [rewriting.rewritten(op, ops[:place]) for place, op in enumerate(ops)]
+        rewritten = [rewriting.rewritten(op, At(index, place)) for place, op in enumerate(ops)]
         parts[index] = tuple(op for op in rewritten if op.name not in rewriting.folded)
     changed = [replace(node, backward=parts[index]) for index, node in enumerate(nodes)]
     infos = {
@@ -65,24 +65,17 @@ def overwrite_gradients(
 
 class _Rewriting:
     def __init__(self, nodes: Sequence[SimplifiedNode], infos: Mapping[str, TensorInfo]) -> None:
-        self.infos = infos
+        self.nodes, self.infos = nodes, infos
+        self.uses = backward_uses(nodes, infos)
         self.into: dict[str, str] = {}  # storage that is no longer made -> the one it lies in
-        self.own: set[str] = set()  # storages that the backward makes and may overwrite
-        self.last_reader: dict[str, str] = {}  # storage -> name of the operation
-        self.readers: Counter[str] = Counter()  # of each storage: operations and hand-overs
+        # Storages that the backward makes and may overwrite.
+        self.own = {name for name in self.uses.maker if infos[name].alias_of == name}
         self.folded: set[str] = set()  # operations whose result is never made
-        for node in reversed(nodes):
-            for op in node.backward:
-                self.own.update(n for n in op.results if n and infos[n].alias_of == n)
-                for name in (*op.inputs, *op.writes, *(n for n in op.results if n)):
-                    self.last_reader[infos[name].alias_of] = op.name
-                self.readers.update({infos[name].alias_of for name in op.inputs})
         for node in nodes:  # whose gradient is handed over may read it at any time
-            self.own.difference_update(infos[h.value].alias_of for h in node.hand_overs)
+            self.own -= roots_of(infos, (hand_over.value for hand_over in node.hand_overs))
             for op in node.backward:
                 if isinstance(op.target, (Cut, Part)):  # so may whom it passes on its way
-                    names = (*op.inputs, op.name)
-                    self.own.difference_update(infos[name].alias_of for name in names)
+                    self.own -= roots_of(infos, (*op.inputs, op.name))
 
     def root(self, storage: str) -> str:
         """Return the storage that a recorded storage lies in now."""
@@ -90,14 +83,14 @@ class _Rewriting:
             storage = self.into[storage]
         return storage
 
-    def rewritten(self, op: Op, before: Sequence[Op]) -> Op:
-        """Return the operation, in place if it can be; `before` run in the same part."""
+    def rewritten(self, op: Op, at: At) -> Op:
+        """Return the operation, in place if it can be."""
         first = op.inputs[0] if op.inputs else ""
         if op.target in _IN_PLACE and len(op.args) == 2 and len(set(op.inputs)) == 2:
             for term, other in (op.inputs, op.inputs[::-1]):
-                if not op.kwargs and self._can_hold(term, op):
+                if not op.kwargs and self._can_hold(term, op, at):
                     self._overwrite(term, op)
-                    maker = self._part(op, other, before)
+                    maker = self._part(op, other, at)
                     if maker is not None:
                         self.folded.add(maker.name)
                         added = (Ref(term), *maker.args)
@@ -105,27 +98,33 @@ class _Rewriting:
                         return replace(op, target=kernel, args=added, writes=(term,))
                     target, args = _IN_PLACE[op.target], (Ref(term), Ref(other))
                     return replace(op, target=target, args=args, writes=(term,))
-        elif op.target in _INTO_GRADIENT and op.args[0] == Ref(first) and self._can_hold(first, op):
+        elif (
+            op.target in _INTO_GRADIENT
+            and op.args[0] == Ref(first)
+            and self._can_hold(first, op, at)
+        ):
             self._overwrite(first, op)
             kwargs = {**op.kwargs, "grad_input": Ref(first)}
             return replace(op, target=_INTO_GRADIENT[op.target], kwargs=kwargs, writes=(first,))
         return op
 
-    def _part(self, op: Op, name: str, before: Sequence[Op]) -> Op | None:
+    def _part(self, op: Op, name: str, at: At) -> Op | None:
         """Return what makes a term of a sum, if that is a part with zeros around, for it alone."""
-        if op.target is not _aten.add.Tensor or self.readers[name] != 1 or name not in self.own:
+        is_alone = name in self.own and len(self.uses.reads[name]) == 1
+        if op.target is not _aten.add.Tensor or not is_alone:
             return None
+        before = self.nodes[at.part].backward[: at.place]
         for place, maker in enumerate(before):
             if name in maker.results and maker.target in PART_SUMS and not maker.kwargs:
                 part = self.infos[maker.inputs[0]].alias_of
-                written = {self.infos[n].alias_of for o in before[place:] for n in o.writes}
+                written = roots_of(self.infos, (n for o in before[place:] for n in o.writes))
                 return None if part in written else maker
         return None
 
     def _overwrite(self, term: str, op: Op) -> None:
         self.into[op.results[0]] = self.infos[term].alias_of
 
-    def _can_hold(self, term: str, op: Op) -> bool:
+    def _can_hold(self, term: str, op: Op, at: At) -> bool:
         """Whether the result may lie in the memory of a term, and of no other that it reads."""
         result, info = self.infos[op.results[0]], self.infos[term]
         others = [self.infos[name] for name in op.inputs if name != term]
@@ -137,6 +136,6 @@ class _Rewriting:
             and info.storage_bytes == result.storage_bytes == info.size_bytes
             and all((o.shape, o.dtype) == (result.shape, result.dtype) for o in others)
             and info.alias_of in self.own
-            and self.last_reader[info.alias_of] == op.name
+            and self.uses.last[info.alias_of] == at
             and self.root(info.alias_of) not in {self.root(o.alias_of) for o in others}
         )

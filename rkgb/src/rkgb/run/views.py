@@ -22,7 +22,7 @@ import torch
 from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.graphs.backward_slices import Slice, slice_backward
 from rkgb.graphs.basic import BasicGraph, HandOver
-from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
+from rkgb.graphs.simplified import SimplifiedGraph, with_reads
 from rkgb.run.freeing import freeing
 from rkgb.run.kept_dims import without_kept_dims
 from rkgb.run.overwrite import overwrite_gradients
@@ -85,7 +85,8 @@ def _with_backward(
         nodes.append(replace(node, backward=ops, hand_overs=hand_overs))
     nodes, basic = overwrite_gradients(*without_kept_dims(nodes, basic))
     dataflow = replace(sg.dataflow, basic=basic)
-    return freeing(replace(sg, dataflow=dataflow, nodes=_with_reads(nodes, sg.output_names)))
+    kept = {*sg.output_names, *(name for node in nodes for name in node.read_by_backward)}
+    return freeing(replace(sg, dataflow=dataflow, nodes=with_reads(nodes, kept, basic.infos)))
 
 
 class _Views:
@@ -233,30 +234,3 @@ def _from_outside(basic: BasicGraph) -> dict[str, str]:
                 if seen and seen[0] in grounds:
                     grounds[name] = grounds[seen[0]]
     return grounds
-
-
-def _with_reads(
-    nodes: Sequence[SimplifiedNode], returned: Sequence[str]
-) -> tuple[SimplifiedNode, ...]:
-    """Say anew what each node reads and who reads what it makes."""
-    home = {n: i for i, node in enumerate(nodes) for op in node.ops for n in op.results if n}
-    outside = {name: {-1} for name in returned}
-    for index, node in enumerate(nodes):
-        for op in node.ops:
-            for name in op.inputs:
-                outside.setdefault(name, set()).add(index)
-        for name in node.read_by_backward:
-            outside.setdefault(name, set()).add(-1)
-    result = []
-    for index, node in enumerate(nodes):
-        read = list(dict.fromkeys(name for op in node.ops for name in op.inputs))
-        made = [name for op in node.ops for name in op.results if name]
-        result.append(
-            replace(
-                node,
-                inputs=tuple(n for n in read if n in home and home[n] != index),
-                externals=tuple(n for n in read if n not in home),
-                outputs=tuple(n for n in made if outside.get(n, set()) - {index}),
-            )
-        )
-    return tuple(result)
