@@ -16,6 +16,7 @@ from rkgb.costs.node_facts import NodeFacts
 from rkgb.graphs.anonymize import node_key
 from rkgb.graphs.backward_slices import order_of
 from rkgb.graphs.simplified import SimplifiedGraph
+from rkgb.graphs.uses import roots_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,25 +157,15 @@ def k_graph(sg: SimplifiedGraph, facts: Sequence[NodeFacts]) -> KGraph:
 
 def _gradients(sg: SimplifiedGraph) -> list[KDataNode]:
     """Return the gradients that one backward makes and another reads, or that come from outside."""
-    infos, home = sg.dataflow.infos, sg.producer
-    external = set(sg.dataflow.basic.externals)
-    makers: dict[str, dict[int, None]] = {}
-    users: dict[str, dict[int, None]] = {}
-    for index in reversed(range(len(sg.nodes))):
-        node = sg.nodes[index]
-        for op in node.backward:
-            made = (name for name in op.results if name and infos[name].alias_of == name)
-            for name in (*made, *op.writes):
-                makers.setdefault(infos[name].alias_of, {})[index] = None
-            for name in op.inputs:
-                users.setdefault(infos[name].alias_of, {})[index] = None
-        for hand_over in node.hand_overs:
-            users.setdefault(infos[hand_over.value].alias_of, {})[index] = None
+    infos, behind = sg.dataflow.infos, sg.uses_behind
+    known = {*sg.producer, *sg.dataflow.basic.externals}
     found = []
-    for root, readers in users.items():
-        if root in home or root in external:
+    for root, reads in behind.reads.items():
+        if root in known:
             continue
-        writers = makers.get(root, {})
+        writing = [at.part for at in behind.writes.get(root, ())]
+        writers = dict.fromkeys([behind.maker[root], *writing] if root in behind.maker else writing)
+        readers = dict.fromkeys(at.part for at in reads)
         others = [f"bwd_{i}" for i in readers if len(writers) != 1 or i not in writers]
         if others:
             names = tuple(f"bwd_{i}" for i in writers)
@@ -184,7 +175,7 @@ def _gradients(sg: SimplifiedGraph) -> list[KDataNode]:
 
 def _forward(sg: SimplifiedGraph, index: int, fact: NodeFacts, key: str) -> KComputeNode:
     node, infos, home = sg.nodes[index], sg.dataflow.infos, sg.producer
-    read = {infos[name].alias_of for name in node.read_by_backward}
+    read = roots_of(infos, node.read_by_backward)
     saved = {root for root in read if root in home or root in sg.input_names}
     flowing = {home[name] for name in node.inputs if name in home}
     return replace(

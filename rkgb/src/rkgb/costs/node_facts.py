@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from rkgb.costs.op_costs import OpCost, op_key
 from rkgb.device.chosen import device_of
@@ -15,6 +16,7 @@ from rkgb.elements.cut import Cut
 from rkgb.elements.op import Op
 from rkgb.graphs.basic import HandOver
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
+from rkgb.graphs.uses import At, made_by, roots_of
 from rkgb.opaque.piece import RunPiece
 from rkgb.run.node_storages import NodeStorage, dying_in_backward, storages_of
 from rkgb.run.state import rerun_ops, rerun_state
@@ -74,7 +76,7 @@ class _Facts:
             for made in storages_of(sg)
         )
         self.dying = dying_in_backward(self.storages)
-        self.last_reader, self.gradient_roots = self._gradients()
+        self.gradient_roots = self._gradients()
 
     def all(self) -> tuple[NodeFacts, ...]:
         return tuple(self._node(index, node) for index, node in enumerate(self.sg.nodes))
@@ -82,7 +84,7 @@ class _Facts:
     def _node(self, index: int, node: SimplifiedNode) -> NodeFacts:
         copied = rerun_state(self.sg, node)
         state = sum(map(self._copy_bytes, copied))
-        written = {self.infos[n].alias_of for op in rerun_ops(self.sg, node) for n in op.writes}
+        written = roots_of(self.infos, (n for op in rerun_ops(self.sg, node) for n in op.writes))
         # What is run once more later leaves the copies as they are, and writes to copies of them.
         twice = sum(self._copy_bytes(n) for n in copied if self.infos[n].alias_of in written)
         copies = sum(map(_copied_buffers, node.ops))
@@ -93,8 +95,8 @@ class _Facts:
         all_kept = {s.root for s in self.storages[index]}
         # For a moment a recomputation holds the random state of then and that of now.
         least = self.random_bytes if node.is_random else 0
-        keeping = max(least, self._forward_peak(node, all_kept))
-        dropping = max(least, self._forward_peak(node, others))
+        keeping = max(least, self._forward_peak(index, all_kept))
+        dropping = max(least, self._forward_peak(index, others))
         before = sum(
             self._size(root)
             for root, (made, last) in self.gradient_roots.items()
@@ -141,91 +143,77 @@ class _Facts:
     def _made(self, op: Op) -> list[str]:
         if isinstance(op.target, Cut) and op.target.from_outside:
             return []  # it has been there
-        return [name for name in op.results if name and self.infos[name].alias_of == name]
+        return made_by(self.infos, op)
 
     # ------------------------------------------------------------------ forward
 
-    def _forward_peak(self, node: SimplifiedNode, kept: set[str]) -> int:
+    def _forward_peak(self, index: int, kept: set[str]) -> int:
         """Return the peak of a forward that keeps the storages `kept` to its end."""
-        ops = node.ops
-        last = {
-            self.infos[name].alias_of: i
-            for i, op in enumerate(ops)
-            for name in (*op.inputs, *op.results)
-            if name
-        }
+        last = self.sg.uses.last
         alive = peak = 0
         mine: set[str] = set()
-        for index, op in enumerate(ops):
+        for place, op in enumerate(self.sg.nodes[index].ops):
             made = self._made(op)
             mine.update(made)
             alive += sum(map(self._size, made))
             peak = max(peak, alive + self._workspace(op))
-            alive -= sum(
-                self._size(root) for root in mine if last[root] == index and root not in kept
-            )
+            ends = {root for root in mine if last[root] == At(index, place)}
+            alive -= sum(map(self._size, ends - kept))
         return peak
 
     # ------------------------------------------------------------------ backward
 
-    def _gradients(self) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
-        """Return who reads each storage of a gradient last, and (maker, last reader) of each.
+    def _gradients(self) -> dict[str, tuple[int, int]]:
+        """Return the node that makes each storage of a gradient, and the one that reads it last.
 
         The maker of the gradient of an output is one node behind the last.
         """
-        home = self.sg.producer
-        external = set(self.sg.dataflow.basic.externals)
-        last: dict[str, int] = {}
-        maker: dict[str, int] = {}
-        for index in reversed(range(len(self.sg.nodes))):
-            node = self.sg.nodes[index]
-            names = [n for op in node.backward for n in (*op.inputs, *op.results) if n]
-            names += [hand_over.value for hand_over in node.hand_overs]
-            for name in names:
-                root = self.infos[name].alias_of
-                if root not in home and root not in external:
-                    last[root] = index
-                    maker.setdefault(root, index)
-        basic = self.sg.dataflow.basic
+        behind, basic = self.sg.uses_behind, self.sg.dataflow.basic
+        known = {*self.sg.producer, *basic.externals}
+        found = {
+            root: (behind.first[root].part, last.part)
+            for root, last in behind.last.items()
+            if root not in known
+        }
         waiting = [op.name for op in basic.cuts if op.target.from_outside]  # type: ignore[attr-defined]
         for name in (*filter(None, basic.tangent_names), *waiting):
-            maker[name] = len(self.sg.nodes)
             # Autograd holds the gradient that a backward starts from, which a loss is, to its end.
-            last[name] = last.get(name, 0) if self.infos[name].shape else -1
-        return last, {root: (maker[root], last[root]) for root in last}
+            last = found.get(name, (0, 0))[1] if self.infos[name].shape else -1
+            found[name] = len(self.sg.nodes), last
+        return found
 
     def _backward_peak(self, index: int, node: SimplifiedNode) -> tuple[int, int]:
         """Return the peak above the start, and what is alive at the end above the start."""
-        given = {self.infos[h.value].alias_of for h in node.hand_overs}
-        last = {
-            self.infos[name].alias_of: i
-            for i, op in enumerate(node.backward)
-            for name in (*op.inputs, *op.results)
-            if name
-        }
-        ending = self.dying[index] | {
-            root for root in (*last, *given) if self.last_reader.get(root) == index
-        }
         alive = peak = 0
         for place, op in enumerate(node.backward):
+            at = At(index, place)
             alive += sum(map(self._size, self._made(op)))
-            peak = max(
-                peak, alive + self._workspace(op) - self._reused_bytes(index, place, op, last)
-            )
-            for root, at in last.items():
-                if at == place and root in ending - given:
-                    alive -= self._size(root)
+            peak = max(peak, alive + self._workspace(op) - self._reused_bytes(op, at))
+            alive -= sum(map(self._size, self._ending.get(at, ())))
         # Autograd copies a gradient that does not lie as its parameter does.
         peak = max(peak, alive + sum(map(self._copied_bytes, node.hand_overs)))
-        alive -= sum(map(self._size, given & ending))
+        alive -= sum(map(self._size, self._ending.get(At(index, len(node.backward)), ())))
         return peak, alive + sum(map(self._size, self.dying[index]))
 
-    def _reused_bytes(self, index: int, place: int, op: Op, last: Mapping[str, int]) -> int:
+    @cached_property
+    def _ending(self) -> Mapping[At, Sequence[str]]:
+        """What goes in a backward after its last use: gradients, and what no plan needs then."""
+        found: dict[At, list[str]] = {}
+        for root, at in self.sg.uses_behind.last.items():
+            if root in self.dying[at.part] or self._goes_in(root, at.part):
+                found.setdefault(at, []).append(root)
+        return found
+
+    def _goes_in(self, root: str, index: int) -> bool:
+        """Whether it is the storage of a gradient that the backward of this node reads last."""
+        return root in self.gradient_roots and self.gradient_roots[root][1] == index
+
+    def _reused_bytes(self, op: Op, at: At) -> int:
         """Return the bytes of a whole that lies where its parts were added up."""
         if not isinstance(op.target, Cut) or op.target.from_outside or not op.inputs:
             return 0
         root = self.infos[op.inputs[0]].alias_of
-        is_alone = self.last_reader.get(root) == index and last[root] == place
+        is_alone = self._goes_in(root, at.part) and self.sg.uses_behind.last[root] == at
         return self._size(op.name) if is_alone else 0
 
     def _copied_bytes(self, hand_over: HandOver) -> int:

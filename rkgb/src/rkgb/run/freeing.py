@@ -12,6 +12,7 @@ from dataclasses import replace
 from rkgb.elements.compiled_call import CompiledCall
 from rkgb.elements.op import Op
 from rkgb.graphs.simplified import SimplifiedGraph
+from rkgb.graphs.uses import At, roots_of
 from rkgb.opaque.piece import RunPieceBackward
 from rkgb.run.node_storages import dying_in_backward, storages_of
 
@@ -22,40 +23,30 @@ def freeing(sg: SimplifiedGraph) -> SimplifiedGraph:
     """Return a graph as it is run, whose backwards of several kernels free what is theirs."""
     if not any(isinstance(op.target, FREEING) for node in sg.nodes for op in node.backward):
         return sg
-    infos, home = sg.dataflow.infos, sg.producer
+    infos, home, last = sg.dataflow.infos, sg.producer, sg.uses_behind.last
     outside = set(sg.dataflow.basic.externals)
     dying = dying_in_backward(storages_of(sg))
-    last: dict[str, tuple[int, int]] = {}  # storage -> node and place of who reads it last
-    handed: set[tuple[int, str]] = set()
-    for index in reversed(range(len(sg.nodes))):
-        node = sg.nodes[index]
-        for place, op in enumerate(node.backward):
-            for name in (*op.inputs, *filter(None, op.results)):
-                last[infos[name].alias_of] = (index, place)
-        for hand_over in node.hand_overs:
-            root = infos[hand_over.value].alias_of
-            handed.add((index, root))
-            last[root] = (index, len(node.backward))
-    for name in filter(None, sg.dataflow.basic.tangent_names):
-        if not infos[name].shape:  # autograd holds the gradient of a loss to the end
-            last.pop(name, None)
+    tangents = filter(None, sg.dataflow.basic.tangent_names)
+    held = {
+        name for name in tangents if not infos[name].shape
+    }  # of losses: by autograd, to the end
 
-    def frees(op: Op, index: int, place: int) -> Op:
+    def frees(op: Op, at: At) -> Op:
         if not isinstance(op.target, FREEING):
             return op
-        made = {infos[name].alias_of for name in op.results if name}
+        made = roots_of(infos, op.results)
         places = []
-        for at, name in enumerate(op.inputs):
+        for place, name in enumerate(op.inputs):
             root = infos[name].alias_of
             is_gradient = root not in home and root not in outside
-            ends = last.get(root) == (index, place) and root not in made
-            if ends and (is_gradient or root in dying[index]):
-                places.append(at)
+            ends = last[root] == at and root not in made and root not in held
+            if ends and (is_gradient or root in dying[at.part]):
+                places.append(place)
         return replace(op, target=op.target.freeing(frozenset(places)))
 
     nodes = tuple(
         replace(
-            node, backward=tuple(frees(op, index, place) for place, op in enumerate(node.backward))
+            node, backward=tuple(frees(op, At(index, at)) for at, op in enumerate(node.backward))
         )
         for index, node in enumerate(sg.nodes)
     )

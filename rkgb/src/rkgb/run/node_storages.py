@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rkgb.graphs.simplified import SimplifiedGraph
+from rkgb.graphs.uses import roots_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,6 @@ class NodeStorage:
     """
 
     root: str  # the value that made it
-    names: tuple[str, ...]  # values in it that are read from outside
     size_bytes: int
     producer: int
     fwd_users: tuple[int, ...]
@@ -47,51 +47,20 @@ def storages_of(sg: SimplifiedGraph) -> tuple[tuple[NodeStorage, ...], ...]:
 
     What lies in parameters, buffers, constants or inputs is nobody's, and left out.
     """
-    infos, home = sg.dataflow.infos, sg.producer
-    fwd: dict[str, set[int]] = {}
-    bwd: dict[str, set[int]] = {}
-    names: dict[str, dict[str, None]] = {}
-    for index, node in enumerate(sg.nodes):
-        for name in node.inputs:
-            fwd.setdefault(infos[name].alias_of, set()).add(index)
-            names.setdefault(infos[name].alias_of, {})[name] = None
-        for name in node.read_by_backward:
-            if name in home:
-                bwd.setdefault(infos[name].alias_of, set()).add(index)
-                names.setdefault(infos[name].alias_of, {})[name] = None
-    _follow_views(sg, bwd)
+    infos, uses, behind = sg.dataflow.infos, sg.uses, sg.uses_behind
     outputs, end = sg.output_roots, len(sg.nodes) - 1
-    for name in sg.output_names:
-        root = infos[name].alias_of
-        if root not in outputs:  # it is there until the forward returns
-            fwd.setdefault(root, set()).add(end)
-        names.setdefault(infos[name].alias_of, {})[name] = None
+    leaving = roots_of(infos, sg.output_names) - outputs  # there until the forward returns
     found = []
     for index, node in enumerate(sg.nodes):
         made = []
         for root in dict.fromkeys(infos[n].alias_of for op in node.ops for n in op.results if n):
-            if root not in names or home.get(root) != index:
+            if uses.maker.get(root) != index:
                 continue
-            made.append(
-                NodeStorage(
-                    root=root,
-                    names=tuple(names[root]),
-                    size_bytes=infos[root].storage_bytes,
-                    producer=index,
-                    fwd_users=tuple(sorted(fwd.get(root, set()) - {index})),
-                    bwd_users=tuple(sorted(bwd.get(root, ()))),
-                    is_output=root in outputs,
-                )
-            )
+            fwd_users = {*uses.parts_reading(root), *([end] if root in leaving else [])} - {index}
+            bwd_users = behind.parts_reading(root)
+            if fwd_users or bwd_users or root in outputs or root in leaving:
+                users = tuple(sorted(fwd_users)), tuple(sorted(bwd_users))
+                size = infos[root].storage_bytes
+                made.append(NodeStorage(root, size, index, *users, root in outputs))
         found.append(tuple(made))
     return tuple(found)
-
-
-def _follow_views(sg: SimplifiedGraph, bwd: dict[str, set[int]]) -> None:
-    """Count readers of what the backward itself makes in a forward's storage: views, writes."""
-    infos, home = sg.dataflow.infos, sg.producer
-    for index, node in enumerate(sg.nodes):
-        for name in node.read_by_backward:
-            root = infos[name].alias_of
-            if name not in home and root in home:
-                bwd.setdefault(root, set()).add(index)
