@@ -16,6 +16,7 @@ import torch
 from rkgb.elements.op import BATCH_NORMS, VIEW_NAMES, Op
 from rkgb.graphs.passes import Groups, Pass
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
+from rkgb.graphs.uses import roots_of
 
 _HEAVY = frozenset(
     (
@@ -168,10 +169,6 @@ class _Runs:
 
     def __init__(self, sg: SimplifiedGraph) -> None:
         self.sg = sg
-        self.readers: dict[str, set[int]] = {}  # of each storage
-        for index, node in enumerate(sg.nodes):
-            for name in node.inputs:
-                self.readers.setdefault(sg.dataflow.infos[name].alias_of, set()).add(index)
         self.found: list[tuple[int, ...]] = []
         self.current: list[int] = []
         self.light: set[int] = set()  # of the current run, before its product
@@ -215,11 +212,16 @@ class _Runs:
 
     def _reads_alone(self, index: int) -> bool:
         """Whether nobody else reads what a node reads of the products of the current run."""
-        infos, nodes = self.sg.dataflow.infos, self.sg.nodes
-        behind = (i for i in self.current if i not in self.light)
-        made = {infos[name].alias_of for i in behind for name in nodes[i].outputs}
-        read = made.intersection(infos[name].alias_of for name in nodes[index].inputs)
-        return all(self.readers[root] == {index} for root in read)
+        infos, nodes, readers = self.sg.dataflow.infos, self.sg.nodes, self.sg.uses.readers
+        read = roots_of(infos, nodes[index].inputs)
+        return all(
+            at.part in (maker, index)
+            for maker in self.current
+            if maker not in self.light
+            for name in nodes[maker].outputs
+            if infos[name].alias_of in read
+            for at in readers.get(name, ())
+        )
 
     def _has_product(self) -> bool:
         return len(self.current) > len(self.light)

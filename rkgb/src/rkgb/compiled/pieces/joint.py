@@ -203,15 +203,16 @@ def joint_of(sg: SimplifiedGraph, index: int) -> Joint:
     made_behind = {name for op in node.backward for name in op.results if name}
     behind = (n for op in node.backward for n in _read(op))
     tangents = (n for n in behind if n not in made and n not in made_behind and n not in primals)
-    readers = _readers(sg)
     own = [name for op in forward for name in op.results if name]
     gradients = [name for op in node.backward for name in op.results if name]
-    ours = {id(op) for op in (*node.ops, *node.backward)}
     basic = sg.dataflow.basic
     resident = {*basic.parameters, *basic.buffers, *basic.constants}
 
     def is_read_outside(name: str) -> bool:
-        return any(reader not in ours for reader in readers.get(name, ()))
+        ahead, behind = sg.uses.readers.get(name, ()), sg.uses_behind.readers.get(name, ())
+        taken = (index, len(node.backward))
+        others = any(at.part != index for at in (*ahead, *behind))
+        return others or taken in behind or name in sg.output_names
 
     return Joint(
         forward=forward,
@@ -224,35 +225,19 @@ def joint_of(sg: SimplifiedGraph, index: int) -> Joint:
         effects=effects,
         static=frozenset(n for n in primals if n in resident),
         infos=infos,
-        written=_written(sg, ours),
+        written=_written(sg, index),
     )
 
 
-def _written(sg: SimplifiedGraph, ours: set[int]) -> frozenset[str]:
-    """Return the storages that other operations write to, and those that the user may."""
+def _written(sg: SimplifiedGraph, index: int) -> frozenset[str]:
+    """Return the storages that other nodes write to, and those that the user may."""
     infos = sg.dataflow.infos
     roots = Counter(infos[name].alias_of for name in sg.output_names)
     outside = sg.dataflow.basic.externals
     shared = (root for root, count in roots.items() if count > 1 or root in outside)
-    others = (op for node in sg.nodes for op in (*node.ops, *node.backward) if id(op) not in ours)
-    return frozenset((*shared, *(infos[name].alias_of for op in others for name in op.writes)))
-
-
-_USER = 0  # reads outputs, and takes gradients that are handed over
-
-
-def _readers(sg: SimplifiedGraph) -> dict[str, set[int]]:
-    """Return which operations read each value, by their identity."""
-    readers: dict[str, set[int]] = {}
-    for node in sg.nodes:
-        for op in (*node.ops, *node.backward):
-            for name in op.inputs:
-                readers.setdefault(name, set()).add(id(op))
-        for hand_over in node.hand_overs:
-            readers.setdefault(hand_over.value, set()).add(_USER)
-    for name in sg.output_names:
-        readers.setdefault(name, set()).add(_USER)
-    return readers
+    writes = (*sg.uses.writes.items(), *sg.uses_behind.writes.items())
+    others = (root for root, found in writes if any(at.part != index for at in found))
+    return frozenset((*shared, *others))
 
 
 def _statistics(op: Op) -> Statistics | None:
