@@ -132,14 +132,11 @@ def _written_by_backwards(graph: SimplifiedGraph, facts: Sequence[NodeFacts]) ->
 
     Run again after that, they would make what was there before, or read what was not there then.
     """
-    infos = graph.dataflow.infos
-    written: dict[str, int] = {}  # storage -> the first backward that writes to it
-    for index, node in enumerate(graph.nodes):
-        written |= {infos[name].alias_of: index for op in node.backward for name in op.writes}
+    written = graph.uses_behind.writes
     found: set[int] = set()
     for index, fact in enumerate(facts):
         for storage in fact.storages:
-            writer = written.get(storage.root, index)
+            writer = written[storage.root][0].part if storage.root in written else index
             found.update(user for user in storage.fwd_users if user < writer)
             if min(storage.bwd_users, default=writer) < writer:
                 found.add(index)
