@@ -29,6 +29,7 @@ def _program(seed: int, count: int = 9) -> tuple[list[Op], Infos]:
         read = draw.sample(sorted(infos), draw.randint(0, 2))
         name = f"v{place}"
         kind = draw.choice(("make", "make", "view", "write", "both")) if read else "make"
+        read = read[:1] if kind == "view" else read
         results = ["" if kind == "write" else name]
         if kind != "write":
             infos[name] = _info(infos[read[0]].alias_of if kind == "view" else name)
