@@ -149,7 +149,9 @@ def _compared(plain: Journal, planned: Journal) -> Verdict:
         verdict = _of_errors(theirs, ours) or _of_facts(theirs, ours)
         if verdict is not None:
             # A refusal leaves the module as it was; an error of plain PyTorch, half changed.
-            both = theirs.error is not None and isinstance(ours.error, _OURS)
+            both = theirs.error is not None and (
+                isinstance(ours.error, _OURS) or _is_earlier(theirs.error, ours.error)
+            )
             if both or (verdict.kind == "refused" and _is_planning(ours) and plain.failed()):
                 return replace(verdict, kind="both refuse", signature="both refuse")
             return verdict
@@ -208,6 +210,11 @@ def _of_facts(theirs: Page, ours: Page, only: tuple[str, ...] = ("",)) -> Verdic
         text += f", and {len(differ) - 1} more ({', '.join(differ[1:4])})"
     subject = first.split()[0]
     return Verdict("silent", ours.name, text, f"silent {subject} at {_form(ours.name)}")
+
+
+def _is_earlier(theirs: Exception, ours: Exception | None) -> bool:
+    """Whether ours is plain PyTorch's own error, which planning may meet before its step does."""
+    return str(ours) == str(theirs) and "a second time" in str(theirs)
 
 
 def _far(theirs: Fact, ours: Fact) -> str:

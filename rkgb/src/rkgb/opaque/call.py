@@ -63,8 +63,11 @@ class Kind:
         return made.copy_(tensor)
 
 
+@dataclass(frozen=True, slots=True)
 class Place:
-    """Stands for a tensor among the leaves of a result."""
+    """Stands for a tensor among the leaves of a result, which may be there several times."""
+
+    number: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,6 +194,19 @@ def is_inside(path: str, around: str) -> bool:
     return not around or path == around or path.startswith(f"{around}.")
 
 
-def result_tensors(result: Any) -> list[Tensor]:
-    """Return the tensors among the leaves of a result."""
-    return [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+def taken_apart(call: Call, result: Any) -> tuple[list[Any], list[Tensor], Structure]:
+    """Return the leaves of a result, places in place of its tensors, the tensors, its structure.
+
+    A tensor that a module returns twice is one; a Function has gradients for each.
+    """
+    leaves, structure = flatten(result)
+    tensors: list[Tensor] = []
+    known: dict[int, Place] = {}
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            key = id(leaf) if call.function is None else at
+            if key not in known:
+                known[key] = Place(len(tensors))
+                tensors.append(leaf)
+            leaves[at] = known[key]
+    return leaves, tensors, structure

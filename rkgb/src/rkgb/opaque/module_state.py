@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rkgb.device.rng import KeptGenerators
 from rkgb.guards.contents import CONTAINERS, Contents, content_of, is_used_up, put_back
 from rkgb.guards.outside import OutsideState
+from rkgb.torch_api.torch_private import set_version
 
 
 class PythonRandom:
@@ -105,12 +106,19 @@ class BufferContents:
     def __init__(self, of: nn.Module | Iterable[Tensor], others: Iterable[Tensor] = ()) -> None:
         buffers = of.buffers() if isinstance(of, nn.Module) else of
         self.copies = [(b, b.detach().clone()) for b in (*buffers, *others)]
+        self._versions = [(b, b._version) for b, _ in self.copies if not b.is_inference()]
 
     def restore(self) -> None:
         """Put the content back where it has changed."""
         with torch.no_grad():
             for buffer, copy in self.copies:
                 buffer.copy_(copy)
+
+    def undo(self) -> None:
+        """Put the content back as if it had never changed, for graphs that were there before."""
+        self.restore()
+        for buffer, version in self._versions:
+            set_version(buffer, version)
 
     def changed(self) -> bool:
         """Whether any buffer holds something else now."""
@@ -143,10 +151,10 @@ class StartOfCall:
         return next((name for name, b, version in self._others if b._version != version), "")
 
     def restore(self) -> None:
-        """Put random numbers, attributes and buffers back."""
+        """Put random numbers, attributes and buffers back, as if the call had never been."""
         self.stream.restore()
         self.state.restore()
-        self.buffers.restore()
+        self.buffers.undo()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

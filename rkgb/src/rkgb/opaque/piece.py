@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.spread import settled
 from rkgb.elements.tensor_info import storage_id
-from rkgb.elements.trees import Structure, flatten
+from rkgb.elements.trees import Structure
 from rkgb.errors import OpaquePieceError
 from rkgb.graphs.basic import autocast_as
-from rkgb.opaque.call import Call, Kind, Place, result_tensors, run_call
+from rkgb.opaque.call import Call, Kind, Place, run_call, taken_apart
 from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.opaque.memory import apart, span
 from rkgb.opaque.module_state import BufferContents, ModuleState
@@ -78,8 +78,7 @@ class Piece:
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
         """Return what the call returns, with these tensors."""
-        found = iter(tensors)
-        kept = [next(found) if isinstance(p, Place) else p for p in self.plain]
+        kept = [tensors[p.number] if isinstance(p, Place) else p for p in self.plain]
         return self.results.unflatten(kept)
 
     def costs_as(self, other: Piece) -> bool:
@@ -99,8 +98,14 @@ class Piece:
         count = len(self.call.places)
         tensors, numbers = given[:count], given[count:]
         result, inner, inputs, _ = run_call(self.call, model, tensors, numbers)
-        made = self._as_recorded(result, tensors)
-        tensors = result_tensors(result)
+        leaves, results, structure = taken_apart(self.call, result)
+        if structure != self.results or len(leaves) != len(self.plain):
+            raise self._differs(f"a result like {structure}, not like {self.results}")
+        for leaf, plain in zip(leaves, self.plain, strict=True):
+            if type(leaf) is not type(plain) or leaf != plain:
+                raise self._differs(f"{_in_words(leaf)}, not {_in_words(plain)}")
+        made = self._as_recorded(results, tensors)
+        tensors = results
         if tuple(t.requires_grad for t in tensors) != self.differentiable:
             raise self._differs("other results that require a gradient")
         inner.finish(inputs, tensors, self.needs)
@@ -108,24 +113,15 @@ class Piece:
         inner.close()
         return made, inner
 
-    def _as_recorded(self, result: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-        taken = {storage_id(t): place for place, t in enumerate(tensors)}
-        leaves, structure = flatten(result)
-        if structure != self.results or len(leaves) != len(self.plain):
-            raise self._differs(f"a result like {structure}, not like {self.results}")
+    def _as_recorded(self, results: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+        taken = {storage_id(t): place for place, t in enumerate(given)}
         found: list[Tensor] = []
-        kinds = iter(self.kinds)
-        for leaf, plain in zip(leaves, self.plain, strict=True):
-            if not isinstance(leaf, Tensor):
-                if type(leaf) is not type(plain) or leaf != plain:
-                    raise self._differs(f"{leaf!r}, not {plain!r}")
-                continue
-            kind = next(kinds, None)
-            tensor = kind.fitting(settled(leaf.detach())) if kind is not None else None
-            if tensor is not None and taken.get(storage_id(tensor), -1) != self.lies_in[len(found)]:
-                tensor = tensor.clone()  # what follows may write to it, or to what it lies in
+        for result, kind, place in zip(results, self.kinds, self.lies_in, strict=True):
+            tensor = kind.fitting(settled(result.detach()))
             if tensor is None:
-                raise self._differs(f"a tensor of {list(leaf.shape)}, {leaf.dtype}, not of {kind}")
+                raise self._differs(f"a tensor of {Kind.of(result)}, not of {kind}")
+            if taken.get(storage_id(tensor), -1) != place:
+                tensor = tensor.clone()  # what follows may write to it, or to what it lies in
             found.append(tensor)
         return found
 
@@ -154,6 +150,10 @@ _COSTS = (
     *("buffer_bytes", "held_bytes", "workspace_bytes", "freeing_workspace_bytes"),
 )
 _CALLS = ("path", "kind", "number", "places", "numbers", "wanting", "parameters", "function")
+
+
+def _in_words(leaf: Any) -> str:
+    return f"tensor {leaf.number}" if isinstance(leaf, Place) else repr(leaf)
 
 
 class RunPiece:

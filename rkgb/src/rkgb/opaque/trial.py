@@ -18,7 +18,7 @@ from rkgb.elements.spread import settled
 from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import SideEffectError, TraceError
-from rkgb.opaque.call import Call, Kind, Place, result_tensors, run_call
+from rkgb.opaque.call import Call, Kind, run_call, taken_apart
 from rkgb.opaque.kept_writes import Contents, KeptWrites, ParameterPlaces
 from rkgb.opaque.module_state import BufferContents, Lent, ModuleState
 from rkgb.opaque.piece import Piece, added, gradients_of
@@ -30,9 +30,6 @@ from rkgb.torch_api.torch_private import weak_storage, without_cast_cache
 
 class BrokenPieceError(TraceError):
     """A submodule fails when it is run whole, so running more of it whole would not help."""
-
-
-PLACE = Place()
 
 
 @dataclass
@@ -247,7 +244,7 @@ class Trials:
         """
         own = [tensor.detach().clone() for tensor in tensors]
         result, inner, inputs, given = run_call(call, self.twin, own)
-        made = result_tensors(result)
+        _, made, _ = taken_apart(call, result)
         inner.finish(inputs, made)
         resident = {storage_id(t) for t in (*self.twin.parameters(), *self.twin.buffers())}
         watched = {
@@ -283,16 +280,16 @@ class Trials:
         before = time.perf_counter()
         with _in(span, "forward"):
             result, inner, inputs, given = run_call(call, self.twin, tensors)
-            inner.finish(inputs, result_tensors(result))
+            leaves, results, structure = taken_apart(call, result)
+            inner.finish(inputs, results)
         middle = time.perf_counter()
         self._refuse_changes(call, tensors, versions, inputs, given)
         leaves_used = inner.strangers()
         cast = inner.casts() if call.autocast is not None else ()
         strangers += [self.names[id(t)] for t in leaves_used if id(t) in self.names]
         buffers = {id(buffer) for buffer in self.twin.buffers()}
-        leaves, structure = flatten(result)
-        made = [settled(t.detach()) for t in leaves if isinstance(t, Tensor)]
-        differentiable = tuple(t.requires_grad for t in leaves if isinstance(t, Tensor))
+        made = [settled(t.detach()) for t in results]
+        differentiable = tuple(t.requires_grad for t in results)
         held = inner.held_bytes([*self.twin.parameters(), *self.twin.buffers()])
         needs = inner.places
         if inner.transforms:  # any of them may be held
@@ -304,7 +301,7 @@ class Trials:
         grads: list[Tensor | None] = [torch.full_like(t, 0.5) for t, wanted in pairs if wanted]
         others = [] if frees else list(grads)  # that hold them
         inner.close()
-        del result, inputs, given
+        del result, results, inputs, given
         after = time.perf_counter()
         with _in(span, "backward"):
             # Nothing but `others` holds what comes in.
@@ -317,7 +314,7 @@ class Trials:
         return _Trial(
             made=made,
             results=structure,
-            plain=tuple(PLACE if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+            plain=tuple(leaves),
             differentiable=differentiable,
             gradients=tuple(tuple(map(Kind.of, own)) for own in parts),
             needs=needs,

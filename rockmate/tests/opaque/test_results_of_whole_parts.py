@@ -1,0 +1,114 @@
+"""Results of modules that run whole: a tensor that is returned twice is one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rockmate import InfeasibleBudgetError, Rockmate
+
+
+class Twice(nn.Module):
+    """Decides by a value, and returns a tensor in several places."""
+
+    def __init__(self, made: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.made, self.calls = nn.Linear(8, 8), made, 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        x = self.inner(x)
+        if x.mean() > 100:
+            return x, x.clone()
+        return self.made(x / self.calls)
+
+
+class Around(nn.Module):
+    def __init__(self, made: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.part = Twice(made)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.part(torch.tanh(x))
+
+
+RESULTS: dict[str, Callable[[Tensor], Any]] = {
+    "twice": lambda x: (x, x),
+    "in a list, too": lambda x: (x, [x, x]),
+}
+
+
+def outputs_of(found: Any) -> list[Tensor]:
+    return [t for part in found for t in (part if isinstance(part, list) else [part])]
+
+
+@pytest.mark.parametrize("kind", [Twice, Around])
+@pytest.mark.parametrize("name", RESULTS)
+def test_gradients_of_results_are_kept(kind: type[nn.Module], name: str) -> None:
+    torch.manual_seed(0)
+    model = kind(RESULTS[name])
+    plain = copy.deepcopy(model)
+    planned = Rockmate(model, torch.randn(4, 8), 2**20)
+    for _ in range(2):
+        x = torch.randn(4, 8)
+        both = [outputs_of(each(x)) for each in (planned, plain)]
+        for outs in both:
+            for out in outs:
+                out.retain_grad()
+            sum(n * out.square().mean() for n, out in enumerate(outs, 1)).backward()
+        ours_are_one, theirs_are_one = ([a is outs[0] for a in outs] for outs in both)
+        assert ours_are_one == theirs_are_one
+        for ours, theirs in zip(*both, strict=True):
+            assert torch.equal(ours, theirs)
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_two_tensors_where_the_sample_had_one() -> None:
+    torch.manual_seed(0)
+    model = Around(RESULTS["twice"])
+    plain = copy.deepcopy(model)
+    planned = Rockmate(model, torch.randn(4, 8), 2**20)
+    with torch.no_grad():
+        for each in (model, plain):
+            each.part.inner.bias.fill_(1e4)
+    x = torch.randn(4, 8)
+    with pytest.warns(RuntimeWarning, match="tensor 1, not tensor 0"):
+        ours = planned(x)
+    for one, other in zip(ours, plain(x), strict=True):
+        assert torch.equal(one, other)
+
+
+class Counted(nn.Module):
+    """Decides by what it counts, and has statistics of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block0 = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.numbers, self.norm = iter(range(1, 1000)), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block0(x) * next(self.numbers)
+        out: Tensor = self.norm(x)
+        return out
+
+
+def test_a_forward_whose_backward_comes_after_another_kind_of_call_is_planned() -> None:
+    torch.manual_seed(0)
+    model, plain = Counted(), Counted()
+    plain.load_state_dict(model.state_dict())
+    sample = torch.randn(64, 8)
+    with pytest.raises(InfeasibleBudgetError) as error:
+        Rockmate(model, sample, 0.01)
+    planned = Rockmate(model, sample, error.value.minimum_bytes)
+    x, other = torch.randn(64, 8), torch.randn(64, 8)
+    for each in (planned, plain):
+        waits = each(x)
+        each(other.clone().requires_grad_()).square().mean().backward()
+        waits.square().sum().backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
