@@ -27,7 +27,8 @@ NEEDS = {
 def test_they_are_all_here() -> None:
     assert [path.stem for path in FILES] == [
         *("ddp", "diffusion_unet", "fsdp2", "gpt_from_scratch", "hugging_face_trainer"),
-        *("lightning_trainer", "lora", "rotor_checkpointable", "timm_images"),
+        *("lightning_trainer", "lora", "optimizer_in_backward", "rotor_checkpointable"),
+        "timm_images",
     ]
 
 

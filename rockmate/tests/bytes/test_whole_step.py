@@ -324,3 +324,30 @@ def test_a_model_keeps_what_it_calls_memory() -> None:
     model, x = Remembers(), torch.randn(8, 64)
     rk = rockmate.Rockmate(model, x, memory="1GB", optimizer="sgd", cost="flops")
     assert rk.memory is model._parameters["memory"]
+
+
+@pytest.mark.parametrize("case", [pytest.param("mlp", marks=pytest.mark.nightly), "language"])
+def test_gradients_that_go_as_they_come_are_not_counted(case: str) -> None:
+    make, sample, loss_of = CASES[case]
+    torch.manual_seed(0)
+    model, x = make(), sample()
+    counted = least_of(model, x, "adamw")
+    steppers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
+
+    def step_at_once(parameter: Tensor) -> None:
+        steppers[parameter].step()
+        steppers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step_at_once)
+    least = least_of(model, x, steppers)
+    assert least < counted or case == "language"  # one weight is nearly all of it
+    rk = rockmate.Rockmate(model, x, memory=least, optimizer=steppers, cost="flops")
+    assert not any(stepper.state for stepper in steppers.values()), "planning has run no step"
+    nothing = torch.optim.SGD(model.parameters(), lr=0.0)  # the loop's own: all is done by then
+    for _ in range(2):
+        states = [s for stepper in steppers.values() for s in stepper.state.values()]
+        held = held_bytes(rk, nothing, x, *(t for s in states for t in s.values()))
+        peak = trace_memory(lambda _: loss_of(rk(x)).backward(), HOST).peak_bytes
+        assert held + peak <= least
+    assert all(stepper.state for stepper in steppers.values())
