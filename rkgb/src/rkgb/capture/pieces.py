@@ -52,6 +52,7 @@ class PieceRecorder:
         self.recorder, self.twin, self.paths = recorder, twin, tuple(paths)
         self.trials = Trials(twin, recorder.device)
         self.count = 0
+        self.left: dict[tuple[str, str], None] = {}  # attributes that calls leave tensors in
         self.runs = runs  # else what a `known` call makes only has the kind of what it made then
 
     def close(self) -> None:
@@ -76,7 +77,13 @@ class PieceRecorder:
         with self.recorder.paused():
             piece, made = self._explored(call, module, tensors)
             outputs = self._connected(piece, made, tensors, inputs, followed)
-        return piece.result(outputs)
+        result = piece.result(outputs)
+        if piece.call.left:
+            result, *values = result
+            for (place, name), value in zip(piece.call.left, values, strict=True):
+                vars(self.twin.get_submodule(place))[name] = value
+            self.left.update(dict.fromkeys(piece.call.left))
+        return result
 
     def function(
         self, kind: Any, args: tuple[Any, ...], number: int
@@ -215,10 +222,11 @@ class PieceRecorder:
             return self._stood_in(known, call, tensors)
         if known is None or not known.call.like(call):
             with self.codes.apart() as ran:
-                written, moves = self.trials.once(call, module, tensors)
-            runs_once = moves or self.must_run_once(ran)
+                seen = self.trials.once(call, module, tensors)
+            runs_once = seen.moves or self.must_run_once(ran)
+            call = replace(call, left=seen.attributes)
             with self.codes.resting():
-                piece, made = self.trials.piece(call, module, tensors, written)
+                piece, made = self.trials.piece(call, module, tensors, seen.written)
             return replace(piece, runs_once=runs_once), made
         state, lent = ModuleState(module), Lent(module)
         contents = Contents(map(self.twin.get_parameter, known.written))

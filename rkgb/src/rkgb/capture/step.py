@@ -25,7 +25,7 @@ from rkgb.capture.saved_by_autograd import saving
 from rkgb.capture.twin import geometry_of, twin_of
 from rkgb.device.memory import trace_memory
 from rkgb.device.trace import Span
-from rkgb.elements.effect import Check, Effect, Write
+from rkgb.elements.effect import Assign, Check, Effect, Write
 from rkgb.elements.op import Ref
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten
@@ -303,7 +303,8 @@ class RecordedStep:
         settings = self._settings(attributes)
         if settings:
             raise SettlesError(settings, self.recorder.forward)
-        new = assigned(self.twin, attributes, buffers) - frozenset(self.hidden.targets)
+        new = assigned(self.twin, attributes, buffers)
+        new -= {*self.hidden.targets, *self.pieces.left}
         if new:
             raise AssignsError(new)
         return result
@@ -340,6 +341,9 @@ class RecordedStep:
                 )
             found.append((Write(place), copy))
         found += self.arguments.refilled()
+        for path, name in self.pieces.left.keys() - {*self.hidden.targets}:
+            value = vars(self.twin.get_submodule(path))[name]
+            found.append((Assign(path, name), value))
         return [*found, *self.hidden.effects(), *self.hooks.looks]
 
     def _sample(self) -> Sample:

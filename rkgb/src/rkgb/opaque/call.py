@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,8 @@ class Call:
     autocast: Region | None
     function: Any = None  # of autograd, that is called instead of the submodule
     numbers: tuple[int, ...] = ()  # among the leaves: floats and ints, that each call brings anew
+    # Attributes, by path and name, in which it leaves tensors with their history: results as well.
+    left: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         return f"'{self.path or '(root)'}' ({self.kind})"
@@ -135,6 +137,7 @@ def run_call(
     """Run a submodule on leaves of its own, with these numbers or those of the sample.
 
     Returns its result, its graph, the leaves that are inputs, and its (args, kwargs) afterwards.
+    With the result come the values of the attributes in which it leaves tensors with a history.
     """
     module = model.get_submodule(call.path)
     inputs_at = {storage_id(t): place for place, t in enumerate(tensors)}
@@ -145,7 +148,7 @@ def run_call(
             inputs.append(inner.entering(tensor) if wants else tensor.detach())
             if not wants:
                 inner.ends.append(None)
-        with _own_parameters(model, module, call.parameters) as parameters:
+        with _own_parameters(model, module, call.parameters, inner.refuse_foreign) as parameters:
             inner.ends += [parameters[name] for name in call.parameters]
             args, kwargs = call.arguments(
                 inputs, call.own_numbers() if numbers is None else numbers
@@ -153,17 +156,23 @@ def run_call(
             with inner.saving(), uncompiled():
                 run = module if call.function is None else call.function.apply
                 result = run(*args, **kwargs)
+    if call.left:
+        modules = {path: model.get_submodule(path) for path, _ in call.left}
+        result = (result, *[vars(modules[path]).get(name) for path, name in call.left])
     return result, inner, inputs, (args, kwargs)
 
 
 @contextlib.contextmanager
 def _own_parameters(
-    model: nn.Module, module: nn.Module, names: Sequence[str]
+    model: nn.Module,
+    module: nn.Module,
+    names: Sequence[str],
+    hook: Callable[[Tensor | None], None],
 ) -> Iterator[Mapping[str, Tensor]]:
     """Let a module compute with new leaves on its parameters' memory.
 
-    Hooks on the user's parameters are called once, by the step, and not in here as well. Memory
-    that the module gives a leaf becomes its parameter's.
+    The leaves get a `hook`. Hooks on the user's parameters are called once, by the step, and not in
+    here as well. Memory that the module gives a leaf becomes its parameter's.
     """
     wanted = {id(model.get_parameter(name)): name for name in names}
     made: dict[str, Any] = {}
@@ -175,6 +184,7 @@ def _own_parameters(
                 continue
             if name not in made:
                 made[name] = nn.Parameter(parameter.detach())
+                made[name].register_hook(hook)
             replaced.append((part._parameters, own, parameter))
             part._parameters[own] = made[name]
     for name in names:

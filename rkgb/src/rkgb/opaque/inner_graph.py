@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,9 +67,27 @@ class InnerGraph:
 
         It is no leaf: autograd would hold its memory as long as the graph.
         """
-        entered: Tensor = _Entry.apply(torch.empty(0, requires_grad=True), tensor.detach())  # type: ignore[no-untyped-call]
+        gate = torch.empty(0, requires_grad=True)
+        entered: Tensor = _Entry.apply(gate, tensor.detach(), self.refuse_foreign)  # type: ignore[no-untyped-call]
         self.ends.append(entered.grad_fn)
         return entered
+
+    @property
+    def refuse_foreign(self) -> Callable[[Tensor | None], None]:
+        """Refuse a gradient that comes out by another backward than this graph's own."""
+        path = self.path
+
+        def refuse(grad: Tensor | None) -> None:
+            if grad is not None:  # its own takes each part before it comes here
+                raise OpaquePieceError(
+                    f"a gradient has come into module '{path or '(root)'}', which is run whole, by "
+                    "a tensor that it keeps elsewhere than in its attributes (in a global "
+                    "variable, a class or a closure). Return this tensor, keep it as an attribute, "
+                    "or run the step under `with rockmate.plain():`.",
+                    module_path=path,
+                )
+
+        return refuse
 
     def finish(
         self,
@@ -280,13 +298,17 @@ def _key(end: Any) -> int:
 
 class _Entry(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _gate: Tensor, tensor: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, _gate: Tensor, tensor: Tensor, refuse: Callable[[Tensor | None], None]
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
+        ctx.refuse = refuse
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None]:
-        return None, None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
+        ctx.refuse(grad)
+        return None, None, None
 
 
 class _WayBack:

@@ -149,7 +149,10 @@ _COSTS = (
     *("results", "plain", "kinds", "lies_in", "differentiable", "gradients", "parts", "needs"),
     *("buffer_bytes", "held_bytes", "workspace_bytes", "freeing_workspace_bytes"),
 )
-_CALLS = ("path", "kind", "number", "places", "numbers", "wanting", "parameters", "function")
+_CALLS = (
+    *("path", "kind", "number", "places", "numbers", "wanting", "parameters", "function"),
+    "left",
+)
 
 
 def _in_words(leaf: Any) -> str:

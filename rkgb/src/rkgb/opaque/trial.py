@@ -20,6 +20,7 @@ from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import SideEffectError, TraceError
 from rkgb.opaque.call import Call, Kind, run_call, taken_apart
 from rkgb.opaque.kept_writes import Contents, KeptWrites, ParameterPlaces
+from rkgb.opaque.left_behind import Attributes, LeftBehind
 from rkgb.opaque.module_state import BufferContents, Lent, ModuleState
 from rkgb.opaque.piece import Piece, added, gradients_of
 from rkgb.torch_api.compiled_code import BRANCHES
@@ -67,36 +68,39 @@ class Trials:
         self.twin, self.device = twin, device
         self.names = {id(p): n for n, p in placed_parameters(twin) if p.requires_grad}
 
-    def once(
-        self, call: Call, module: nn.Module, tensors: Sequence[Tensor]
-    ) -> tuple[tuple[str, ...], bool]:
-        """Run a call for others to watch; nothing is changed by it.
-
-        Returns the parameters that it writes to, and whether any gets other memory.
-        """
+    def once(self, call: Call, module: nn.Module, tensors: Sequence[Tensor]) -> LeftBehind:
+        """Run a call for others to watch, and return what it leaves; nothing is changed by it."""
         stream, state = RngState.save(self.device), ModuleState(module)
         contents, lent = BufferContents(module), Lent(module)
         kept = KeptWrites(placed_parameters(self.twin))
         places = ParameterPlaces(self.twin)
         moved: list[str] = []
+        before, left = Attributes(module, call.path), dict[tuple[str, str], Structure]()
         refused = [(torch, name, _refuse) for name in BRANCHES if hasattr(torch, name)]
         try:
             with kept, Patches(refused), without_cast_cache():
                 # On the parameters themselves: it is seen which of them get other memory.
+                bare = replace(call, parameters=())
                 try:
-                    run_call(replace(call, parameters=()), self.twin, tensors)
+                    run_call(bare, self.twin, tensors)
+                    left = Attributes(module, call.path).with_history(before)
+                    if left:  # what grows with each call is none of its results
+                        run_call(bare, self.twin, tensors)
+                        again = Attributes(module, call.path).with_history(before)
+                        left = {n: tree for n, tree in left.items() if again.get(n) == tree}
                 finally:
                     moved = places.put_back()
         except NotImplementedError:  # it may have gone on to write
             inside = {id(p) for p in module.parameters()}
             every = placed_parameters(self.twin)
-            return tuple(n for n, p in every if id(p) in inside), bool(moved)
+            return LeftBehind(tuple(n for n, p in every if id(p) in inside), bool(moved))
         finally:
             lent.end()
             contents.restore()
             state.restore()
             stream.restore()
-        return tuple(dict.fromkeys((*kept.written, *moved))), bool(moved)
+        written = tuple(dict.fromkeys((*kept.written, *moved)))
+        return LeftBehind(written, bool(moved), tuple(left))
 
     def piece(
         self,

@@ -1,0 +1,62 @@
+"""What a call leaves behind: parameters that it writes to, and attributes that hold tensors.
+
+A tensor with its history in an attribute (the auxiliary loss of a router) is a result of the call:
+gradients come to it as they come to what is returned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from rkgb.elements.trees import Structure, UnknownTreeError, flatten, holds_tensors
+
+_OWN = frozenset(vars(nn.Module()))  # of nn.Module itself
+_Name = tuple[str, str]  # path of the module, and name of the attribute
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """What a call was seen to leave."""
+
+    written: tuple[str, ...]  # parameters
+    moves: bool  # whether any of them gets other memory
+    attributes: tuple[_Name, ...] = ()  # in which it leaves tensors with their history
+
+
+class Attributes:
+    """The attributes of a module and of those in it that hold tensors."""
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        self.values: dict[_Name, Any] = {}
+        for inner, part in module.named_modules(prefix=path):
+            for name, value in vars(part).items():
+                if name not in _OWN and not callable(value) and holds_tensors(value):
+                    self.values[inner, name] = value
+        self._tensors = [t for value in self.values.values() for t in _tensors(value)]
+
+    def with_history(self, before: Attributes) -> dict[_Name, Structure]:
+        """Return those that hold nothing but tensors made since, some with a history: their trees.
+
+        What was there `before` is no result of a call that ran since, nor is what lies beside it.
+        """
+        known = {id(tensor) for tensor in before._tensors}
+        found = {}
+        for name, value in self.values.items():
+            try:
+                leaves, structure = flatten(value)
+            except UnknownTreeError:
+                continue
+            made = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in known]
+            if len(made) == len(leaves) and any(t.grad_fn is not None for t in made):
+                found[name] = structure
+        return found
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    try:
+        return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+    except UnknownTreeError:
+        return []
