@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rkgb.engine import trace_memory
 
+MORE_STEPS = 6
 LOSS_BYTES = 16  # a scalar that is no part of the module, and its gradient
 Fact = Any  # a tensor, a plain value, or a tuple of facts
 
@@ -47,6 +48,7 @@ class Journal:
         self.space, self.said, self.planned = space, said, planned
         self.pages: list[Page] = []
         self.peaks: list[Peak] = []
+        self.kept_bytes: dict[str, int] = {}  # by some more steps, by event
 
     @contextlib.contextmanager
     def event(self, name: str, model: nn.Module) -> Iterator[None]:
@@ -83,10 +85,17 @@ class Journal:
     def peak(self, step: Callable[[], object], model: Any) -> None:
         """Run a step twice; where it is planned, note how many bytes the second one takes.
 
-        The first one may plan, which takes bytes of its own.
+        The first one may plan, which takes bytes of its own. What hooks on parameters take is
+        nobody's promise. Some more steps show how many bytes stay.
         """
         step()
-        if not self.planned:
+        self._second(step, model)
+        gc.collect()
+        memory = trace_memory(lambda span: _some(step), torch.device("cpu"))
+        self.kept_bytes[self.pages[-1].name] = max(0, memory.end_bytes)
+
+    def _second(self, step: Callable[[], object], model: Any) -> None:
+        if not self.planned or any(p._backward_hooks for p in model.parameters()):
             step()
             return
         gc.collect()
@@ -156,6 +165,12 @@ def same(first: Fact, second: Fact) -> bool:
     if isinstance(first, tuple) and isinstance(second, tuple):
         return len(first) == len(second) and all(map(same, first, second))
     return type(first) is type(second) and bool(first == second or first != first)
+
+
+def _some(step: Callable[[], object]) -> None:
+    for _ in range(MORE_STEPS):
+        step()
+    gc.collect()
 
 
 def _grad_of(value: Tensor) -> Tensor | None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import rockmate
-from fuzz.journal import Fact, Journal, Page, same
+from fuzz.journal import MORE_STEPS, Fact, Journal, Page, same
 from rkgb import RkgbError
 from rockmate.errors import InfeasibleBudgetError, SolverError
 
@@ -159,6 +159,10 @@ def _compared(plain: Journal, planned: Journal) -> Verdict:
             if peak.page == ours.name and peak.peak_bytes > peak.budget_bytes and not peak.said:
                 text = f"{peak.peak_bytes} bytes of {peak.budget_bytes}"
                 return Verdict("over budget", ours.name, text, f"over budget {_form(ours.name)}")
+        theirs_kept, ours_kept = (j.kept_bytes.get(ours.name, 0) for j in (plain, planned))
+        if ours_kept > theirs_kept:
+            text = f"{MORE_STEPS} steps keep {ours_kept} bytes, plain {theirs_kept}"
+            return Verdict("over budget", ours.name, text, f"bytes kept {_form(ours.name)}")
     return Verdict("equal")
 
 
