@@ -52,6 +52,7 @@ LAYERS = {
         "safeguards",
         "capture run",
         "compiled",
+        "rows",
         "costs",
         "pictures",
         "api engine",
@@ -111,6 +112,7 @@ RKGB_STAGES = (
     *("rkgb.torch_api", "rkgb.device", "rkgb.elements", "rkgb.guards"),
     *("rkgb.graphs", "rkgb.opaque"),
     *("rkgb.recording", "rkgb.safeguards", "rkgb.capture", "rkgb.run", "rkgb.compiled"),
+    "rkgb.rows",
     "rkgb.costs",
 )
 DOORS = {

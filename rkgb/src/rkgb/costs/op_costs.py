@@ -22,6 +22,7 @@ from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
 from rkgb.opaque.piece import RunPiece, RunPieceBackward
+from rkgb.rows.call import InPieces
 from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
 
 _NUMBERS = re.compile(r"\d+")
@@ -115,6 +116,8 @@ def count_flops(op: Op, infos: Mapping[str, TensorInfo]) -> int:
         return piece.flops
     if isinstance(op.target, CompiledCall):
         return op.target.flops
+    if isinstance(op.target, InPieces):
+        return sum(count_flops(part, infos) for part in op.target.pieces.recorded)
     packet = getattr(op.target, "overloadpacket", None)
     if packet in EXTRA_FLOP_FORMULAS:
         shapes = [infos[arg.name].shape for arg in op.args if isinstance(arg, Ref)]

@@ -1,0 +1,146 @@
+"""A part of a step that runs piece by piece, as the target of one operation."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rkgb.elements.op import Op, map_refs
+from rkgb.rows.cuts import piece_of
+from rkgb.rows.pieces import Pieces
+
+_MM = torch.ops.aten.mm.default
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One call, and what nobody reads after it."""
+
+    op: Op
+    run: Callable[..., Any]
+    slices: tuple[str, ...]  # pieces of wholes that are first read here
+    frees: tuple[str, ...]
+
+
+class InPieces:
+    """Runs a part of a step piece by piece. Called with what it takes, it returns its results."""
+
+    def __init__(self, pieces: Pieces, name: str, side: str) -> None:
+        self.pieces, self.side = pieces, side
+        self.__name__ = f"{name}_in_{pieces.count}"
+        self.digest = hashlib.sha1(pieces.text.encode()).hexdigest()[:20]
+        kept = {*pieces.gathered, *pieces.results}
+        outside = {*pieces.takes}
+        wholes = {s.source for s in pieces.slices.values()}
+        in_loop = {n for op in pieces.loop for n in op.inputs} | wholes
+        in_after = {n for op in pieces.after for n in op.inputs}
+        sums = {*pieces.summed}
+        self._before = _lines(pieces.before, {}, kept | outside | in_loop | in_after)
+        made = {n for op in pieces.loop for n in op.results} | {*pieces.slices}
+        stay = {n for op in pieces.loop for n in op.inputs} - made
+        self._loop = _lines(pieces.loop, pieces.slices, stay | outside)
+        self._after = _lines(pieces.after, {}, kept | outside)
+        self._done = tuple(
+            (in_loop & {n for op in pieces.before for n in op.results}) - in_after - kept - sums
+        )
+
+    def __repr__(self) -> str:  # equal for equal parts, in every process: costs are kept under it
+        return f"pieces {self.digest} {self.side}"
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        pieces = self.pieces
+        values: dict[str, Tensor] = dict(zip(pieces.takes, tensors, strict=True))
+        for line in self._before:
+            _run(line, values)
+        wholes: dict[str, Tensor] = {}
+        for index in range(pieces.count):
+            for line in self._loop:
+                for name in line.slices:
+                    part = pieces.slices[name]
+                    values[name] = piece_of(values[part.source], part.cuts, index)
+                if (
+                    line.op.target is _MM
+                    and line.op.results[0] in wholes
+                    and (line.op.results[0] in pieces.summed)
+                ):
+                    a, b = (values[name] for name in line.op.inputs)
+                    whole = wholes[line.op.results[0]]
+                    torch.addmm(whole, a, b, out=whole)
+                    del a, b
+                else:
+                    _run(line, values)
+                    for name in line.op.results:
+                        if name in pieces.summed:
+                            _add(name, values.pop(name), wholes, pieces)
+                        elif name in pieces.gathered:
+                            _put(name, values[name], wholes, pieces, index)
+                for name in line.frees:
+                    values.pop(name, None)
+        for name in self._done:
+            del values[name]
+        values.update(wholes)
+        wholes.clear()
+        for line in self._after:
+            _run(line, values)
+        return tuple([values[name] for name in pieces.results])
+
+
+def _lines(ops: Sequence[Op], slices: Any, stay: set[str]) -> tuple[_Line, ...]:
+    """Return the calls of some operations, each with what goes after it."""
+    seen: set[str] = set()
+    lines = []
+    for op in reversed(ops):
+        names = dict.fromkeys((*op.inputs, *filter(None, op.results)))
+        frees = tuple(name for name in names if name not in seen and name not in stay)
+        seen.update(names)
+        lines.append((op, frees))
+    lines.reverse()
+    found = []
+    had: set[str] = set()
+    for op, frees in lines:
+        first = tuple(n for n in dict.fromkeys(op.inputs) if n in slices and n not in had)
+        had.update(first)
+        found.append(_Line(op, getattr(op.target, "_op", op.target), first, frees))
+    return tuple(found)
+
+
+def _run(line: _Line, values: dict[str, Tensor]) -> None:
+    op = line.op
+    made = line.run(
+        *map_refs(op.args, values.__getitem__),
+        **(map_refs(dict(op.kwargs), values.__getitem__) if op.kwargs else {}),
+    )
+    if op.returns_many:
+        for name, value in zip(op.results, made, strict=True):
+            if name:
+                values[name] = value
+    else:
+        values[op.results[0]] = made
+
+
+def _add(name: str, term: Tensor, wholes: dict[str, Tensor], pieces: Pieces) -> None:
+    whole = wholes.get(name)
+    if whole is not None:
+        whole.add_(term)
+        return
+    info = pieces.infos.get(name)
+    if info is None or term.stride() == info.stride:
+        wholes[name] = term
+    else:
+        wholes[name] = _empty(name, pieces, term).copy_(term)
+
+
+def _put(name: str, piece: Tensor, wholes: dict[str, Tensor], pieces: Pieces, index: int) -> None:
+    if name not in wholes:
+        wholes[name] = _empty(name, pieces, piece)
+    piece_of(wholes[name], pieces.gathered[name], index).copy_(piece)
+
+
+def _empty(name: str, pieces: Pieces, like: Tensor) -> Tensor:
+    info = pieces.infos[name]
+    return torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=like.device)

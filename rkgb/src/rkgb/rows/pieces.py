@@ -1,0 +1,221 @@
+"""Recorded operations laid out to run piece by piece.
+
+    before   what depends on no piece: weights seen transposed, gradients spread over rows
+    loop     for each piece, on pieces of what comes in and of what the loop makes
+    after    what depends on sums over all pieces
+
+A value that nobody has cut is there as a whole, and the loop may read any piece of it. What the
+loop makes is a piece, or a term of a sum. Nothing in the loop reads a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from rkgb.elements.op import Op, Ref
+from rkgb.elements.tensor_info import TensorInfo
+from rkgb.rows.cuts import Cuts
+from rkgb.rows.rules import Asked, Value, find
+
+_SUMMED = (torch.float32, torch.float64)  # shorter types would be rounded at each piece
+
+
+class NotByPiecesError(Exception):
+    """Operations cannot run piece by piece; the text says which, and why."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Pieces of a whole, under a name of their own in the loop."""
+
+    source: str
+    cuts: Cuts
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Operations to be run in `count` pieces."""
+
+    count: int
+    takes: tuple[str, ...]  # values that come from outside
+    before: tuple[Op, ...]
+    loop: tuple[Op, ...]
+    slices: Mapping[str, Slice]  # by name in the loop
+    after: tuple[Op, ...]
+    gathered: Mapping[str, Cuts]  # what the loop makes and leaves, written into a whole
+    summed: tuple[str, ...]
+    results: tuple[str, ...]
+    infos: Mapping[str, TensorInfo]  # of results, gathered and summed values
+    recorded: tuple[Op, ...]  # the operations that these stand for
+
+    @cached_property
+    def text(self) -> str:
+        """A text that two share exactly when they do the same."""
+        numbers: dict[str, int] = {}
+
+        def number(name: str) -> str:
+            return f"#{numbers.setdefault(name, len(numbers))}" if name else "_"
+
+        def shown(tree: Any) -> Any:
+            if isinstance(tree, Ref):
+                return number(tree.name)
+            if isinstance(tree, (list, tuple)):
+                return type(tree)(map(shown, tree))
+            return tree
+
+        lines = [f"{self.count} pieces of {', '.join(map(number, self.takes))}"]
+        for part in (self.before, self.loop, self.after):
+            for op in part:
+                options = {key: shown(value) for key, value in op.kwargs.items()}
+                made = ", ".join(map(number, op.results))
+                lines.append(f"{made} = {op.target}{shown(op.args)!r} {options!r}")
+            lines.append("")
+        lines += [f"{number(n)} = {number(s.source)} {s.cuts}" for n, s in self.slices.items()]
+        for name in self.results:
+            info = self.infos[name]
+            how = self.gathered.get(name, "sum" if name in self.summed else "whole")
+            lines.append(f"{number(name)} {how} {info.shape} {info.stride} {info.dtype}")
+        return "\n".join(lines)
+
+
+@dataclass
+class Cutting:
+    """Lays operations out, one after the other, for a number of pieces."""
+
+    infos: Mapping[str, TensorInfo]
+    count: int
+    seeds: Mapping[str, Cuts]  # what comes from outside and is cut to begin with
+    # Results that come from outside although an operation here makes them: sums over all pieces.
+    known: Set[str] = frozenset()
+    cut: dict[str, Cuts] = field(default_factory=dict)  # what the loop makes
+    late: set[str] = field(default_factory=set)  # sums, and what depends on them
+    summed: set[str] = field(default_factory=set)
+    before: list[Op] = field(default_factory=list)
+    loop: list[Op] = field(default_factory=list)
+    after: list[Op] = field(default_factory=list)
+    slices: dict[str, Slice] = field(default_factory=dict)
+    added: list[Op] = field(default_factory=list)
+
+    def add(self, op: Op) -> None:
+        """Lay an operation out.
+
+        Raises:
+            NotByPiecesError: it cannot run on pieces of what it reads.
+        """
+        if op.is_random or op.writes or op.flags or getattr(op.target, "namespace", "") != "aten":
+            raise NotByPiecesError(f"{op.target_name} draws, writes, or is none of torch's own")
+        self.added.append(op)
+        if not self.known.isdisjoint(op.results):  # what is here already is not made again
+            op = replace(op, results=tuple("" if n in self.known else n for n in op.results))
+        if not any(op.results):
+            return
+        if any(self._cuts_of(name) is not None for name in op.inputs):
+            self._add_to_loop(op)
+        elif any(self._is_late(name) for name in op.inputs):
+            self.after.append(op)
+            self.late.update(filter(None, op.results))
+        else:
+            self.before.append(op)
+
+    def _cuts_of(self, name: str) -> Cuts | None:
+        if name in self.known:
+            return None
+        return self.cut.get(name) or self.seeds.get(name)
+
+    def _is_late(self, name: str) -> bool:
+        return name in self.late and name not in self.known
+
+    def _add_to_loop(self, op: Op) -> None:
+        def value(tree: Any) -> Any:
+            if not isinstance(tree, Ref):
+                return tree
+            return Value(self.infos[tree.name].shape, self._cuts_of(tree.name))
+
+        flat = [arg.name for arg in op.args if isinstance(arg, Ref)]
+        late = [name for name in op.inputs if self._is_late(name)]
+        if tuple(flat) != op.inputs or late:
+            why = f"reads {late[0]}, a sum over all pieces" if late else "takes a list of tensors"
+            raise NotByPiecesError(f"{op.target_name} {why}")
+        made = tuple(self.infos[name].shape if name else () for name in op.results)
+        found = find(Asked(op, [value(arg) for arg in op.args], made, self.count))
+        if found is None:
+            cuts = [self._cuts_of(name) for name in op.inputs]
+            raise NotByPiecesError(f"no rule for {op.target_name} of pieces {cuts}")
+        run = found.op or op
+        args = [
+            Ref(self._piece(arg.name, found.reads.get(place))) if isinstance(arg, Ref) else arg
+            for place, arg in enumerate(run.args)
+        ]
+        self.loop.append(replace(run, args=tuple(args)))
+        for name, recorded, cuts in zip(run.results, op.results, found.results, strict=True):
+            if not name or not recorded:
+                continue
+            if cuts is not None:
+                self.cut[name] = cuts
+                continue
+            if self.infos[recorded].dtype not in _SUMMED:
+                raise NotByPiecesError(f"{op.target_name} makes a sum of a short type")
+            self.summed.add(name)
+            self.late.add(name)
+        for late_op in found.after:
+            self.after.append(late_op)
+            self.late.update(late_op.results)
+
+    def _piece(self, name: str, cuts: Cuts | None) -> str:
+        """Return what the loop reads: a piece that it has made, a piece of a whole, or a whole."""
+        if (
+            cuts is None
+            or max(cuts, default=1) == 1
+            or (name in self.cut and name not in self.known)
+        ):
+            return name
+        piece = f"{name} in {'x'.join(map(str, cuts))}"
+        self.slices[piece] = Slice(name, cuts)
+        return piece
+
+    def pieces(self, results: Sequence[str]) -> Pieces:
+        """Return what makes these results, and nothing else.
+
+        Raises:
+            NotByPiecesError: one of them does not lie in memory as a tensor of its own.
+        """
+        for name in results:
+            info = self.infos[name]
+            own = info.alias_of == name and info.is_dense and not info.offset
+            if not own or info.storage_bytes != info.size_bytes:
+                raise NotByPiecesError(f"{name} does not lie in memory of its own")
+        needed = set(results)
+        after, loop, before = (
+            _needed(part, needed, self.slices) for part in (self.after, self.loop, self.before)
+        )
+        used = {name for op in loop for name in op.inputs}
+        slices = {name: s for name, s in self.slices.items() if name in used}
+        made = {name for part in (before, loop, after) for op in part for name in op.results}
+        read = [name for part in (before, loop, after) for op in part for name in op.inputs]
+        read = [slices[name].source if name in slices else name for name in read]
+        takes = tuple(dict.fromkeys(name for name in read if name not in made))
+        gathered = {name: self.cut[name] for name in results if name in self.cut}
+        summed = tuple(name for op in loop for name in op.results if name in self.summed)
+        for name in results:
+            if name not in made:
+                raise NotByPiecesError(f"nothing makes {name}")
+        infos = {name: self.infos[name] for name in (*results, *summed) if name in self.infos}
+        return Pieces(
+            *(self.count, takes, before, loop, slices, after),
+            *(gathered, summed, tuple(results), infos, ()),
+        )
+
+
+def _needed(ops: Sequence[Op], needed: set[str], slices: Mapping[str, Slice]) -> tuple[Op, ...]:
+    """Return the operations that lead to what is needed, and add what they read."""
+    kept = []
+    for op in reversed(ops):
+        if not needed.isdisjoint(op.results):
+            kept.append(op)
+            needed.update(slices[n].source if n in slices else n for n in op.inputs)
+    return tuple(reversed(kept))

@@ -1,0 +1,51 @@
+"""Which runs of nodes are worth cutting: those that hide what is widest.
+
+A run grows around the widest value that is in no run yet, until what enters and leaves it is less
+than half as wide. For the head of a language model that is everything between hidden states and
+loss; for a block of two linear layers, everything between the narrow ends.
+"""
+
+from __future__ import annotations
+
+from rkgb.graphs.simplified import SimplifiedGraph
+from rkgb.run.node_storages import NodeStorage, storages_of
+
+Run = tuple[int, ...]
+_LONGEST = 24  # nodes
+_NARROWEST = 16  # what is so many times less wide than the widest of all is left alone
+
+
+def wide_runs(sg: SimplifiedGraph) -> list[tuple[Run, str]]:
+    """Return runs of nodes, widest first, each with the value that it hides."""
+    storages = [s for made in storages_of(sg) for s in made if not s.is_output]
+    storages.sort(key=lambda s: (-s.size_bytes, s.producer))
+    found: list[tuple[Run, str]] = []
+    taken: set[int] = set()
+    for storage in storages:
+        if storage.size_bytes * _NARROWEST < storages[0].size_bytes:
+            break
+        run = _grown(storage, storages)
+        if len(run) <= _LONGEST and taken.isdisjoint(run):
+            found.append((run, storage.root))
+            taken.update(run)
+    return found
+
+
+def _grown(storage: NodeStorage, storages: list[NodeStorage]) -> Run:
+    first, last = _reach(storage)
+    wide = [s for s in storages if 2 * s.size_bytes > storage.size_bytes]
+    while last - first < _LONGEST:
+        low, high = first, last
+        for other in wide:
+            start, end = _reach(other)
+            if start <= last and end >= first:  # made or read within the run
+                low, high = min(low, start), max(high, end)
+        if (low, high) == (first, last):
+            break
+        first, last = low, high
+    return tuple(range(first, last + 1))
+
+
+def _reach(storage: NodeStorage) -> tuple[int, int]:
+    """Return the nodes from the maker of a storage to its last reader."""
+    return storage.producer, max(storage.producer, *storage.fwd_users, *storage.bwd_users)

@@ -1,0 +1,280 @@
+"""Put parts that run piece by piece into a simplified graph, each as one node."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from rkgb.compiled.pieces.grouping import merging
+from rkgb.elements.op import Op, Ref
+from rkgb.graphs.backward_slices import slice_backward
+from rkgb.graphs.basic import BasicGraph
+from rkgb.graphs.dataflow import DataFlowGraph
+from rkgb.graphs.passes import PLANNED_PASSES
+from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, SimplifiedNode
+from rkgb.rows.call import InPieces
+from rkgb.rows.cuts import Cuts, spread_from
+from rkgb.rows.pieces import Cutting, NotByPiecesError, Pieces
+from rkgb.rows.regions import wide_runs
+
+_log = logging.getLogger("rkgb")
+
+
+@dataclass(frozen=True)
+class CutNode:
+    """A node that runs piece by piece."""
+
+    index: int
+    count: int
+    module_path: str
+    name: str  # of the operations
+    rows: tuple[str, Cuts]  # what comes in cut, and how
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.module_path or '(root)'}): {self.count} pieces of rows"
+
+
+@dataclass(frozen=True)
+class CutGraph:
+    """A graph of which some nodes run piece by piece."""
+
+    graph: SimplifiedGraph
+    merged: SimplifiedGraph  # the same nodes, as recorded
+    nodes: tuple[CutNode, ...]
+    refused: tuple[str, ...] = field(default=())  # runs that stay whole, and why
+
+    def with_backward(self, basic: BasicGraph) -> SimplifiedGraph:
+        """Return the same cuts with the backward of another recording of the same forward.
+
+        Raises:
+            NotByPiecesError: it reads what this forward does not leave.
+        """
+        merged = self.merged
+        node_of = {place: i for i, node in enumerate(merged.nodes) for place in node.positions}
+        slices = slice_backward(basic, len(merged.nodes), node_of)
+        nodes = tuple(
+            replace(node, backward=backward, hand_overs=hand_overs)
+            for node, (backward, hand_overs) in zip(merged.nodes, slices, strict=True)
+        )
+        dataflow = replace(merged.dataflow, basic=basic)
+        merged = replace(merged, dataflow=dataflow, nodes=nodes)
+        cut = {n.index: _cut_node(merged, n.index, n.count, n.rows) for n in self.nodes}
+        return replace(merged, nodes=tuple(cut.get(i, node) for i, node in enumerate(nodes)))
+
+
+def cut_in_rows(dg: DataFlowGraph, count: int, most: int | None = None) -> CutGraph:
+    """Return the planned graph of `dg` with its widest parts in about `count` pieces of rows.
+
+    Of the parts that can be, at most so many are cut, widest first.
+    """
+    plain = D_to_S(dg, passes=PLANNED_PASSES)
+    why: list[str] = []
+    runs: list[tuple[Sequence[int], str]] = []
+    for run, wide in wide_runs(plain):
+        if len(runs) == most:
+            break
+        try:
+            merged, index = _merged(dg, plain, run)
+            _first_cut(merged, index, count, wide)
+            runs.append((run, wide))
+        except NotByPiecesError as error:
+            main = plain.nodes[run[0]]
+            why.append(f"{main.module_path or '(root)'} ({main.name}): {error}")
+    merged = D_to_S(dg, passes=(*PLANNED_PASSES, merging(plain, [run for run, _ in runs])))
+    nodes = list(merged.nodes)
+    cut = []
+    for run, wide in runs:
+        index = _home(merged, plain, run)
+        node, nodes[index] = _first_cut(merged, index, count, wide)
+        cut.append(node)
+    return CutGraph(replace(merged, nodes=tuple(nodes)), merged, tuple(cut), tuple(why))
+
+
+def _merged(
+    dg: DataFlowGraph, plain: SimplifiedGraph, run: Sequence[int]
+) -> tuple[SimplifiedGraph, int]:
+    """Return the graph in which a run of nodes is one node, and which."""
+    merged = D_to_S(dg, passes=(*PLANNED_PASSES, merging(plain, [run])))
+    return merged, _home(merged, plain, run)
+
+
+def _home(merged: SimplifiedGraph, plain: SimplifiedGraph, run: Sequence[int]) -> int:
+    positions = {place for index in run for place in plain.nodes[index].positions}
+    for index, node in enumerate(merged.nodes):
+        if not positions.isdisjoint(node.positions):
+            if {*node.positions} != positions:
+                raise NotByPiecesError("other operations depend on it in a circle")
+            return index
+    raise NotByPiecesError("nothing of it is left")
+
+
+def _first_cut(
+    sg: SimplifiedGraph, index: int, count: int, wide: str
+) -> tuple[CutNode, SimplifiedNode]:
+    """Cut a node along the first rows for which everything has a rule.
+
+    Raises:
+        NotByPiecesError: there are none.
+    """
+    node = sg.nodes[index]
+    why = "nothing comes in that has rows"
+    for rows in _rows(sg, node, count):
+        try:
+            changed = _cut_node(sg, index, count, rows, wide)
+            parts = changed.ops[0].target
+            assert isinstance(parts, InPieces)
+            main = node.main
+            found = CutNode(index, parts.pieces.count, main.module_path, node.name, rows)
+            return found, changed
+        except NotByPiecesError as error:
+            why = str(error)
+    raise NotByPiecesError(why)
+
+
+def _rows(sg: SimplifiedGraph, node: SimplifiedNode, count: int) -> Iterator[tuple[str, Cuts]]:
+    """Yield what comes into a node, and each way to cut it in rows."""
+    infos, basic = sg.dataflow.infos, sg.dataflow.basic
+    held = {*basic.parameters, *basic.buffers, *basic.constants}
+    made = {name for op in node.ops for name in op.results}
+    read = dict.fromkeys(name for op in node.ops for name in op.inputs)
+    names = [name for name in read if name not in made and infos[name].alias_of not in held]
+    names.sort(key=lambda name: not infos[name].requires_grad)
+    for name in names:
+        shape = infos[name].shape
+        for dim in range(len(shape)):
+            cuts = spread_from(shape, dim, count)
+            if cuts is not None and (not dim or shape[dim - 1] > 1) and cuts not in ((), None):
+                yield name, cuts
+
+
+def _cut_node(
+    sg: SimplifiedGraph, index: int, count: int, rows: tuple[str, Cuts], wide: str = ""
+) -> SimplifiedNode:
+    """Return a node whose forward and backward are one call each.
+
+    Raises:
+        NotByPiecesError: some operation has no rule for that.
+    """
+    return _Node(sg, index, count, dict([rows])).replaced(wide)
+
+
+class _Node:
+    def __init__(
+        self, sg: SimplifiedGraph, index: int, count: int, seeds: Mapping[str, Cuts]
+    ) -> None:
+        self.sg, self.count, self.index = sg, count, index
+        self.node, self.infos = sg.nodes[index], sg.dataflow.infos
+        self.forward = Cutting(self.infos, count, seeds)
+        for op in self.node.ops:
+            self.forward.add(op)
+        self.made = {name for op in self.node.ops for name in op.results if name}
+
+    def replaced(self, wide: str) -> SimplifiedNode:
+        if wide and self.forward.cut.get(wide) is None:
+            raise NotByPiecesError(f"{wide} is made as a whole")
+        backward, views_back, behind = self._backward()
+        leaving = [name for name in self._left_to_others() if name in self.made]
+        leaving += [name for name in behind if name in self.made]
+        roots, views = self._roots(leaving, self.node.ops)
+        pieces = replace(self.forward.pieces(roots), recorded=self._counted(self.forward, roots))
+        main = self.node.main
+        ops = (self._call(pieces, "forward", main), *views)
+        if backward is None:
+            return replace(self.node, name=self._name(), ops=ops)
+        call = self._call(backward, "backward", self.node.backward[0])
+        return replace(self.node, name=self._name(), ops=ops, backward=(call, *views_back))
+
+    def _name(self) -> str:
+        return f"{self.node.name} in {self.count} pieces"
+
+    def _backward(self) -> tuple[Pieces | None, tuple[Op, ...], list[str]]:
+        """Return the backward in pieces, views of what it makes, and what it reads from outside."""
+        node, ops = self.node, self.node.backward
+        if not ops:
+            return None, (), [h.value for h in node.hand_overs]
+        own = {name for op in ops for name in op.results if name}
+        leaving = [h.value for h in node.hand_overs if h.value in own]
+        for index, other in enumerate(self.sg.nodes):
+            if index != self.index:
+                leaving += [name for name in other.read_by_backward if name in own]
+        roots, views = self._roots(leaving, ops)
+        cutting = Cutting(self.infos, self.count, self._gradients(own), self.forward.late)
+        for op in (*node.ops, *ops):
+            cutting.add(op)
+        pieces = cutting.pieces(roots)
+        for name in pieces.takes:
+            if name in self.forward.cut:
+                raise NotByPiecesError(f"the backward reads all of {name}")
+        pieces = replace(pieces, recorded=self._counted(cutting, roots))
+        read = [*pieces.takes, *(name for op in views for name in op.inputs)]
+        read += [h.value for h in node.hand_overs]
+        return pieces, views, read
+
+    def _gradients(self, own: set[str]) -> dict[str, Cuts]:
+        """Return how to cut gradients that come in: like what is left of the same shape."""
+        shapes: dict[tuple[int, ...], Cuts] = {}
+        for name in self._left_to_others():
+            if name in self.forward.cut:
+                shapes.setdefault(self.infos[name].shape, self.forward.cut[name])
+        seeds = dict(self.forward.seeds)
+        outside = {*self.sg.dataflow.basic.externals}
+        for op in self.node.backward:
+            for name in op.inputs:
+                shape = self.infos[name].shape
+                is_theirs = name in own or name in self.made or name in self.sg.producer
+                if not is_theirs and name not in outside and shape in shapes:
+                    seeds[name] = shapes[shape]
+        return seeds
+
+    def _left_to_others(self) -> list[str]:
+        """Return what the forward makes and others read, or are given."""
+        names = [out for out in self.sg.output_names if out in self.made]
+        names += [out.name for out in self.sg.outputs if isinstance(out, Ref)]
+        for index, other in enumerate(self.sg.nodes):
+            if index != self.index:
+                names += [*other.inputs, *other.read_by_backward]
+        return [name for name in dict.fromkeys(names) if name in self.made]
+
+    def _roots(
+        self, leaving: Sequence[str], ops: Sequence[Op]
+    ) -> tuple[tuple[str, ...], tuple[Op, ...]]:
+        """Return what a call must make, and the views of it that stay operations of their own."""
+        maker = {name: op for op in ops for name in op.results if name}
+        roots: dict[str, None] = {}
+        views: set[int] = set()
+        todo = list(leaving)
+        while todo:
+            name = todo.pop()
+            op = maker.get(name)
+            if op is None:
+                continue
+            if self.infos[name].alias_of == name:
+                roots[name] = None
+            else:
+                views.add(id(op))
+                todo += op.inputs
+        kept = tuple(op for op in ops if id(op) in views)
+        return tuple(name for name in maker if name in roots), kept
+
+    def _counted(self, cutting: Cutting, roots: Sequence[str]) -> tuple[Op, ...]:
+        """Return the recorded operations that a call runs."""
+        needed, kept = set(roots), []
+        for op in reversed(cutting.added):
+            if not needed.isdisjoint(op.results) and not {*op.results} <= {*cutting.known}:
+                kept.append(op)
+                needed.update(op.inputs)
+        return tuple(reversed(kept))
+
+    def _call(self, pieces: Pieces, side: str, like: Op) -> Op:
+        return Op(
+            name=pieces.results[0] if pieces.results else f"{like.name}_in_pieces",
+            target=InPieces(pieces, self.node.main.target_name, side),
+            args=tuple(map(Ref, pieces.takes)),
+            kwargs={},
+            results=pieces.results,
+            returns_many=True,
+            module_path=like.module_path or self.node.module_path,
+            source=like.source,
+            sequence_nr=like.sequence_nr,
+        )

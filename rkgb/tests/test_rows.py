@@ -1,0 +1,224 @@
+"""Rules of pieces against the operations themselves, on random numbers; and what has no rule.
+
+Pieces that add up are rounded otherwise than the whole: sums of float64 agree to 1e-12. All that is
+cut along rows is compared bit by bit where kernels treat each row by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rkgb.elements.op import Op, Ref
+from rkgb.elements.tensor_info import TensorInfo
+from rkgb.rows.call import InPieces
+from rkgb.rows.cuts import piece_of, piece_shape, reshaped, spread
+from rkgb.rows.pieces import Cutting, NotByPiecesError
+
+aten = torch.ops.aten
+Case = tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dict[int, tuple[int, ...]]]
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def log_probabilities() -> Tensor:
+    return torch.log_softmax(rows(8, 5), 1)
+
+
+def targets() -> Tensor:
+    return torch.tensor([0, 1, -100, 3, 4, -100, 2, 1])
+
+
+def normed() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, weight = rows(8, 5), rows(5)
+    _, mean, rstd = torch.native_layer_norm(x, [5], weight, weight, 1e-5)
+    return x, weight, mean, rstd
+
+
+def layer_norm_backward() -> tuple[Any, ...]:
+    x, weight, mean, rstd = normed()
+    return rows(8, 5), x, [5], mean, rstd, weight, weight, [True, True, True]
+
+
+CASES: dict[str, Case] = {
+    "add": (aten.add.Tensor, lambda: (rows(8, 3), rows(3)), {0: (4, 1)}),
+    "add of a row for all": (aten.add.Tensor, lambda: (rows(8, 3), rows(1, 3)), {0: (4, 1)}),
+    "mul of two cut ones": (
+        aten.mul.Tensor,
+        lambda: (rows(8, 3), rows(8, 1)),
+        {0: (4, 1), 1: (4, 1)},
+    ),
+    "gelu": (aten.gelu.default, lambda: (rows(2, 8, 3),), {0: (2, 2, 1)}),
+    "gelu_backward": (aten.gelu_backward.default, lambda: (rows(8, 3), rows(8, 3)), {1: (4, 1)}),
+    "where": (aten.where.self, lambda: (rows(8, 3) > 0, rows(8, 3), rows(8, 3)), {0: (4, 1)}),
+    "view": (aten.view.default, lambda: (rows(2, 4, 3), [8, 3]), {0: (2, 2, 1)}),
+    "view of flat rows": (aten.view.default, lambda: (rows(8, 6), [2, 4, 6]), {0: (4, 1)}),
+    "transpose": (aten.transpose.int, lambda: (rows(4, 6, 3), 0, -1), {0: (4, 1, 1)}),
+    "expand": (aten.expand.default, lambda: (rows(8, 1), [8, 5]), {0: (4, 1)}),
+    "slice": (aten.slice.Tensor, lambda: (rows(8, 5), 1, 1, 3), {0: (4, 1)}),
+    "mm by rows": (aten.mm.default, lambda: (rows(8, 3), rows(3, 5)), {0: (4, 1)}),
+    "mm by columns": (aten.mm.default, lambda: (rows(8, 3), rows(3, 4)), {1: (1, 4)}),
+    "mm that adds up": (aten.mm.default, lambda: (rows(3, 8), rows(8, 5)), {0: (1, 4)}),
+    "mm that adds up, both": (
+        aten.mm.default,
+        lambda: (rows(3, 8), rows(8, 5)),
+        {0: (1, 4), 1: (4, 1)},
+    ),
+    "mm, the second": (aten.mm.default, lambda: (rows(3, 8), rows(8, 5)), {1: (4, 1)}),
+    "addmm": (aten.addmm.default, lambda: (rows(5), rows(8, 3), rows(3, 5)), {1: (4, 1)}),
+    "addmm by columns": (
+        aten.addmm.default,
+        lambda: (rows(4), rows(8, 3), rows(3, 4)),
+        {2: (1, 4)},
+    ),
+    "bmm by batch": (aten.bmm.default, lambda: (rows(4, 3, 5), rows(4, 5, 2)), {0: (4, 1, 1)}),
+    "bmm by rows": (aten.bmm.default, lambda: (rows(2, 8, 5), rows(2, 5, 3)), {0: (1, 4, 1)}),
+    "bmm that adds up": (aten.bmm.default, lambda: (rows(2, 3, 8), rows(2, 8, 3)), {1: (1, 4, 1)}),
+    "sum over rows": (aten.sum.dim_IntList, lambda: (rows(8, 3), [0], True), {0: (4, 1)}),
+    "sum over columns": (aten.sum.dim_IntList, lambda: (rows(8, 3), [1]), {0: (4, 1)}),
+    "sum": (aten.sum.default, lambda: (rows(8, 3),), {0: (4, 1)}),
+    "mean": (aten.mean.default, lambda: (rows(8, 3),), {0: (4, 1)}),
+    "mean over columns": (aten.mean.dim, lambda: (rows(8, 3), [-1], True), {0: (4, 1)}),
+    "softmax": (aten._softmax.default, lambda: (rows(8, 5), -1, False), {0: (4, 1)}),
+    "log_softmax backward": (
+        aten._log_softmax_backward_data.default,
+        lambda: (rows(8, 5), log_probabilities(), 1, torch.float64),
+        {1: (4, 1)},
+    ),
+    "layer_norm": (
+        aten.native_layer_norm.default,
+        lambda: (rows(8, 5), [5], rows(5), None, 1e-5),
+        {0: (4, 1)},
+    ),
+    "layer_norm backward": (
+        aten.native_layer_norm_backward.default,
+        layer_norm_backward,
+        {1: (4, 1)},
+    ),
+    "nll_loss": (
+        aten.nll_loss_forward.default,
+        lambda: (log_probabilities(), targets(), None, 1, -100),
+        {0: (4, 1)},
+    ),
+    "nll_loss with weights": (
+        aten.nll_loss_forward.default,
+        lambda: (log_probabilities(), targets(), rows(5).abs(), 1, -100),
+        {0: (4, 1)},
+    ),
+    "nll_loss of each": (
+        aten.nll_loss_forward.default,
+        lambda: (log_probabilities(), targets(), None, 0, -100),
+        {1: (4,)},
+    ),
+    "nll_loss backward": (
+        aten.nll_loss_backward.default,
+        lambda: (
+            *(rows(1)[0], log_probabilities(), targets(), None, 1, -100),
+            torch.tensor(6.0, dtype=torch.float64),
+        ),
+        {1: (4, 1)},
+    ),
+}
+
+
+def laid_out(
+    target: Any, args: tuple[Any, ...], cuts: dict[int, tuple[int, ...]]
+) -> tuple[Cutting, InPieces, dict[str, Tensor], list[Tensor]]:
+    """Return an operation in pieces, what it takes by name, and what it makes as a whole."""
+    given = {f"in_{place}": arg for place, arg in enumerate(args) if isinstance(arg, Tensor)}
+    expected = target(*args)
+    made = [expected] if isinstance(expected, Tensor) else list(expected)
+    names = [f"out_{place}" for place in range(len(made))]
+    # Results as kernels of their own would make them.
+    values = {**given, **dict(zip(names, (m.contiguous() for m in made), strict=True))}
+    infos = {
+        name: TensorInfo.of(value, name, value.numel() * value.element_size())
+        for name, value in values.items()
+    }
+    op = Op(
+        name=names[0],
+        target=target,
+        args=tuple(
+            Ref(f"in_{place}") if isinstance(arg, Tensor) else arg for place, arg in enumerate(args)
+        ),
+        kwargs={},
+        results=tuple(names),
+        returns_many=not isinstance(expected, Tensor),
+    )
+    cutting = Cutting(infos, 4, {f"in_{place}": cut for place, cut in cuts.items()})
+    cutting.add(op)
+    return cutting, InPieces(cutting.pieces(names), "op", "forward"), given, made
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pieces_make_the_whole(name: str) -> None:
+    """Whatever rows are cut, the results are those of the operation on the whole."""
+    torch.manual_seed(0)
+    target, make, cuts = CASES[name]
+    cutting, call, given, expected = laid_out(target, make(), cuts)
+    assert len(cutting.loop) == 1, "it must run on pieces"
+    found = call(*(given[taken] for taken in call.pieces.takes))
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "cuts"),
+    [
+        (aten._softmax.default, (rows(8, 4), 1, False), {0: (1, 4)}),  # over what is cut
+        (aten.native_layer_norm.default, (rows(8, 4), [4], None, None, 1e-5), {0: (1, 4)}),
+        (aten.slice.Tensor, (rows(8, 4), 0, 1, 5), {0: (4, 1)}),
+        (aten.add.Tensor, (rows(4, 4), rows(4, 4)), {0: (4, 1), 1: (1, 4)}),
+        (aten.mm.default, (rows(4, 4), rows(4, 4)), {0: (4, 1), 1: (1, 4)}),
+        (aten.mm.default, (rows(4, 4), rows(4, 4)), {0: (2, 2)}),
+        (aten.addmm.default, (rows(4), rows(3, 8), rows(8, 4)), {1: (1, 4)}),
+        (aten.view.default, (rows(2, 4, 3), [8, 3]), {0: (1, 4, 1)}),
+        (aten.mean.dim, (rows(8, 4), [0]), {0: (4, 1)}),
+        (aten.cumsum.default, (rows(8, 4), 1), {0: (4, 1)}),  # has no rule yet
+        (aten.sum.default, (torch.ones(8, 4, dtype=torch.bfloat16),), {0: (4, 1)}),
+    ],
+)
+def test_what_pieces_cannot_make_is_refused(
+    target: Any, args: tuple[Any, ...], cuts: dict[int, tuple[int, ...]]
+) -> None:
+    """Rows that depend on each other, pieces that do not belong together, sums of short types."""
+    with pytest.raises(NotByPiecesError):
+        laid_out(target, args, cuts)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cuts", "new"),
+    [
+        ((2, 4, 3), (2, 2, 1), (8, 3)),
+        ((8, 3), (4, 1), (2, 4, 3)),
+        ((1, 8, 3), (1, 4, 1), (8, 3)),
+        ((8, 6), (4, 1), (8, 2, 3)),
+        ((6, 8), (1, 4), (2, 3, 8, 1)),
+    ],
+)
+def test_a_piece_seen_otherwise_is_the_piece_of_the_whole_seen_otherwise(
+    shape: tuple[int, ...], cuts: tuple[int, ...], new: tuple[int, ...]
+) -> None:
+    """Cutting and reshaping may change places."""
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    there = reshaped(shape, cuts, new)
+    assert there is not None
+    for index in range(4):
+        piece = piece_of(whole, cuts, index).reshape(piece_shape(new, there))
+        assert torch.equal(piece, piece_of(whole.view(new), there, index))
+
+
+def test_rows_are_cut_in_runs() -> None:
+    """Of rows in several dimensions, a piece has those that follow each other."""
+    assert spread((2, 8), 4) == (2, 2)
+    assert spread((1, 8), 4) == (1, 4)
+    assert spread((3, 8), 4) is None
+    assert spread((7,), 2) is None
