@@ -40,6 +40,7 @@ from rockmate.whole_step import Memory
 _log = logging.getLogger("rockmate")
 _NOT_BY_BLOCKS = {  # settings, and why not
     "compile": "blocks that inductor has compiled have no options to choose among",
+    "split": "blocks that are cut have no options to choose among yet",
 }
 
 

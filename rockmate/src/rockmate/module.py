@@ -23,7 +23,7 @@ from rockmate.decisions.report import DecidedPlan
 from rockmate.errors import UnsupportedModuleError
 from rockmate.files.plan_file import PlanFile
 from rockmate.keys.sharded import own_class
-from rockmate.networks import compiled_part
+from rockmate.networks import compiled_part, cut_parts
 from rockmate.reports.plan_report import PlanReport
 from rockmate.settings import Terms
 
@@ -163,6 +163,7 @@ class Rockmate(nn.Module):
             first.seconds,
             first.measured_peak_bytes,
             compiled_part(first),
+            cut_parts(first),
         )
 
     @property

@@ -55,6 +55,11 @@ class Settings:
             compiled, and how far off the self-test found a step. Norms and the like are computed
             again in the backward of a piece, or kept for it where that makes a step faster. Needs a
             C++ compiler (CPU) or Triton (GPU), and some seconds for each kind of piece.
+        split: let the widest parts of a step run piece by piece along their rows, where the budget
+            is too small for them as a whole, or where that is faster than recomputation: the head
+            of a language model with its loss, blocks of linear layers. `print(plan)` says what is
+            cut, in how many pieces. Gradients of weights are then sums over pieces: the same bits
+            under every budget with the same pieces, and eager's up to rounding.
         plan: path of a file that `save_plan` wrote: its plan serves, nothing is searched or
             measured, and what differs from when it was made is refused in words.
         cache: a folder of plans between two starts; False for none. Usual: `ROCKMATE_CACHE`, a
@@ -85,6 +90,7 @@ class Settings:
     opaque: Sequence[str] = ()
     strict: bool = False
     compile: bool = False
+    split: bool = False
     plan: str | PathLike[str] | None = None
     cache: bool | str | PathLike[str] | None = None
     share: bool = True
@@ -96,6 +102,8 @@ class Settings:
             raise UnknownChoiceError("self_test", str(self.self_test), tuple(map(str, SELF_TESTS)))
         if not isinstance(self.compile, bool):
             raise UnknownChoiceError("compile", self.compile, ("True", "False"))
+        if not isinstance(self.split, bool):
+            raise UnknownChoiceError("split", self.split, ("True", "False"))
         every = self.check_every
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise UnknownChoiceError("check_every", every, ("0", "a number of calls"))
@@ -106,11 +114,19 @@ class Settings:
             raise ValueError(
                 "plan= and compile=True exclude each other: a file knows no compiled code"
             )
+        if self.split and (self.compile or self.plan is not None):
+            other = "compile=True" if self.compile else "plan="
+            raise ValueError(f"split=True and {other} exclude each other: a plan has one of them")
         object.__setattr__(self, "opaque", tuple(self.opaque))
         for name in ("plan", "cache"):
             path = getattr(self, name)
             if isinstance(path, PathLike):
                 object.__setattr__(self, name, fspath(path))
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether a plan may have pieces that are compiled or cut."""
+        return self.compile or self.split
 
     def _check_cost(self) -> None:
         if self.cost not in COSTS:

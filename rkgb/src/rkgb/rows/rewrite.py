@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rkgb.compiled.pieces.grouping import merging
+from rkgb.compiled.rewrite import with_backward
 from rkgb.elements.op import Op, Ref
-from rkgb.graphs.backward_slices import slice_backward
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.passes import PLANNED_PASSES
@@ -50,17 +50,10 @@ class CutGraph:
         Raises:
             NotByPiecesError: it reads what this forward does not leave.
         """
-        merged = self.merged
-        node_of = {place: i for i, node in enumerate(merged.nodes) for place in node.positions}
-        slices = slice_backward(basic, len(merged.nodes), node_of)
-        nodes = tuple(
-            replace(node, backward=backward, hand_overs=hand_overs)
-            for node, (backward, hand_overs) in zip(merged.nodes, slices, strict=True)
-        )
-        dataflow = replace(merged.dataflow, basic=basic)
-        merged = replace(merged, dataflow=dataflow, nodes=nodes)
+        merged = with_backward(self.merged, basic)
         cut = {n.index: _cut_node(merged, n.index, n.count, n.rows) for n in self.nodes}
-        return replace(merged, nodes=tuple(cut.get(i, node) for i, node in enumerate(nodes)))
+        nodes = enumerate(merged.nodes)
+        return replace(merged, nodes=tuple(cut.get(i, node) for i, node in nodes))
 
 
 def cut_in_rows(dg: DataFlowGraph, count: int, most: int | None = None) -> CutGraph:

@@ -99,7 +99,7 @@ class PlansOfModule(Requester):
             why = self._because or ("the sample" if last is None else key.unlike(last))
             self._because = ""
             _log.debug("planning: %s", why)
-            can_be = self.plans_alone and not self.settings.compile  # which compiles numbers in
+            can_be = self.plans_alone and not self.settings.has_pieces  # with numbers in them
             if can_be:
                 self._try_any_attribute(key, call)
             began = time.perf_counter()

@@ -62,7 +62,7 @@ class Requester:
         Raises:
             InfeasibleBudgetError, UnsupportedModuleError, rkgb.RkgbError: see `planned_for`.
         """
-        share = self.settings.share and not self.settings.compile  # each compiles for itself
+        share = self.settings.share and not self.settings.has_pieces  # each makes its own
         with sharing(share) as ranks:
             given = given_file(self.settings, follows=is_follower(share))
             self._sources = sources_of(self.settings, given, ranks)
@@ -121,7 +121,7 @@ class Requester:
             if not self._sources:
                 self._sources = sources_of(self.settings, given_file(self.settings))
             with unseen():  # planned modules inside belong to this plan
-                known = () if self.settings.compile else (*self.plans, *self.known)
+                known = () if self.settings.has_pieces else (*self.plans, *self.known)
                 request = Request.of(
                     *(bare, call, settings or self.settings),
                     known=known,

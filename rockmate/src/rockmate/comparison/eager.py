@@ -68,8 +68,9 @@ def run_step(
         # A parameter that is returned gets its gradient from the loss, not from the step.
         wanting = [t for t in wanting if not t.is_leaf] or wanting
         trained = losses_among(wanting) if losses else wanting
-        results.take(result)
-        if len(trained) < len(wanting):  # who trains by a loss lets the other outputs go
+        lets_go = len(trained) < len(wanting)
+        results.take(result, copied=lets_go)
+        if lets_go:  # who trains by a loss lets the other outputs go
             result.clear()
         del wanting
         seed_backward(trained)
@@ -133,9 +134,11 @@ class _Results:
             self.gradients[name] = self._fingerprints.of(leaf.grad)
         leaf.grad = None
 
-    def take(self, outputs: Sequence[Any]) -> None:
+    def take(self, outputs: Sequence[Any], *, copied: bool = False) -> None:
+        """Keep outputs; where the step is to let go of them, a copy of their values."""
         if self.keep == "values":
-            self.outputs = [t.detach() if isinstance(t, Tensor) else t for t in outputs]
+            own = (t.detach() if isinstance(t, Tensor) else t for t in outputs)
+            self.outputs = [t.clone() if copied and isinstance(t, Tensor) else t for t in own]
         elif self.keep == "fingerprints":
             self.outputs = [self._fingerprints.of(value) for value in outputs]
 

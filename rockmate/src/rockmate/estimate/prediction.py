@@ -25,6 +25,7 @@ _MOST_NODES = 400
 NOT_ESTIMATED = {  # settings, and why not
     "opaque": "a step without content is recorded to the last operation",
     "compile": "what inductor makes of a step is known when it is compiled",
+    "split": "what pieces of rows take is measured",
     "plan": "costs of a file count with cost=",
 }
 _NOTHING = 5e-4  # extra time that is not printed

@@ -16,7 +16,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from rkgb.costs import Measured, op_key
+from rkgb.costs import Measured, Timing, op_key
 from rkgb.engine import Sample, external_values, measure, operations, runnable
 from rkgb.graphs import SimplifiedGraph
 from rockmate.errors import InfeasibleBudgetError
@@ -138,7 +138,7 @@ class Keeping:
         compiled = self.network.compiled
         assert compiled is not None
         recorded = runnable(compiled.with_kept(nodes))
-        self.measured = _measured_too(self.measured, recorded.graph, self.external)
+        self.measured = measured_too(self.measured, recorded.graph, self.external)
         network = assembled(recorded.graph, recorded, self.measured, self.external, compiled)
         return replace(network, kept=frozenset(nodes), rebuilding=self.network)
 
@@ -159,13 +159,20 @@ def keeping_of(network: Network, model: nn.Module, sample: Sample) -> Keeping | 
     return Keeping(network, measured, external)
 
 
-def _measured_too(
-    known: Measured, graph: SimplifiedGraph, external: Mapping[str, Tensor]
+def measured_too(
+    known: Measured,
+    graph: SimplifiedGraph,
+    external: Mapping[str, Tensor],
+    *,
+    times: bool = True,
+    timing: Timing | None = None,
 ) -> Measured:
     """Return what is known, and what operations of a graph cost about which nothing is."""
     basic = graph.dataflow.basic
     missing = [op for op in operations(graph) if op_key(op, basic.infos) not in known.costs]
-    return _together(known, measure(basic, missing, external)) if missing else known
+    if not missing:
+        return known
+    return _together(known, measure(basic, missing, external, times=times, timing=timing))
 
 
 def _together(known: Measured, more: Measured) -> Measured:

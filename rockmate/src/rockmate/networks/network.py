@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from rkgb.compiled import CompiledGraph
 from rkgb.costs import FlopCost, Measured, NodeFacts, OpCost, measure_resized, op_key
-from rkgb.elements import Op, Write
+from rkgb.elements import Write
 from rkgb.engine import Sample, device_of, external_values, measure, node_facts, operations
 from rkgb.graphs import SimplifiedGraph
 from rkgb.opaque import RunPiece
+from rkgb.rows import CutGraph
 from rkgb.run import RunnableGraph, runs_once
 from rockmate.networks.network_problem import problem_of
 from rockmate.problems.problem import Problem
@@ -35,6 +36,12 @@ class Network:
     compiled: CompiledGraph | None = None  # where pieces of it are
     kept: frozenset[int] = frozenset()  # of these, what keeps more for its backward
     rebuilding: Network | None = None  # the same where nothing does
+    cut: CutGraph | None = None  # where parts of it run piece by piece
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether parts of it are compiled or cut, so that bits are eager's up to rounding."""
+        return self.compiled is not None or self.cut is not None
 
     @property
     def opaque(self) -> tuple[str, ...]:
@@ -80,7 +87,7 @@ def network_of(
                 *(basic, ops, external, known), operations(old), old.dataflow.infos
             )
         if settings.cost == "flops":
-            measured = replace(measured, costs=_by_flops(graph, ops, measured))
+            measured = replace(measured, costs=by_flops(graph, measured))
     with phases.phase("calibration"):
         return assembled(graph, recorded, measured, external, compiled)
 
@@ -162,12 +169,11 @@ def first_unsteady(network: Network) -> str:
     return ""
 
 
-def _by_flops(
-    graph: SimplifiedGraph, ops: Sequence[Op], measured: Measured
-) -> Mapping[str, OpCost]:
+def by_flops(graph: SimplifiedGraph, measured: Measured) -> Mapping[str, OpCost]:
+    """Return the costs of the operations of a graph, with times that follow from FLOPs."""
     infos, source = graph.dataflow.infos, FlopCost()
-    kinds = {op_key(op, infos): op for op in ops}
+    kinds = {op_key(op, infos): op for op in operations(graph)}
     return {
-        key: replace(cost, time_ms=source.time_ms(kinds[key], infos))
-        for key, cost in measured.costs.items()
+        key: replace(measured.costs[key], time_ms=source.time_ms(op, infos))
+        for key, op in kinds.items()
     }

@@ -197,6 +197,15 @@ def compiled_part(planned: Planned) -> CompiledPart | None:
     )
 
 
+def cut_parts(planned: Planned) -> tuple[str, ...]:
+    """Return what of a plan runs in pieces of rows, in words, and how near to eager that is."""
+    cut = planned.network.cut
+    if cut is None:
+        return ()
+    near = [f"  {planned.comparison}"] if planned.comparison else []
+    return (*(f"cut: {node}" for node in cut.nodes), *near)
+
+
 def compiled_plan(
     network: Network, plan: Plan, sample: Sample, budget_bytes: int, phases: Phases
 ) -> Planned:

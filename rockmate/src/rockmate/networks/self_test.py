@@ -147,8 +147,8 @@ def _tested(
     eager: StepResult | None,
     anyone: Anyone,
 ) -> tuple[StepResult, str]:
-    if planned.network.compiled is not None:
-        return _test_of_compiled(planned, model, sample, eager)
+    if planned.network.has_pieces:
+        return _test_of_pieces(planned, model, sample, eager)
     name = type(model).__name__
 
     def run_ours(keep: Keep) -> StepResult:
@@ -187,7 +187,7 @@ def _planned_step(planned: Planned, model: nn.Module, sample: Sample, keep: Keep
     return run_step(call, twin, own, keep=keep, losses=planned.is_for_losses)
 
 
-def _test_of_compiled(
+def _test_of_pieces(
     planned: Planned, model: nn.Module, sample: Sample, eager: StepResult | None
 ) -> tuple[StepResult, str]:
     """Hold a planned step to the bits of the same pieces without budget, and to eager's values."""
@@ -202,21 +202,24 @@ def _test_of_compiled(
         refuse(
             differences(again, ours),
             name,
-            "These are the bits of its compiled pieces without recomputation",
+            "These are the bits of its pieces without recomputation",
         )
 
-    def run_nudged() -> StepResult:
-        twin = nudge(without_looks(_twin(model, sample, planned.written), planned.effects))
+    def run_eager(change: Callable[[nn.Module], nn.Module]) -> StepResult:
+        twin = change(without_looks(_twin(model, sample, planned.written), planned.effects))
         return run_step(
             *(twin, twin, _own_copies(sample, planned.effects)), losses=planned.is_for_losses
         )
+
+    if planned.network.cut is not None:  # nobody knew that values would be compared
+        eager = run_eager(lambda twin: twin)
 
     found = compare_rounded(
         eager,
         _planned_step(planned, model, sample, "values"),
         name,
         coarsest_type(network.graph.dataflow.infos.values()),
-        run_nudged,
+        lambda: run_eager(nudge),
     )
     _log.info("%s: %s", name, found)
     return ours, found

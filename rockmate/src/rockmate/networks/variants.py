@@ -31,6 +31,7 @@ from rkgb.graphs import (
     autocast_as,
     forward_differences,
 )
+from rkgb.rows import NotByPiecesError
 from rkgb.run import held_bytes, without_idle_steps
 from rockmate.errors import InfeasibleBudgetError, RockmateError, UnsupportedModuleError
 from rockmate.keys.input_signature import InputSignature
@@ -119,18 +120,36 @@ def variant_of(
         if known.numbers is not None:
             basic = for_same_numbers(basic, known.numbers, bare, sample, model)
     network, measured = planned.network, planned.network.measured
-    if planned.other_gradients is not None:
-        graph = network.recorded.with_backward(basic)
-        return _within_budget(planned, planned.other_gradients, graph, model, leaves)
-    like = _hands_over_like(planned, basic.kind)
-    if network.compiled is not None:
-        graph = runnable(compile_variant(network.compiled, basic)).graph
-        measured = _measured_within(planned, graph, model, leaves)
-        steps = without_idle_steps(graph, planned.plan.steps)
+    if network.has_pieces:
+        graph = runnable(_in_pieces(network, basic)).graph
     else:
         graph = network.recorded.with_backward(basic)
-        steps = without_idle_steps(graph, planned.plan.steps)
+    if planned.other_gradients is not None:
+        return _within_budget(planned, planned.other_gradients, graph, model, leaves)
+    like = _hands_over_like(planned, basic.kind)
+    if network.has_pieces:
+        measured = _measured_within(planned, graph, model, leaves)
+    steps = without_idle_steps(graph, planned.plan.steps)
     return executable(graph, steps, measured, like=like)
+
+
+def _in_pieces(network: Network, basic: BasicGraph) -> SimplifiedGraph:
+    """Return the same pieces with the backward of another recording.
+
+    Raises:
+        UnsupportedModuleError: what is cut cannot be cut so for these gradients.
+    """
+    if network.compiled is not None:
+        return compile_variant(network.compiled, basic)
+    assert network.cut is not None
+    try:
+        return network.cut.with_backward(basic)
+    except NotByPiecesError as error:
+        raise UnsupportedModuleError(
+            f"gradients have arrived at outputs of {basic.model_name} in another way than it was "
+            f"planned for, and what runs in pieces of rows cannot be cut for them: {error}. "
+            "Plan with split=False, or with losses among the outputs only."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -58,6 +58,7 @@ class PlanReport:
     seconds: Mapping[str, float] = field(default_factory=dict)  # of planning, by phase
     measured_peak_bytes: int | None = None
     compiled: CompiledPart | None = None  # with compile=True
+    cut: tuple[str, ...] = ()  # what runs in pieces of rows, and how near to eager that is
 
     @property
     def opaque(self) -> tuple[str, ...]:
@@ -148,4 +149,4 @@ class PlanReport:
 
         text = format_plan(self.problem, self.plan)
         compiled = [] if self.compiled is None else [str(self.compiled)]
-        return "\n".join([text, *map(str, self.pieces), *compiled])
+        return "\n".join([text, *map(str, self.pieces), *compiled, *self.cut])

@@ -28,6 +28,7 @@ from rkgb.torch_api import placed_parameters
 from rockmate import planners
 from rockmate.comparison.eager import Keep, StepResult
 from rockmate.errors import InfeasibleBudgetError, SelfTestError
+from rockmate.networks.cutting import Cutting
 from rockmate.networks.executables import without_reruns
 from rockmate.networks.keeping import Keeping, keeping_of
 from rockmate.networks.network import Network, network_of
@@ -100,14 +101,18 @@ def _planned_anew(request: Request) -> Planned:
         budget_bytes = int(fraction * peak_of(eager, network.problem))
     assert budget_bytes is not None
 
-    def make(keeping: Keeping | None, within_bytes: int, blocks_bytes: int) -> Planned:
-        return _planned(request, network, within_bytes, eager, keeping, blocks_bytes)
+    more: Keeping | Cutting | None = keeping
+    if settings.split:
+        more = Cutting(network, request.basic, model, given, settings.cost == "flops")
+
+    def make(more: Keeping | Cutting | None, within_bytes: int, blocks_bytes: int) -> Planned:
+        return _planned(request, network, within_bytes, eager, more, blocks_bytes)
 
     if not settings.self_test:
-        return make(keeping, budget_bytes, 0)
+        return make(more, budget_bytes, 0)
     attempt = partial(_tested, request, eager)
     try:
-        return within_blocks(partial(make, keeping), attempt, model, given, budget_bytes, 0)
+        return within_blocks(partial(make, more), attempt, model, given, budget_bytes, 0)
     except SelfTestError as error:
         if keeping is None:
             raise
@@ -130,16 +135,19 @@ def _planned(
     network: Network,
     budget_bytes: int,
     eager: StepResult | None,
-    keeping: Keeping | None,
+    more: Keeping | Cutting | None,
     blocks_bytes: int,
 ) -> Planned:
 
     def planner(problem: Problem) -> Plan:
         return _plan_within(request, problem, budget_bytes, blocks_bytes)
 
-    plan = planner(network.problem)
-    if keeping is not None:
-        network, plan = keeping.chosen(plan, planner)
+    if isinstance(more, Cutting):
+        network, plan = more.chosen(planner)
+    else:
+        plan = planner(network.problem)
+        if more is not None:
+            network, plan = more.chosen(plan, planner)
     plan = without_reruns(network, plan)
     return replace(
         compiled_plan(network, plan, request.sample, budget_bytes, request.phases),

@@ -63,8 +63,13 @@ def plan_file_of(plans: list[Planned], model: nn.Module) -> PlanFile:
     """Return the file of some plans of one model, each recording once.
 
     Raises:
-        PlanFileError: pieces of a plan are compiled.
+        PlanFileError: pieces of a plan are compiled or cut.
     """
+    if any(planned.network.cut is not None for planned in plans):
+        raise PlanFileError(
+            "a plan of which parts run in pieces of rows is not saved yet. Save a plan made with "
+            "split=False"
+        )
     if any(planned.network.compiled is not None for planned in plans):
         raise PlanFileError(
             "a plan with compiled pieces is not saved: a file knows no compiled code. Plan again "

@@ -95,7 +95,7 @@ def sources_of(
 
     A file has plans for usual gradients. Ranks ask each other at every call, or at none.
     """
-    if settings.compile:  # numbers and sizes are compiled in
+    if settings.has_pieces:  # which are for these numbers and sizes
         return (Anew(),)
     folder = CacheFolder.chosen(settings.cache)
     made: Source = Anew() if folder is None else Cache(folder, Anew())

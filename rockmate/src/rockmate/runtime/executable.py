@@ -15,6 +15,7 @@ from torch import Tensor
 from rkgb.elements import BATCH_NORMS, CompiledCall, Numbers
 from rkgb.graphs import BackwardKind, Flow, SimplifiedGraph, Tangent
 from rkgb.opaque import CAST, KeptWrites, RunPiece
+from rkgb.rows import InPieces
 from rkgb.run import Begin, CompiledStep, Give, Places, StepProgram, made_by, read_by, rerun_state
 from rkgb.torch_api import current_dispatch_modes, dispatch_mode_stack
 from rockmate.runtime.rails import Rail, RailPlaces, reader
@@ -293,7 +294,7 @@ class Executable:
     def keeps_by_backward(self) -> bool:
         """Whether what the forward keeps depends on which backward it was compiled with."""
         ops = (op for node in self.graph.nodes for op in node.ops)
-        return any(isinstance(op.target, CompiledCall) for op in ops)
+        return any(isinstance(op.target, (CompiledCall, InPieces)) for op in ops)
 
     @cached_property
     def saved_outputs(self) -> tuple[tuple[int, str], ...]:

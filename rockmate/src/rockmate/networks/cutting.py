@@ -1,0 +1,125 @@
+"""Networks of which the widest parts run piece by piece, for budgets that others do not fit.
+
+A plan is made for the step as it is. Where it fits and nothing runs twice, nothing is cut. Else
+plans are made with the widest part, or all wide parts, in 2, 4, 8 … pieces, and the fastest plan
+that fits is taken. More pieces take longer, so the search ends once that is seen. A call of many
+pieces takes long to measure: its bytes are looked at first, and its time only where these fit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from rkgb.costs import Timing
+from rkgb.engine import B_to_D, Sample, external_values, runnable
+from rkgb.graphs import BasicGraph
+from rkgb.rows import cut_in_rows
+from rockmate.errors import InfeasibleBudgetError
+from rockmate.networks.keeping import measured_too
+from rockmate.networks.network import Network, assembled, by_flops
+from rockmate.problems.problem import Problem
+from rockmate.schedules.plan import Plan
+from rockmate.schedules.report import format_bytes
+
+_log = logging.getLogger("rockmate")
+COUNTS = (2, 4, 8, 16, 32)
+_ONE_VISIT = Timing(min_rounds=1, max_rounds=1)
+Planner = Callable[[Problem], Plan]
+
+
+@dataclass
+class Cutting:
+    """A network, and the same with parts that run piece by piece."""
+
+    whole: Network
+    basic: BasicGraph
+    model: nn.Module
+    sample: Sample
+    by_flops: bool
+    _made: dict[tuple[int, int | None, bool], Network | None] = field(default_factory=dict)
+
+    def chosen(self, planner: Planner) -> tuple[Network, Plan]:
+        """Return the network and the plan that take least time.
+
+        Raises:
+            InfeasibleBudgetError: there is no plan, with or without pieces; it names both minima.
+        """
+        best: tuple[Network, Plan] | None = None
+        refusal: InfeasibleBudgetError | None = None
+        try:
+            best = self.whole, planner(self.whole.problem)
+            if not best[1].overhead_ms:
+                return best
+        except InfeasibleBudgetError as error:
+            refusal = error
+        least: InfeasibleBudgetError | None = None
+        for most in (1, None):
+            before = None
+            for count in COUNTS:
+                try:
+                    network = self._network(count, most, times=False)
+                    if network is None:
+                        continue
+                    plan = planner(network.problem)
+                    if not self.by_flops:
+                        network = self._network(count, most, times=True)
+                        assert network is not None
+                        plan = planner(network.problem)
+                except InfeasibleBudgetError as error:
+                    if least is None or error.minimum_bytes < least.minimum_bytes:
+                        least = error
+                    continue
+                if best is None or plan.time_ms < best[1].time_ms:
+                    best = network, plan
+                if before is not None and plan.time_ms > before:
+                    break
+                before = plan.time_ms
+        if best is not None:
+            return best
+        assert refusal is not None
+        raise _refused(refusal, least)
+
+    def _network(self, count: int, most: int | None, *, times: bool) -> Network | None:
+        """Return the network with so many pieces; None where nothing can be cut so."""
+        key = (count, most, times)
+        if key not in self._made:
+            self._made[key] = self._cut(count, most, times=times)
+        return self._made[key]
+
+    def _cut(self, count: int, most: int | None, *, times: bool) -> Network | None:
+        cut = cut_in_rows(B_to_D(self.basic), count, most)
+        if not cut.nodes or (most is None and len(cut.nodes) == 1):  # that has been tried
+            _log.debug("nothing is cut in %d pieces: %s", count, "; ".join(cut.refused))
+            return None
+        recorded = runnable(cut.graph)
+        basic = recorded.graph.dataflow.basic
+        external = external_values(basic, self.model, self.sample.leaves)
+        known, timing = self.whole.measured, _ONE_VISIT
+        measured = measured_too(known, recorded.graph, external, times=times, timing=timing)
+        if self.by_flops:
+            measured = replace(measured, costs=by_flops(recorded.graph, measured))
+        network = assembled(recorded.graph, recorded, measured, external)
+        return replace(network, cut=cut)
+
+
+def _refused(
+    whole: InfeasibleBudgetError, cut: InfeasibleBudgetError | None
+) -> InfeasibleBudgetError:
+    if cut is None:
+        return InfeasibleBudgetError(
+            f"{whole}. Nothing of it can be cut in pieces of rows",
+            asked_bytes=whole.asked_bytes,
+            minimum_bytes=whole.minimum_bytes,
+            bound_bytes=whole.bound_bytes,
+        )
+    return InfeasibleBudgetError(
+        f"{cut}. That is with its widest parts in pieces of rows; without, the smallest budget is "
+        f"{format_bytes(whole.minimum_bytes)} ({whole.minimum_bytes} bytes)",
+        asked_bytes=whole.asked_bytes,
+        minimum_bytes=min(whole.minimum_bytes, cut.minimum_bytes),
+        bound_bytes=min(whole.bound_bytes, cut.bound_bytes),
+    )

@@ -1,0 +1,210 @@
+"""`split=True`: pieces of rows where the budget asks for them, eager's values, honest bytes.
+
+Eager PyTorch is the oracle. Pieces of rows are added up in another order than the whole, so that
+values agree to some roundings of float64, and bits with another plan of the same pieces.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rockmate.networks.cutting as cutting
+from rockmate import InfeasibleBudgetError, Rockmate
+from rockmate.errors import PlanFileError, UnknownChoiceError
+
+CHEAP: dict[str, Any] = {"cost": "flops", "split": True}
+ROWS, WIDTH, WORDS = 32, 8, 256
+WIDE_BYTES = 8 * ROWS * WORDS
+
+
+class Head(nn.Module):
+    """Hidden states to a loss over many words, with targets that are ignored; tied if asked for."""
+
+    def __init__(self, *, tied: bool = False, smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(WIDTH, WORDS, bias=False)
+        self.smoothing = smoothing
+        if tied:
+            self.out.weight = self.words.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.out(self.norm(self.words(tokens)))
+        return functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), label_smoothing=self.smoothing
+        )
+
+
+class Block(nn.Module):
+    """A residual perceptron that is wide in between."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 16 * width), nn.Linear(16 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+@pytest.fixture(autouse=True)
+def few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans for many numbers of pieces take seconds."""
+    monkeypatch.setattr(cutting, "COUNTS", (2, 8))
+
+
+def words(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    tokens, targets = torch.randint(0, WORDS, (2, 2, rows // 2))
+    targets[0, :5] = -100
+    return tokens, targets
+
+
+def made(model: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return model.double()
+
+
+def steps(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Train for two steps; return losses, gradients of inputs and of parameters."""
+    found: list[Tensor] = []
+    for _ in range(2):
+        given = [i.detach().clone().requires_grad_(i.requires_grad) for i in inputs]
+        module.zero_grad(set_to_none=True)
+        result = module(*given)
+        (result if not result.shape else result.square().sum()).backward()
+        found += [result.detach()]
+        found += [g.grad for g in given if g.grad is not None]
+        found += [p.grad for p in module.parameters() if p.grad is not None]
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.01 * parameter.grad
+    return found
+
+
+def assert_near(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    """Sums over pieces differ from sums over all rows by roundings."""
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13, equal_nan=True)
+
+
+def smallest(model: nn.Module, inputs: Any, **settings: Any) -> int:
+    with pytest.raises(InfeasibleBudgetError) as error:
+        Rockmate(model, inputs, 1, **{**CHEAP, **settings})
+    return error.value.minimum_bytes
+
+
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_head_runs_below_its_logits(tied: bool) -> None:
+    """What no plan can do with whole logits; the same bits under two budgets with its pieces."""
+    model = made(Head(tied=tied))
+    theirs, inputs = copy.deepcopy(model), words()
+    least = smallest(model, inputs)
+    assert least < smallest(model, inputs, split=False) / 2
+    rk = Rockmate(model, inputs, least, **CHEAP)
+    (cut,) = rk.plan.cut[:1]
+    assert "pieces of rows" in cut
+    assert cut in str(rk.plan)
+    assert rk.plan.measured_peak_bytes == rk.plan.peak_bytes <= least < 2 * WIDE_BYTES
+    other = copy.deepcopy(model)
+    again = Rockmate(other, inputs, least + 100, **CHEAP)
+    assert again.plan.cut[0] == cut
+    ours = steps(rk, inputs)
+    assert all(map(torch.equal, ours, steps(again, inputs)))
+    assert_near(ours, steps(theirs, inputs))
+
+
+def test_targets_that_are_all_ignored_give_what_eager_gives() -> None:
+    """A mean over nothing is no number, in pieces too."""
+    model = made(Head())
+    tokens, targets = words()
+    theirs = copy.deepcopy(model)
+    rk = Rockmate(model, (tokens, targets), smallest(model, (tokens, targets)), **CHEAP)
+    targets = torch.full_like(targets, -100)
+    assert_near(steps(rk, (tokens, targets)), steps(theirs, (tokens, targets)))
+
+
+def test_blocks_of_linear_layers_are_cut() -> None:
+    """Gradients of inputs and weights are eager's; what is not asked for is not made."""
+    model = made(nn.Sequential(Block(), Block()))
+    model[0].up.weight.requires_grad_(False)
+    theirs = copy.deepcopy(model)
+    x = torch.randn(2, 16, WIDTH, dtype=torch.float64, requires_grad=True)
+    rk = Rockmate(model, x, smallest(model, x), **CHEAP)
+    assert rk.plan.cut
+    assert rk.plan.measured_peak_bytes == rk.plan.peak_bytes <= rk.plan.budget_bytes
+    assert_near(steps(rk, (x,)), steps(theirs, (x,)))
+
+
+def test_nothing_is_cut_where_everything_fits() -> None:
+    """Then bits are eager's."""
+    model = made(Head())
+    theirs = copy.deepcopy(model)
+    rk = Rockmate(model, words(), 1.0, **CHEAP)
+    assert not rk.plan.cut
+    assert all(map(torch.equal, steps(rk, words()), steps(theirs, words())))
+
+
+def test_rows_that_no_number_of_pieces_divides_stay_whole() -> None:
+    """31 rows are cut in no way; the refusal says so, and a budget that fits is kept."""
+    model = made(Head())
+    inputs = tuple(t[:1].repeat(1, 2)[:, :31] for t in words())
+    with pytest.raises(InfeasibleBudgetError, match="Nothing of it can be cut"):
+        Rockmate(model, inputs, 1, **CHEAP)
+    theirs = copy.deepcopy(model)
+    rk = Rockmate(model, inputs, 1.0, **CHEAP)
+    assert all(map(torch.equal, steps(rk, inputs), steps(theirs, inputs)))
+
+
+def test_a_refusal_names_both_minima() -> None:
+    """With pieces and without."""
+    model, inputs = made(Head()), words()
+    whole = smallest(model, inputs, split=False)
+    with pytest.raises(InfeasibleBudgetError, match=rf"without, the smallest .* \({whole} bytes\)"):
+        Rockmate(model, inputs, 1, **CHEAP)
+
+
+class Both(Head):
+    """The loss, and beside it the hidden states that it comes from."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Any:
+        hidden = self.norm(self.words(tokens))
+        logits = self.out(hidden)
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
+
+
+def test_gradients_that_come_otherwise_than_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss made of the loss and the logits that are returned beside it."""
+    monkeypatch.setattr(cutting, "COUNTS", (8,))
+    model, inputs = made(Both()), words()
+    theirs = copy.deepcopy(model)
+    rk = Rockmate(model, inputs, 180_000, **CHEAP)
+    assert rk.plan.cut
+    loss, logits = rk(*inputs)
+    (loss + logits.square().mean()).backward()
+    loss, logits = theirs(*inputs)
+    (loss + logits.square().mean()).backward()
+    for ours, other in zip(model.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, other.grad, rtol=1e-11, atol=1e-13)
+
+
+def test_what_split_does_not_go_with() -> None:
+    """Compiled code, files and other words are refused by name."""
+    model, inputs = made(Head()), words()
+    for settings in ({"compile": True}, {"plan": "a file"}):
+        with pytest.raises(ValueError, match="exclude each other"):
+            Rockmate(model, inputs, 1.0, split=True, **settings)
+    with pytest.raises(UnknownChoiceError):
+        Rockmate(model, inputs, 1.0, split="rows")  # type: ignore[arg-type]
+    rk = Rockmate(model, inputs, smallest(model, inputs), **CHEAP)
+    with pytest.raises(PlanFileError, match="pieces of rows"):
+        rk.save_plan("nowhere")
