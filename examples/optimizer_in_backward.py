@@ -33,13 +33,14 @@ def main(arguments: list[str] | None = None) -> tuple[nn.Module, list[float]]:
     size, width, layers, steps = (64, 16, 6, 4) if tiny else (512, 256, 16, 20)
     torch.manual_seed(0)
     model = network(width, layers)
-    optimizers = {p: torch.optim.AdamW([p], lr=1e-3) for p in model.parameters()}
+    parameters: list[Tensor] = list(model.parameters())
+    optimizers = {p: torch.optim.AdamW([p], lr=1e-3) for p in parameters}
 
     def step_at_once(parameter: Tensor) -> None:
         optimizers[parameter].step()
         optimizers[parameter].zero_grad()
 
-    for parameter in model.parameters():
+    for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(step_at_once)
     memory = "110kB" if tiny else "30MB"
     x = torch.randn(size, width)

@@ -332,7 +332,8 @@ def test_gradients_that_go_as_they_come_are_not_counted(case: str) -> None:
     torch.manual_seed(0)
     model, x = make(), sample()
     counted = least_of(model, x, "adamw")
-    steppers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
+    parameters: list[Tensor] = list(model.parameters())
+    steppers = {p: torch.optim.AdamW([p]) for p in parameters}
 
     def step_at_once(parameter: Tensor) -> None:
         steppers[parameter].step()
