@@ -186,14 +186,13 @@ def test_two_partial_functions_are_not_alike():
     assert Watched().worth(first) == Watched().worth(functools.partial(max, 1))
 
 
-def test_what_is_in_known_tables_is_passed_over_where_they_hold():
+def test_tables_that_nobody_wrote_to_are_passed_over():
     table, other = {"a": object()}, {"a": object()}
     watched = Watched()
     for owner in (table, other):
-        watched.note(owner, "a", owner["a"])
-    watched.know([table])
-    table["a"] = object()
-    assert watched.holds()
-    assert not watched.holds([table])
+        watched.entries(owner).note("a", owner["a"])
+    assert watched.tables == [table, other]
     other["a"] = object()
+    assert watched.holds([table])
+    assert not watched.holds([other])
     assert not watched.holds()

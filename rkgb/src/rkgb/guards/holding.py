@@ -26,15 +26,11 @@ OBJECTS = (
     BuiltinFunctionType,
 )
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-VIEWS = (MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+VIEWS: tuple[type, ...] = (MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
 LONG = 512  # of longer containers only the length and the identity count: vocabularies, data
-_BUFFERS = (
-    bytearray,
-    array.array,
-    memoryview,
-    ctypes.Array,
-    ctypes.Structure,
-    ctypes.c_int.__base__,
+_BUFFERS: tuple[Any, ...] = (
+    *(bytearray, array.array, memoryview),
+    *(ctypes.Array, ctypes.Structure, ctypes.c_int.__base__),
 )
 # Bags of attributes, and loggers, which change whenever anybody logs.
 _OPEN = frozenset(("logging", "types", "argparse"))
@@ -62,7 +58,7 @@ def bytes_of(value: Any, most: int) -> bytes | None:
     if type(value).__module__ == "numpy":
         return value.tobytes() if getattr(value, "nbytes", most + 1) <= most else None
     if isinstance(value, _BUFFERS):
-        view = memoryview(value)
+        view: memoryview[Any] = memoryview(value)
         return view.tobytes() if view.nbytes <= most else None
     return None
 

@@ -106,9 +106,9 @@ class Watched:
         """The dicts that are looked at again only after somebody has written to them."""
         return [entries.table for entries in self._entries.values()]
 
-    def holds(self, written: Iterable[Mapping[Any, Any]]) -> bool:
-        """Whether everything is as it was, where of the tables these were written to."""
-        for table in written:
+    def holds(self, written: Iterable[Mapping[Any, Any]] | None = None) -> bool:
+        """Whether everything is as it was, where of the tables at most these were written to."""
+        for table in self.tables if written is None else written:
             entries = self._entries.get(id(table))
             if entries is not None and not entries.hold():
                 return False
