@@ -6,7 +6,11 @@ import functools
 from typing import Any
 
 
-class RkgbError(Exception):
+class RockmateError(Exception):
+    """Base of every error that these packages raise on purpose: `rockmate.RockmateError`."""
+
+
+class RkgbError(RockmateError):
     """Base class of every error that rkgb raises on purpose.
 
     `module_path` says in which submodule it arose, where one is to blame.

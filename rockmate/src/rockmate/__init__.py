@@ -3,6 +3,7 @@
 from rockmate.block_by_block import apply_to_blocks
 from rockmate.blockwise.report import BlocksPlan
 from rockmate.errors import (
+    ArgumentsError,
     BackwardTwiceError,
     BudgetFormatError,
     ChangedTensorError,
@@ -10,6 +11,7 @@ from rockmate.errors import (
     InfeasibleBudgetError,
     InputMismatchError,
     InvalidPlanError,
+    MissingExtraError,
     PlanFileError,
     PlanMismatchError,
     PlanSharingError,
@@ -32,6 +34,7 @@ __version__ = "3.0.0"
 CheckpointedModule = Rockmate  # its other published name
 
 __all__ = [
+    "ArgumentsError",
     "BackwardTwiceError",
     "BlocksPlan",
     "BudgetFormatError",
@@ -43,6 +46,7 @@ __all__ = [
     "InputMismatchError",
     "InvalidPlanError",
     "LargestBatch",
+    "MissingExtraError",
     "Plan",
     "PlanFileError",
     "PlanMismatchError",

@@ -20,6 +20,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 from torch import nn
 
 from rkgb.engine import bind_inputs
+from rkgb.torch_api import is_optimized
+from rockmate.errors import ArgumentsError, UnsupportedModuleError
 from rockmate.settings import Budget, Settings, Terms, parse_budget, parse_memory
 from rockmate.whole_step import WholeStep, check_optimizer
 
@@ -47,6 +49,21 @@ class OfSample(Settings):
     _: KW_ONLY
     kwargs: Mapping[str, Any] | None = None
     samples: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if is_optimized(self.model):
+            return  # taken off where the model is read
+        refuse_no_module(self.model)
+        modules = dict(self.model.named_modules()) if self.opaque else {}
+        for path in self.opaque:
+            if path not in modules:
+                near = difflib.get_close_matches(path, modules, 1)
+                raise UnsupportedModuleError(
+                    f"opaque names '{path}', and {type(self.model).__name__} has no such "
+                    "submodule; give paths as model.named_modules() does"
+                    + (f", such as '{near[0]}'." if near else ".")
+                )
 
     def calls(self) -> list[Call]:
         """Return the sample and the others as arguments and keyword arguments."""
@@ -78,30 +95,31 @@ class Arguments(OfSample):
         """Refuse what says no amount of memory, or two, or one that cannot be read.
 
         Raises:
-            TypeError: it is neither a budget, nor memory and an optimizer.
+            ArgumentsError: it is neither a budget, nor memory and an optimizer.
             BudgetFormatError: the amount cannot be read.
         """
         if self.budget in ("", None) and self.memory is None:
-            raise TypeError(
+            raise ArgumentsError(
                 f"{function} needs a budget: {function}(model, budget='8GB'), or "
                 "memory='24GB', optimizer=optimizer for all that a step takes"
             )
         if self.budget not in ("", None) and self.memory is not None:
-            raise TypeError(
+            raise ArgumentsError(
                 f"{function} takes budget= or memory=, and got both: {self.budget!r} for "
                 f"activations, {self.memory!r} for everything. Leave one out"
             )
         if self.memory is None:
             if self.optimizer is not None:
-                raise TypeError(
+                raise ArgumentsError(
                     f"{function} takes optimizer= beside memory= only: a budget does not hold "
                     "what it keeps"
                 )
-            parse_budget(self.budget or "")
+            assert self.budget is not None
+            parse_budget(self.budget)
             return
         parse_memory(self.memory)
         if self.optimizer is None:
-            raise TypeError(
+            raise ArgumentsError(
                 f"{function} needs the optimizer beside memory=, as what it keeps counts: give "
                 "optimizer=optimizer, its name, or 'none'"
             )
@@ -117,14 +135,33 @@ class Arguments(OfSample):
         return Terms(_PER_CALL, whole_step=whole, **self.settings(reserve=0))
 
 
+def refuse_no_module(model: Any) -> nn.Module:
+    """Return what is given as the model, if it is a module.
+
+    Raises:
+        UnsupportedModuleError: it is no `torch.nn.Module`.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    hint = "The sample is the second argument."
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        hint = f"{model.__name__} is a class: give one of its objects, {model.__name__}(...)."
+    elif callable(model):
+        hint = "Put what it computes into the forward of a module written in Python."
+    raise UnsupportedModuleError(
+        f"the model comes first, as in Rockmate(model, sample, budget); a {type(model).__name__} "
+        f"was given instead of a torch.nn.Module. {hint}"
+    )
+
+
 def refuse(given: Settings, function: str, whys: Mapping[str, str]) -> None:
     """Refuse settings that a function cannot do justice to; `whys` say why not.
 
     Raises:
-        ValueError: one of them is not the default.
+        ArgumentsError: one of them is not the default.
     """
     for name in given.keys() & whys.keys():
-        raise ValueError(f"{function} takes no {name}={given[name]!r}: {whys[name]}.")
+        raise ArgumentsError(f"{function} takes no {name}={given[name]!r}: {whys[name]}.")
 
 
 def called_with(
@@ -176,7 +213,7 @@ def _maker(kind: Callable[P, Given], function: Callable[..., Any]) -> Callable[P
             more = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
             if unknown and not near:
                 more = "; rockmate.Settings has the keywords of all functions"
-            raise TypeError(f"{name}() {error}{more}") from None
+            raise ArgumentsError(f"{name}() {error}{more}") from None
         return kind(*args, **kwargs)
 
     return make

@@ -13,13 +13,14 @@ from torch import nn
 
 from rkgb import RkgbError
 from rkgb.opaque import is_inside
-from rockmate.arguments import Arguments, Call, called_with, refuse
+from rockmate.arguments import Arguments, Call, called_with, refuse, refuse_no_module
 from rockmate.blockwise.blocks import AUTO, class_name, find_blocks
 from rockmate.blockwise.planning import Chosen, Planner, largest_first
 from rockmate.blockwise.report import BlockRow, BlocksPlan
 from rockmate.blockwise.saved_blocks import blocks_key, file_of_blocks, shared_file
 from rockmate.blockwise.team import Team
 from rockmate.errors import (
+    ArgumentsError,
     InfeasibleBudgetError,
     PlanMismatchError,
     RockmateError,
@@ -67,22 +68,15 @@ class ToBlocks(Arguments):
         self.check_amount("rockmate.apply_to_blocks")
         refuse(self, "apply_to_blocks", _NOT_BY_BLOCKS)
         if not self.share and team.groups:
-            raise ValueError(
+            raise ArgumentsError(
                 "apply_to_blocks takes no share=False where processes share the model: their "
                 "collectives would run in other orders. Leave it out."
             )
         if self.in_flight < 1:
-            raise ValueError(
+            raise ArgumentsError(
                 f"in_flight {self.in_flight} is no number of forwards; give 1 or more."
             )
-        modules = dict(self.model.named_modules())
-        for path in self.opaque:
-            if path not in modules:
-                raise UnsupportedModuleError(
-                    f"opaque names '{path}', and {type(self.model).__name__} has no such "
-                    "submodule; give paths as model.named_modules() does."
-                )
-        for path, module in modules.items():
+        for path, module in self.model.named_modules():
             if getattr(module, "gradient_checkpointing", False) is True:
                 raise UnsupportedModuleError(
                     f"gradient checkpointing is on in '{path or '(root)'}', which would run "
@@ -299,7 +293,8 @@ class _Nothing:
 
 
 def _refuse_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+    refuse_no_module(model)
+    if isinstance(model, torch.jit.ScriptModule):
         raise UnsupportedModuleError(
             f"a {type(model).__name__} was given where a torch.nn.Module written in Python is "
             "needed. Put it into the forward of one."

@@ -9,9 +9,29 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+from rkgb.errors import (
+    RockmateError as RockmateError,
+)  # of rkgb's errors, too: one name catches all
 
-class RockmateError(Exception):
-    """Base of every error that this package raises on purpose."""
+
+class ArgumentsError(RockmateError, ValueError, TypeError):
+    """A function was called with arguments that it does not take, or not together."""
+
+
+class MissingExtraError(RockmateError, ImportError):
+    """Something needs a package that is not installed; `extra` is the extra that brings it."""
+
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        self.what = what
+        self.package = package
+        self.extra = extra
+        super().__init__(
+            f"{what} needs {package}. Install it: pip install 'rockmate[{extra}]', or pip install "
+            f"{package}"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.what, self.package, self.extra), vars(self)
 
 
 class UnknownChoiceError(RockmateError, ValueError):

@@ -10,7 +10,7 @@ from torch import nn
 
 from rockmate.arguments import Arguments, called_with
 from rockmate.decisions import DecidingForward
-from rockmate.errors import RockmateError
+from rockmate.errors import ArgumentsError, RockmateError
 from rockmate.module import (
     Rockmate,
     classes,
@@ -18,6 +18,7 @@ from rockmate.module import (
     is_applied,
     plain_of,
     plain_view,
+    refuse_no_output,
 )
 from rockmate.settings import Budget
 
@@ -50,12 +51,13 @@ def apply(given: InPlace) -> nn.Module:
     model, is_sampled = given.model, given.sample is not _FIRST_STEP
     given.check_amount("rockmate.apply")
     if not is_sampled and (given.kwargs is not None or given.samples):
-        raise TypeError("rockmate.apply takes kwargs and samples beside a sample only")
+        raise ArgumentsError("rockmate.apply takes kwargs and samples beside a sample only")
     if not is_applied(model):
         plain_of(model)  # refuses what is no module
     planned = DecidingForward(plain_view(model), given.terms())
     if is_sampled:
         planned.prepare(given.calls())
+        refuse_no_output(planned)
     return dressed(remove(model), planned)
 
 

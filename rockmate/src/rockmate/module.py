@@ -7,13 +7,15 @@ import inspect
 import logging
 from collections.abc import Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from rkgb.elements import Ref
 from rkgb.torch_api import is_optimized
-from rockmate.arguments import Arguments, method_called_with
+from rockmate.arguments import Arguments, method_called_with, refuse_no_module
 from rockmate.calls.class_attributes import CompiledCallAttribute, ForwardAttribute
 from rockmate.calls.first_call import INSTEAD
 from rockmate.calls.plan_store import PlanRows
@@ -110,7 +112,15 @@ class Rockmate(nn.Module):
             _log.info("torch.compile around %s is taken off: %s", type(plain).__name__, INSTEAD)
         planned = DecidingForward(plain, given.terms())
         planned.prepare(given.calls())
+        refuse_no_output(planned)
         object.__setattr__(self, "_rockmate", planned)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse `torch.jit.script`, which asks for this."""
+        raise UnsupportedModuleError(
+            "torch.jit.script cannot compile a planned module: its forward runs a plan. Script the "
+            "plain one: torch.jit.script(rk.original), or rockmate.remove(model) after apply."
+        )
 
     def backward(self) -> None:
         """Do nothing: `loss.backward()` has done it all. Kept for the published examples."""
@@ -164,6 +174,7 @@ class Rockmate(nn.Module):
             first.measured_peak_bytes,
             compiled_part(first),
             cut_parts(first),
+            self._rockmate.settings.cost == "measured",
         )
 
     @property
@@ -310,19 +321,35 @@ def plain_of(model: Any) -> nn.Module:
         model = model._orig_mod
     if isinstance(model, Rockmate):
         return model._rockmate.model
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModuleError(
-            f"a {type(model).__name__} was given where a torch.nn.Module written in Python is "
-            "needed. Put it into the forward of one."
-        )
+    plain = refuse_no_module(model)
     whole = "_modules" in vars(model)  # of a copy that is being made, nothing may be there yet
-    for path, module in model.named_modules() if whole else [("", model)]:
+    for path, module in plain.named_modules() if whole else [("", plain)]:
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedModuleError(
                 f"module '{path or '(root)'}' ({type(module).__name__}) was made by torch.jit, and "
                 "runs no Python that could be recorded. Use the module that it was made from."
             )
-    return model
+    return plain
+
+
+def refuse_no_output(planned: DecidingForward) -> None:
+    """Refuse a sample for which the model returns nothing that a loss could be made of.
+
+    Raises:
+        UnsupportedModuleError: its forward returns no tensor, and leaves none behind.
+    """
+    if planned.first is None:
+        return
+    basic = planned.first.network.graph.dataflow.basic
+    if basic.roots or basic.effects or any(isinstance(out, Ref) for out in basic.outputs):
+        return
+    kind = type(planned.model)
+    code = getattr(kind.forward, "__code__", None)
+    where = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+    raise UnsupportedModuleError(
+        f"let {kind.__name__}.forward{where} return the output or the loss: for this sample it "
+        "returns no tensor, so there is nothing to train by."
+    )
 
 
 def dressed(model: nn.Module, planned: DecidingForward) -> nn.Module:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from os import PathLike, fspath
 from typing import Any, Literal
 
-from rockmate.errors import BudgetFormatError, UnknownChoiceError
+from rockmate.errors import ArgumentsError, BudgetFormatError, UnknownChoiceError
 from rockmate.planners.effort import effort_of
 from rockmate.planners.portfolio import check_planner
 from rockmate.solvers import check_backend
@@ -107,11 +107,14 @@ class Settings:
         every = self.check_every
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise UnknownChoiceError("check_every", every, ("0", "a number of calls"))
+        reserve = self.reserve
+        if isinstance(reserve, bool) or not isinstance(reserve, int) or reserve < 0:
+            raise UnknownChoiceError("reserve", reserve, ("0",), "a number of bytes")
         effort_of(self.effort)
         check_planner(self.planner)
         check_backend(self.backend)
         if self.compile and self.plan is not None:
-            raise ValueError(
+            raise ArgumentsError(
                 "plan= and compile=True exclude each other: a file knows no compiled code"
             )
         if self.split and (self.compile or self.plan is not None):
@@ -187,5 +190,10 @@ def parse_budget(budget: Budget) -> tuple[int | None, float | None]:
     try:
         found = parse_limit(budget)
     except MemoryLimitFormatError as error:
-        raise BudgetFormatError(f"budget {budget!r} {error.problem}. Give {_FORMS}.") from None
+        if isinstance(budget, (int, float, str)):
+            said = f"budget {budget!r} {error.problem}."
+        else:
+            kind = type(budget).__name__
+            said = f"the budget is a {kind}; it comes third, behind model and sample."
+        raise BudgetFormatError(f"{said} Give {_FORMS}.") from None
     return (None, found) if isinstance(found, float) else (found, None)

@@ -252,7 +252,7 @@ class RecordedStep:
         except (AssignsError, SettlesError, NeedsContentError, WritesInputError):
             raise
         except Exception as error:
-            refusal = explained(self.twin, type(self.model).__name__, error)
+            refusal = explained(self.twin, type(self.model).__name__, error, self.sample.leaves)
             refusal.module_path = self.places.raised_in[-1]
             raise refusal from error
 

@@ -164,6 +164,20 @@ def _file_name(g: Any) -> str:
     return f"{g.B_graph.model_name}_blocks" if hasattr(g, "B_graph") else "blocks"
 
 
+_said: set[str] = set()
+
+
+def _print_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        print(text)
+
+
+def forget_what_was_said() -> None:
+    """Say again what is said once in a process."""
+    _said.clear()
+
+
 def _write(drawing: Any, name: str, show: bool, render_format: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     if render_format == "png":
@@ -173,9 +187,10 @@ def _write(drawing: Any, name: str, show: bool, render_format: str, folder: Path
     source = folder / f"{name}.gv"
     if shutil.which("dot") is None:
         source.write_text(drawing.source, encoding="utf-8")
-        print(
-            f"wrote {source}; the program 'dot' that makes a {render_format} of it was not found. "
-            f"Install Graphviz: {INSTALL}; then: dot -T{render_format} -O '{source}'"
+        print(f"wrote {source}")
+        _print_once(
+            "Pictures need the program 'dot' of Graphviz, which was not found. Install it: "
+            f"{INSTALL}; then: dot -T{render_format} -O FILE"
         )
         return source
     picture = folder / f"{name}.{render_format}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
 
 from rkgb.errors import DataDependentError, SideEffectError, TraceError
 from rkgb.recording.stops import NotRecordedError, ReadsDataError
@@ -22,7 +25,10 @@ _USUAL_HINT = (
 )
 
 
-def explained(model: nn.Module, name: str, error: Exception) -> TraceError:
+def explained(
+    model: nn.Module, name: str, error: Exception, leaves: Sequence[Any] = ()
+) -> TraceError:
+    """Return the refusal of a step that raised an error when called with these `leaves`."""
     where = where_raised(model, error)
     if isinstance(error, NotRecordedError):
         return SideEffectError(f"cannot capture {name}: its forward {error} (at {where}).")
@@ -36,5 +42,19 @@ def explained(model: nn.Module, name: str, error: Exception) -> TraceError:
     text = str(error).strip()
     first = text.splitlines()[0].rstrip(".") if text else "(no message)"
     return TraceError(
-        f"cannot capture {name}: its step raised {type(error).__name__} at {where}: {first}."
+        f"cannot capture {name}: {_advice(model, leaves)}its step raised {type(error).__name__} at "
+        f"{where}: {first}."
     )
+
+
+def _advice(model: nn.Module, leaves: Sequence[Any]) -> str:
+    """Say what to give as the sample, where what was given holds no tensor."""
+    if not leaves or any(isinstance(leaf, Tensor) for leaf in leaves):
+        return ""
+    odd = leaves[0]
+    call = f"the sample must be what {type(model).__name__} is called with"
+    if type(odd).__module__.partition(".")[0] == "numpy":
+        return f"{call}, and is a numpy array. Give torch.from_numpy(sample): "
+    if isinstance(odd, (str, bytes)):
+        return f"{call}, and is text. Give what the tokenizer makes of it: "
+    return f"{call}, such as a tensor, and holds only {type(odd).__name__}: "

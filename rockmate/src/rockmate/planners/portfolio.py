@@ -28,7 +28,7 @@ from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import best_segments, chen, no_recomputation, recompute_all
 from rockmate.schedules.plan import Plan, Trial
 from rockmate.schedules.prune import prune
-from rockmate.schedules.report import format_bytes
+from rockmate.schedules.report import format_bytes, place_in_model
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Steps
 from rockmate.solvers import block_solver, check_backend, solve_whole
@@ -42,6 +42,7 @@ Planner: TypeAlias = Callable[[Search], None]
 # wins; the third takes long and wins where memory is tight.
 GRAINS = (("half blocks", 0), ("blocks", SMALL_BLOCK_NODES), ("double blocks", 26))
 
+_LEAST_BATCH_PERCENT = 5  # below it a smaller batch is no advice
 _FEW_WINDOWS = 100  # nodes up to which two windows at a time would mostly be the same one
 _LONG_CHAIN = 600  # nodes; segments of so many take a second, and lose to chains by points
 _LONG_PLAN = 3000  # steps; a window costs the more, the more of them are its background
@@ -127,20 +128,29 @@ def infeasible(problem: Problem, asked: int, steps: Steps, minimum: int) -> Infe
     timeline = simulate(problem, steps)
     kind, k = steps[timeline.peak_step]
     node = problem.nodes[k]
-    where = node.module_path or "the top module"
+    operation = f"{node.op or node.name} in {place_in_model(node.module_path)}"
     what = "backward" if kind == "B" else "forward"
     why = "its own inputs, results and workspace take all of it"
     bound = floor_bytes(problem)
-    third = f"(3) compute {node.op or node.name} in {where} in smaller pieces, one after the other"
+    advice = ["raise the budget"]
+    percent = 100 * asked // minimum
+    if percent >= _LEAST_BATCH_PERCENT:
+        advice.append(f"reduce the batch, or the length of samples, to about {percent} %")
     if minimum > bound:
         why = f"beside what must stay alive there; less than {bound} bytes can never do"
-        third = "(3) plan with effort='best', which looks longer for a plan within less"
+        advice.append("plan with effort='best', which looks longer for a plan within less")
+    elif node.op.startswith("run_"):
+        advice.append(
+            f"plan inside of {place_in_model(node.module_path)}, which runs whole since something "
+            "in its forward cannot be recorded: strict=True says what, and at which line"
+        )
+    else:
+        advice.append(f"compute {operation} in smaller pieces, one after the other")
     return InfeasibleBudgetError(
-        f"no plan of {len(problem.nodes)} nodes was found within {format_bytes(asked)} "
-        f"({asked} bytes): the {what} of {node.op or node.name} in {where} needs "
-        f"{format_bytes(minimum)} ({minimum} bytes), {why}. What to do next: (1) raise the budget "
-        f"to at least {minimum} bytes; (2) reduce the batch, or the length of samples, to about "
-        f"{100 * asked // minimum} % of this one's; {third}",
+        f"the budget must be at least {minimum} bytes ({format_bytes(minimum)}), and is "
+        f"{asked} bytes.\n"
+        f"  Needed by: the {what} of {operation}; {why}.\n"
+        f"  What to do: {'; or '.join(advice)}.",
         asked_bytes=asked,
         minimum_bytes=minimum,
         bound_bytes=bound,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rockmate.errors import MissingExtraError
 from rockmate.problems.problem import Problem
 from rockmate.reports.modules import phases
 from rockmate.schedules.plan import Plan
@@ -15,7 +16,10 @@ _MIB = 1 << 20
 
 def memory_figure(problem: Problem, plan: Plan) -> Any:
     """Return memory over the step against the budget, in MiB and ms."""
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError("rk.plan.plot()", "matplotlib", "plot") from error
 
     timeline = simulate(problem, plan.steps)
     figure = Figure(figsize=(7, 3.2), layout="constrained")

@@ -59,6 +59,7 @@ class PlanReport:
     measured_peak_bytes: int | None = None
     compiled: CompiledPart | None = None  # with compile=True
     cut: tuple[str, ...] = ()  # what runs in pieces of rows, and how near to eager that is
+    is_timed: bool = True  # False with cost="flops": what is called milliseconds are FLOPs
 
     @property
     def opaque(self) -> tuple[str, ...]:
@@ -144,9 +145,12 @@ class PlanReport:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.plan, name)
 
+    def __repr__(self) -> str:
+        return f"<plan of {self.name}: {self.summary()}>"
+
     def __str__(self) -> str:
         from rockmate.schedules.report import format_plan
 
-        text = format_plan(self.problem, self.plan)
+        text = format_plan(self.problem, self.plan, is_timed=self.is_timed)
         compiled = [] if self.compiled is None else [str(self.compiled)]
         return "\n".join([text, *map(str, self.pieces), *compiled, *self.cut])

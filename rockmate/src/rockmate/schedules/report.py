@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rockmate.schedules.plan import Plan, Trial
     from rockmate.schedules.steps import Steps
 
-_ROWS = 40  # rows of the table of recomputations
+_ROWS = 12  # rows of the table of recomputations
 _WIDTH = 88
 
 
@@ -26,6 +26,11 @@ def format_bytes(count: int) -> str:
             return f"{count} bytes" if unit == "bytes" else f"{value:.2f} {unit}"
         value /= 1024
     return f"{value:.2f} GiB"
+
+
+def place_in_model(module_path: str) -> str:
+    """Return a module's place for a person: `module '3.0'`, or that it is the model itself."""
+    return f"module '{module_path}'" if module_path else "the model itself"
 
 
 def format_ms(value: float) -> str:
@@ -50,8 +55,11 @@ class RecomputedRow:
     total_ms: float
 
 
-def format_plan(problem: Problem, plan: Plan) -> str:
-    """Return a table of a plan: budget, peak, overhead, certificate, and what is recomputed."""
+def format_plan(problem: Problem, plan: Plan, *, is_timed: bool = True) -> str:
+    """Return a table of a plan: budget, peak, overhead, certificate, and what is recomputed.
+
+    Where operations were not timed but counted (`cost="flops"`), no milliseconds are shown.
+    """
     from rockmate.schedules.baselines import no_recomputation
 
     timeline = simulate(problem, plan.steps)
@@ -63,11 +71,7 @@ def format_plan(problem: Problem, plan: Plan) -> str:
         _field("predicted peak", f"{format_bytes(plan.peak_bytes)}  ({used:.1f} % of the budget)"),
         _field("reached in", _where(problem, plan.steps, timeline.peak_step)),
         _field("keeping all", format_bytes(everything)),
-        _field(
-            "step time",
-            f"{format_ms(plan.time_ms)}  ({format_ms(plan.base_time_ms)} and "
-            f"{format_ms(plan.overhead_ms)} of recomputation)",
-        ),
+        _field("step time", _step_time(plan) if is_timed else "not measured: FLOPs are counted"),
         _field("overhead", f"{100 * plan.overhead:.2f} %"),
         _field("distance", certificate(plan)),
         _field("planner", f"{plan.planner}, {plan.plan_seconds:.1f} s of planning"),
@@ -76,7 +80,7 @@ def format_plan(problem: Problem, plan: Plan) -> str:
         lines += ["", _rule("Planners tried"), *_trial_lines(plan.tried, plan.base_time_ms)]
     rows = recomputed_rows(problem, plan.steps)
     lines += ["", _rule("Recomputed")]
-    lines += _recomputed_lines(rows, plan.overhead_ms) if rows else ["  nothing"]
+    lines += _recomputed_lines(rows, plan.overhead_ms, is_timed) if rows else ["  nothing"]
     return "\n".join(lines)
 
 
@@ -112,6 +116,13 @@ def _rule(title: str) -> str:
 
 def _field(name: str, value: str) -> str:
     return f"  {name:<16}{value}"
+
+
+def _step_time(plan: Plan) -> str:
+    return (
+        f"{format_ms(plan.time_ms)}  ({format_ms(plan.base_time_ms)} and "
+        f"{format_ms(plan.overhead_ms)} of recomputation)"
+    )
 
 
 def _where(problem: Problem, steps: Steps, t: int) -> str:
@@ -151,26 +162,35 @@ def _trial_lines(tried: Sequence[Trial], base_ms: float) -> list[str]:
     return lines
 
 
-def _recomputed_lines(rows: Sequence[RecomputedRow], overhead_ms: float) -> list[str]:
-    shown = rows[:_ROWS]
+def _recomputed_lines(
+    rows: Sequence[RecomputedRow], overhead_ms: float, is_timed: bool
+) -> list[str]:
+    shown = [row for row in rows[:_ROWS] if _percent(row, overhead_ms) >= 1] or list(rows[:_ROWS])
     width = min(44, max(len(row.where) for row in shown) + 2)
     width = max(width, 8)
     op_width = min(24, max(len(row.op) for row in shown) + 2)
-    lines = [f"  {'module':<{width}}{'op':<{op_width}}{'runs':>6}{'time':>11}{'share':>9}"]
+    time = f"{'time':>11}" if is_timed else ""
+    lines = [f"  {'module':<{width}}{'op':<{op_width}}{'runs':>6}{time}{'share':>9}"]
     for row in shown:
         where = row.where or "(top)"
         if len(where) > width - 1:
             where = where[: width - 4] + "..."
-        share = 100 * row.total_ms / overhead_ms if overhead_ms else 0.0
+        time = f"{format_ms(row.total_ms):>11}" if is_timed else ""
         lines.append(
             f"  {where:<{width}}{_cut(row.op, op_width):<{op_width}}{'x' + str(row.runs):>6}"
-            f"{format_ms(row.total_ms):>11}{share:>7.1f} %"
+            f"{time}{_percent(row, overhead_ms):>7.1f} %"
         )
-    rest = rows[_ROWS:]
+    rest = rows[len(shown) :]
     if rest:
-        total = format_ms(sum(row.total_ms for row in rest))
-        lines.append(f"  and {len(rest)} more rows, {total} together")
+        together = sum(_percent(row, overhead_ms) for row in rest)
+        below = max(_percent(row, overhead_ms) for row in rest)
+        each = "below 1 % each, " if below < 1 else ""
+        lines.append(f"  and {len(rest)} more, {each}{together:.1f} % together")
     return lines
+
+
+def _percent(row: RecomputedRow, overhead_ms: float) -> float:
+    return 100 * row.total_ms / overhead_ms if overhead_ms else 0.0
 
 
 def _cut(text: str, width: int) -> str:
