@@ -39,6 +39,13 @@ class RkgbResult:
     list_ano_S: tuple[AnonymousGraph, ...]
     inspection: Inspection
 
+    def __repr__(self) -> str:
+        blocks = len(self.S_graph_list)
+        return (
+            f"<graphs of {self.B_graph.model_name}: {len(self.B_graph.ops)} operations, "
+            f"{blocks} block{'s' * (blocks != 1)}>"
+        )
+
     @property
     def costs(self) -> RecordedCosts:
         """What each kind of operation costs; to be saved and used as `cost=` elsewhere."""
