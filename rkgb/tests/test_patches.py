@@ -94,23 +94,43 @@ def test_undone_does_not_begin_what_has_ended() -> None:
 
 
 class Meeting(nn.Module):
-    """Hands control to another thread in the middle of its forward, and waits for it."""
+    """Waits for another thread in the middle of its forward."""
 
-    def __init__(self, work: Callable[[], Any], met: queue.SimpleQueue[Any]) -> None:
+    def __init__(self, meet: Callable[[], None]) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.work = lambda: met.put(in_another_thread(work))  # a place that is not followed
+        self.meet = meet
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        self.work()
+        self.meet()
         return torch.tanh(y)
 
 
 def during_a_recording(work: Callable[[], Any]) -> Any:
-    met: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    make_B(Meeting(work, met), torch.randn(2, 4))
-    return met.get_nowait()
+    """Return what some work of another thread gives, which is there before the recording begins."""
+    asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # which a recording does not follow
+    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    over: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def run() -> None:
+        asked.get()
+        try:
+            found.put(work())
+        except Exception as error:
+            found.put(error)
+        over.put(None)
+
+    def meet() -> None:
+        if found.empty():
+            asked.put(None)
+            over.get()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    make_B(Meeting(meet), torch.randn(2, 4))
+    thread.join()
+    return found.get_nowait()
 
 
 def test_another_thread_trains_checkpoints_reads_and_seeds_during_a_recording() -> None:

@@ -152,11 +152,11 @@ class Cutting:
             for place, arg in enumerate(run.args)
         ]
         self.loop.append(replace(run, args=tuple(args)))
-        for name, recorded, cuts in zip(run.results, op.results, found.results, strict=True):
+        for name, recorded, own in zip(run.results, op.results, found.results, strict=True):
             if not name or not recorded:
                 continue
-            if cuts is not None:
-                self.cut[name] = cuts
+            if own is not None:
+                self.cut[name] = own
                 continue
             if self.infos[recorded].dtype not in _SUMMED:
                 raise NotByPiecesError(f"{op.target_name} makes a sum of a short type")

@@ -77,8 +77,8 @@ def cut_in_rows(dg: DataFlowGraph, count: int, most: int | None = None) -> CutGr
     merged = D_to_S(dg, passes=(*PLANNED_PASSES, merging(plain, [run for run, _ in runs])))
     nodes = list(merged.nodes)
     cut = []
-    for run, wide in runs:
-        index = _home(merged, plain, run)
+    for places, wide in runs:
+        index = _home(merged, plain, places)
         node, nodes[index] = _first_cut(merged, index, count, wide)
         cut.append(node)
     return CutGraph(replace(merged, nodes=tuple(nodes)), merged, tuple(cut), tuple(why))

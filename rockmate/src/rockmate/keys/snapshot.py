@@ -201,7 +201,7 @@ class Snapshot:
             n: t.detach() if t.requires_grad else t for n, t in tensors.items() if t is not None
         }
 
-    def _note(self, table: Mapping[Any, Any], name: Any, value: Any) -> None:
+    def _note(self, table: dict[Any, Any], name: Any, value: Any) -> None:
         if isinstance(value, Tensor):
             self._held.append(value)
         self._watched.entries(table).note_alive(name, value)

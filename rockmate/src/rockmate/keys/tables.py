@@ -6,7 +6,7 @@ them are empty, and most are never written to after a model has been made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 
 from rkgb.torch_api import dict_versions
 
-Table = Mapping[Any, Any]
+Table = dict[Any, Any]
 
 
 class Tables:
