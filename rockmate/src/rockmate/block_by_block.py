@@ -30,7 +30,7 @@ from rockmate.files.cache_folder import CacheFolder
 from rockmate.files.plan_file import PlanFile, SavedBlocks
 from rockmate.in_place import remove
 from rockmate.keys.module_watch import without_hooks
-from rockmate.keys.sharded import own_class
+from rockmate.keys.sharded import own_class, refuse_engines
 from rockmate.module import Rockmate, dressed, plain_view
 from rockmate.progress import Phases
 from rockmate.requests import Request, planned_for
@@ -304,11 +304,7 @@ def _refuse_model(model: nn.Module) -> None:
             f"this {type(model).__name__} is planned as a whole already. Take that off first: "
             "model = rockmate.remove(model)."
         )
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise UnsupportedModuleError(
-            "DistributedDataParallel was given, whose reducer must not see the steps that planning "
-            "runs. Plan the module in it first, and wrap that."
-        )
+    refuse_engines(model)
 
 
 def _report(chosen: Chosen, given: ToBlocks) -> BlocksPlan:

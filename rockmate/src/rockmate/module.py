@@ -24,7 +24,7 @@ from rockmate.decisions import DecidingForward
 from rockmate.decisions.report import DecidedPlan
 from rockmate.errors import UnsupportedModuleError
 from rockmate.files.plan_file import PlanFile
-from rockmate.keys.sharded import own_class
+from rockmate.keys.sharded import own_class, refuse_engines
 from rockmate.networks import compiled_part, cut_parts
 from rockmate.reports.plan_report import PlanReport
 from rockmate.settings import Terms
@@ -329,6 +329,8 @@ def plain_of(model: Any) -> nn.Module:
                 f"module '{path or '(root)'}' ({type(module).__name__}) was made by torch.jit, and "
                 "runs no Python that could be recorded. Use the module that it was made from."
             )
+    if whole:
+        refuse_engines(plain)
     return plain
 
 

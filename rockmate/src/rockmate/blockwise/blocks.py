@@ -23,7 +23,7 @@ def find_blocks(model: nn.Module, asked: str | Sequence[str]) -> Mapping[str, nn
         UnsupportedModuleError: there are none, a name is unknown, or one block lies in another.
     """
     if asked == AUTO:
-        found = _repeated(model)
+        found = _repeated(model, 2) or _repeated(model, 1)
         if not found:
             raise UnsupportedModuleError(
                 f"{type(model).__name__} has no list of layers of one class with modules inside, "
@@ -58,8 +58,11 @@ def class_name(module: nn.Module) -> str:
     return own_class(type(module)).__name__
 
 
-def _repeated(model: nn.Module) -> dict[str, nn.Module]:
-    """Layers with modules inside, of a class that stands in one container more than once."""
+def _repeated(model: nn.Module, least: int) -> dict[str, nn.Module]:
+    """Layers with modules inside, of a class that stands in one container `least` times.
+
+    A stage of a pipeline may have a single one: alone in its container.
+    """
     found: dict[str, nn.Module] = {}
 
     def look(path: str, module: nn.Module) -> None:
@@ -69,7 +72,9 @@ def _repeated(model: nn.Module) -> dict[str, nn.Module]:
             where = f"{path}.{name}" if path else name
             has_parts = any(True for _ in child.children())
             trains = any(True for _ in child.parameters())
-            is_layer = isinstance(module, _CONTAINERS) and counts[class_name(child)] > 1
+            alike = counts[class_name(child)]
+            is_list = isinstance(module, _CONTAINERS)
+            is_layer = is_list and alike >= least and (alike > 1 or len(children) == 1)
             if is_layer and has_parts and trains and not isinstance(child, nn.ModuleList):
                 found[where] = child
             else:

@@ -17,6 +17,7 @@ from rkgb.engine import B_to_D, D_to_S, bind_inputs, node_facts, operations, run
 from rkgb.graphs import PLANNED_PASSES, BackwardKind, SimplifiedGraph
 from rockmate.errors import UnknownChoiceError, UnsupportedModuleError
 from rockmate.estimate.costs_from_file import InProportion, Recorded
+from rockmate.keys.sharded import refuse_engines
 from rockmate.networks.network_problem import problem_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
@@ -102,6 +103,7 @@ def priced_step(
         PlanMismatchError: the costs are for another call.
         rkgb.TraceError: the step cannot be recorded without content; it says why and where.
     """
+    refuse_engines(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UnsupportedModuleError(
             f"no parameter of {type(model).__name__} requires a gradient, so there is no training "

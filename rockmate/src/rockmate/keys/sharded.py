@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rkgb.elements import flatten, is_running, settled
 from rkgb.opaque import is_inside
+from rockmate.errors import UnsupportedModuleError
 
 
 def own_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -24,6 +25,32 @@ def own_class(kind: type[nn.Module]) -> type[nn.Module]:
     order = kind.__mro__
     own: type[nn.Module] = order[order.index(sharded) + 1]
     return own
+
+
+# Wrappers of torch that talk to other processes themselves; the steps that planning runs would.
+_ENGINES = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "Plan the module in it: "
+    "rockmate.apply(ddp.module, ...), or rockmate.apply(model, ...) before DDP is put around it",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "FSDP1 keeps "
+    "parameters in flat pieces that are there only inside its own forward. Shard with FSDP2 "
+    "(torch.distributed.fsdp.fully_shard), then call rockmate.apply_to_blocks",
+}
+
+
+def refuse_engines(model: nn.Module) -> None:
+    """Refuse a wrapper that talks to other processes, of a model or inside it.
+
+    Raises:
+        UnsupportedModuleError: it says what to give instead.
+    """
+    for path, module in model.named_modules():
+        for kind in type(module).__mro__:
+            advice = _ENGINES.get(f"{kind.__module__}.{kind.__qualname__}")
+            if advice is not None:
+                raise UnsupportedModuleError(
+                    f"module '{path or '(root)'}' is a {kind.__qualname__}, which exchanges "
+                    f"gradients with other processes, and planning runs steps of its own. {advice}."
+                )
 
 
 def is_sharded(module: nn.Module) -> bool:

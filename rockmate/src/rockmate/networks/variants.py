@@ -33,6 +33,7 @@ from rkgb.graphs import (
 )
 from rkgb.rows import NotByPiecesError
 from rkgb.run import held_bytes, without_idle_steps
+from rkgb.torch_api import placed_parameters
 from rockmate.errors import InfeasibleBudgetError, RockmateError, UnsupportedModuleError
 from rockmate.keys.input_signature import InputSignature
 from rockmate.keys.module_watch import without_hooks
@@ -155,7 +156,7 @@ def _in_pieces(network: Network, basic: BasicGraph) -> SimplifiedGraph:
 @contextlib.contextmanager
 def _wanting_as(known: BasicGraph, model: nn.Module) -> Iterator[None]:
     """Let parameters want gradients as in the forward; whoever froze one since gets none of it."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(placed_parameters(model, remove_duplicate=False))
     wanting = {leaf for leaf, _ in known.edges}
     found = [(parameters[path], name in wanting) for name, path in known.parameters.items()]
     changed = [parameter for parameter, wants in found if parameter.requires_grad != wants]
