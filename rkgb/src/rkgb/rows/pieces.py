@@ -144,8 +144,8 @@ class Cutting:
         made = tuple(self.infos[name].shape if name else () for name in op.results)
         found = find(Asked(op, [value(arg) for arg in op.args], made, self.count))
         if found is None:
-            cuts = [self._cuts_of(name) for name in op.inputs]
-            raise NotByPiecesError(f"no rule for {op.target_name} of pieces {cuts}")
+            given = [self._cuts_of(name) for name in op.inputs]
+            raise NotByPiecesError(f"no rule for {op.target_name} of pieces {given}")
         run = found.op or op
         args = [
             Ref(self._piece(arg.name, found.reads.get(place))) if isinstance(arg, Ref) else arg

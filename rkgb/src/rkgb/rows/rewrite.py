@@ -77,10 +77,14 @@ def cut_in_rows(dg: DataFlowGraph, count: int, most: int | None = None) -> CutGr
     merged = D_to_S(dg, passes=(*PLANNED_PASSES, merging(plain, [run for run, _ in runs])))
     nodes = list(merged.nodes)
     cut = []
-    for places, wide in runs:
-        index = _home(merged, plain, places)
-        node, nodes[index] = _first_cut(merged, index, count, wide)
-        cut.append(node)
+    try:
+        for chosen, wide in runs:
+            index = _home(merged, plain, chosen)
+            node, nodes[index] = _first_cut(merged, index, count, wide)
+            cut.append(node)
+    except NotByPiecesError as error:  # each can be cut, and not all together
+        _log.debug("only the widest part is cut: %s", error)
+        return cut_in_rows(dg, count, 1)
     return CutGraph(replace(merged, nodes=tuple(nodes)), merged, tuple(cut), tuple(why))
 
 
@@ -196,13 +200,22 @@ class _Node:
         for op in (*node.ops, *ops):
             cutting.add(op)
         pieces = cutting.pieces(roots)
+        written = self._written()
         for name in pieces.takes:
+            if self.infos[name].alias_of in written:
+                raise NotByPiecesError(f"{name} is written to, and the backward reads it again")
             if name in self.forward.cut:
                 raise NotByPiecesError(f"the backward reads all of {name}")
         pieces = replace(pieces, recorded=self._counted(cutting, roots))
         read = [*pieces.takes, *(name for op in views for name in op.inputs)]
         read += [h.value for h in node.hand_overs]
         return pieces, views, read
+
+    def _written(self) -> set[str]:
+        """Return the memory that some operation of the step writes to."""
+        basic = self.sg.dataflow.basic
+        ops = (*basic.ops, *basic.backward)
+        return {self.infos[n].alias_of for op in ops for n in op.writes} | {*basic.written_roots}
 
     def _gradients(self, own: set[str]) -> dict[str, Cuts]:
         """Return how to cut gradients that come in: like what is left of the same shape."""

@@ -166,8 +166,8 @@ def _expanded(asked: Asked) -> Found | None:
 def _sliced(asked: Asked) -> Found | None:
     """A slice along a dimension that is not cut, or of all of it."""
     cuts = asked.cuts(0)
-    given = list(asked.args[1:])
-    dim, start, end, step = given + [0, None, None, 1][len(given) :]
+    defaults: list[Any] = [0, None, None, 1]
+    dim, start, end, step = [*asked.args[1:], *defaults[len(asked.args) - 1 :]]
     is_all = not start and (end is None or end > _TO_THE_END) and step == 1
     return Found({0: cuts}, (cuts,)) if cuts[dim] == 1 or is_all else None
 
