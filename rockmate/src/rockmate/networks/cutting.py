@@ -111,15 +111,19 @@ def _refused(
 ) -> InfeasibleBudgetError:
     if cut is None:
         return InfeasibleBudgetError(
-            f"{whole}. Nothing of it can be cut in pieces of rows",
+            f"{_sentence(whole)} Nothing of it can be cut in pieces of rows.",
             asked_bytes=whole.asked_bytes,
             minimum_bytes=whole.minimum_bytes,
             bound_bytes=whole.bound_bytes,
         )
     return InfeasibleBudgetError(
-        f"{cut}. That is with its widest parts in pieces of rows; without, the smallest budget is "
-        f"{format_bytes(whole.minimum_bytes)} ({whole.minimum_bytes} bytes)",
+        f"{_sentence(cut)} That is with its widest parts in pieces of rows; without, the smallest "
+        f"budget is {format_bytes(whole.minimum_bytes)} ({whole.minimum_bytes} bytes).",
         asked_bytes=whole.asked_bytes,
         minimum_bytes=min(whole.minimum_bytes, cut.minimum_bytes),
         bound_bytes=min(whole.bound_bytes, cut.bound_bytes),
     )
+
+
+def _sentence(error: InfeasibleBudgetError) -> str:
+    return f"{str(error).rstrip('.')}."
