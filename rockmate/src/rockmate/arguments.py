@@ -98,12 +98,12 @@ class Arguments(OfSample):
             ArgumentsError: it is neither a budget, nor memory and an optimizer.
             BudgetFormatError: the amount cannot be read.
         """
-        if self.budget in ("", None) and self.memory is None:
+        if self.budget is None and self.memory is None:
             raise ArgumentsError(
                 f"{function} needs a budget: {function}(model, budget='8GB'), or "
                 "memory='24GB', optimizer=optimizer for all that a step takes"
             )
-        if self.budget not in ("", None) and self.memory is not None:
+        if self.budget is not None and self.memory is not None:
             raise ArgumentsError(
                 f"{function} takes budget= or memory=, and got both: {self.budget!r} for "
                 f"activations, {self.memory!r} for everything. Leave one out"

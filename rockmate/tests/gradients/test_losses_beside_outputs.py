@@ -49,7 +49,7 @@ def test_the_smallest_budget_is_that_of_the_loss_alone() -> None:
     torch.manual_seed(0)
     model = Head()
     twin = copy.deepcopy(model)
-    planned = Rockmate(model, sample(), smallest(model))
+    planned = Rockmate(model, sample(), smallest(model), cost="flops")
     assert 3 * LOGITS_BYTES <= planned.budget_bytes < 3.1 * LOGITS_BYTES
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -82,7 +82,7 @@ def test_the_smallest_budget_of_networks_ignores_times(name: str) -> None:
 
 
 def test_the_refusal_names_the_node() -> None:
-    with pytest.raises(InfeasibleBudgetError, match=r"the backward of \w+ in (loss|head|blocks)"):
+    with pytest.raises(InfeasibleBudgetError, match=r"of \w+ in module '(loss|head|blocks)"):
         plan(NETWORKS["gpt"], 1000)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import rkgb
 from oracles.training import assert_same_gradients, eager_copy
 from rockmate import (
+    ArgumentsError,
     BackwardTwiceError,
     BudgetFormatError,
     ChangedTensorError,
@@ -167,7 +168,6 @@ def test_the_self_test_catches_what_the_capture_cannot_see() -> None:
         ("", "cannot be read"),
         ("140%", "not in"),
         ("24", "could mean 24 bytes or 24 GB"),
-        (None, "NoneType"),
         (True, "bool"),
         (float("nan"), "not positive"),
     ],
@@ -176,6 +176,13 @@ def test_unreadable_budgets_are_refused(given: Any, text: str) -> None:
     model, sample = network("tied")
     with pytest.raises(BudgetFormatError, match=text):
         wrap(model, sample, given)
+    still_trains(model, *sample)
+
+
+def test_no_budget_is_refused_with_what_to_give() -> None:
+    model, sample = network("tied")
+    with pytest.raises(ArgumentsError, match="needs a budget"):
+        wrap(model, sample, None)
     still_trains(model, *sample)
 
 

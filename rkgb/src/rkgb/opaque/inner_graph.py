@@ -249,7 +249,7 @@ class InnerGraph:
     ) -> list[Any]:
         """Take each part of a gradient where it is made, before autograd adds them."""
         hooks = []
-        for node in _nodes_from(roots):
+        for node in nodes_from(roots):
             edges: dict[int, int] = {}
             for index, (source, _) in enumerate(node.next_functions):
                 if source is not None and _key(source) in place_of:
@@ -261,7 +261,7 @@ class InnerGraph:
     def casts(self) -> frozenset[int]:
         """Return the places of the ends that are cast, be it by autocast."""
         place_of = {_key(end): place for place, end in enumerate(self.ends) if end is not None}
-        nodes = _nodes_from([way.node for way in self.results])
+        nodes = nodes_from([way.node for way in self.results])
         cast = (n.next_functions[0][0] for n in nodes if type(n).__name__ == _CAST_BACKWARD)
         return frozenset(place_of[_key(end)] for end in cast if _key(end) in place_of)
 
@@ -269,14 +269,14 @@ class InnerGraph:
         """Return leaves that the results depend on and that are none of `ends`."""
         known = {_key(end) for end in self.ends if end is not None}
         found: dict[int, Tensor] = {}
-        for node in _nodes_from([way.node for way in self.results]):
+        for node in nodes_from([way.node for way in self.results]):
             variable = getattr(node, "variable", None)
             if variable is not None and _key(node) not in known and variable.numel():
                 found[id(variable)] = variable
         return list(found.values())
 
 
-def _nodes_from(roots: Sequence[Any]) -> Iterator[Any]:
+def nodes_from(roots: Sequence[Any]) -> Iterator[Any]:
     """Yield every node that gradients of these flow to, each once."""
     stack = list(dict.fromkeys(roots))
     seen = set(stack)

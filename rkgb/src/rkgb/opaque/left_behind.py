@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten, holds_tensors
+from rkgb.opaque.inner_graph import nodes_from
 
 _OWN = frozenset(vars(nn.Module()))  # of nn.Module itself
 _Name = tuple[str, str]  # path of the module, and name of the attribute
@@ -41,6 +42,7 @@ class Attributes:
         """Return those that hold nothing but tensors made since, some with a history: their trees.
 
         What was there `before` is no result of a call that ran since, nor is what lies beside it.
+        Gradients that are to be kept come to the tensors themselves.
         """
         known = {id(tensor) for tensor in before._tensors}
         found = {}
@@ -50,9 +52,19 @@ class Attributes:
             except UnknownTreeError:
                 continue
             made = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in known]
-            if len(made) == len(leaves) and any(t.grad_fn is not None for t in made):
+            if len(made) < len(leaves) or any(t.retains_grad for t in made):
+                continue
+            if any(t.grad_fn is not None for t in made):
                 found[name] = structure
         return found
+
+    def nodes(self, name: _Name) -> set[Any]:
+        """Return autograd's nodes that have made what is in an attribute."""
+        return {t.grad_fn for t in _tensors(self.values[name]) if t.grad_fn is not None}
+
+    def goes_back_to(self, name: _Name, nodes: set[Any]) -> bool:
+        """Whether the history of what is in an attribute leads to one of these nodes."""
+        return not nodes.isdisjoint(nodes_from([*self.nodes(name)]))
 
 
 def _tensors(value: Any) -> list[Tensor]:

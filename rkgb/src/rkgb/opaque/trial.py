@@ -83,11 +83,18 @@ class Trials:
                 bare = replace(call, parameters=())
                 try:
                     run_call(bare, self.twin, tensors)
-                    left = Attributes(module, call.path).with_history(before)
-                    if left:  # what grows with each call is none of its results
+                    first = Attributes(module, call.path)
+                    left = first.with_history(before)
+                    nodes = {name: first.nodes(name) for name in left}
+                    if left:  # what grows, or is carried on, with each call is none of its results
                         run_call(bare, self.twin, tensors)
-                        again = Attributes(module, call.path).with_history(before)
-                        left = {n: tree for n, tree in left.items() if again.get(n) == tree}
+                        now = Attributes(module, call.path)
+                        again = now.with_history(before)
+                        left = {
+                            name: tree
+                            for name, tree in left.items()
+                            if again.get(name) == tree and not now.goes_back_to(name, nodes[name])
+                        }
                 finally:
                     moved = places.put_back()
         except NotImplementedError:  # it may have gone on to write
