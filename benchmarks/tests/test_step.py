@@ -203,7 +203,7 @@ def test_networks_are_what_their_names_say() -> None:
     assert all(parameter.grad is not None for parameter in one.model.parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_smoke_measures_this_checkout_and_labels_one_that_is_none(tmp_path: Path) -> None:
     other = tmp_path / "nothing"
     other.mkdir()

@@ -169,7 +169,7 @@ def test_a_printed_script_shows_the_fault(tmp_path: Path) -> None:
     assert bad.stdout.startswith("silent at '1 backward alone': gradient of layer0.weight: 1 off")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # make fuzz is a step of CI by itself
 def test_a_search_in_two_processes() -> None:
     tally = campaign.search(seed=0, cases=6)
     assert tally.cases == 6

@@ -59,7 +59,7 @@ def wrap_or_smallest(model: nn.Module, sample: object, fraction: float) -> Rockm
     return wrap(model, sample, smallest)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fraction", FRACTIONS)
 @pytest.mark.parametrize("name", NETS)
 def test_trains_like_eager_within_the_budget(name: str, fraction: float) -> None:

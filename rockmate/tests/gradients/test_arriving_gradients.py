@@ -113,7 +113,7 @@ STEPS_OF: dict[str, tuple[Callable[[], nn.Module], list[Callable[[Any], list[Ten
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS_OF)
 @pytest.mark.parametrize("budget", [0.5, pytest.param(1.0, marks=pytest.mark.nightly)])

@@ -99,6 +99,7 @@ def least() -> Rockmate:
     return wrapped(Net())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_is_as_in_plain_pytorch_or_refused_by_name(
     least: Rockmate, edit: Callable[[Tensor], None]
