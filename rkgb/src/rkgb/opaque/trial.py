@@ -142,6 +142,7 @@ class Trials:
         device = self.device
         stream, state = RngState.save(device), ModuleState(module)
         contents, lent = BufferContents(module, parameters), Lent(module)
+        places = ParameterPlaces(self.twin)
         trials: list[_Trial] = []
         strangers: list[str] = []
         gradients = [(buffer, buffer.grad) for buffer in self.twin.buffers()]
@@ -150,6 +151,7 @@ class Trials:
         def again() -> None:
             stream.restore()
             state.restore()
+            places.put_back()  # each trial moves them from where the step finds them
             contents.restore()
             lent.again()
             for buffer, _ in gradients:  # as the first step finds it: the next one adds in place
