@@ -125,7 +125,7 @@ class Trials:
         parameters = [self.twin.get_parameter(name) for name in written]
         before = Contents(parameters)
         try:
-            return self._explored(call, module, tensors, written, parameters)
+            return self._explored(call, module, tensors, written, parameters, before)
         finally:
             before.restore()
 
@@ -136,13 +136,13 @@ class Trials:
         tensors: Sequence[Tensor],
         written: tuple[str, ...],
         parameters: Sequence[Tensor],
+        before: Contents,
         *,
         is_in_order: bool = False,
     ) -> tuple[Piece, list[Tensor]]:
         device = self.device
         stream, state = RngState.save(device), ModuleState(module)
         contents, lent = BufferContents(module, parameters), Lent(module)
-        places = ParameterPlaces(self.twin)
         trials: list[_Trial] = []
         strangers: list[str] = []
         gradients = [(buffer, buffer.grad) for buffer in self.twin.buffers()]
@@ -151,7 +151,7 @@ class Trials:
         def again() -> None:
             stream.restore()
             state.restore()
-            places.put_back()  # each trial moves them from where the step finds them
+            before.restore()  # each trial finds parameters where the step does
             contents.restore()
             lent.again()
             for buffer, _ in gradients:  # as the first step finds it: the next one adds in place
@@ -182,18 +182,20 @@ class Trials:
             again()
             put_back()
             call = replace(call, parameters=fewer)
-            return self._explored(call, module, tensors, written, parameters)
+            return self._explored(call, module, tensors, written, parameters, before)
         if strangers:
             again()
             put_back()
             call = replace(call, parameters=(*call.parameters, *strangers))
-            return self._explored(call, module, tensors, written, parameters)
+            return self._explored(call, module, tensors, written, parameters, before)
         in_order = trials[0].in_order(call)
         if in_order != call.parameters and not is_in_order:
             again()
             put_back()
             call = replace(call, parameters=in_order)
-            return self._explored(call, module, tensors, written, parameters, is_in_order=True)
+            return self._explored(
+                call, module, tensors, written, parameters, before, is_in_order=True
+            )
         writes = contents.changed()
         again()
         total = self._flops(call, tensors)

@@ -13,8 +13,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing.pool import Pool
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -44,14 +43,6 @@ _NOT_RECORDED = {
     "grad": "calls torch.autograd.grad. Keep that part outside the wrapped module",
     "backward": "calls backward. Keep that part outside the wrapped module",
 }
-# By which a forward hands work to others, and gets it back: a recording sees its own thread alone.
-_ELSEWHERE: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (threading.Thread, ("start",)),
-    (ThreadPoolExecutor, ("submit",)),
-    (ProcessPoolExecutor, ("submit",)),
-    (Pool, ("apply_async", "_map_async", "imap", "imap_unordered")),
-    (queue.Queue, ("put", "get")),
-)
 # They hand values to Python or to other libraries without any operation.
 _READS = ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr")
 
@@ -163,11 +154,24 @@ def refused_calls(recorder: Recorder) -> Patches:
     places: list[tuple[Any, str, Exception]] = [(torch, name, branches) for name in BRANCHES]
     places += [(p, name, seeds) for p in (torch, torch.random, torch.cuda) for name in _SEEDING]
     elsewhere = NotRecordedError("hands work to another thread or process, where nothing is seen")
-    places += [(kind, name, elsewhere) for kind, names in _ELSEWHERE for name in names]
+    places += [(kind, name, elsewhere) for kind, name in _ways_to_others()]
     # One function each: torch's compiler, if it is loaded now, compares them.
     return recorder.patched(
         [(p, n, refusing(getattr(p, n), error)) for p, n, error in places if hasattr(p, n)]
     )
+
+
+def _ways_to_others() -> Iterator[tuple[type, str]]:
+    """Yield by what a forward hands work to others: a recording sees its own thread alone."""
+    # Not at the top: importing rkgb would load both.
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing.pool import Pool
+
+    yield threading.Thread, "start"
+    yield ThreadPoolExecutor, "submit"
+    yield ProcessPoolExecutor, "submit"
+    yield from ((Pool, name) for name in ("apply_async", "_map_async", "imap", "imap_unordered"))
+    yield from ((queue.Queue, name) for name in ("put", "get"))
 
 
 @contextlib.contextmanager
