@@ -9,20 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.torch_api.torch_private import TorchDispatchMode, pytree
+from rkgb.torch_api.torch_private import DispatchMode, pytree
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(DispatchMode):
     """Counts the memory of what operations make while active, on `meta` in place of a device.
 
     What they make on the `device` itself counts as well. Numbers that are asked of tensors without
-    content are one. `now_bytes` is held at this moment, above what
-    was `known` before; `peak_bytes` is the most that was.
+    content are one. `now_bytes` is held at this moment, above what was `known` before;
+    `peak_bytes` is the most that was.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch loads its compiler
 
     def __init__(
         self,
@@ -30,7 +26,7 @@ class LiveBytes(TorchDispatchMode):
         device: torch.device,
         block_bytes: Callable[[int], int] = int,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.now_bytes = self.peak_bytes = 0
         self._block_bytes = block_bytes
         self._places = ("meta", device.type)

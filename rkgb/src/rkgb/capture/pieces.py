@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from rkgb.elements.spread import memory_of
 from rkgb.elements.trees import flatten
 from rkgb.errors import RkgbError, SideEffectError
 from rkgb.graphs.basic import BasicGraph, ambient_autocast
+from rkgb.graphs.differences import around
 from rkgb.guards.code_watch import CodeWatch, Seen
 from rkgb.opaque.call import Call, Kind
 from rkgb.opaque.inner_graph import CAST
@@ -192,7 +192,7 @@ class PieceRecorder:
                     f"cannot run a part of {self.recorder.model_name} whole: autocast casts "
                     f"'{name}' for it, and for others that use it, once for all of them."
                 )
-                error.module_path = _around(paths)
+                error.module_path = around([path.rpartition(".")[0] for path in paths])
                 raise error
 
     # ------------------------------------------------------------------ trials
@@ -278,13 +278,6 @@ class PieceRecorder:
             outputs = list(_Connect.apply(link, list(made), *tensors, *parameters))  # type: ignore[no-untyped-call]
         link.named(outputs)
         return outputs
-
-
-def _around(paths: Sequence[str]) -> str:
-    """Return the path of the smallest module around all of these, and around each of them."""
-    parts = [path.split(".")[:-1] if path else [] for path in paths]
-    shared = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*parts, strict=False))
-    return ".".join(names[0] for names in shared)
 
 
 class Link:

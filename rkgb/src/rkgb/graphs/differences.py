@@ -76,7 +76,7 @@ class _Differences:
             if a is None or b is None or not _is_same_call(a, b):
                 was, now = ("nothing" if op is None else _named(op) for op in (a, b))
                 places = [self._place(op, turn) for turn, op in enumerate((a, b)) if op is not None]
-                path = _around([path for path, _ in places] if len(places) > 1 else [""])
+                path = around([path for path, _ in places] if len(places) > 1 else [""])
                 self._note(path, places[-1][1], f"ran {was} when it was recorded, and {now} now")
                 return False
             changed = next(self._arguments(a, b), None)
@@ -189,7 +189,7 @@ def _is_same_content(a: Tensor, b: Any) -> bool:
         return bool(torch.equal(a, b) or ((a == b) | (a != a)).all())
 
 
-def _around(paths: Sequence[str]) -> str:
+def around(paths: Sequence[str]) -> str:
     """Return the path of the module around all of these."""
     parts = [path.split(".") if path else [] for path in paths]
     common: list[str] = []

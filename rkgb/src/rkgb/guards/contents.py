@@ -22,6 +22,7 @@ from rkgb.errors import SideEffectError
 from rkgb.guards.owners import is_users
 
 CONTAINERS = (list, dict, set, deque)
+OF_MODULE = frozenset(vars(nn.Module()))  # attributes that every module has
 _EMPTY = object()
 _DEPTH = 4  # of containers and objects in each other
 _LONG = 512  # longer containers are not looked into

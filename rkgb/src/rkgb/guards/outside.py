@@ -19,7 +19,7 @@ from torch import nn
 
 from rkgb.errors import SideEffectError
 from rkgb.guards.code_watch import Seen
-from rkgb.guards.contents import CONTAINERS, Contents, Reached
+from rkgb.guards.contents import CONTAINERS, OF_MODULE, Contents, Reached
 from rkgb.guards.loads import loads_of
 from rkgb.guards.sources import Source, Sources, function_named
 
@@ -30,7 +30,6 @@ _CLOCKS = frozenset(
     )
 )
 _WITH_CLOCKS = (time, datetime, date, os)
-_OWN = frozenset(vars(nn.Module()))  # of nn.Module itself
 # Places that forwards were seen to change, of all models: few, and looked at by planning only.
 _changing: dict[tuple[int, str | None], tuple[Any, str | None]] = {}
 
@@ -69,7 +68,7 @@ class Outside:
         self._local: set[int] = set()  # codes of functions that are made while it runs
         for path, module in twin.named_modules():
             for name, value in vars(module).items():
-                if name not in _OWN and value is not None:
+                if name not in OF_MODULE and value is not None:
                     reached = Reached(frozenset())
                     reached.add(value)
                     if isinstance(value, CONTAINERS):
@@ -182,7 +181,7 @@ class Outside:
                 yield path, f"changes what attribute '{name}' leads to ({type(owner).__name__})"
         for path, module in self._twin.named_modules():
             for name, value in vars(module).items() if path in paths else ():
-                if name in sources.attributes and name not in _OWN:
+                if name in sources.attributes and name not in OF_MODULE:
                     reached = Reached(sources.attributes)
                     reached.add(value)
                     if reached.used:

@@ -3,8 +3,8 @@
 Gets a submodule and the arguments of one call; gives a forward operation and a backward operation
 for the recording, and runs them in a step. Read call.py (a call, and how it is run), piece.py (its
 operations), then inner_graph.py (what autograd keeps between the two), module_state.py (what Python
-changes), kept_writes.py (parameters that it changes), trial.py (what a call costs) and adding.py
-(its gradients).
+changes), kept_writes.py (parameters that it changes), left_behind.py (what it leaves), trial.py
+(what a call costs) and adding.py (its gradients).
 """
 
 from rkgb.opaque.call import is_inside

@@ -17,10 +17,10 @@ from rkgb.elements.spread import memory_of
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import SideEffectError
 from rkgb.torch_api.placed import placed_parameters
-from rkgb.torch_api.torch_private import TorchDispatchMode, pytree, set_version
+from rkgb.torch_api.torch_private import DispatchMode, pytree, set_version
 
 
-class KeptWrites(TorchDispatchMode):
+class KeptWrites(DispatchMode):
     """While active, keeps what operations are about to write to of these tensors.
 
     In the end they are as they were.
@@ -28,12 +28,8 @@ class KeptWrites(TorchDispatchMode):
 
     only_watches = True
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch loads its compiler
-
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._named: dict[int, list[tuple[str, Tensor]]] = {}
         for name, tensor in tensors:
             if tensor.layout is torch.strided and memory_of(tensor) is tensor:

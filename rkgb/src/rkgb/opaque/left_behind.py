@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten, holds_tensors
+from rkgb.guards.contents import OF_MODULE
 from rkgb.opaque.inner_graph import nodes_from
 
-_OWN = frozenset(vars(nn.Module()))  # of nn.Module itself
 _Name = tuple[str, str]  # path of the module, and name of the attribute
 
 
@@ -34,7 +34,7 @@ class Attributes:
         self.values: dict[_Name, Any] = {}
         for inner, part in module.named_modules(prefix=path):
             for name, value in vars(part).items():
-                if name not in _OWN and not callable(value) and holds_tensors(value):
+                if name not in OF_MODULE and not callable(value) and holds_tensors(value):
                     self.values[inner, name] = value
         self._tensors = [t for value in self.values.values() for t in _tensors(value)]
 

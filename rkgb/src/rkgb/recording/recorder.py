@@ -42,7 +42,7 @@ from rkgb.recording.values import Values
 from rkgb.torch_api.kernel_choice import Flags, FlagWatch, UnknownFlagError
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.torch_private import (
-    TorchDispatchMode,
+    DispatchMode,
     current_autograd_node,
     latest_sequence_nr,
     unwatched,
@@ -56,20 +56,16 @@ _MOST_READ = 1 << 16  # elements that are compared at every call, where Python t
 _SELECTIONS = (_aten.index.Tensor, _aten._unsafe_index.Tensor, _aten.masked_select.default)
 
 
-class Recorder(Values, TorchDispatchMode):
+class Recorder(Values, DispatchMode):
     """While active, appends what runs to `forward` or, once `in_backward`, to `backward`."""
 
     only_watches = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch loads its compiler, which takes longer than the recording
 
     def __init__(
         self, model_name: str, device: torch.device, places: Places, *, guards: bool = True
     ) -> None:
         Values.__init__(self)
-        TorchDispatchMode.__init__(self)
+        DispatchMode.__init__(self)
         self.model_name, self.device, self.places = model_name, device, places
         self.forward: list[Op] = []
         self.backward: list[Op] = []

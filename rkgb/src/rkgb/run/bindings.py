@@ -17,7 +17,7 @@ from torch import Tensor
 from rkgb.elements.numbers import is_number_of_calls
 from rkgb.elements.op import Op
 from rkgb.torch_api.kernel_choice import calling_with
-from rkgb.torch_api.torch_private import TorchDispatchMode, binding_places
+from rkgb.torch_api.torch_private import DispatchMode, binding_places
 
 _FILLED_IN = {"layout": torch.strided, "pin_memory": False}
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -48,15 +48,11 @@ def choose_callee(op: Op, arguments: Callable[[], Arguments]) -> Callable[..., A
     return overload
 
 
-class _Seen(TorchDispatchMode):
+class _Seen(DispatchMode):
     only_watches = True
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls: list[tuple[Any, tuple[Any, ...], Mapping[str, Any]]] = []
 
     def __torch_dispatch__(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree  # containers taken apart and put together
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode  # sees every operation below autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from rkgb.errors import CompilerMissingError
@@ -22,7 +22,7 @@ from rkgb.errors import CompilerMissingError
 __all__ = [
     "ASKS_GEOMETRY",
     "AnySize",
-    "TorchDispatchMode",
+    "DispatchMode",
     "apply_function",
     "asks_content",
     "back_to_autograd",
@@ -69,6 +69,20 @@ __all__ = [
     "without_cast_cache",
     "without_content",
 ]
+
+
+class DispatchMode(TorchDispatchMode):
+    """Sees every operation below autograd, and leaves torch's compiler alone.
+
+    At its first use torch would load the compiler, which takes longer than a recording.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def current_autograd_node() -> Any:
