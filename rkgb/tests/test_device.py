@@ -41,6 +41,20 @@ def test_an_allocator_that_does_not_count_is_refused(
         device.trace_memory(lambda _span: None)
 
 
+def test_what_chooses_kernels_and_blocks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = ["", "expandable_segments:True"]
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: said[-1])
+    before = Cuda(FIRST).environment
+    assert before["cuDNN"] == "91002"
+    assert before["allocator"] == "native expandable_segments:True"
+    said.pop()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    now = Cuda(FIRST).environment
+    assert {k for k in now if now[k] != before[k]} == {"allocator", "cuBLAS workspaces"}
+
+
 def test_random_numbers_within_a_captured_graph_are_explained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -55,11 +55,12 @@ class FakeCuda(Device):
         workspace_bytes: int = WORKSPACE_BYTES,
         launch_ms: float = 0.04,
         memory_bytes: int | None = None,
+        cudnn: str = "91002",
     ) -> None:
         super().__init__(torch.device("cpu"))
         self.allocator = CachingAllocator(rules or AllocatorRules())
         self.workspace_bytes, self.launch_ms = workspace_bytes, launch_ms
-        self.memory_bytes = memory_bytes
+        self.memory_bytes, self.cudnn = memory_bytes, cudnn
         self.warm_threads: set[str] = set()
         self.given_back = 0
         self.is_tracing = False
@@ -67,6 +68,10 @@ class FakeCuda(Device):
     @property
     def name(self) -> str:
         return "a CPU as if it were CUDA"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"cuDNN": self.cudnn, "allocator": str(self.allocator.rules)}
 
     @property
     def is_asynchronous(self) -> bool:

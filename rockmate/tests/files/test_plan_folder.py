@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from fake_cuda.allocator import AllocatorRules
+from fake_cuda.device import fake_cuda
 from rkgb.engine import Sample
-from rockmate import Rockmate, planners
+from rockmate import PlanMismatchError, Rockmate, planners
 from rockmate.files.cache_folder import CacheFolder, usual_folder
 from rockmate.files.plan_file import PlanFile
 from rockmate.networks import network
@@ -108,6 +110,25 @@ def test_other_code_versions_and_choices_have_other_keys(monkeypatch: pytest.Mon
     assert len(set(keys)) == 4
     monkeypatch.undo()
     assert cache_key("", Net(), device, Terms(0.5, progress=True)) == keys[0]
+
+
+def test_libraries_and_blocks_of_the_device_are_part_of_a_plan(
+    tmp_path: Path, planned: list[str]
+) -> None:
+    usual, expandable = AllocatorRules(), AllocatorRules(expandable=True)
+    others = ((expandable, "91002"), (usual, "91300"))
+    with fake_cuda(usual):
+        rk = wrap(Net(), SAMPLE, "1MiB", cache=tmp_path)
+        rk.save_plan(tmp_path / "saved.json")
+        wrap(Net(), SAMPLE, "1MiB", cache=tmp_path)
+    assert planned.count("planned") == 1
+    for made, ((rules, cudnn), told) in enumerate(zip(others, ("allocator", "cuDNN"), strict=True)):
+        with fake_cuda(rules, cudnn=cudnn):
+            wrap(Net(), SAMPLE, "1MiB", cache=tmp_path)
+            assert planned.count("planned") == made + 2
+            with pytest.raises(PlanMismatchError, match=f"{told}: ") as caught:
+                wrap(Net(), SAMPLE, "1MiB", plan=tmp_path / "saved.json")
+        assert len(caught.value.differences) == 1
 
 
 def test_it_is_off_where_the_user_says_so(

@@ -35,6 +35,11 @@ class Device(ABC):
         """The device in words, for recordings of costs."""
 
     @property
+    def environment(self) -> dict[str, str]:
+        """Libraries and settings by which kernels and blocks are chosen here, by name."""
+        return {}
+
+    @property
     def why_uncounted(self) -> str | None:
         """Why the allocator's counters cannot be trusted, or None if they can."""
         return None

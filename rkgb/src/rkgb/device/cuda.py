@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from rkgb.device.base import CallTime, Device
 from rkgb.device.trace import MemoryTrace, Span, SpanMemory
 from rkgb.device.warm_up import warm_up_threads
 from rkgb.errors import UnsupportedDeviceError
-from rkgb.torch_api.torch_private import keep_cuda_busy
+from rkgb.torch_api.torch_private import allocator_settings, keep_cuda_busy
 
 # The allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 BLOCK_BYTES = 512
@@ -39,6 +40,15 @@ class Cuda(Device):
     @property
     def name(self) -> str:
         return torch.cuda.get_device_name(self.where)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "CUDA": str(torch.version.cuda),
+            "cuDNN": str(torch.backends.cudnn.version()),
+            "allocator": f"{torch.cuda.get_allocator_backend()} {allocator_settings()}".strip(),
+            "cuBLAS workspaces": os.environ.get("CUBLAS_WORKSPACE_CONFIG", "as usual"),
+        }
 
     @property
     def is_asynchronous(self) -> bool:

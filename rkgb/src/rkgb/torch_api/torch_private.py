@@ -23,6 +23,7 @@ __all__ = [
     "ASKS_GEOMETRY",
     "AnySize",
     "DispatchMode",
+    "allocator_settings",
     "apply_function",
     "asks_content",
     "back_to_autograd",
@@ -449,6 +450,11 @@ def asks_content(error: BaseException) -> bool:
 def mode_of(tensor: Tensor | None) -> Any:
     """Return the mode that a tensor without content belongs to; None for others."""
     return getattr(tensor, "fake_mode", None)
+
+
+def allocator_settings() -> str:
+    """Return how the device's allocator was set up, as it was said: `expandable_segments:True`."""
+    return torch._C._accelerator_getAllocatorSettings()
 
 
 def keep_cuda_busy(cycles: int) -> None:

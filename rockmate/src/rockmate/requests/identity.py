@@ -57,11 +57,12 @@ def input_texts(basic: BasicGraph) -> tuple[str, ...]:
 
 
 def made_with(device: torch.device) -> dict[str, str]:
-    """Return the versions, the device and the choices of kernels here, by name.
+    """Return the versions, the device, its settings and the choices of kernels here, by name.
 
     Another one of them may mean other kernels, other workspaces or other times.
     """
-    name = device_of(device).name
+    found = device_of(device)
+    name = found.name
     if device.type == "cpu":
         name = f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"
     return {
@@ -69,6 +70,7 @@ def made_with(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "device": name,
         "threads": str(torch.get_num_threads()),
+        **found.environment,
         **named_kernel_flags(),
     }
 
