@@ -14,7 +14,7 @@ from rkgb.elements.sample import Sample
 from rkgb.elements.trees import flatten
 from rkgb.graphs.basic import BasicGraph, external_values
 from rkgb.graphs.simplified import SimplifiedGraph
-from rkgb.opaque.module_state import StartOfCall
+from rkgb.module_state.start_of_call import StartOfCall
 from rkgb.published.check import own_copy, same_bits
 from rkgb.run.places import Step
 from rkgb.run.program import lower_step

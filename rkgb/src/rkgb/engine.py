@@ -11,8 +11,9 @@
 
 `trace_memory` says what a run of it takes, on the device that `device_of` knows. What these
 functions get and give, and what few need, each stage offers by itself: `rkgb.elements`,
-`rkgb.graphs`, `rkgb.capture`, `rkgb.opaque`, `rkgb.recording`, `rkgb.safeguards`, `rkgb.costs`,
-`rkgb.run`, `rkgb.compiled`, `rkgb.device`, `rkgb.torch_api`. A name has one door.
+`rkgb.module_state`, `rkgb.graphs`, `rkgb.capture`, `rkgb.opaque`, `rkgb.recording`,
+`rkgb.safeguards`, `rkgb.costs`, `rkgb.run`, `rkgb.compiled`, `rkgb.device`, `rkgb.torch_api`. A
+name has one door.
 """
 
 from __future__ import annotations

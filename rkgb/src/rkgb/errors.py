@@ -31,6 +31,10 @@ class SideEffectError(TraceError):
     """The forward does something besides returning outputs that a graph cannot repeat."""
 
 
+class BrokenPieceError(TraceError):
+    """A submodule fails when it is run whole, so running more of it whole would not help."""
+
+
 class UnsupportedOpError(RkgbError, ValueError):
     """An operation of the module cannot be placed exactly."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rkgb import RkgbError
-from rkgb.opaque import is_inside
+from rkgb.elements import is_inside
 from rockmate.arguments import Arguments, Call, called_with, refuse, refuse_no_module
 from rockmate.blockwise.blocks import AUTO, class_name, find_blocks
 from rockmate.blockwise.planning import Chosen, Planner, largest_first

@@ -22,7 +22,7 @@ from rkgb.elements.sample import Sample
 from rkgb.errors import DataDependentError, RkgbError, SideEffectError
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.differences import Difference, differences
-from rkgb.opaque.module_state import PythonRandom
+from rkgb.module_state.start_of_call import PythonRandom
 from rkgb.recording.bounded import TooLargeError
 
 _log = logging.getLogger("rkgb")

@@ -9,19 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.elements.op import Op, Ref
+from rkgb.elements.module_paths import around
+from rkgb.elements.op import CAST, Op, Ref
 from rkgb.elements.spread import memory_of
 from rkgb.elements.trees import flatten
-from rkgb.errors import RkgbError, SideEffectError
+from rkgb.errors import BrokenPieceError, RkgbError, SideEffectError
 from rkgb.graphs.basic import BasicGraph, ambient_autocast
-from rkgb.graphs.differences import around
 from rkgb.guards.code_watch import CodeWatch, Seen
+from rkgb.module_state.kept_writes import Contents
+from rkgb.module_state.start_of_call import Lent, ModuleState
 from rkgb.opaque.call import Call, Kind
-from rkgb.opaque.inner_graph import CAST
-from rkgb.opaque.kept_writes import Contents
-from rkgb.opaque.module_state import Lent, ModuleState
 from rkgb.opaque.piece import Piece, RunPiece, RunPieceBackward, running_on
-from rkgb.opaque.trial import BrokenPieceError, Trials
+from rkgb.opaque.trial import Trials
 from rkgb.recording.recorder import Recorder
 from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.torch_private import (

@@ -20,13 +20,12 @@ from rkgb.capture.hooks import refuse_hooks_inside
 from rkgb.capture.step import RecordedStep
 from rkgb.device.rng import RngState
 from rkgb.elements.effect import Assign
+from rkgb.elements.module_paths import is_inside
 from rkgb.elements.sample import Sample
 from rkgb.elements.tensor_info import storage_id
-from rkgb.errors import RkgbError, SideEffectError
+from rkgb.errors import BrokenPieceError, RkgbError, SideEffectError
 from rkgb.graphs.basic import BackwardKind, BasicGraph
-from rkgb.opaque.call import is_inside
 from rkgb.opaque.piece import RunPiece
-from rkgb.opaque.trial import BrokenPieceError
 from rkgb.recording.bounded import BoundedRecorder
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.places import Places

@@ -34,8 +34,8 @@ from rkgb.graphs.basic import BasicGraph, Metered
 from rkgb.guards.code_watch import CodeWatch, Seen
 from rkgb.guards.outside import Outside
 from rkgb.guards.sources import Sources
+from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
 from rkgb.opaque.adding import add_in_parts
-from rkgb.opaque.kept_writes import KeptWrites, ParameterPlaces
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.places import Places
 from rkgb.recording.recorder import Recorder

@@ -3,14 +3,16 @@
 Gets the arguments and results of calls; gives frozen facts. Read op.py (one operation), then
 tensor_info.py (one tensor), numbers.py (Python numbers of a call), trees.py and sample.py
 (arguments and results taken apart), effect.py (what a forward leaves behind besides its result),
-compiled_call.py (a compiled target) and cut.py (where a gradient leaves and comes back).
+compiled_call.py (a compiled target), cut.py (where a gradient leaves and comes back) and
+module_paths.py (names of modules in a model).
 """
 
 from rkgb.elements.compiled_call import CompiledCall
 from rkgb.elements.cut import Cut, Part
 from rkgb.elements.effect import Assign, Check, Effect, Look, Refill, Write
+from rkgb.elements.module_paths import is_inside
 from rkgb.elements.numbers import Numbers
-from rkgb.elements.op import BATCH_NORMS, Op, Ref
+from rkgb.elements.op import BATCH_NORMS, CAST, Op, Ref
 from rkgb.elements.sample import attribute_keyword, attribute_of
 from rkgb.elements.spread import is_running, settled
 from rkgb.elements.tensor_info import TensorInfo, storage_id
@@ -18,6 +20,7 @@ from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 
 __all__ = [
     "BATCH_NORMS",
+    "CAST",
     "Assign",
     "Check",
     "CompiledCall",
@@ -36,6 +39,7 @@ __all__ = [
     "attribute_keyword",
     "attribute_of",
     "flatten",
+    "is_inside",
     "is_running",
     "settled",
     "storage_id",

@@ -6,10 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from rkgb.torch_api.kernel_choice import Flags
 
 # While training they write to their statistics, arguments 3 and 4; their schemas do not say so.
 BATCH_NORMS = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
+
+# What autocast casts by.
+CAST: Any = torch.ops.aten._to_copy.default
 
 # For display: names that a reader recognises as 'no computation'.
 VIEW_NAMES = frozenset(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rkgb.elements.module_paths import around
 from rkgb.elements.numbers import is_number_of_calls
 from rkgb.elements.op import Op, Ref
 from rkgb.graphs.basic import BasicGraph
@@ -187,17 +188,6 @@ def _is_same_content(a: Tensor, b: Any) -> bool:
         return False
     with torch.no_grad():
         return bool(torch.equal(a, b) or ((a == b) | (a != a)).all())
-
-
-def around(paths: Sequence[str]) -> str:
-    """Return the path of the module around all of these."""
-    parts = [path.split(".") if path else [] for path in paths]
-    common: list[str] = []
-    for names in zip(*parts, strict=False):
-        if len(set(names)) > 1:
-            break
-        common.append(names[0])
-    return ".".join(common)
 
 
 def _named(op: Op) -> str:

@@ -199,11 +199,6 @@ def _own_parameters(
             table[own] = parameter
 
 
-def is_inside(path: str, around: str) -> bool:
-    """Whether a module is another one, or in it, by their paths."""
-    return not around or path == around or path.startswith(f"{around}.")
-
-
 def taken_apart(call: Call, result: Any) -> tuple[list[Any], list[Tensor], Structure]:
     """Return the leaves of a result, places in place of its tensors, the tensors, its structure.
 

@@ -22,7 +22,6 @@ from rkgb.errors import OpaquePieceError
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.torch_private import back_to_autograd, without_saved_hooks
 
-CAST: Any = torch.ops.aten._to_copy.default
 _CAST_BACKWARD = "ToCopyBackward0"
 
 

@@ -30,10 +30,10 @@ from rkgb.elements.tensor_info import storage_id
 from rkgb.elements.trees import Structure
 from rkgb.errors import OpaquePieceError
 from rkgb.graphs.basic import autocast_as
+from rkgb.module_state.start_of_call import BufferContents, ModuleState
 from rkgb.opaque.call import Call, Kind, Place, run_call, taken_apart
 from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.opaque.memory import apart, span
-from rkgb.opaque.module_state import BufferContents, ModuleState
 from rkgb.torch_api.quiet import printing_to
 from rkgb.torch_api.torch_private import back_to_autograd
 

@@ -17,20 +17,16 @@ from rkgb.device.rng import RngState
 from rkgb.elements.spread import settled
 from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.elements.trees import Structure, flatten
-from rkgb.errors import SideEffectError, TraceError
+from rkgb.errors import SideEffectError
+from rkgb.module_state.kept_writes import Contents, KeptWrites, ParameterPlaces
+from rkgb.module_state.start_of_call import BufferContents, Lent, ModuleState
 from rkgb.opaque.call import Call, Kind, run_call, taken_apart
-from rkgb.opaque.kept_writes import Contents, KeptWrites, ParameterPlaces
 from rkgb.opaque.left_behind import Attributes, LeftBehind
-from rkgb.opaque.module_state import BufferContents, Lent, ModuleState
 from rkgb.opaque.piece import Piece, added, gradients_of
 from rkgb.torch_api.compiled_code import BRANCHES
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.torch_private import weak_storage, without_cast_cache
-
-
-class BrokenPieceError(TraceError):
-    """A submodule fails when it is run whole, so running more of it whole would not help."""
 
 
 @dataclass

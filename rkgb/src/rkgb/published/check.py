@@ -17,7 +17,7 @@ from rkgb.elements.trees import flatten
 from rkgb.graphs.basic import BasicGraph, external_values
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.simplified import SimplifiedGraph
-from rkgb.opaque.module_state import StartOfCall
+from rkgb.module_state.start_of_call import StartOfCall
 from rkgb.torch_api.torch_private import straight_to_kernels
 
 Graph = BasicGraph | DataFlowGraph | SimplifiedGraph

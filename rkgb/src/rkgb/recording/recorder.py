@@ -20,7 +20,7 @@ from rkgb.elements.spread import memory_of
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import InvalidGraphError, SideEffectError
 from rkgb.graphs.basic import Read
-from rkgb.opaque.kept_writes import KeptWrites
+from rkgb.module_state.kept_writes import KeptWrites
 from rkgb.recording.blanks import Blanks
 from rkgb.recording.kernels import (
     tensors_returned,

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from rkgb.elements.effect import Refill
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import flatten, holds_tensors, refilled
-from rkgb.errors import SideEffectError
-from rkgb.opaque.trial import BrokenPieceError
+from rkgb.errors import BrokenPieceError, SideEffectError
 
 _PLAIN = (Tensor, type(None), bool, int, float, str, type, nn.Module)
 

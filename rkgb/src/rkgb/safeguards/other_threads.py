@@ -14,7 +14,7 @@ import torch
 from rkgb.device.rng import RngState
 from rkgb.guards.code_watch import Seen
 from rkgb.guards.loads import loads_of
-from rkgb.opaque.module_state import PythonRandom, draw_from_numpy, numpy_state
+from rkgb.module_state.start_of_call import PythonRandom, draw_from_numpy, numpy_state
 
 _LOOKS, _PAUSE_S = 10, 0.002
 _OF_NUMPY = frozenset(

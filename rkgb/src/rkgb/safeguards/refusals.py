@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from rkgb.elements.module_paths import is_inside
 from rkgb.errors import TraceError, UnsupportedOpError
-from rkgb.opaque.call import is_inside
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parents[1])

@@ -21,7 +21,7 @@ from torch import nn
 from rkgb.errors import SideEffectError
 from rkgb.guards.code_watch import Seen
 from rkgb.guards.contents import CONTAINERS
-from rkgb.opaque.module_state import ModuleState, draw_from_numpy, numpy_state
+from rkgb.module_state.start_of_call import ModuleState, draw_from_numpy, numpy_state
 from rkgb.safeguards.other_threads import changes_meanwhile, may_draw, same_state
 from rkgb.safeguards.refusals import place_of
 from rkgb.torch_api.patches import Patches

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rkgb.device import Span
 from rkgb.elements import flatten
 from rkgb.engine import trace_memory
-from rkgb.opaque import KeptWrites, Lent, StartOfCall
+from rkgb.module_state import KeptWrites, Lent, StartOfCall
 from rkgb.torch_api import placed_parameters, without_hooks_after_gradients
 from rockmate.arguments import Call
 from rockmate.comparison.eager import losses_among, seed_backward

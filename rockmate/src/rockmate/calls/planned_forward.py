@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rkgb import OpaquePieceError, OtherWayError
 from rkgb.elements import is_running
-from rkgb.opaque import StartOfCall
+from rkgb.module_state import StartOfCall
 from rkgb.torch_api import (
     changing_modes,
     current_dispatch_modes,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from rkgb import TraceError
-from rkgb.opaque import is_inside
+from rkgb.elements import is_inside
 from rockmate.arguments import Call
 from rockmate.calls.first_call import FirstCall
 from rockmate.calls.plan_store import PlanStore

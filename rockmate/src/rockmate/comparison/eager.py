@@ -20,7 +20,7 @@ from rkgb.device import RngState
 from rkgb.elements import flatten
 from rkgb.engine import Sample, trace_memory
 from rkgb.graphs import autocast_as
-from rkgb.opaque import PythonRandom
+from rkgb.module_state import PythonRandom
 from rkgb.recording import as_written
 from rkgb.torch_api import placed_parameters, run_backward
 from rockmate.comparison.fingerprint import Fingerprints

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from rkgb import OpaquePieceError, OtherWayError, RkgbError
-from rkgb.elements import flatten
-from rkgb.opaque import BufferContents, StartOfCall, is_inside
+from rkgb.elements import flatten, is_inside
+from rkgb.module_state import BufferContents, StartOfCall
 from rkgb.torch_api import placed_parameters
 from rockmate.arguments import Call
 from rockmate.blockwise.kinds import Kind, ways_to_run

@@ -21,7 +21,7 @@ from rkgb import OpaquePieceError
 from rkgb.device import KeptGenerators
 from rkgb.elements import flatten, storage_id
 from rkgb.graphs import ambient_autocast, autocast_as
-from rkgb.opaque import BufferContents, ModuleState
+from rkgb.module_state import BufferContents, ModuleState
 from rockmate.comparison.contents import Contents
 from rockmate.errors import ChangedTensorError
 from rockmate.runtime.plain import plain

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from rkgb.elements import is_inside
 from rkgb.guards import Sources
-from rkgb.opaque import is_inside
 from rockmate.keys.module_state import ModuleState
 
 _MOST_VALUES = 4  # of one place, recorded one after the other

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rkgb.elements import flatten, is_running, settled
-from rkgb.opaque import is_inside
+from rkgb.elements import flatten, is_inside, is_running, settled
 from rockmate.errors import UnsupportedModuleError
 
 

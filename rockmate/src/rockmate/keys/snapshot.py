@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.capture import geometry_of, may_run_again
-from rkgb.elements import storage_id
+from rkgb.elements import is_inside, storage_id
 from rkgb.graphs import BasicGraph
 from rkgb.guards import Same, Sources, Watched, is_users
-from rkgb.opaque import is_inside
 from rkgb.torch_api import same_kinds
 from rockmate.keys.module_state import UNDRESSED, ModuleState, Place, module_in_words
 from rockmate.keys.tables import Tables

@@ -12,13 +12,24 @@ from torch import Tensor, nn
 
 from rkgb import RkgbError
 from rkgb.costs import op_key
-from rkgb.elements import Assign, Check, Effect, Look, Numbers, Ref, Refill, Structure, Write
+from rkgb.elements import (
+    Assign,
+    Check,
+    Effect,
+    Look,
+    Numbers,
+    Ref,
+    Refill,
+    Structure,
+    Write,
+    is_inside,
+)
 from rkgb.engine import (
     Sample,
     operations,
 )
 from rkgb.graphs import BackwardKind, SimplifiedGraph
-from rkgb.opaque import RunPiece, is_inside
+from rkgb.opaque import RunPiece
 from rkgb.run import Outcomes, RunnableGraph, without_idle_steps
 from rockmate.comparison.contents import Contents
 from rockmate.keys.input_signature import InputSignature

@@ -23,7 +23,7 @@ from rkgb.capture import no_collection
 from rkgb.compiled import CompiledGraph, compile_pieces
 from rkgb.engine import B_to_D, Sample, device_of, record, runnable
 from rkgb.graphs import BackwardKind
-from rkgb.opaque import KeptWrites
+from rkgb.module_state import KeptWrites
 from rkgb.torch_api import placed_parameters
 from rockmate import planners
 from rockmate.comparison.eager import Keep, StepResult

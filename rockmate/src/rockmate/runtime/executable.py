@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.elements import BATCH_NORMS, CompiledCall, Numbers
+from rkgb.elements import BATCH_NORMS, CAST, CompiledCall, Numbers
 from rkgb.graphs import BackwardKind, Flow, SimplifiedGraph, Tangent
-from rkgb.opaque import CAST, KeptWrites, RunPiece
+from rkgb.module_state import KeptWrites
+from rkgb.opaque import RunPiece
 from rkgb.rows import InPieces
 from rkgb.run import Begin, CompiledStep, Give, Places, StepProgram, made_by, read_by, rerun_state
 from rkgb.torch_api import current_dispatch_modes, dispatch_mode_stack

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rkgb.capture import outputs_without_content
 from rkgb.elements import flatten
 from rkgb.engine import bind_inputs, device_of
-from rkgb.opaque import KeptWrites, StartOfCall
+from rkgb.module_state import KeptWrites, StartOfCall
 from rkgb.torch_api import placed_parameters
 from rockmate.runtime.plain import unseen
 from rockmate.whole_step.optimizers import tensors_bytes

@@ -1,0 +1,21 @@
+"""Paths of modules in a model, such as 'layers.0.mlp'; the model itself is ''."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def is_inside(path: str, around: str) -> bool:
+    """Whether a module is another one, or in it, by their paths."""
+    return not around or path == around or path.startswith(f"{around}.")
+
+
+def around(paths: Sequence[str]) -> str:
+    """Return the path of the module around all of these."""
+    parts = [path.split(".") if path else [] for path in paths]
+    common: list[str] = []
+    for names in zip(*parts, strict=False):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return ".".join(common)
