@@ -17,7 +17,7 @@ SOURCES := $(wildcard */pyproject.toml) $(CORE) rotor/setup.py constraints.txt M
 
 .DEFAULT_GOAL := help
 .PHONY: help install build format lint typecheck test test-all test-nightly test-changed fuzz test-rkgb test-rotor test-rockmate imports \
-	versions check isolated readme docs demo planning step bench bench-smoke bench-paper \
+	versions check isolated readme outputs docs demo planning step bench bench-smoke bench-paper \
 	bench-solvers gpu gpu-paper oldest test-oldest test-cuda-rules figures core-wheels dist clean
 
 help: ## print this list
@@ -30,6 +30,7 @@ $(PY):
 $(INSTALLED): $(SOURCES) | $(PY)
 	$(PY) -m pip install -q -c constraints.txt torch
 	$(PY) -m pip install -q -c constraints.txt $(TOOLS) -e './rkgb[test]' -e './rotor[test]' -e './rockmate[gurobi,highs,plot,test]'
+	$(PY) ci/mend_torchvision.py
 	@touch $(INSTALLED)
 
 install: $(INSTALLED) ## create .venv with the three packages (editable) and the tools
@@ -101,9 +102,11 @@ check: lint typecheck imports versions test-all ## all of the above: what CI run
 isolated: $(INSTALLED) ## each package alone, from its wheel, with only what it declares
 	for package in $(PACKAGES); do \
 	ci/isolated_install.sh "$$package" -m "not slow and not nightly" $(PYTEST_ARGS) || exit 1; done
-PAGES := $(wildcard docs/*.md docs/how-to/*.md)
-readme: $(INSTALLED) ## run the Python code of the READMEs and of the documentation
-	$(PY) ci/run_readme.py README.md rkgb/README.md rotor/README.md rockmate/README.md $(PAGES)
+PAGES := README.md $(PACKAGES:%=%/README.md) $(wildcard docs/*.md docs/how-to/*.md)
+readme: $(INSTALLED) ## run the code of the READMEs and of the documentation, and compare what it prints
+	$(PY) ci/run_readme.py $(PAGES)
+outputs: $(INSTALLED) ## put into READMEs and documentation what their code prints
+	$(PY) ci/run_readme.py --write $(PAGES)
 docs: $(INSTALLED) ## build the documentation into site/
 	$(PY) -m pip install -q mkdocs-material 'mkdocstrings[python]'
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q

@@ -2,70 +2,141 @@
 
 The Python blocks of one file run in order, in one fresh interpreter: later blocks may use the names
 of earlier ones. Blocks of commands (`sh`) run between them, in the same folder. A block right under
-the line `<!-- no-run: reason -->` is left out.
+the line `<!-- no-run: reason -->` is left out. A block of `text` right under one of these is what
+it prints; numbers with a unit of time or memory, and percentages, may be others elsewhere.
+
+$ python ci/run_readme.py README.md            # fails where a block fails or prints otherwise
+$ python ci/run_readme.py --write README.md    # puts in what the blocks print
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
-BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^```(python|sh)\n(.*?)^```$(?P<shown>\n+```text\n(?P<output>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
 COMMANDS = "import subprocess; subprocess.run(['bash', '-euc', {code!r}], check=True)"
 LEFT_OUT = re.compile(r"<!-- no-run: .+ -->\n\n?\Z")
+END = "\x1e end of block \x1e"
+RUN = "exec(compile({code!r}, {path!r}, 'exec')); print({end!r}, flush=True)\n"
+NUMBER = r"\d[\d ,.]*(?:e[+-]\d+)?"
+MEASURED = re.compile(rf"{NUMBER} ?(ms|us|s|bytes|B|[KMG]i?B|%)(?!\w)|\b\d+\.\d+\b")
+MACHINE = re.compile(r"torch: ?\S+|torch \d\S+|\((x86_64|aarch64|arm64)[^)]*\)")
 
 
-def code_blocks(text: str) -> list[tuple[int, str]]:
-    """Return (line number of the first line, Python code) of each block that is to be run."""
-    return [
-        (
-            text.count("\n", 0, block.start(2)) + 1,
-            block[2] if block[1] == "python" else COMMANDS.format(code=block[2]),
-        )
-        for block in BLOCK.finditer(text)
-        if not LEFT_OUT.search(text[: block.start()])
-    ]
+@dataclass(frozen=True)
+class CodeBlock:
+    """One block of code, and what the file says that it prints (None: nothing is said)."""
+
+    line: int
+    code: str
+    output: str | None
+    span: tuple[int, int]  # of the output in the file
 
 
-def run_blocks(path: Path) -> int:
-    """Run the blocks of one file in an empty folder; return how many there were."""
-    blocks = code_blocks(path.read_text(encoding="utf-8"))
-    # Padding with newlines makes a traceback name the line of the README.
+def code_blocks(text: str) -> Iterator[CodeBlock]:
+    """Yield each block that is to be run."""
+    for block in BLOCK.finditer(text):
+        if not LEFT_OUT.search(text[: block.start()]):
+            code = block[2] if block[1] == "python" else COMMANDS.format(code=block[2])
+            line = text.count("\n", 0, block.start(2)) + 1
+            yield CodeBlock(line, code, block["output"], block.span("output"))
+
+
+def pattern(output: str) -> list[str]:
+    """Return the lines of an output without what a clock or a measurement has put there."""
+    text = MEASURED.sub(lambda number: f"# {number[1] or ''}", MACHINE.sub("here", output))
+    return [re.sub(r"[\s-]+", " ", line).strip() for line in text.splitlines()]
+
+
+def printed(path: Path, blocks: list[CodeBlock]) -> list[str]:
+    """Run the blocks of one file in an empty folder; return what each of them printed.
+
+    Raises:
+        subprocess.CalledProcessError: one of them has failed.
+    """
+    # Padding with newlines makes a traceback name the line of the file.
     program = "".join(
-        f"exec(compile({chr(10) * (line - 1) + code!r}, {str(path)!r}, 'exec'))\n"
-        for line, code in blocks
+        RUN.format(code="\n" * (block.line - 1) + block.code, path=str(path), end=END)
+        for block in blocks
     )
-    if CONFTEST.exists():  # what a test environment needs before some libraries can be imported
-        program = f"import runpy; runpy.run_path({str(CONFTEST)!r})\n{program}"
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "readme_blocks.py"  # a file: worker processes can import it
         script.write_text(program, encoding="utf-8")
         # Pictures are written, not opened; commands are those of this environment.
         programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        env = {**os.environ, "MPLBACKEND": "agg", "PATH": programs}
-        subprocess.run([sys.executable, str(script)], cwd=folder, env=env, check=True)
-    return len(blocks)
+        env = {
+            **os.environ,
+            "MPLBACKEND": "agg",
+            "PATH": programs,
+            "ROCKMATE_CACHE": folder,  # what another run has planned would not be planned here
+            "PYTHONUNBUFFERED": "1",
+        }
+        run = subprocess.run(
+            [sys.executable, str(script)], cwd=folder, env=env, stdout=subprocess.PIPE, check=True
+        )
+    return run.stdout.decode().split(END + "\n")[:-1]
 
 
-def main(paths: list[str]) -> int:
+def differences(path: Path, block: CodeBlock, output: str) -> list[str]:
+    """Return in lines what a block prints otherwise than the file says; nothing where it agrees."""
+    if block.output is None or pattern(block.output) == pattern(output):
+        return []
+    where = f"{path.name}, the block of line {block.line}"
+    return list(
+        difflib.unified_diff(
+            block.output.splitlines(), output.splitlines(), where, "what it prints", lineterm=""
+        )
+    )
+
+
+def with_outputs(text: str, blocks: list[CodeBlock], outputs: list[str]) -> str:
+    """Return the text of a file with what its blocks have printed, where it shows that."""
+    for block, output in reversed(list(zip(blocks, outputs, strict=True))):
+        if block.output is not None:
+            start, end = block.span
+            lines = (line.rstrip() + "\n" for line in output.splitlines())
+            text = text[:start] + "".join(lines) + text[end:]
+    return text
+
+
+def main(arguments: list[str]) -> int:
     """Run each file; stop at the first failure with its traceback."""
+    write = arguments[:1] == ["--write"]
+    paths = arguments[write:]
     if not paths:
-        print("usage: run_readme.py README.md …", file=sys.stderr)
+        print("usage: run_readme.py [--write] README.md …", file=sys.stderr)
         return 2
+    status = 0
     for name in paths:
         path = Path(name).resolve()
+        text = path.read_text(encoding="utf-8")
+        blocks = list(code_blocks(text))
         try:
-            count = run_blocks(path)
+            outputs = printed(path, blocks)
         except subprocess.CalledProcessError:
             print(f"readme: {name} failed", file=sys.stderr)
             return 1
-        print(f"readme: {name}: {count} blocks run")
-    return 0
+        if write:
+            path.write_text(with_outputs(text, blocks, outputs), encoding="utf-8")
+        else:
+            for block, output in zip(blocks, outputs, strict=True):
+                for line in differences(path, block, output):
+                    print(line, file=sys.stderr)
+                    status = 1
+        shown = sum(block.output is not None for block in blocks)
+        print(f"readme: {name}: {len(blocks)} blocks run, {shown} outputs shown")
+    return status
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Put the committed results into the READMEs, between markers, so that no figure is typed.
+"""Put the committed results into READMEs and a page, between markers, so that none is typed.
 
 $ python -m reports.report            # rewrite them
 $ python -m reports.report --check    # fail when one would change
@@ -17,23 +17,18 @@ from steps.table import step_table
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def readme_results(results: Path) -> str:
-    """Return what the top README shows: the demo, the peers, and how much larger a batch fits."""
-    parts = [(results / "demo.md").read_text(encoding="utf-8").strip()]
-    peers = tables.peers_table(results)
-    if peers:
-        parts.append(
-            "Beside other ways to save memory, on an 8-layer GPT: the peers that are best for "
-            "their peak, and\nRockmate with that peak as its budget (over plain PyTorch; "
-            "[more](benchmarks/README.md)).\n\n" + peers.strip()
-        )
-    batches = tables.throughput_table(results)
-    if batches:
-        parts.append(
-            "Larger batches in the memory that plain PyTorch needs for a small one:\n\n"
-            + batches.strip()
-        )
-    return "\n\n".join(parts)
+def page_results(results: Path) -> str:
+    """Return what the documentation shows: the demo, the peers, how much larger a batch fits."""
+    demo = (results / "demo.md").read_text(encoding="utf-8")
+    parts = {
+        "Plain and at half the memory": f"What `make demo` gives on two CPU cores:\n\n{demo}",
+        "Beside other ways to save memory": "An 8-layer GPT: the peers that are best for their "
+        "peak, and Rockmate with that peak as its budget\n(over plain PyTorch).\n\n"
+        + tables.peers_table(results),
+        "Larger batches": "In the memory that plain PyTorch needs for a small one:\n\n"
+        + tables.throughput_table(results),
+    }
+    return "\n\n".join(f"## {title}\n\n{text.strip()}" for title, text in parts.items())
 
 
 def benchmark_results(results: Path) -> str:
@@ -61,7 +56,8 @@ def main() -> int:
     results = ROOT / "benchmarks/results"
     late = 0
     for readme, text in (
-        (ROOT / "README.md", readme_results(results)),
+        (ROOT / "README.md", tables.peers_table(results).strip()),
+        (ROOT / "docs/measured.md", page_results(results)),
         (ROOT / "benchmarks/README.md", benchmark_results(results)),
     ):
         old = readme.read_text(encoding="utf-8")

@@ -221,6 +221,30 @@ def test_readme_blocks_share_names_and_report_failures(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "agrees"),
+    [
+        ("took 7 ms, 3 plans", True),
+        ("took 12.5 ms, 3 plans", True),
+        ("took 12.5 ms, 4 plans", False),
+        ("took 7 ms", False),
+    ],
+)
+def test_what_a_readme_shows_is_compared_but_for_measured_numbers(
+    tmp_path: Path, said: str, agrees: bool
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(
+        f"```python\nprint('took 7 ms, 3 plans')\n```\n\n```text\n{said}\n```\n", encoding="utf-8"
+    )
+    command = [sys.executable, str(CI / "run_readme.py")]
+    run = subprocess.run([*command, str(readme)], capture_output=True, text=True, check=False)
+    assert run.returncode == (not agrees)
+    assert ("what it prints" in run.stderr) == (not agrees)
+    subprocess.run([*command, "--write", str(readme)], capture_output=True, check=True)
+    assert "```text\ntook 7 ms, 3 plans\n```" in readme.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
     ("skipped", "message"),
     [
         ("", ""),

@@ -14,6 +14,7 @@ import rotor
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
+READMES = [ROOT / "README.md", ROOT / "rockmate/README.md"]
 
 
 def test_every_page_is_in_the_menu() -> None:
@@ -22,7 +23,17 @@ def test_every_page_is_in_the_menu() -> None:
     assert sorted(listed) == [str(path.relative_to(ROOT / "docs")) for path in PAGES]
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_the_first_page_leads_to_every_other() -> None:
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    pages = {str(path.relative_to(ROOT / "docs")) for path in PAGES} - {"index.md"}
+    assert set(re.findall(r"\]\(([\w/-]+\.md)\)", index)) == pages
+
+
+def test_the_readme_is_read_in_two_minutes() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 125
+
+
+@pytest.mark.parametrize("path", [*PAGES, *READMES], ids=lambda path: path.stem)
 def test_links_between_pages_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", path.read_text(encoding="utf-8")):
         assert target.startswith("https://") or (path.parent / target).exists(), target

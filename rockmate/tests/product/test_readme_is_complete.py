@@ -1,9 +1,10 @@
-"""The package's README names all that the package offers."""
+"""The reference names all that the package offers, and each option with its default."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,41 +15,63 @@ from rockmate import integrations
 from rockmate.command.arguments import parser
 from rockmate.reports.plan_report import PlanReport
 
-README = Path(__file__).parents[2] / "README.md"
+REFERENCE = Path(__file__).parents[3] / "docs" / "reference"
+OPTIONS = (REFERENCE / "options.md").read_text(encoding="utf-8")
+CALLS = (REFERENCE / "calls.md").read_text(encoding="utf-8")
 _PROPERTIES = (property, functools.cached_property)
 
 
-def missing(names: list[str]) -> list[str]:
-    text = README.read_text(encoding="utf-8")
+def missing(names: list[str], text: str = CALLS) -> list[str]:
     return [name for name in names if name not in text]
 
 
+def table_of(function: Callable[..., object]) -> list[tuple[str, str]]:
+    """Return what the table of options shows of those that a function takes."""
+    parameters = inspect.signature(function).parameters.values()
+    return [
+        (p.name, "" if p.default is p.empty else f"`{p.default!r}`")
+        for p in parameters
+        if p.name not in ("self", "options", "make_sample")
+    ]
+
+
 def test_every_public_name_is_in_it() -> None:
-    assert missing([*rockmate.__all__, *integrations.__all__]) == []
+    names = [name for name in rockmate.__all__ if not name.endswith("Error")]
+    assert missing([*names, *integrations.__all__], CALLS + OPTIONS) == []
 
 
-def test_every_option_is_in_it() -> None:
-    options = list(inspect.signature(rockmate.Rockmate.__init__).parameters)
-    assert "budget" in options
-    assert missing([f"`{name}`" for name in options if name not in ("self", "model")]) == []
+def test_the_table_of_options_is_that_of_the_arguments() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*?) ?\|", OPTIONS.partition("\n## ")[0], re.MULTILINE)
+    assert sorted(rows) == sorted(table_of(rockmate.Rockmate.__init__))
 
 
 @pytest.mark.parametrize(
-    "function",
+    ("function", "title"),
     [
-        rockmate.apply,
-        rockmate.apply_to_blocks,
-        rockmate.estimate,
-        rockmate.largest_batch,
-        integrations.RockmateCallback,
-        integrations.LightningCallback,
+        (rockmate.apply_to_blocks, "Of `apply_to_blocks` besides"),
+        (rockmate.estimate, "Of `estimate` and `largest_batch` besides"),
+        (rockmate.largest_batch, "Of `estimate` and `largest_batch` besides"),
     ],
-    ids=lambda function: function.__name__,
+    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_every_option_of_a_function_is_in_it(function: Callable[..., object]) -> None:
-    options = inspect.signature(function).parameters.values()
-    optional = [o.name for o in options if o.default is not o.empty]
-    assert missing([f"`{name}`" for name in optional]) == []
+def test_what_a_function_takes_besides_is_in_its_table(
+    function: Callable[..., object], title: str
+) -> None:
+    common = table_of(rockmate.Rockmate.__init__)
+    names = [name for name, _ in common]
+    section = OPTIONS.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*?) ?\|", section, re.MULTILINE)
+    own = [row for row in table_of(function) if row not in common]
+    own = [(name, default) for name, default in own if name not in names or default]
+    assert [row for row in own if row not in rows] == []
+
+
+@pytest.mark.parametrize(
+    "function", [integrations.RockmateCallback, integrations.LightningCallback]
+)
+def test_every_option_of_a_callback_is_in_its_table(function: Callable[..., object]) -> None:
+    section = OPTIONS.partition("## Of the trainers' callbacks\n")[2]
+    assert missing([f"`{name}`" for name, _ in table_of(function)], section) == []
 
 
 def test_every_figure_of_an_answer_is_in_it() -> None:
