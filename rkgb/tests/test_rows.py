@@ -46,7 +46,117 @@ def layer_norm_backward() -> tuple[Any, ...]:
     return rows(8, 5), x, [5], mean, rstd, weight, weight, [True, True, True]
 
 
+def images(*, channels: int = 4) -> Tensor:
+    return rows(8, channels, 6, 6)
+
+
+def pooled() -> tuple[Any, ...]:
+    x = images()
+    out, indices = aten.max_pool2d_with_indices(x, [2, 2])
+    return torch.randn_like(out), x, [2, 2], [2, 2], [0, 0], [1, 1], False, indices
+
+
+def group_normed() -> tuple[Any, ...]:
+    x, weight = images(), rows(4)
+    _, mean, rstd = aten.native_group_norm(x, weight, weight, 8, 4, 36, 2, 1e-5)
+    return images(), x, mean, rstd, weight, 8, 4, 36, 2, [True, True, True]
+
+
+def attended() -> tuple[Any, ...]:
+    q, k, v = rows(4, 2, 5, 8), rows(4, 2, 5, 8), rows(4, 2, 5, 8)
+    out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    return rows(4, 2, 5, 8), q, k, v, out, sums, 0.0, True
+
+
+def convolved(*, transposed: bool = False) -> tuple[Any, ...]:
+    weight = rows(4, 4, 3, 3)
+    return images(), weight, rows(4), [1, 1], [1, 1], [1, 1], transposed, [0, 0], 1
+
+
+def convolved_backward() -> tuple[Any, ...]:
+    x, weight, _, *how = convolved()
+    return images(), x, weight, [4], *how, [True, True, True]
+
+
+BY_IMAGES = (4, 1, 1, 1)
 CASES: dict[str, Case] = {
+    "convolution": (aten.convolution.default, convolved, {0: BY_IMAGES}),
+    "transposed convolution": (
+        aten.convolution.default,
+        lambda: convolved(transposed=True),
+        {0: BY_IMAGES},
+    ),
+    "convolution backward": (
+        aten.convolution_backward.default,
+        convolved_backward,
+        {0: BY_IMAGES, 1: BY_IMAGES},
+    ),
+    "max_pool2d": (
+        aten.max_pool2d_with_indices.default,
+        lambda: (images(), [2, 2]),
+        {0: BY_IMAGES},
+    ),
+    "max_pool2d backward": (aten.max_pool2d_with_indices_backward.default, pooled, {1: BY_IMAGES}),
+    "avg_pool2d": (aten.avg_pool2d.default, lambda: (images(), [2, 2]), {0: BY_IMAGES}),
+    "adaptive pooling": (
+        aten._adaptive_avg_pool2d_backward.default,
+        lambda: (rows(8, 4, 3, 3), images()),
+        {0: BY_IMAGES},
+    ),
+    "upsampling": (
+        aten.upsample_nearest2d.vec,
+        lambda: (images(), None, [2.0, 2.0]),
+        {0: BY_IMAGES},
+    ),
+    "upsampling backward": (
+        aten.upsample_bilinear2d_backward.default,
+        lambda: (rows(8, 4, 12, 12), [12, 12], [8, 4, 6, 6], False),
+        {0: BY_IMAGES},
+    ),
+    "group_norm": (
+        aten.native_group_norm.default,
+        lambda: (images(), rows(4), rows(4), 8, 4, 36, 2, 1e-5),
+        {0: BY_IMAGES},
+    ),
+    "group_norm backward": (
+        aten.native_group_norm_backward.default,
+        group_normed,
+        {1: BY_IMAGES},
+    ),
+    "embedding": (
+        aten.embedding.default,
+        lambda: (rows(9, 3), torch.arange(8).view(2, 4)),
+        {1: (2, 2)},
+    ),
+    "embedding backward": (
+        aten.embedding_dense_backward.default,
+        lambda: (rows(8, 3), torch.arange(8) % 3, 9, -1, False),
+        {1: (4,)},
+    ),
+    "attention by heads": (
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        lambda: (*attended()[1:4], 0.0, True),
+        {0: (2, 2, 1, 1)},
+    ),
+    "attention backward": (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        attended,
+        {1: (4, 1, 1, 1)},
+    ),
+    "cat": (aten.cat.default, lambda: ([rows(8, 3), rows(8, 2)], -1), {0: (4, 1)}),
+    "split": (aten.split.Tensor, lambda: (rows(8, 6), 4, 1), {0: (4, 1)}),
+    "select": (aten.select.int, lambda: (rows(8, 6), 1, 2), {0: (4, 1)}),
+    "unbind": (aten.unbind.int, lambda: (rows(3, 8), 0), {0: (1, 4)}),
+    "select backward": (
+        aten.select_backward.default,
+        lambda: (rows(8), [8, 6], 1, 2),
+        {0: (4,)},
+    ),
+    "slice backward": (
+        aten.slice_backward.default,
+        lambda: (rows(8, 2), [8, 6], 1, 1, 3, 1),
+        {0: (4, 1)},
+    ),
     "add": (aten.add.Tensor, lambda: (rows(8, 3), rows(3)), {0: (4, 1)}),
     "add of a row for all": (aten.add.Tensor, lambda: (rows(8, 3), rows(1, 3)), {0: (4, 1)}),
     "mul of two cut ones": (
@@ -131,12 +241,22 @@ def laid_out(
     target: Any, args: tuple[Any, ...], cuts: dict[int, tuple[int, ...]]
 ) -> tuple[Cutting, InPieces, dict[str, Tensor], list[Tensor]]:
     """Return an operation in pieces, what it takes by name, and what it makes as a whole."""
-    given = {f"in_{place}": arg for place, arg in enumerate(args) if isinstance(arg, Tensor)}
+    given: dict[str, Tensor] = {}
+
+    def named(tree: Any, name: str) -> Any:
+        if isinstance(tree, list):
+            return [named(part, name + "'" * place) for place, part in enumerate(tree)]
+        if not isinstance(tree, Tensor):
+            return tree
+        given[name] = tree
+        return Ref(name)
+
+    recorded = tuple(named(arg, f"in_{place}") for place, arg in enumerate(args))
     expected = target(*args)
     made = [expected] if isinstance(expected, Tensor) else list(expected)
     names = [f"out_{place}" for place in range(len(made))]
     # Results as kernels of their own would make them.
-    values = {**given, **dict(zip(names, (m.contiguous() for m in made), strict=True))}
+    values = {**given, **dict(zip(names, (m.contiguous().clone() for m in made), strict=True))}
     infos = {
         name: TensorInfo.of(value, name, value.numel() * value.element_size())
         for name, value in values.items()
@@ -144,9 +264,7 @@ def laid_out(
     op = Op(
         name=names[0],
         target=target,
-        args=tuple(
-            Ref(f"in_{place}") if isinstance(arg, Tensor) else arg for place, arg in enumerate(args)
-        ),
+        args=recorded,
         kwargs={},
         results=tuple(names),
         returns_many=not isinstance(expected, Tensor),

@@ -20,7 +20,8 @@ import torch
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.rows.cuts import Cuts
-from rkgb.rows.rules import Asked, Value, find
+from rkgb.rows.find import find
+from rkgb.rows.rules import Asked, Value
 
 _SUMMED = (torch.float32, torch.float64)  # shorter types would be rounded at each piece
 
@@ -136,10 +137,13 @@ class Cutting:
                 return tree
             return Value(self.infos[tree.name].shape, self._cuts_of(tree.name))
 
+        listed = len(op.args[0]) if isinstance(op.args[0], (list, tuple)) else 0
+        if listed:  # rules see the tensors of a list as arguments of their own
+            op = replace(op, args=(*op.args[0], *op.args[1:]))
         flat = [arg.name for arg in op.args if isinstance(arg, Ref)]
         late = [name for name in op.inputs if self._is_late(name)]
         if tuple(flat) != op.inputs or late:
-            why = f"reads {late[0]}, a sum over all pieces" if late else "takes a list of tensors"
+            why = f"reads {late[0]}, a sum over all pieces" if late else "takes tensors by keyword"
             raise NotByPiecesError(f"{op.target_name} {why}")
         made = tuple(self.infos[name].shape if name else () for name in op.results)
         found = find(Asked(op, [value(arg) for arg in op.args], made, self.count))
@@ -151,6 +155,8 @@ class Cutting:
             Ref(self._piece(arg.name, found.reads.get(place))) if isinstance(arg, Ref) else arg
             for place, arg in enumerate(run.args)
         ]
+        if listed:
+            args = [args[:listed], *args[listed:]]
         self.loop.append(replace(run, args=tuple(args)))
         for name, recorded, own in zip(run.results, op.results, found.results, strict=True):
             if not name or not recorded:
