@@ -16,7 +16,7 @@ from torch import Tensor
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.rows.call import InPieces
-from rkgb.rows.cuts import piece_of, piece_shape, reshaped, spread
+from rkgb.rows.cuts import piece_of, piece_shape, reshaped, spread, spread_from
 from rkgb.rows.pieces import Cutting, NotByPiecesError
 
 aten = torch.ops.aten
@@ -340,3 +340,11 @@ def test_rows_are_cut_in_runs() -> None:
     assert spread((1, 8), 4) == (1, 4)
     assert spread((3, 8), 4) is None
     assert spread((7,), 2) is None
+
+
+def test_rows_are_cut_in_the_next_number_that_divides_them() -> None:
+    """From so many to less than twice as many."""
+    assert spread_from((7, 511), 0, 4) == (7, 1)
+    assert spread_from((2, 511), 0, 8) == (2, 7)
+    assert spread_from((1, 31), 0, 16) == (1, 31)
+    assert spread_from((5, 31), 1, 4) is None

@@ -22,6 +22,7 @@ COSTS = ("measured", "flops")
 SelfTest = bool | Literal["deterministic"]
 DEVICE = "device"  # as memory: what it has, and nobody else holds
 SELF_TESTS = (True, False, "deterministic")
+SPLITS = (False, True, "exact")
 
 _FORMS = "an int (bytes), a float in (0, 1] (fraction of eager's activation peak), or text such as "
 _FORMS += "'2GiB', '800 MB' or '40%'"
@@ -59,7 +60,9 @@ class Settings:
             is too small for them as a whole, or where that is faster than recomputation: the head
             of a language model with its loss, blocks of linear layers. `print(plan)` says what is
             cut, in how many pieces. Gradients of weights are then sums over pieces: the same bits
-            under every budget with the same pieces, and eager's up to rounding.
+            under every budget with the same pieces, and eager's up to rounding. With "exact", such
+            sums are made as a whole, which takes more memory, and only pieces serve that are tried
+            to have eager's bits on this machine.
         plan: path of a file that `save_plan` wrote: its plan serves, nothing is searched or
             measured, and what differs from when it was made is refused in words.
         cache: a folder of plans between two starts; False for none. Usual: `ROCKMATE_CACHE`, a
@@ -90,7 +93,7 @@ class Settings:
     opaque: Sequence[str] = ()
     strict: bool = False
     compile: bool = False
-    split: bool = False
+    split: bool | Literal["exact"] = False
     plan: str | PathLike[str] | None = None
     cache: bool | str | PathLike[str] | None = None
     share: bool = True
@@ -102,8 +105,8 @@ class Settings:
             raise UnknownChoiceError("self_test", str(self.self_test), tuple(map(str, SELF_TESTS)))
         if not isinstance(self.compile, bool):
             raise UnknownChoiceError("compile", self.compile, ("True", "False"))
-        if not isinstance(self.split, bool):
-            raise UnknownChoiceError("split", self.split, ("True", "False"))
+        if self.split not in SPLITS:
+            raise UnknownChoiceError("split", str(self.split), tuple(map(str, SPLITS)))
         every = self.check_every
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise UnknownChoiceError("check_every", every, ("0", "a number of calls"))
@@ -119,7 +122,9 @@ class Settings:
             )
         if self.split and (self.compile or self.plan is not None):
             other = "compile=True" if self.compile else "plan="
-            raise ValueError(f"split=True and {other} exclude each other: a plan has one of them")
+            raise ArgumentsError(
+                f"split={self.split} and {other} exclude each other: a plan has one of them"
+            )
         object.__setattr__(self, "opaque", tuple(self.opaque))
         for name in ("plan", "cache"):
             path = getattr(self, name)
@@ -129,7 +134,7 @@ class Settings:
     @property
     def has_pieces(self) -> bool:
         """Whether a plan may have pieces that are compiled or cut."""
-        return self.compile or self.split
+        return self.compile or bool(self.split)
 
     def _check_cost(self) -> None:
         if self.cost not in COSTS:

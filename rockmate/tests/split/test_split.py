@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rockmate.networks.cutting as cutting
+from rkgb.costs import BitsOfPieces
 from rockmate import InfeasibleBudgetError, Rockmate
 from rockmate.errors import PlanFileError, UnknownChoiceError
 
@@ -123,6 +124,30 @@ def test_a_head_runs_below_its_logits(tied: bool) -> None:
     assert_near(ours, steps(theirs, inputs))
 
 
+def test_exact_pieces_have_the_bits_of_eager() -> None:
+    """Losses and gradients, below what no plan of wholes can do, and above what sums would take."""
+    model, inputs = made(Head()), words()
+    theirs = copy.deepcopy(model)
+    least = smallest(model, inputs, split="exact")
+    assert smallest(model, inputs) < least < smallest(model, inputs, split=False)
+    rk = Rockmate(model, inputs, least, **{**CHEAP, "split": "exact"})
+    assert "pieces of rows" in rk.plan.cut[0]
+    assert rk.plan.measured_peak_bytes == rk.plan.peak_bytes <= least
+    assert all(map(torch.equal, steps(rk, inputs), steps(theirs, inputs)))
+
+
+def test_what_would_round_otherwise_in_pieces_runs_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation whose bits depend on how many rows it gets: tried, and left whole."""
+    model, inputs = made(Head()), words()
+    theirs = copy.deepcopy(model)
+    monkeypatch.setattr(BitsOfPieces, "_are_same", lambda *_: False)
+    least = smallest(model, inputs, split="exact")
+    assert least == smallest(model, inputs, split=False)
+    rk = Rockmate(model, inputs, least, **{**CHEAP, "split": "exact"})
+    assert not rk.plan.cut
+    assert all(map(torch.equal, steps(rk, inputs), steps(theirs, inputs)))
+
+
 def test_targets_that_are_all_ignored_give_what_eager_gives() -> None:
     """A mean over nothing is no number, in pieces too."""
     model = made(Head())
@@ -152,6 +177,16 @@ def test_nothing_is_cut_where_everything_fits() -> None:
     rk = Rockmate(model, words(), 1.0, **CHEAP)
     assert not rk.plan.cut
     assert all(map(torch.equal, steps(rk, words()), steps(theirs, words())))
+
+
+def test_a_length_that_no_power_of_two_divides_is_cut() -> None:
+    """28 rows in 14 pieces, where about 8 are asked for."""
+    model, inputs = made(Head()), words(56)
+    inputs = tuple(t[:1] for t in inputs)
+    theirs = copy.deepcopy(model)
+    rk = Rockmate(model, inputs, smallest(model, inputs), **CHEAP)
+    assert "14 pieces" in rk.plan.cut[0]
+    assert_near(steps(rk, inputs), steps(theirs, inputs))
 
 
 def test_rows_that_no_number_of_pieces_divides_stay_whole() -> None:

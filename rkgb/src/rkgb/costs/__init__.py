@@ -12,9 +12,11 @@ from rkgb.costs.node_facts import Cost, NodeFacts
 from rkgb.costs.op_costs import FlopCost, OpCost, call_kind, cost_of_piece, made_bytes, op_key
 from rkgb.costs.plain_step import plain_peak_bytes
 from rkgb.costs.rounds import Timing
+from rkgb.costs.same_bits import BitsOfPieces
 from rkgb.costs.scaled import foresee_resized, measure_others, measure_resized
 
 __all__ = [
+    "BitsOfPieces",
     "Cost",
     "FlopCost",
     "Foreseen",

@@ -26,6 +26,7 @@ from rkgb.costs.op_costs import (
     op_key,
 )
 from rkgb.costs.rounds import Bench, Timing, rounds
+from rkgb.costs.same_bits import same_bits
 from rkgb.device.base import CallTime
 from rkgb.device.chosen import device_of
 from rkgb.device.memory import trace_memory
@@ -248,4 +249,4 @@ def _same_bits(first: Any, second: Any) -> bool:
         return True
     if first.dtype == torch.uint8:  # a library's notes for its backward: not all of it is written
         return True
-    return torch.equal(first, second) or bool(((first == second) | (first != first)).all())
+    return same_bits(first, second)

@@ -34,7 +34,7 @@ class InPieces:
         self.pieces, self.side = pieces, side
         self.__name__ = f"{name}_in_{pieces.count}"
         self.digest = hashlib.sha1(pieces.text.encode()).hexdigest()[:20]
-        kept = {*pieces.gathered, *pieces.results}
+        kept = {*pieces.results}
         outside = {*pieces.takes}
         wholes = {s.source for s in pieces.slices.values()}
         in_loop = {n for op in pieces.loop for n in op.inputs} | wholes
@@ -87,6 +87,8 @@ class InPieces:
         wholes.clear()
         for line in self._after:
             _run(line, values)
+            for name in line.frees:
+                values.pop(name, None)
         return tuple([values[name] for name in pieces.results])
 
 

@@ -47,9 +47,15 @@ def spread(shape: Sequence[int], count: int) -> Cuts | None:
 
 
 def spread_from(shape: Sequence[int], dim: int, count: int) -> Cuts | None:
-    """Return the cuts into `count` runs along a dimension, and those after it."""
-    found = spread(shape[dim:], count)
-    return None if found is None else (*(1,) * dim, *found)
+    """Return the cuts along a dimension and those after it, into `count` runs or the next more.
+
+    None where no number below twice as many divides the rows.
+    """
+    for parts in range(count, 2 * count):
+        found = spread(shape[dim:], parts)
+        if found is not None:
+            return (*(1,) * dim, *found)
+    return None
 
 
 def reshaped(shape: Sequence[int], cuts: Cuts, new: Sequence[int]) -> Cuts | None:

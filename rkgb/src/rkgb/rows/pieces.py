@@ -6,18 +6,21 @@
 
 A value that nobody has cut is there as a whole, and the loop may read any piece of it. What the
 loop makes is a piece, or a term of a sum. Nothing in the loop reads a sum.
+
+Where the bits must be those of the whole, an operation that adds up rows, or computes fewer rows
+in another way, runs after the loop, on wholes into which the loop has written its pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from rkgb.elements.op import Op, Ref
+from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.rows.cuts import Cuts
 from rkgb.rows.find import find
@@ -38,6 +41,11 @@ class Slice:
     cuts: Cuts
 
 
+# Of an operation as recorded, and as it runs on pieces; what it reads by the names there, how its
+# results are cut, and in how many pieces.
+SameBits = Callable[[Op, Op, Mapping[str, Slice], Sequence[Cuts | None], int], bool]
+
+
 @dataclass(frozen=True)
 class Pieces:
     """Operations to be run in `count` pieces."""
@@ -48,7 +56,7 @@ class Pieces:
     loop: tuple[Op, ...]
     slices: Mapping[str, Slice]  # by name in the loop
     after: tuple[Op, ...]
-    gathered: Mapping[str, Cuts]  # what the loop makes and leaves, written into a whole
+    gathered: Mapping[str, Cuts]  # what the loop makes, written into a whole
     summed: tuple[str, ...]
     results: tuple[str, ...]
     infos: Mapping[str, TensorInfo]  # of results, gathered and summed values
@@ -77,7 +85,7 @@ class Pieces:
                 lines.append(f"{made} = {op.target}{shown(op.args)!r} {options!r}")
             lines.append("")
         lines += [f"{number(n)} = {number(s.source)} {s.cuts}" for n, s in self.slices.items()]
-        for name in self.results:
+        for name in dict.fromkeys((*self.results, *self.gathered)):
             info = self.infos[name]
             how = self.gathered.get(name, "sum" if name in self.summed else "whole")
             lines.append(f"{number(name)} {how} {info.shape} {info.stride} {info.dtype}")
@@ -91,6 +99,8 @@ class Cutting:
     infos: Mapping[str, TensorInfo]
     count: int
     seeds: Mapping[str, Cuts]  # what comes from outside and is cut to begin with
+    # Where bits must be those of the whole: whether an operation has them in pieces.
+    same_bits: SameBits | None = None
     # Results that come from outside although an operation here makes them: sums over all pieces.
     known: Set[str] = frozenset()
     cut: dict[str, Cuts] = field(default_factory=dict)  # what the loop makes
@@ -118,8 +128,7 @@ class Cutting:
         if any(self._cuts_of(name) is not None for name in op.inputs):
             self._add_to_loop(op)
         elif any(self._is_late(name) for name in op.inputs):
-            self.after.append(op)
-            self.late.update(filter(None, op.results))
+            self._add_after(op)
         else:
             self.before.append(op)
 
@@ -131,17 +140,42 @@ class Cutting:
     def _is_late(self, name: str) -> bool:
         return name in self.late and name not in self.known
 
+    def _add_after(self, op: Op) -> None:
+        self.after.append(op)
+        self.late.update(filter(None, op.results))
+
+    def _add_on_wholes(self, op: Op) -> None:
+        """Lay an operation out after the loop, on wholes."""
+        wholes = {name: self._whole(name) for name in op.inputs}
+        self._add_after(replace(op, args=map_refs(op.args, lambda name: Ref(wholes[name]))))
+
+    def _whole(self, name: str) -> str:
+        """Return what the pieces of a value are written into, or a view of that."""
+        if name not in self.cut or name in self.known:
+            return name
+        if self.infos[name].alias_of == name:
+            return name
+        seen = f"{name} as a whole"
+        if seen not in self.late:
+            view = next(op for op in self.added if name in op.results)
+            results = tuple(f"{n} as a whole" if n else n for n in view.results)
+            self._add_on_wholes(replace(view, results=results))
+        return seen
+
     def _add_to_loop(self, op: Op) -> None:
         def value(tree: Any) -> Any:
             if not isinstance(tree, Ref):
                 return tree
             return Value(self.infos[tree.name].shape, self._cuts_of(tree.name))
 
+        recorded = op
         listed = len(op.args[0]) if isinstance(op.args[0], (list, tuple)) else 0
         if listed:  # rules see the tensors of a list as arguments of their own
             op = replace(op, args=(*op.args[0], *op.args[1:]))
         flat = [arg.name for arg in op.args if isinstance(arg, Ref)]
         late = [name for name in op.inputs if self._is_late(name)]
+        if late and self.same_bits is not None:
+            return self._add_on_wholes(recorded)
         if tuple(flat) != op.inputs or late:
             why = f"reads {late[0]}, a sum over all pieces" if late else "takes tensors by keyword"
             raise NotByPiecesError(f"{op.target_name} {why}")
@@ -150,6 +184,8 @@ class Cutting:
         if found is None:
             given = [self._cuts_of(name) for name in op.inputs]
             raise NotByPiecesError(f"no rule for {op.target_name} of pieces {given}")
+        if self.same_bits is not None and None in found.results:
+            return self._add_on_wholes(recorded)
         run = found.op or op
         args = [
             Ref(self._piece(arg.name, found.reads.get(place))) if isinstance(arg, Ref) else arg
@@ -157,20 +193,28 @@ class Cutting:
         ]
         if listed:
             args = [args[:listed], *args[listed:]]
-        self.loop.append(replace(run, args=tuple(args)))
-        for name, recorded, own in zip(run.results, op.results, found.results, strict=True):
-            if not name or not recorded:
+        run = replace(run, args=tuple(args))
+        if self.same_bits is not None:
+            read = {
+                name: self.slices.get(name, Slice(name, self._cuts_of(name) or ()))
+                for name in run.inputs
+            }
+            if not self.same_bits(recorded, run, read, found.results, self.count):
+                return self._add_on_wholes(recorded)
+        self.loop.append(run)
+        for name, known_as, own in zip(run.results, op.results, found.results, strict=True):
+            if not name or not known_as:
                 continue
             if own is not None:
                 self.cut[name] = own
                 continue
-            if self.infos[recorded].dtype not in _SUMMED:
+            if self.infos[known_as].dtype not in _SUMMED:
                 raise NotByPiecesError(f"{op.target_name} makes a sum of a short type")
             self.summed.add(name)
             self.late.add(name)
         for late_op in found.after:
-            self.after.append(late_op)
-            self.late.update(late_op.results)
+            self._add_after(late_op)
+        return None
 
     def _piece(self, name: str, cuts: Cuts | None) -> str:
         """Return what the loop reads: a piece that it has made, a piece of a whole, or a whole."""
@@ -190,30 +234,31 @@ class Cutting:
         Raises:
             NotByPiecesError: one of them does not lie in memory as a tensor of its own.
         """
-        for name in results:
+        needed = set(results)
+        after = _needed(self.after, needed, self.slices)
+        gathered = {name for name in needed if name in self.cut}
+        for name in {*results, *gathered}:
             info = self.infos[name]
             own = info.alias_of == name and info.is_dense and not info.offset
             if not own or info.storage_bytes != info.size_bytes:
                 raise NotByPiecesError(f"{name} does not lie in memory of its own")
-        needed = set(results)
-        after, loop, before = (
-            _needed(part, needed, self.slices) for part in (self.after, self.loop, self.before)
-        )
+        loop, before = (_needed(part, needed, self.slices) for part in (self.loop, self.before))
         used = {name for op in loop for name in op.inputs}
         slices = {name: s for name, s in self.slices.items() if name in used}
         made = {name for part in (before, loop, after) for op in part for name in op.results}
         read = [name for part in (before, loop, after) for op in part for name in op.inputs]
         read = [slices[name].source if name in slices else name for name in read]
         takes = tuple(dict.fromkeys(name for name in read if name not in made))
-        gathered = {name: self.cut[name] for name in results if name in self.cut}
         summed = tuple(name for op in loop for name in op.results if name in self.summed)
         for name in results:
             if name not in made:
                 raise NotByPiecesError(f"nothing makes {name}")
-        infos = {name: self.infos[name] for name in (*results, *summed) if name in self.infos}
+        kept = (*results, *summed, *gathered)
+        infos = {name: self.infos[name] for name in kept if name in self.infos}
+        put = {name: self.cut[name] for name in sorted(gathered)}
         return Pieces(
             *(self.count, takes, before, loop, slices, after),
-            *(gathered, summed, tuple(results), infos, ()),
+            *(put, summed, tuple(results), infos, ()),
         )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from rkgb.compiled.pieces.grouping import merging
@@ -15,7 +16,7 @@ from rkgb.graphs.passes import PLANNED_PASSES
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, SimplifiedNode
 from rkgb.rows.call import InPieces
 from rkgb.rows.cuts import Cuts, spread_from
-from rkgb.rows.pieces import Cutting, NotByPiecesError, Pieces
+from rkgb.rows.pieces import Cutting, NotByPiecesError, Pieces, SameBits
 from rkgb.rows.regions import wide_runs
 
 _log = logging.getLogger("rkgb")
@@ -30,9 +31,12 @@ class CutNode:
     module_path: str
     name: str  # of the operations
     rows: tuple[str, Cuts]  # what comes in cut, and how
+    exact: bool = False  # whether bits are those of the whole
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.module_path or '(root)'}): {self.count} pieces of rows"
+        where = self.module_path or "(root)"
+        how = "each computed again in the backward"
+        return f"{self.name} ({where}): {self.count} pieces of rows, {how}"
 
 
 @dataclass(frozen=True)
@@ -44,22 +48,32 @@ class CutGraph:
     nodes: tuple[CutNode, ...]
     refused: tuple[str, ...] = field(default=())  # runs that stay whole, and why
 
-    def with_backward(self, basic: BasicGraph) -> SimplifiedGraph:
+    @property
+    def is_exact(self) -> bool:
+        """Whether bits are those of the whole."""
+        return all(node.exact for node in self.nodes)
+
+    def with_backward(
+        self, basic: BasicGraph, same_bits: SameBits | None = None
+    ) -> SimplifiedGraph:
         """Return the same cuts with the backward of another recording of the same forward.
 
         Raises:
             NotByPiecesError: it reads what this forward does not leave.
         """
         merged = with_backward(self.merged, basic)
-        cut = {n.index: _cut_node(merged, n.index, n.count, n.rows) for n in self.nodes}
+        cut = {n.index: _cut_node(merged, n.index, n.rows, same_bits) for n in self.nodes}
         nodes = enumerate(merged.nodes)
         return replace(merged, nodes=tuple(cut.get(i, node) for i, node in nodes))
 
 
-def cut_in_rows(dg: DataFlowGraph, count: int, most: int | None = None) -> CutGraph:
+def cut_in_rows(
+    dg: DataFlowGraph, count: int, most: int | None = None, same_bits: SameBits | None = None
+) -> CutGraph:
     """Return the planned graph of `dg` with its widest parts in about `count` pieces of rows.
 
-    Of the parts that can be, at most so many are cut, widest first.
+    Of the parts that can be, at most so many are cut, widest first. With `same_bits`, which
+    tells what has them, bits are those of the whole.
     """
     plain = D_to_S(dg, passes=PLANNED_PASSES)
     why: list[str] = []
@@ -69,7 +83,7 @@ def cut_in_rows(dg: DataFlowGraph, count: int, most: int | None = None) -> CutGr
             break
         try:
             merged, index = _merged(dg, plain, run)
-            _first_cut(merged, index, count, wide)
+            _first_cut(merged, index, count, wide, same_bits)
             runs.append((run, wide))
         except NotByPiecesError as error:
             main = plain.nodes[run[0]]
@@ -80,11 +94,11 @@ def cut_in_rows(dg: DataFlowGraph, count: int, most: int | None = None) -> CutGr
     try:
         for chosen, wide in runs:
             index = _home(merged, plain, chosen)
-            node, nodes[index] = _first_cut(merged, index, count, wide)
+            node, nodes[index] = _first_cut(merged, index, count, wide, same_bits)
             cut.append(node)
     except NotByPiecesError as error:  # each can be cut, and not all together
         _log.debug("only the widest part is cut: %s", error)
-        return cut_in_rows(dg, count, 1)
+        return cut_in_rows(dg, count, 1, same_bits)
     return CutGraph(replace(merged, nodes=tuple(nodes)), merged, tuple(cut), tuple(why))
 
 
@@ -107,7 +121,7 @@ def _home(merged: SimplifiedGraph, plain: SimplifiedGraph, run: Sequence[int]) -
 
 
 def _first_cut(
-    sg: SimplifiedGraph, index: int, count: int, wide: str
+    sg: SimplifiedGraph, index: int, count: int, wide: str, same_bits: SameBits | None
 ) -> tuple[CutNode, SimplifiedNode]:
     """Cut a node along the first rows for which everything has a rule.
 
@@ -118,11 +132,13 @@ def _first_cut(
     why = "nothing comes in that has rows"
     for rows in _rows(sg, node, count):
         try:
-            changed = _cut_node(sg, index, count, rows, wide)
+            changed = _cut_node(sg, index, rows, same_bits, wide)
             parts = changed.ops[0].target
             assert isinstance(parts, InPieces)
             main = node.main
-            found = CutNode(index, parts.pieces.count, main.module_path, node.name, rows)
+            found = CutNode(
+                index, parts.pieces.count, main.module_path, node.name, rows, same_bits is not None
+            )
             return found, changed
         except NotByPiecesError as error:
             why = str(error)
@@ -146,23 +162,31 @@ def _rows(sg: SimplifiedGraph, node: SimplifiedNode, count: int) -> Iterator[tup
 
 
 def _cut_node(
-    sg: SimplifiedGraph, index: int, count: int, rows: tuple[str, Cuts], wide: str = ""
+    sg: SimplifiedGraph,
+    index: int,
+    rows: tuple[str, Cuts],
+    same_bits: SameBits | None,
+    wide: str = "",
 ) -> SimplifiedNode:
     """Return a node whose forward and backward are one call each.
 
     Raises:
         NotByPiecesError: some operation has no rule for that.
     """
-    return _Node(sg, index, count, dict([rows])).replaced(wide)
+    return _Node(sg, index, rows, same_bits).replaced(wide)
 
 
 class _Node:
     def __init__(
-        self, sg: SimplifiedGraph, index: int, count: int, seeds: Mapping[str, Cuts]
+        self,
+        sg: SimplifiedGraph,
+        index: int,
+        rows: tuple[str, Cuts],
+        same_bits: SameBits | None,
     ) -> None:
-        self.sg, self.count, self.index = sg, count, index
+        self.sg, self.count, self.index = sg, math.prod(rows[1]), index
         self.node, self.infos = sg.nodes[index], sg.dataflow.infos
-        self.forward = Cutting(self.infos, count, seeds)
+        self.forward = Cutting(self.infos, self.count, dict([rows]), same_bits)
         for op in self.node.ops:
             self.forward.add(op)
         self.made = {name for op in self.node.ops for name in op.results if name}
@@ -196,7 +220,15 @@ class _Node:
             if index != self.index:
                 leaving += [name for name in other.read_by_backward if name in own]
         roots, views = self._roots(leaving, ops)
-        cutting = Cutting(self.infos, self.count, self._gradients(own), self.forward.late)
+        cutting = Cutting(
+            *(
+                self.infos,
+                self.count,
+                self._gradients(own),
+                self.forward.same_bits,
+                self.forward.late,
+            )
+        )
         for op in (*node.ops, *ops):
             cutting.add(op)
         pieces = cutting.pieces(roots)

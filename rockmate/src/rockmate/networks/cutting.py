@@ -4,6 +4,7 @@ A plan is made for the step as it is. Where it fits and nothing runs twice, noth
 plans are made with the widest part, or all wide parts, in 2, 4, 8 … pieces, and the fastest plan
 that fits is taken. More pieces take longer, so the search ends once that is seen. A call of many
 pieces takes long to measure: its bytes are looked at first, and its time only where these fit.
+With `split="exact"`, only pieces serve that make the bits of the whole on this machine.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from rkgb.costs import Timing
+from rkgb.costs import BitsOfPieces, Timing
 from rkgb.engine import B_to_D, Sample, external_values, runnable
 from rkgb.graphs import BasicGraph
 from rkgb.rows import cut_in_rows
@@ -40,6 +41,7 @@ class Cutting:
     model: nn.Module
     sample: Sample
     by_flops: bool
+    same_bits: BitsOfPieces | None = None
     _made: dict[tuple[int, int | None, bool], Network | None] = field(default_factory=dict)
 
     def chosen(self, planner: Planner) -> tuple[Network, Plan]:
@@ -91,7 +93,7 @@ class Cutting:
         return self._made[key]
 
     def _cut(self, count: int, most: int | None, *, times: bool) -> Network | None:
-        cut = cut_in_rows(B_to_D(self.basic), count, most)
+        cut = cut_in_rows(B_to_D(self.basic), count, most, self.same_bits)
         if not cut.nodes or (most is None and len(cut.nodes) == 1):  # that has been tried
             _log.debug("nothing is cut in %d pieces: %s", count, "; ".join(cut.refused))
             return None

@@ -40,8 +40,13 @@ class Network:
 
     @property
     def has_pieces(self) -> bool:
-        """Whether parts of it are compiled or cut, so that bits are eager's up to rounding."""
+        """Whether parts of it are compiled or cut."""
         return self.compiled is not None or self.cut is not None
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether parts of it compute otherwise than eager, so that bits are its up to rounding."""
+        return self.compiled is not None or (self.cut is not None and not self.cut.is_exact)
 
     @property
     def opaque(self) -> tuple[str, ...]:

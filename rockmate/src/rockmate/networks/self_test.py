@@ -147,7 +147,7 @@ def _tested(
     eager: StepResult | None,
     anyone: Anyone,
 ) -> tuple[StepResult, str]:
-    if planned.network.has_pieces:
+    if planned.network.is_rounded:
         return _test_of_pieces(planned, model, sample, eager)
     name = type(model).__name__
 

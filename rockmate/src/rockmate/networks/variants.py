@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rkgb.capture import for_same_numbers, no_collection, record_other_backward
 from rkgb.compiled import compile_variant
-from rkgb.costs import Measured, measure_others
+from rkgb.costs import BitsOfPieces, Measured, measure_others
 from rkgb.engine import (
     device_of,
     external_values,
@@ -122,7 +122,8 @@ def variant_of(
             basic = for_same_numbers(basic, known.numbers, bare, sample, model)
     network, measured = planned.network, planned.network.measured
     if network.has_pieces:
-        graph = runnable(_in_pieces(network, basic)).graph
+        external = external_values(basic, model, tuple(leaves))
+        graph = runnable(_in_pieces(network, basic, external)).graph
     else:
         graph = network.recorded.with_backward(basic)
     if planned.other_gradients is not None:
@@ -134,7 +135,9 @@ def variant_of(
     return executable(graph, steps, measured, like=like)
 
 
-def _in_pieces(network: Network, basic: BasicGraph) -> SimplifiedGraph:
+def _in_pieces(
+    network: Network, basic: BasicGraph, external: Mapping[str, Tensor]
+) -> SimplifiedGraph:
     """Return the same pieces with the backward of another recording.
 
     Raises:
@@ -144,7 +147,8 @@ def _in_pieces(network: Network, basic: BasicGraph) -> SimplifiedGraph:
         return compile_variant(network.compiled, basic)
     assert network.cut is not None
     try:
-        return network.cut.with_backward(basic)
+        same = BitsOfPieces(basic, external) if network.cut.is_exact else None
+        return network.cut.with_backward(basic, same)
     except NotByPiecesError as error:
         raise UnsupportedModuleError(
             f"gradients have arrived at outputs of {basic.model_name} in another way than it was "

@@ -21,7 +21,8 @@ from torch import nn
 
 from rkgb.capture import no_collection
 from rkgb.compiled import CompiledGraph, compile_pieces
-from rkgb.engine import B_to_D, Sample, device_of, record, runnable
+from rkgb.costs import BitsOfPieces
+from rkgb.engine import B_to_D, Sample, device_of, external_values, record, runnable
 from rkgb.graphs import BackwardKind
 from rkgb.module_state import KeptWrites
 from rkgb.torch_api import placed_parameters
@@ -103,7 +104,9 @@ def _planned_anew(request: Request) -> Planned:
 
     more: Keeping | Cutting | None = keeping
     if settings.split:
-        more = Cutting(network, request.basic, model, given, settings.cost == "flops")
+        external = external_values(request.basic, model, given.leaves)
+        same = BitsOfPieces(request.basic, external) if settings.split == "exact" else None
+        more = Cutting(network, request.basic, model, given, settings.cost == "flops", same)
 
     def make(more: Keeping | Cutting | None, within_bytes: int, blocks_bytes: int) -> Planned:
         return _planned(request, network, within_bytes, eager, more, blocks_bytes)
