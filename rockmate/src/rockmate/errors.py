@@ -55,8 +55,8 @@ class UnknownChoiceError(RockmateError, ValueError):
 # --- planning -------------------------------------------------------------------------------------
 
 
-class InfeasibleBudgetError(RockmateError, ValueError):
-    """No plan was found for the budget.
+class InfeasibleBudgetError(RockmateError, ValueError, RuntimeError):
+    """No plan was found for the budget. What looks for a batch size takes it for out of memory.
 
     `minimum_bytes` is the smallest budget that is accepted, because there is a plan for it; with
     `effort="best"` it may be smaller. No budget below `bound_bytes` can ever be accepted.

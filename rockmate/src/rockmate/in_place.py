@@ -67,21 +67,28 @@ def in_trainer(
     """Return the keywords of `apply` for a trainer, which makes its optimizer later.
 
     Raises:
-        TypeError, BudgetFormatError: neither a budget nor memory is given, or it cannot be read.
+        RockmateError: neither a budget nor memory is given, it cannot be read, or an option is not
+            known.
     """
     later = {} if memory is None else {"optimizer": "none", **options}
     found = {**options, **later, "budget": budget, "memory": memory}
-    InPlace(nn.Module(), **found).check_amount("the callback")
+    # Submodules are not known yet.
+    _check(nn.Module(), **{name: value for name, value in found.items() if name != "opaque"})
     return found
 
 
-def meet_optimizer(model: nn.Module | None, optimizer: Any) -> None:
-    """Let a model that waits for its first step count this optimizer, where it counts any."""
+@called_with(InPlace)
+def _check(given: InPlace) -> None:
+    given.check_amount("rockmate.apply")
+
+
+def meet_optimizer(model: nn.Module | None, optimizer: Any, options: Mapping[str, Any]) -> None:
+    """Let a model count a trainer's optimizer, where it counts one and the user has given none."""
     if not isinstance(model, Rockmate) or not optimizer:
         return
     planned = model._rockmate
     whole = planned.settings.whole_step
-    if whole is not None and planned.first is None and isinstance(whole.optimizer, str):
+    if whole is not None and isinstance(options.get("optimizer"), str):
         whole = replace(whole, optimizer=optimizer)
         planned.settings = replace(planned.settings, whole_step=whole)
 

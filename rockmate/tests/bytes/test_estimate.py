@@ -69,9 +69,9 @@ def test_bytes_of_what_is_resident() -> None:
     one = 4 * (16 * 16 + 16)
     assert found.parameters_bytes == 6 * one
     assert found.gradients_bytes == 5 * one
-    assert found.optimizer_bytes == 10 * one
+    assert found.optimizer_bytes == 10 * one + 4 * 10  # and ten counters of steps
     assert found.sizes.inputs_bytes == 4 * 8 * 16
-    assert found.total_bytes == 21 * one + 4 * 8 * 16 + found.activations_bytes
+    assert found.total_bytes == 21 * one + 40 + 4 * 8 * 16 + found.activations_bytes
     assert rockmate.estimate(model, torch.randn(8, 16), optimizer="sgd").optimizer_bytes == 0
 
 

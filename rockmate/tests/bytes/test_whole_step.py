@@ -265,6 +265,36 @@ def test_another_batch_has_less_left_where_its_inputs_take_more() -> None:
     assert first - second == (larger.nbytes - x.nbytes) * 5  # the input, and four of a loss
 
 
+GROWING: dict[str, Callable[[int], Tensor]] = {
+    "mlp": lambda n: torch.randn(n, 64),
+    "net": lambda n: torch.randn(n, 8, 16, 16),
+    "language": lambda n: torch.randint(200, (n, 32)),
+}
+BATCHES = [
+    pytest.param(*cell, marks=() if cell == ("mlp", "blocks") else pytest.mark.nightly)
+    for cell in itertools.product(GROWING, ("host", "blocks"))
+]
+
+
+@pytest.mark.parametrize(("case", "rules"), BATCHES)
+def test_the_largest_batch_trains_and_the_next_is_refused(case: str, rules: str) -> None:
+    torch.manual_seed(0)
+    (make, _, loss_of), sample = CASES[case], GROWING[case]
+    model = make()
+    stepper = torch.optim.AdamW(model.parameters())
+    with counting_as(rules):
+        memory = least_of(model, sample(16), stepper) * 21 // 20
+        found = rockmate.largest_batch(model, sample, memory, optimizer=stepper, device="cpu")
+        assert found.batch >= 16
+        within: dict[str, Any] = {"memory": memory, "optimizer": stepper, "cost": "flops"}
+        with pytest.raises(rockmate.InfeasibleBudgetError, match="too little for a whole step"):
+            rockmate.Rockmate(model, sample(found.batch + 1), **within)
+        x = sample(found.batch)
+        rk = rockmate.Rockmate(model, x, **within)
+        assert rk.budget_bytes == found.budget_bytes
+        assert max(peaks_of_steps(rk, stepper, x, loss_of, none=False)) <= memory
+
+
 def test_the_first_batch_is_planned_for_in_place() -> None:
     model, x = Mlp(), torch.randn(256, 64)
     stepper = torch.optim.AdamW(model.parameters())

@@ -104,7 +104,7 @@ def test_settings_are_handed_on_as_keywords(tmp_path: Path) -> None:
         more.at(more.smallest_budget_bytes).overhead == less.at(less.smallest_budget_bytes).overhead
     )
     wider = called(rockmate.largest_batch, cost="flops")
-    narrower = called(rockmate.largest_batch, cost="flops", reserve=100_000)
+    narrower = called(rockmate.largest_batch, cost="flops", reserve=600_000)
     assert narrower.batch < wider.batch
     assert narrower.plain < wider.plain
 

@@ -116,7 +116,8 @@ def test_a_page_is_asked_of_the_plan(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("plan", "rockmate_factories:net", "10"), "the budget must be at least"),
+        (("plan", "rockmate_factories:net", "10"), "could mean 10 bytes or 10 GB"),
+        (("plan", "rockmate_factories:net", "1k"), "the budget must be at least"),
         (("plan", "rockmate_factories:net", "many"), "budget 'many' cannot be read"),
         (("plan", "rockmate_factories:net", "1MiB", "--effort", "none"), "effort 'none'"),
         (("plan", "rockmate_factories", "1MiB"), "write module:factory"),

@@ -127,6 +127,32 @@ def test_hugging_face_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_batch_that_does_not_fit_is_followed_by_a_smaller_one(tmp_path: Path) -> None:
+    callback()  # or skip
+    from rockmate.integrations import RockmateCallback
+
+    def sample(count: int) -> dict[str, Tensor]:
+        ids = torch.stack([Texts(18, 16).ids[k] for k in range(count)])
+        return {"input_ids": ids, "labels": ids}
+
+    with pytest.raises(rockmate.InfeasibleBudgetError) as refused:
+        rockmate.Rockmate(
+            *(hugging_face_gpt2(), sample(3)), memory=1000, optimizer="adamw", cost="flops"
+        )
+    memory = refused.value.minimum_bytes + 4000
+    switch = RockmateCallback(memory=memory, cost="flops")
+    trainer = trainer_of(
+        *(hugging_face_gpt2(), tmp_path, [switch]),
+        **{"auto_find_batch_size": True, "per_device_train_batch_size": 5, "max_steps": 2},
+        **{"eval_strategy": "no", "save_strategy": "no"},
+    )
+    trainer.train()
+    assert trainer.state.train_batch_size == 3
+    assert trainer.model.memory.asked_bytes == memory
+    assert "state of AdamW" in str(trainer.model.memory)
+
+
+@pytest.mark.slow
 def test_a_model_that_comes_later_is_planned_too(tmp_path: Path) -> None:
     quiet = {"eval_strategy": "no", "save_strategy": "no", "bf16": True, "max_steps": 2}
     plain = trainer_of(None, tmp_path, [], model_init=lambda: hugging_face_gpt2(), **quiet)

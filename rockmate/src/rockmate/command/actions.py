@@ -44,9 +44,8 @@ def _plan(chosen: argparse.Namespace) -> Result:
     if chosen.out:
         _check_folder(chosen.out)  # before the time that planning takes
     model, sample = made_by(chosen.factory)
-    amount = int(chosen.budget) if chosen.budget.isdigit() else chosen.budget
-    within = {"memory": amount, "optimizer": chosen.optimizer}
-    within = within if chosen.memory else {"budget": amount}
+    within = {"memory": chosen.budget, "optimizer": chosen.optimizer}
+    within = within if chosen.memory else {"budget": chosen.budget}
     rk = Rockmate(model, sample, effort=chosen.effort, cost=chosen.cost, **within)
     text = f"{rk.memory}\n{rk.plan}" if chosen.memory else str(rk.plan)
     if chosen.out:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from rockmate.arguments import called_with, refuse
-from rockmate.errors import BudgetFormatError, InfeasibleBudgetError, UnknownChoiceError
+from rockmate.errors import InfeasibleBudgetError, UnknownChoiceError
 from rockmate.estimate.costs_from_file import Cost, InProportion, Recorded, recorded_costs
 from rockmate.estimate.prediction import NOT_ESTIMATED, Estimate, usual_device
-from rockmate.estimate.sizes import check_optimizer, priced_step, sizes_of
+from rockmate.estimate.sizes import priced_step, sizes_of
 from rockmate.planners import minimum_peak
 from rockmate.progress import Phases
+from rockmate.runtime.plain import plain
 from rockmate.schedules.report import format_bytes
-from rockmate.settings import Budget, Settings, parse_budget
+from rockmate.settings import Budget, Settings, parse_memory
+from rockmate.whole_step import Memory, WholeStep, check_optimizer
 
 _log = logging.getLogger("rockmate")
 
@@ -67,7 +69,7 @@ class ToFill(Settings):
     _: KW_ONLY
     cost: str | Mapping[int, Cost] = "flops"  # type: ignore[assignment]
     kwargs: Mapping[str, Any] | None = None
-    optimizer: str = "adamw"
+    optimizer: Any = "adamw"
     device: torch.device | str | None = None
     at_most: int = 1 << 16
 
@@ -89,9 +91,8 @@ def largest_batch(given: ToFill) -> LargestBatch:
         model: the module, in train mode; it may be on the device `meta`.
         make_sample: returns a sample of a given batch size, as `estimate` takes it; it may be
             on `meta` as well. `kwargs` are the same for every size.
-        memory: of the device, in bytes or as text such as `"24GB"`: parameters, gradients,
-            the optimizer's state, inputs and activations together.
-        optimizer: see `estimate`.
+        memory: as for `Rockmate`: what a whole step may take, with all that `rk.memory` names.
+        optimizer: as for `Rockmate`.
         device: see `estimate`.
         at_most: no larger batch is looked at.
         cost: what extra time is counted in: "flops", or costs that were recorded at some batches,
@@ -107,11 +108,10 @@ def largest_batch(given: ToFill) -> LargestBatch:
         PlanMismatchError: the recorded costs are not for the batch that they are said to be for.
         PlanFileError, rkgb.InvalidGraphError: a file of costs cannot be read.
     """
-    check_optimizer(given.optimizer)
-    memory_bytes, _ = parse_budget(given.memory)
-    if memory_bytes is None:
-        raise BudgetFormatError(f"memory {given.memory!r} is a fraction. Give bytes, or '24GB'.")
-    search = _Search(given, memory_bytes, usual_device(given.device), _recorded_at(given.cost))
+    if isinstance(given.optimizer, str):
+        check_optimizer(given.optimizer)
+    whole = WholeStep(parse_memory(given.memory), given.optimizer, given.reserve)
+    search = _Search(given, whole, usual_device(given.device), _recorded_at(given.cost))
     shares = {"one sample": 1, "plain batch": 2, "planned batch": 4, "extra time": 2}
     phases = Phases(shares, show=given.progress, title="search")
     with phases:
@@ -121,15 +121,17 @@ def largest_batch(given: ToFill) -> LargestBatch:
 
 
 def _found(search: _Search, at_most: int, phases: Phases) -> LargestBatch:
-    memory_bytes = search.memory_bytes
     with phases.phase("one sample"):
-        needed = min(search.needed_bytes(1), search.plain_bytes(1))
+        memory = search.memory_at(1)
+        needed, memory_bytes = (
+            min(search.needed_bytes(1), search.plain_bytes(1)),
+            memory.asked_bytes,
+        )
     if needed > memory_bytes:
         raise InfeasibleBudgetError(
             f"not even one sample fits into {memory_bytes} bytes ({format_bytes(memory_bytes)}): "
-            f"it takes at least {needed} bytes ({format_bytes(needed)}), "
-            f"{search.at(1).sizes.resident_bytes} of them for parameters, gradients and the "
-            "optimizer's state. Use smaller parameters, another optimizer, or a smaller sample",
+            f"it takes at least {needed} bytes ({format_bytes(needed)}). Use smaller parameters, "
+            f"another optimizer, or a smaller sample.\n{memory}",
             asked_bytes=memory_bytes,
             minimum_bytes=needed,
         )
@@ -138,7 +140,7 @@ def _found(search: _Search, at_most: int, phases: Phases) -> LargestBatch:
     with phases.phase("planned batch"):
         batch = search.largest(search.needed_bytes, at_most, phases, known=plain)
     found = search.at(batch)
-    budget_bytes = memory_bytes - found.sizes.resident_bytes
+    budget_bytes = search.memory_at(batch).budget_bytes
     with phases.phase("extra time"):
         overhead = 0.0 if batch == plain else found.at(budget_bytes).overhead
     return LargestBatch(memory_bytes, plain, batch, budget_bytes, overhead, found)
@@ -163,13 +165,14 @@ def _recorded_at(cost: str | Mapping[int, Cost]) -> dict[int, Recorded]:
 @dataclass
 class _Search:
     given: ToFill
-    memory_bytes: int
+    whole: WholeStep
     device: torch.device
     recorded: Mapping[int, Recorded]  # costs, by batch
 
     def __post_init__(self) -> None:
         self._estimates: dict[int, Estimate] = {}
         self._steps: dict[int, InProportion] = {}
+        self._memories: dict[int, Memory] = {}
 
     def _costs_at(self, batch: int) -> Recorded | InProportion | None:
         """Return what a step of that batch costs; None where FLOPs count."""
@@ -193,22 +196,32 @@ class _Search:
             sizes = sizes_of(model, sample, given.kwargs, optimizer, self.device, costs)
             times = "FLOPs" if costs is None else costs.words
             self._estimates[batch] = Estimate(
-                *(sizes, type(model).__name__, optimizer, str(self.device)),
-                *(4, times, given.settings(cost="flops")),
+                *(sizes, type(model).__name__, str(self.device)),
+                *(4, times, given.settings(cost="flops", reserve=0)),
             )
-            _log.debug("batch %d: %d bytes plain", batch, self.plain_bytes(batch))
         return self._estimates[batch]
+
+    def memory_at(self, batch: int) -> Memory:
+        """Return where each byte of a step of that batch goes, as `Rockmate` would count."""
+        if batch not in self._memories:
+            given, sizes = self.given, self.at(batch).sizes
+            model, sample = given.model, given.make_sample(batch)
+            whole = replace(self.whole, optimizer=sizes.optimizer)
+            with plain():
+                call = whole.call_bytes(model, sample, given.kwargs, self.device)
+            self._memories[batch] = whole.memory(model, call, device=self.device)
+            _log.debug("batch %d: %d bytes plain", batch, self.plain_bytes(batch))
+        return self._memories[batch]
 
     def plain_bytes(self, batch: int) -> int:
         """Return what a plain step takes."""
-        return self.at(batch).total_bytes + self.given.reserve
+        return self.memory_at(batch).least_bytes(self.at(batch).activations_bytes)
 
     def needed_bytes(self, batch: int) -> int:
         """Return what a step of least memory takes; it need not be the least where that fits."""
-        found = self.at(batch)
-        room = max(0, self.memory_bytes - found.sizes.resident_bytes - self.given.reserve)
-        least = minimum_peak(found.problem, room)[1]
-        return found.sizes.resident_bytes + least + self.given.reserve
+        memory = self.memory_at(batch)
+        least = minimum_peak(self.at(batch).problem, max(0, memory.budget_bytes))[1]
+        return memory.least_bytes(least)
 
     def largest(
         self, needed: Callable[[int], int], at_most: int, phases: Phases, known: int = 0
@@ -224,7 +237,7 @@ class _Search:
         while fits + 1 < fails:
             guess = min(max(guess, fits + 1), fails - 1)
             phases.note(f"batch {guess}")
-            if needed(guess) <= self.memory_bytes:
+            if needed(guess) <= self.memory_at(guess).asked_bytes:
                 fits = guess
             else:
                 fails = guess
@@ -243,5 +256,5 @@ class _Search:
         base = ends[-1]
         if slope <= 0:
             return (fits + fails) // 2
-        step = (self.memory_bytes - needed(base)) / slope
+        step = (self.memory_at(base).asked_bytes - needed(base)) / slope
         return base + int(step) if abs(step) >= 1 else base + (1 if base == fits else -1)

@@ -12,13 +12,14 @@ from rockmate import planners
 from rockmate.arguments import OfSample, called_with, refuse
 from rockmate.errors import UnknownChoiceError
 from rockmate.estimate.costs_from_file import Cost, recorded_costs
-from rockmate.estimate.sizes import Sizes, check_optimizer, sizes_of
+from rockmate.estimate.sizes import Sizes, sizes_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.report import format_bytes
 from rockmate.schedules.simulate import simulate
 from rockmate.settings import Budget, Settings, parse_budget
+from rockmate.whole_step import check_optimizer
 
 # Above so many operations the curve is made by the fastest planner alone.
 _MOST_NODES = 400
@@ -59,7 +60,6 @@ class Estimate:
 
     sizes: Sizes
     model: str
-    optimizer: str
     device: str
     points: int
     times: str = "FLOPs"
@@ -83,7 +83,12 @@ class Estimate:
     @property
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizer's state, in the type of the parameters."""
-        return self.sizes.optimizer_bytes
+        return self.sizes.optimizer.state_bytes
+
+    @property
+    def optimizer(self) -> str:
+        """The optimizer's name."""
+        return self.sizes.optimizer.name
 
     @property
     def activations_bytes(self) -> int:
@@ -219,7 +224,7 @@ class ToEstimate(OfSample):
 
     _: KW_ONLY
     cost: Cost = "flops"  # type: ignore[assignment]
-    optimizer: str = "adamw"
+    optimizer: Any = "adamw"
     device: torch.device | str | None = None
     points: int = 4
 
@@ -245,7 +250,8 @@ def estimate(given: ToEstimate) -> Estimate:
         model: the module, in train mode.
         sample: the first argument, a tuple of arguments, or a dict of keyword arguments.
         kwargs: keyword arguments of the sample, beside positional ones.
-        optimizer: whose state is counted: "adamw", "sgd", "sgd-momentum", "lion", "none", …
+        optimizer: whose state is counted: "adamw", "sgd", "sgd-momentum", "lion", "none", …, or
+            the optimizer itself.
         device: where the step is to run; it must exist here.
         points: how many budgets the curve shows below a plain step's peak.
         cost: what extra time is counted in: "flops", or costs that were recorded for this call,
@@ -267,7 +273,8 @@ def estimate(given: ToEstimate) -> Estimate:
     """
     model, optimizer, where = given.model, given.optimizer, usual_device(given.device)
     recorded = recorded_costs(given.cost)
-    check_optimizer(optimizer)
+    if isinstance(optimizer, str):
+        check_optimizer(optimizer)
     shares = {"recording": 3, "costs": 2, "bytes": 1}
     phases = Phases(shares, show=given.progress, title="estimate")
     with phases:
@@ -279,7 +286,7 @@ def estimate(given: ToEstimate) -> Estimate:
     sizes = max(found, key=lambda sizes: sizes.plain_bytes)
     name, times = type(model).__name__, "FLOPs" if recorded is None else recorded.words
     points, settings = max(1, given.points), given.settings(cost="flops")
-    return Estimate(sizes, name, optimizer, str(where), points, times, settings)
+    return Estimate(sizes, name, str(where), points, times, settings)
 
 
 def usual_device(device: torch.device | str | None) -> torch.device:

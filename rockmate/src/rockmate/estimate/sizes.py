@@ -15,27 +15,14 @@ from rkgb.costs import Foreseen, foresee, plain_peak_bytes
 from rkgb.elements import flatten
 from rkgb.engine import B_to_D, D_to_S, bind_inputs, node_facts, operations, runnable
 from rkgb.graphs import PLANNED_PASSES, BackwardKind, SimplifiedGraph
-from rockmate.errors import UnknownChoiceError, UnsupportedModuleError
+from rockmate.errors import UnsupportedModuleError
 from rockmate.estimate.costs_from_file import InProportion, Recorded
 from rockmate.keys.sharded import refuse_engines
 from rockmate.networks.network_problem import problem_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.runtime.plain import plain
-
-# Tensors of the size of each parameter that an optimizer keeps.
-OPTIMIZERS = {
-    "none": 0,
-    "sgd": 0,
-    "sgd-momentum": 1,
-    "lion": 1,
-    "rmsprop": 1,
-    "adagrad": 1,
-    "adam": 2,
-    "adamw": 2,
-    "nadam": 2,
-    "adamw-amsgrad": 3,
-}
+from rockmate.whole_step import OptimizerBytes, optimizer_bytes
 
 
 @dataclass(frozen=True)
@@ -44,7 +31,7 @@ class Sizes:
 
     parameters_bytes: int
     gradients_bytes: int
-    optimizer_bytes: int
+    optimizer: OptimizerBytes
     buffers_bytes: int
     inputs_bytes: int
     plain_bytes: int  # peak of a plain step above what is resident
@@ -58,20 +45,10 @@ class Sizes:
         return (
             self.parameters_bytes
             + self.gradients_bytes
-            + self.optimizer_bytes
+            + self.optimizer.state_bytes
             + self.buffers_bytes
             + self.inputs_bytes
         )
-
-
-def check_optimizer(name: str) -> None:
-    """Refuse a name that no optimizer has here.
-
-    Raises:
-        UnknownChoiceError: it names those that are known.
-    """
-    if name not in tuple(OPTIMIZERS):
-        raise UnknownChoiceError("optimizer", name, OPTIMIZERS)
 
 
 @dataclass(frozen=True)
@@ -123,7 +100,7 @@ def sizes_of(
     model: nn.Module,
     sample: Any,
     kwargs: Mapping[str, Any] | None,
-    optimizer: str,
+    optimizer: Any,
     device: torch.device,
     costs: Recorded | InProportion | None = None,
     phases: Phases | None = None,
@@ -134,7 +111,8 @@ def sizes_of(
         UnknownChoiceError: the optimizer is not known.
         UnsupportedModuleError, PlanMismatchError, rkgb.TraceError: see `priced_step`.
     """
-    check_optimizer(optimizer)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    keeps = optimizer_bytes(optimizer, trained, device)
     phases = phases or Phases({}, show=False)
     priced = priced_step(model, sample, kwargs, device, costs, phases)
     step, foreseen = priced.recording, priced.foreseen
@@ -142,13 +120,11 @@ def sizes_of(
         facts = node_facts(priced.graph, foreseen.costs)
         problem = problem_of(priced.graph, facts, step.external)
     plain_bytes = plain_peak_bytes(step.basic, step.held_bytes, foreseen.costs, step.external)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    gradients_bytes = _bytes(trained)
     leaves = flatten(bind_inputs(sample, kwargs))[0]
     return Sizes(
         parameters_bytes=_bytes(model.parameters()),
-        gradients_bytes=gradients_bytes,
-        optimizer_bytes=OPTIMIZERS[optimizer] * gradients_bytes,
+        gradients_bytes=_bytes(trained),
+        optimizer=keeps,
         buffers_bytes=_bytes(model.buffers()),
         inputs_bytes=_bytes(leaf for leaf in leaves if isinstance(leaf, Tensor)),
         plain_bytes=plain_bytes,

@@ -19,7 +19,8 @@ class RockmateCallback(TrainerCallback):
     object of the same class: evaluation, metrics, `generate`, `save_pretrained`, checkpoints and
     resuming see what they know. `gradient_checkpointing=True` may be set as well and changes
     nothing: the plan decides what is recomputed. Gradient accumulation and mixed precision are
-    planned as they come. `rockmate.remove(trainer.model)` undoes it.
+    planned as they come. With `auto_find_batch_size=True`, a batch that does not fit is followed by
+    a smaller one. `rockmate.remove(trainer.model)` undoes it.
 
     Args:
         budget: bytes, text such as `"8GB"`, or a fraction of the peak of a plain step.
@@ -56,7 +57,7 @@ class RockmateCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Plan a model that came later: of `model_init`, or of a callback added to a trainer."""
         self._apply(given.get("model"))
-        meet_optimizer(given.get("model"), given.get("optimizer"))
+        meet_optimizer(given.get("model"), given.get("optimizer"), self.options)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Write the report, once there is a plan."""

@@ -56,7 +56,7 @@ class LightningCallback(Callback):
         network = self._network(pl_module)
         if not isinstance(network, Rockmate):
             apply(network, **self.options)
-        meet_optimizer(network, trainer.optimizers)
+        meet_optimizer(network, trainer.optimizers, self.options)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any

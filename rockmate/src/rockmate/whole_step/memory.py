@@ -70,7 +70,8 @@ class Memory:
             f"memory of {self.asked_bytes} bytes ({format_bytes(self.asked_bytes)}) is too little "
             f"for a whole step, which takes at least {least_bytes} bytes "
             f"({format_bytes(least_bytes)}): {error.minimum_bytes} of them for forward and "
-            f"backward. Give memory={least_bytes}, or reduce the batch size.\n{self}",
+            f"backward. Give memory={least_bytes}, or reduce the batch size, as for CUDA out of "
+            f"memory.\n{self}",
             asked_bytes=self.asked_bytes,
             minimum_bytes=least_bytes,
             bound_bytes=bound_bytes,

@@ -249,13 +249,16 @@ def _size(tensor: Tensor, block_bytes: Callable[[int], int]) -> int:
     return block_bytes(local.numel() * local.element_size())
 
 
-def tensors_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Return the bytes of some tensors on a device, each storage once, in its blocks."""
+def tensors_bytes(tensors: Iterable[Tensor], device: torch.device, *, to_come: bool = False) -> int:
+    """Return the bytes of some tensors on a device, each storage once, in its blocks.
+
+    Those that lie elsewhere are left out, unless they are `to_come`.
+    """
     block_bytes, found = device_of(device).block_bytes, dict[Any, int]()
     for tensor in map(_local, tensors):
         if tensor.is_meta:
             found[id(tensor)] = _size(tensor, block_bytes)
-        elif tensor.device.type == device.type:
+        elif to_come or tensor.device.type == device.type:
             storage = tensor.untyped_storage()
             found[storage._cdata] = block_bytes(storage.nbytes())
     return sum(found.values())

@@ -35,9 +35,18 @@ class CallBytes:
 
     @classmethod
     def of(
-        cls, model: nn.Module, sample: Any, kwargs: Mapping[str, Any] | None, device: torch.device
+        cls,
+        model: nn.Module,
+        sample: Any,
+        kwargs: Mapping[str, Any] | None,
+        device: torch.device,
+        *,
+        to_come: bool = False,
     ) -> CallBytes:
-        """Return them for a call of `model` on a device; the call does not run, if it need not."""
+        """Return them for a call of `model` on a device; the call does not run, if it need not.
+
+        The inputs are there, or `to_come`.
+        """
         leaves = flatten(bind_inputs(sample, kwargs))[0]
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         with unseen():
@@ -53,7 +62,8 @@ class CallBytes:
         block_bytes = device_of(device).block_bytes
         loss_bytes = 0 if has_loss else _COPIES * sum(map(block_bytes, sizes))
         outputs_bytes = sum(block_bytes(t.numel() * t.element_size()) for t in found)
-        return cls(tensors_bytes(inputs, device), outputs_bytes, loss_bytes)
+        inputs_bytes = tensors_bytes(inputs, device, to_come=to_come)
+        return cls(inputs_bytes, outputs_bytes, loss_bytes)
 
     def times(self, in_flight: int) -> CallBytes:
         """Return them for so many calls whose backwards come later."""

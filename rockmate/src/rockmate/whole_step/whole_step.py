@@ -46,10 +46,15 @@ class WholeStep:
         )
 
     def call_bytes(
-        self, model: nn.Module, sample: Any, kwargs: Mapping[str, Any] | None
+        self,
+        model: nn.Module,
+        sample: Any,
+        kwargs: Mapping[str, Any] | None,
+        device: torch.device | None = None,
     ) -> CallBytes:
         """Return what a call brings and hands out, and what a loss outside will take."""
-        found = CallBytes.of(model, sample, kwargs, _device(model))
+        where = device or _device(model)
+        found = CallBytes.of(model, sample, kwargs, where, to_come=device is not None)
         return replace(found, loss_bytes=self.reserve_bytes) if self.reserve_bytes else found
 
     def settled(self, memory: Memory) -> WholeStep:
@@ -58,20 +63,27 @@ class WholeStep:
             return self
         return replace(self, asked_bytes=memory.asked_bytes, is_beside_context=True)
 
-    def memory(self, model: nn.Module, call: CallBytes, peak_bytes: int | None = None) -> Memory:
-        """Return where each byte goes while `model` trains on such calls.
+    def memory(
+        self,
+        model: nn.Module,
+        call: CallBytes,
+        peak_bytes: int | None = None,
+        device: torch.device | None = None,
+    ) -> Memory:
+        """Return where each byte goes while `model` trains on such calls, there or on `device`.
 
         Raises:
             UnsupportedModuleError: what the optimizer will keep cannot be known.
         """
-        device = _device(model)
+        to_come, device = device is not None, device or _device(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = optimizer_bytes(self.optimizer, trained, device)
-        parameters = tensors_bytes(model.parameters(), device)
-        buffers = tensors_bytes(model.buffers(), device)
-        gradients = _gradients_bytes(trained, device, optimizer)
+        parameters = tensors_bytes(model.parameters(), device, to_come=to_come)
+        buffers = tensors_bytes(model.buffers(), device, to_come=to_come)
+        gradients = _gradients_bytes(trained, device, optimizer, to_come)
         there = [p.grad for p in trained if p.grad is not None]
-        held = parameters + buffers + call.inputs_bytes + tensors_bytes(there, device)
+        held = 0 if to_come else parameters + buffers + call.inputs_bytes
+        held += tensors_bytes(there, device)
         held += optimizer.state_bytes if optimizer.is_there else 0
         others = other_tensors_bytes(device, held)
         asked, context = self.asked_bytes, 0
@@ -102,10 +114,11 @@ class WholeStep:
 
 
 def _gradients_bytes(
-    trained: list[nn.Parameter], device: torch.device, optimizer: OptimizerBytes
+    trained: list[nn.Parameter], device: torch.device, optimizer: OptimizerBytes, to_come: bool
 ) -> int:
     """Return what gradients take; where each is used when it comes, the largest and its step."""
-    each = [tensors_bytes([p if p.grad is None else p.grad], device) for p in trained]
+    found = (p if p.grad is None else p.grad for p in trained)
+    each = [tensors_bytes([tensor], device, to_come=to_come) for tensor in found]
     if optimizer.in_backward:
         return max(each, default=0) + optimizer.temporary_bytes
     return sum(each)
