@@ -256,7 +256,9 @@ def test_a_module_that_begins_to_overwrite_after_it_was_measured():
     chk.compute_sequence(strategy="recompute_all")
     assert not isinstance(chk.schedule.ops[1], ForwardEnableGrad)
     net[1].inplace = True
-    with pytest.raises(rotor.InPlaceInputError, match="did not when it was measured") as caught:
+    with pytest.raises(
+        rotor.InPlaceInputError, match="did not do so when it was measured"
+    ) as caught:
         chk(torch.randn(4, 8))
     assert caught.value.stage == "1"
     chk.measure(torch.randn(4, 8))

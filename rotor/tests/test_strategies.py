@@ -95,7 +95,7 @@ def test_chen_segments_are_those_of_checkpoint_sequential():
         "Fe(2) Fe(3) B(3) B(2) Fe(0) Fe(1) B(1) B(0)"
     )
     assert chen(homogeneous(7), segments=1).ops == no_checkpointing(homogeneous(7)).ops
-    with pytest.raises(ValueError, match="8 segments were asked for, of 7 stages"):
+    with pytest.raises(ValueError, match="segments is 8, and the chain has 7 stages"):
         chen(homogeneous(7), segments=8)
 
 

@@ -1,4 +1,4 @@
-"""Prices of a stage from several rounds, and when rounds end; no clock is read."""
+"""OpTimes of a stage from several rounds, and when rounds end; no clock is read."""
 
 import copy
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor.runtime.measure import measure_module
-from rotor.runtime.timing import MAX_ROUNDS, MIN_ROUNDS, PATIENCE_MS, Prices, StageTimes, in_rounds
+from rotor.runtime.timing import MAX_ROUNDS, MIN_ROUNDS, PATIENCE_MS, OpTimes, StageTimes, in_rounds
 
 
 def times(factor=1.0, *, first=1.2, again=5.5, emptied=3.4):
@@ -39,14 +39,14 @@ def test_long_stages_are_visited_once():
 
 
 def test_prices_have_a_graph_of_its_own_and_fetching_in_them():
-    prices = Prices.of([times(), times(2.0)], always_record=False)
+    prices = OpTimes.of([times(), times(2.0)], always_record=False)
     assert (prices.record, prices.backward) == (pytest.approx(1.0 + 0.3), 2.0)
     assert prices.forward == pytest.approx(0.9 + 0.3 + (5.5 - 3.9))
     assert prices.forget == pytest.approx((3.4 - 3.0) + (5.5 - 3.9))
 
 
 def test_noise_makes_no_price_negative_and_a_recording_stage_pays_for_it():
-    prices = Prices.of([times(first=0.5, again=1.0, emptied=1.0)], always_record=True)
+    prices = OpTimes.of([times(first=0.5, again=1.0, emptied=1.0)], always_record=True)
     assert (prices.forward, prices.forget) == (1.0, 0.0)
 
 

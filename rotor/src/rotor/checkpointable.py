@@ -34,7 +34,7 @@ Value = TypeVar("Value")
 
 @dataclass(slots=True)
 class _Plan:
-    """What is known for one kind of input: measured once, scheduled once per limit."""
+    """The measurement for one kind of input, and its schedule for the present limit."""
 
     measurement: Measurement
     schedule: Schedule | None = None
@@ -48,15 +48,18 @@ class Checkpointable(nn.Module):
     Children, parameter names and state-dict keys are those of the given module, which is shared
     and not changed. In `eval()` mode and under `no_grad` it is the plain module.
 
-    `budget` is an int (bytes), text (`"2GiB"`, `"800 MB"`, `"40%"`), or a float in (0, 1]: the
-    fraction of what a step takes without recomputation, for the first input that is planned for;
-    from then on the attribute `mem_limit` is these bytes, for other inputs too. It counts above
-    what is resident: parameters, buffers, the input, and parameter gradients. Left out, it is what
+        chk = Checkpointable(model, sample, "2GiB")
+        chk(batch).sum().backward()
+
+    `budget` is an int (bytes), text (`"2GiB"`, `"800 MB"`, `"40%"`), or a float in (0, 1]. A float
+    is a fraction of what a step takes without recomputation. The first planned input turns it into
+    bytes; these are the attribute `mem_limit` and hold for later inputs too. The budget excludes
+    what is resident: parameters, buffers, the input, and parameter gradients. The default is what
     is free on the CUDA device at the first training step. `module`, `input` and `mem_limit` are
     the published names of `model`, `sample` and `budget`.
 
-    A plan is made for the sample of `measure`, or for the first input; other inputs (shape,
-    type, device, train/eval flags, frozen parameters, autocast) get plans of their own, on demand.
+    A plan is made for the sample of `measure`, or for the first input. An input that differs in
+    shape, type, device, train/eval flags, frozen parameters or autocast gets a plan of its own.
     The last `max_plans` are kept. With `new_inputs="error"` such inputs are refused instead.
 
     Raises:
@@ -89,8 +92,8 @@ class Checkpointable(nn.Module):
         flatten(model)
         if new_inputs not in ("plan", "error"):
             raise ValueError(f"new_inputs is {new_inputs!r}. Give 'plan' or 'error'.")
-        # The very dictionaries of the module: same names, same state dict, and a child that is
-        # replaced in one is replaced in the other.
+        # Both share the same dictionaries: names and state dict agree, and replacing a child of
+        # one replaces it in the other.
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[name] = model.__dict__[name]
         self._sequential: nn.Sequential
@@ -127,11 +130,11 @@ class Checkpointable(nn.Module):
         strategy: str = "optimal",
         **arguments: Any,
     ) -> Schedule:
-        """Plan for the measured sample: the fastest schedule whose predicted peak is in the limit.
+        """Return the fastest schedule of the measured sample whose predicted peak is in the limit.
 
-        `strategy` may name another one of `rotor.strategies`, to compare with; the arguments are
-        its own. The limit is given as to the constructor; a fraction is of what the measured sample
-        takes without recomputation. Plans for other inputs are made again, for the new limit.
+        `mem_limit` has the forms of the constructor's `budget`; a fraction refers to the measured
+        sample. `strategy` may name another one of `rotor.strategies` for comparison, and
+        `arguments` are passed to it. Plans for other inputs are made anew, for the new limit.
 
         Raises:
             NotMeasuredError: nothing has been measured.
@@ -270,13 +273,13 @@ class Checkpointable(nn.Module):
         return plan.program
 
     def _forget_plans_of_other_modules(self, present: list[nn.Module]) -> None:
-        # A module that was exchanged, at any depth, would otherwise run in its old form.
+        # Otherwise a module that was replaced, at any depth, would still run.
         if present != self._planned_modules:
             self._plans.clear()
             self.__dict__["_planned_modules"] = present
 
     def train(self, mode: bool = True) -> Checkpointable:
-        """Set the mode, of the given module too: it is the same one."""
+        """Set the mode of this module and of the given one."""
         super().train(mode)
         self._sequential.training = mode
         return self
@@ -291,11 +294,11 @@ class Checkpointable(nn.Module):
         """Return a child, or a plain `nn.Sequential` of a slice of them."""
         return self._sequential[index]
 
-    # -- looking ----------------------------------------------------------------------------
+    # -- inspection -------------------------------------------------------------------------
 
     @property
     def mem_slots(self) -> int:
-        """Into how many slots the solver divides the limit."""
+        """The number of slots into which the solver divides the limit."""
         return self._choice.slots
 
     @property
@@ -310,7 +313,7 @@ class Checkpointable(nn.Module):
 
     @property
     def held_bytes(self) -> int:
-        """What a step holds through its whole length, beside the chain: the output, above all."""
+        """Bytes that a step holds from start to end beside the chain, mainly the output."""
         return self._measured_plan().measurement.held_bytes
 
     @property
@@ -358,14 +361,14 @@ class Checkpointable(nn.Module):
 def _either(name: str, value: Value, published: str, other: Value) -> Value:
     """Return what was given under one of two names."""
     if value is not None and other is not None:
-        raise TypeError(f"both {name} and {published} were given, which are one thing")
+        raise TypeError(f"{name} and {published} name the same argument, and both were given")
     return other if value is None else value
 
 
 def _signature(
     tensors: Tensors, modules: list[nn.Module], parameters: list[nn.Parameter]
 ) -> Hashable:
-    """Return what a plan depends on; asked at every step."""
+    """Return what a plan depends on. This runs at every step."""
     inputs = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors)
     kinds = sorted({"cpu", *(t.device.type for t in tensors)})
     autocast = tuple(

@@ -1,7 +1,7 @@
-"""Errors of rotor: what was asked, what was found, what to do. They carry the numbers as data.
+"""Errors of rotor. Each says what was asked, what was found, what to do, and carries the numbers.
 
-Those made from more than their text have `__reduce__`, so that copies and unpickled errors of a
-worker process are made from the same arguments, and not from the text alone.
+Errors that are made from more than their text define `__reduce__`. Copying and unpickling then pass
+the same arguments again.
 """
 
 from __future__ import annotations
@@ -89,19 +89,19 @@ class StageError(RotorError, RuntimeError):
 
 
 class InPlaceInputError(StageError):
-    """A stage overwrites its input, which others still need, and cannot be joined to its maker."""
+    """A stage overwrites an input that others need and cannot be joined to the stage before it."""
 
 
 class NotMeasuredError(RotorError, RuntimeError):
-    """Something was asked that needs a measurement or a schedule, and there is none."""
+    """A call needs a measurement or a schedule, and there is none."""
 
 
 class MemoryLimitError(RotorError, ValueError):
-    """The memory limit is missing where none can be found out, or cannot be read."""
+    """The memory limit cannot be read, or is missing where the device reports no free memory."""
 
 
 class MemoryLimitFormatError(MemoryLimitError):
-    """A memory limit that cannot be read; `limit` is what was given, `problem` what it is."""
+    """A memory limit that cannot be read: `limit` is the given value, `problem` says why."""
 
     def __init__(self, limit: object, problem: str) -> None:
         self.limit = limit

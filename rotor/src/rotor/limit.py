@@ -23,15 +23,15 @@ _NUMBER_AND_UNIT = re.compile(
     r"\s*([0-9]+(?:_[0-9]+)*|[0-9]*\.[0-9]+|[0-9]+[eE][0-9]{1,2}|[0-9]*\.[0-9]+[eE][0-9]{1,2})"
     r"\s*(%|[A-Za-z]*)\s*"
 )
-_MOST_GIGABYTES = 9999  # of a number without a unit, which might mean them
+_MOST_GIGABYTES = 9999  # a number without a unit is ambiguous up to here
 
 
 def parse_limit(limit: MemoryLimit) -> int | float:
     """Return bytes as an int, or a fraction of the plain step's peak as a float in (0, 1].
 
     Bytes round down. Units follow the standard: G and GB are 10^9 bytes, Gi and GiB are 2^30. Text
-    without a unit is a fraction between 0 and 1 ("0.6"), or bytes where nothing else can be meant
-    ("1_000_000").
+    without a unit is a fraction if it lies between 0 and 1 ("0.6"), and bytes if it is too large
+    for a number of gigabytes ("1_000_000").
 
     Raises:
         MemoryLimitFormatError: the value is not positive, a float above 1, or unreadable.

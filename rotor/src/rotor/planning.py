@@ -21,7 +21,7 @@ from rotor.strategies import STRATEGIES, no_checkpointing
 
 @dataclass(frozen=True)
 class Choice:
-    """How schedules are made: the strategy with its arguments, and the table of the solver."""
+    """How schedules are made: the strategy, its arguments, and the solver's table."""
 
     slots: int = DEFAULT_SLOTS
     force_python: bool = False
@@ -30,7 +30,7 @@ class Choice:
 
     @property
     def needs_limit(self) -> bool:
-        """Whether nothing can be planned without a limit."""
+        """Whether the strategy cannot plan without a limit."""
         return self.strategy == "optimal" or (self.strategy == "revolve" and not self.arguments)
 
 
@@ -38,7 +38,7 @@ def schedule_within(measurement: Measurement, limit_bytes: int | None, choice: C
     """Return the schedule of a measured chain whose predicted peak is within the limit.
 
     Raises:
-        InfeasibleBudgetError: no schedule fits; the error counts what is held beside the chain.
+        InfeasibleBudgetError: no schedule fits. Its minimum includes what is held beside the chain.
     """
     chain, held_bytes = measurement.chain, measurement.held_bytes
     budget = None if limit_bytes is None else limit_bytes - held_bytes
@@ -74,9 +74,9 @@ def _optimal(measurement: Measurement, budget_bytes: int, choice: Choice) -> Sch
     except InfeasibleBudgetError as error:
         problem = error
     if intervals and budget_bytes > 0:
-        # An input that lives on in the stage's output is not freed by forgetting it.
+        # Dropping an input frees nothing if the stage's output shares its memory.
         schedule = improve_with_intervals(
-            chain, budget_bytes, schedule, forget_inputs=not measurement.hands_on_inputs
+            chain, budget_bytes, schedule, forget_inputs=not measurement.passes_inputs_on
         )
     if schedule is None:
         assert problem is not None
@@ -85,12 +85,12 @@ def _optimal(measurement: Measurement, budget_bytes: int, choice: Choice) -> Sch
 
 
 def free_limit_bytes(device: torch.device, parameters: Iterable[nn.Parameter]) -> int:
-    """Return what is free on the device for a step, once gradients and optimizer have theirs.
+    """Return the bytes that are free for a step once gradients and optimizer states exist.
 
     Raises:
         MemoryLimitError: the device does not say what is free.
     """
-    # Before the first step there are no gradients, and no states of an optimizer either.
+    # Before the first step neither gradients nor optimizer states exist.
     missing = [p for p in parameters if p.requires_grad and p.grad is None]
     coming = sum(p.nbytes + OPTIMIZER_BYTES_PER_NUMBER * p.numel() for p in missing)
     usable = device_of(device).usable_bytes(coming)
@@ -104,10 +104,10 @@ def free_limit_bytes(device: torch.device, parameters: Iterable[nn.Parameter]) -
 
 
 def in_bytes(limit: int | float | None, measurement: Measurement) -> int | None:
-    """Return a limit in bytes; a fraction is of what the step takes without recomputation."""
+    """Return a limit in bytes; a fraction is one of `plain_bytes`."""
     return int(limit * plain_bytes(measurement)) if isinstance(limit, float) else limit
 
 
 def plain_bytes(measurement: Measurement) -> int:
-    """What a step takes without recomputation, as `get_expected_memory` would say."""
+    """Return the predicted peak of a step without recomputation, `held_bytes` included."""
     return no_checkpointing(measurement.chain).peak_bytes + measurement.held_bytes

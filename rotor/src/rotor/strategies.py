@@ -1,7 +1,7 @@
 """Schedules to compare with, one signature: `strategy(chain, budget_bytes, **its own arguments)`.
 
-All of them return a `Schedule` in the same four operations, costed by the same simulator. Those
-that know no budget ignore it, and their `peak_bytes` says what they take.
+All of them return a `Schedule` in the same four operations, costed by the same simulator. Some
+ignore the budget; `peak_bytes` then says what their schedule takes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def no_checkpointing(chain: Chain, budget_bytes: int | None = None) -> Schedule:
 
 
 def recompute_all(chain: Chain, budget_bytes: int | None = None) -> Schedule:
-    """Keep nothing but the input, and run from it again before every backward: least memory held.
+    """Keep only the input, and recompute from it before every backward: the least memory held.
 
     The number of forward operations grows with the square of the number of stages.
     """
@@ -39,14 +39,14 @@ def recompute_all(chain: Chain, budget_bytes: int | None = None) -> Schedule:
 def chen(chain: Chain, budget_bytes: int | None = None, *, segments: int = 2) -> Schedule:
     """Keep the input of each segment, as `torch.utils.checkpoint.checkpoint_sequential` does.
 
-    Segments are of equal length, the last one takes the rest and is not recomputed. With
+    Segments have equal length; the last one takes the rest and is not recomputed. With
     about sqrt(n) segments this is the strategy of Chen, Xu, Zhang, Guestrin: *Training deep nets
     with sublinear memory cost*, 2016 (arXiv:1604.06174).
     """
     count = len(chain)
     if not 1 <= segments <= count:
         raise ValueError(
-            f"{segments} segments were asked for, of {count} stages. Give 1 to {count}."
+            f"segments is {segments}, and the chain has {count} stages. Give 1 to {count}."
         )
     length = count // segments
     starts = [length * index for index in range(segments)]
@@ -62,10 +62,10 @@ def chen(chain: Chain, budget_bytes: int | None = None, *, segments: int = 2) ->
 def revolve(
     chain: Chain, budget_bytes: int | None = None, *, checkpoints: int | None = None
 ) -> Schedule:
-    """Place a number of checkpoints as is optimal for stages of equal time and size.
+    """Place checkpoints optimally for stages of equal time and size.
 
     Griewank, Walther: *Algorithm 799: Revolve*, ACM TOMS 26(1), 2000. One stage at a time is run
-    with grad. Without `checkpoints`, the largest number whose true peak is within the budget.
+    with grad. The default of `checkpoints` is the largest number whose true peak is in the budget.
 
     Raises:
         InfeasibleBudgetError: not even the input alone (no further checkpoint) fits.
@@ -97,7 +97,7 @@ def optimal(chain: Chain, budget_bytes: int, **arguments: Any) -> Schedule:
 
 
 def intervals(chain: Chain, budget_bytes: int, **arguments: Any) -> Schedule:
-    """Retention intervals, where what is stored may be dropped: see `rotor.solver.intervals`."""
+    """Retention intervals, which may drop stored tensors: see `rotor.solver.intervals`."""
     return solve_intervals(chain, budget_bytes, **arguments)
 
 
@@ -112,7 +112,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def _sweep(start: int, end: int) -> list[Op]:
-    """Run stages start..end-1 for nothing but x[end], keeping x[start]."""
+    """Run stages start..end-1 without recording, from x[start], which is kept, to x[end]."""
     if start == end:
         return []
     return [ForwardCheckpoint(start), *(ForwardNoGrad(k) for k in range(start + 1, end))]

@@ -1,7 +1,7 @@
 """Networks of torchvision as sequential modules: same constructors, same weights, same outputs.
 
 Gets a state dict of torchvision, or nothing; gives an `nn.Sequential` that `Checkpointable` takes.
-Read utils.py (what they share, with `ReLUAtEnd`), then any of resnet, vgg, densenet, inception.
+Read utils.py (shared layers, with `ReLUAtEnd`), then any of resnet, vgg, densenet, inception.
 """
 
 from rotor.models import densenet, inception, resnet, utils, vgg

@@ -1,7 +1,7 @@
 """DenseNet as sequential modules, with torchvision's names and weights.
 
 Huang, Liu, van der Maaten, Weinberger: *Densely connected convolutional networks*, 2016
-(arXiv:1608.06993). A dense layer hands on its input with what it adds, in one tensor.
+(arXiv:1608.06993). A dense layer returns its input and its new channels in one tensor.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DenseLayer(nn.Module):
 class DenseNet(nn.Sequential):
     """Dense blocks with transitions between them, then a linear layer.
 
-    `memory_efficient` is accepted and does nothing: what to recompute is for the schedule.
+    `memory_efficient` is accepted and ignored: the schedule decides what is recomputed.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ def _densenet(
 
 
 def _modern_keys(weights: Any, progress: bool) -> Any:
-    """Old published weights write `norm.1`, where the layers are called `norm1`."""
+    """Return the weights with new key names: old files write `norm.1` for the layer `norm1`."""
     if weights is None:
         return None
     if not isinstance(weights, Mapping):

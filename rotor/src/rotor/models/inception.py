@@ -1,8 +1,8 @@
 """Inception v3 as a sequential module, with torchvision's names, outputs and weights.
 
 Szegedy, Vanhoucke, Ioffe, Shlens, Wojna: *Rethinking the inception architecture for computer
-vision*, 2015 (arXiv:1512.00567). In training mode the auxiliary classifier runs in the middle; from
-there on its logits travel with the tensor from stage to stage, and come out with the others.
+vision*, 2015 (arXiv:1512.00567). In training mode the auxiliary classifier runs in the middle. The
+later stages pass its logits on beside their tensor, and the network returns both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Inception3", "InceptionOutputs", "inception_v3"]
 
 # A convolution: name, output channels, kernel (height, width), stride.
 Conv = tuple[str, int, tuple[int, int], int]
-# Makes a module from its input channels and what torchvision passes beside them.
+# Makes a module from its input channels and torchvision's other arguments.
 Maker = Callable[..., nn.Module]
 
 
@@ -46,11 +46,11 @@ class BasicConv2d(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Branches of convolutions beside each other, concatenated in the order they are given.
+    """Parallel branches of convolutions, concatenated in the given order.
 
-    A branch is a list of convolution names; a last element that is a tuple of names is run side by
-    side. The name "avg" stands for average pooling and "max" for the pooling that halves the size.
-    Size-preserving convolutions are padded by half their kernel, those of stride 2 not at all.
+    A branch is a list of convolution names. Its last element may be a tuple of names; these run in
+    parallel. "avg" stands for average pooling, "max" for the max pooling that halves the size.
+    Convolutions of stride 1 are padded by half their kernel, those of stride 2 are not padded.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Mixed(nn.Module):
 
 
 def conv_arguments(kernel: tuple[int, int], stride: int) -> dict[str, Any]:
-    """Return what torchvision passes for a convolution, and no more: a caller's block may look."""
+    """Return exactly the arguments that torchvision passes: a caller's block may inspect them."""
     square = kernel[0] == kernel[1]
     arguments: dict[str, Any] = {"kernel_size": kernel[0] if square else kernel}
     if stride != 1:
@@ -110,7 +110,7 @@ def conv_arguments(kernel: tuple[int, int], stride: int) -> dict[str, Any]:
 
 
 def inception_a(in_channels: int, pool_features: int, conv_block: Maker | None = None) -> Mixed:
-    """35 x 35: kernels 1, 5 and twice 3."""
+    """35 x 35: kernels 1, 5, and 3 twice."""
     convs: list[Conv] = [
         ("branch1x1", 64, (1, 1), 1),
         ("branch5x5_1", 48, (1, 1), 1),
@@ -197,7 +197,7 @@ def inception_e(in_channels: int, conv_block: Maker | None = None) -> Mixed:
 
 
 class TransformInput(nn.Module):
-    """Images normalised for torchvision's other models, renormalised for these weights."""
+    """Rescales images from the normalisation of torchvision's other models to that of Inception."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the image in this network's scale."""
@@ -228,7 +228,7 @@ class AuxiliaryClassifier(nn.Module):
 
 
 class WithLogits(nn.Module):
-    """Hands its input on; in training mode, with the logits of a classifier beside it.
+    """Returns its input; in training mode also the logits of a classifier on it.
 
     Its state-dict keys are those of the classifier.
     """
@@ -244,7 +244,7 @@ class WithLogits(nn.Module):
 
 
 class Beside(nn.Module):
-    """Runs a layer on the first of two tensors and hands on the second; or on a single one.
+    """Runs a layer on a tensor, or on the first of two; the second is returned unchanged.
 
     Its state-dict keys are those of the layer.
     """
@@ -256,7 +256,7 @@ class Beside(nn.Module):
         hide_inner_name(self)
 
     def forward(self, x: Any) -> Any:
-        """Return what the layer makes of x, and what came with x."""
+        """Return the layer's output, and the second tensor if there is one."""
         if isinstance(x, torch.Tensor):
             return self.module(x)
         main, aux = self.module(x[0]), x[1]
@@ -277,8 +277,8 @@ DEFAULT_BLOCKS: tuple[Maker, ...] = (
 class Inception3(nn.Sequential):
     """Inception v3 for images of 299 x 299 (75 x 75 at least).
 
-    `inception_blocks` are what makes the convolutions, the blocks A to E and the auxiliary
-    classifier, in this order, called as torchvision calls them.
+    `inception_blocks` are the constructors of the convolutions, of the blocks A to E and of the
+    auxiliary classifier, in this order. They are called as torchvision calls them.
     """
 
     def __init__(
@@ -345,7 +345,8 @@ class Inception3(nn.Sequential):
 def inception_v3(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> Inception3:
     """Inception v3; `weights` is a state dict or an entry of torchvision's.
 
-    Torchvision's entries were trained on images in another scale: they switch `transform_input` on.
+    Torchvision's entries switch `transform_input` on, because they were trained on images in
+    another scale.
     """
     arguments = class_count_of(weights, kwargs)
     if weights is not None:

@@ -1,4 +1,4 @@
-"""Pieces of the models: an in-place ReLU after another layer, and loading of weights."""
+"""What the models share: an in-place ReLU after another layer, and loading of weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _INNER = "module."
 class ReLUAtEnd(nn.Module):
     """A layer followed by an in-place ReLU, as one stage.
 
-    In place after the layer's own computation it saves a tensor. State-dict keys are those of the
-    layer alone, so weights move freely to and from models with separate layers.
+    The ReLU overwrites the layer's output, which saves one tensor. State-dict keys are those of the
+    layer alone, so weights load into models with separate layers and back.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -26,7 +26,7 @@ class ReLUAtEnd(nn.Module):
         hide_inner_name(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the ReLU of what the layer returns, in the same memory."""
+        """Return the ReLU of the layer's output, computed in place."""
         return functional.relu(self.module(x), inplace=True)
 
 
@@ -43,7 +43,7 @@ def _without_inner_name(
     for key in [key for key in state_dict if key.startswith(inner)]:
         state_dict[prefix + key.removeprefix(inner)] = state_dict.pop(key)
     versions = getattr(state_dict, "_metadata", {})
-    if inner[:-1] in versions:  # keeps the versions of buffers where their keys have gone
+    if inner[:-1] in versions:  # the versions follow the keys
         versions[prefix[:-1]] = versions[inner[:-1]]
 
 
@@ -92,7 +92,7 @@ def class_count_of(weights: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_weights(model: Model, weights: Any, progress: bool) -> Model:
-    """Load a state dict, or a torchvision weights entry, which knows where to find one."""
+    """Load a state dict, or the one that a torchvision weights entry names."""
     if weights is None:
         return model
     if not isinstance(weights, Mapping):

@@ -1,4 +1,4 @@
-"""What stages hand to each other: a tensor, or a tuple or list (nested or named) of tensors."""
+"""Values between stages: a tensor, or a tuple or list (nested or named) of tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How tensors are arranged in a value: None is a tensor, otherwise a sequence of layouts."""
+    """How tensors are arranged in a value: `kind` None is a tensor, else a sequence of layouts."""
 
     kind: type | None
     children: tuple[Layout, ...] = ()
@@ -27,10 +27,10 @@ TENSOR = Layout(None)
 
 
 def pack(value: Any) -> tuple[Tensors, Layout]:
-    """Return the tensors of a value in order, and how to put them back.
+    """Return the tensors of a value in order, and their layout for `unpack`.
 
     Raises:
-        TypeError: there is something else than tensors in it.
+        TypeError: the value contains something other than tensors.
     """
     if isinstance(value, torch.Tensor):
         return (value,), TENSOR
@@ -59,10 +59,10 @@ def unpack(tensors: Tensors, layout: Layout) -> Any:
 
 
 def is_differentiable(tensor: torch.Tensor) -> bool:
-    """Return whether gradients exist for the tensor's kind of numbers."""
+    """Return whether tensors of this dtype can have gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def versions(tensors: Tensors) -> tuple[int, ...]:
-    """Return how often each tensor's memory has been written to, as far as torch has noticed."""
+    """Return the version counter of each tensor: how often torch saw its memory written to."""
     return tuple(-1 if t.is_inference() else t._version for t in tensors)

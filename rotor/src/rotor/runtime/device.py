@@ -1,11 +1,11 @@
-"""What differs between devices, and the only place of this package that asks which one it is.
+"""What differs between devices. No other place of this package asks which device it is on.
 
     device = device_of(tensor.device)
     device.block_bytes(1000)            # 1024 on CUDA, 1000 on a CPU
     device.time(call)                   # milliseconds of the device
-    device.random_state()               # of the device's own generator, if it has one
+    device.random_state()               # of the device's own generator, or None
 
-`standing_in` lets another object answer for a device, as a CPU with rules of CUDA does in tests.
+`standing_in` lets another object answer for a device: tests use a CPU with the rules of CUDA.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-# Only what the allocator reports free is offered, less a share for fragmentation, which no
+# The share of the free memory that is offered. The rest is left for fragmentation, which no
 # schedule controls.
 USABLE_SHARE_OF_FREE = 0.9
 BLOCK_BYTES = 512  # c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize
@@ -27,7 +27,7 @@ BLOCK_BYTES = 512  # c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What an allocator has handed out: now, and at most since the peak was reset."""
+    """Bytes that an allocator has handed out: at present, and at most since the last reset."""
 
     now_bytes: int
     peak_bytes: int
@@ -42,28 +42,28 @@ class Device(ABC):
     @property
     @abstractmethod
     def has_counters(self) -> bool:
-        """Whether the allocator counts; elsewhere the profiler reports every request."""
+        """Whether the allocator has counters; otherwise the profiler reports every request."""
 
     def counts(self) -> Counts:
-        """Return the allocator's counters once everything that was started has run."""
+        """Synchronise and return the allocator's counters."""
         raise NotImplementedError
 
     def reset_peak(self) -> None:
-        """Let the peak of the counters begin anew."""
+        """Reset the peak of the counters to the present bytes."""
         raise NotImplementedError
 
     @property
     @abstractmethod
     def warms_up(self) -> bool:
-        """Whether libraries take memory, or search for algorithms, at a first run."""
+        """Whether libraries allocate workspaces or search for algorithms at a first run."""
 
     def block_bytes(self, size_bytes: int) -> int:
-        """Return what the allocator hands out for one request."""
+        """Return the bytes that the allocator hands out for one request."""
         return size_bytes
 
     @abstractmethod
     def time(self, call: Callable[[], object]) -> float:
-        """Return the milliseconds from a call's start to the end of all that it has started."""
+        """Return the milliseconds from a call's start to the end of all work that it started."""
 
     def random_state(self) -> torch.Tensor | None:
         """Return the state of the device's own generator; None where it has none."""
@@ -76,10 +76,10 @@ class Device(ABC):
     @property
     @abstractmethod
     def random_state_bytes(self) -> int:
-        """Bytes of the device's memory that one kept random state takes."""
+        """Bytes of device memory that one saved random state takes."""
 
     def usable_bytes(self, coming_bytes: int) -> int | None:
-        """Return what a step may use beside what will be made and stay; None if not known."""
+        """Return the bytes that a step may use, after `coming_bytes`; None if not known."""
         return None
 
 
@@ -95,7 +95,7 @@ class Cpu(Device):
         return False
 
     def time(self, call: Callable[[], object]) -> float:
-        # A single thread does all the work itself: when it has no core, others use the machine.
+        # A single thread does all the work itself. Time without a core belongs to other processes.
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         begin = clock()
         call()
@@ -160,10 +160,10 @@ _standing_in: list[Device] = []
 
 
 def is_known(where: torch.device) -> bool:
-    """Whether memory on a device can be counted, and its random numbers repeated.
+    """Return whether memory on a device can be counted and its random numbers repeated.
 
-    Not on ROCm, which torch calls 'cuda' too: half precision is multiplied there in another way
-    inside a backward, so that what is recomputed has other bits.
+    ROCm, which torch also calls 'cuda', is excluded: its half-precision products inside a backward
+    use another method, so recomputed values would have other bits.
     """
     if any(device.where.type == where.type for device in _standing_in):
         return True

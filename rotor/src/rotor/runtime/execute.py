@@ -1,22 +1,22 @@
 """Run a schedule on real tensors: stages as they are, or as one `torch.autograd.Function` each.
 
-A stage of which everything is kept runs as it is. One that is run again is a Function, which takes
-the stage's input and its parameters, so that autograd itself carries the gradients from stage to
-stage, accumulates those of parameters, and calls their hooks. What is kept between forward and
-backward is not autograd's affair: a `Session`, one per training step, holds the boundary tensors
-and the small autograd graphs that the schedule asks for.
+A stage that keeps everything runs unchanged. A stage that is recomputed becomes a Function of the
+stage's input and parameters. Autograd itself then carries the gradients from stage to stage,
+accumulates those of parameters, and calls their hooks. Autograd does not hold what is kept between
+forward and backward. A `Session`, one per training step, holds the boundary tensors and the small
+autograd graphs that the schedule asks for.
 
-Sums are autograd's: it adds the gradients of a parameter one by one, from the last use to the
-first. A stage returns one gradient for all its uses, so where an earlier stage uses a parameter
-several times, the sum of the later stages is handed to that stage, which goes on adding to it.
-Danger: a stage cannot know of uses outside the chain. Where one follows the chain, and a stage uses
-the same parameter several times, the gradient may differ from autograd's in its last bit.
+Gradients of a parameter are added in autograd's order: one by one, from the last use to the first.
+A stage returns one gradient for all its uses. If an earlier stage uses a parameter several times,
+it therefore gets the sum of the later stages and goes on adding to it.
+Limitation: a stage cannot know of uses outside the chain. If the parameter is used after the chain
+and several times in one stage, its gradient may differ from autograd's in the last bit.
 
-Recomputation is invisible: it runs with the random state, the buffers, the autocast state and the
-train/eval flags of the first run, and leaves the present ones as they were.
+Recomputation runs with the random state, the buffers, the autocast state and the train/eval flags
+of the first run, and restores the present ones afterwards.
 
-Danger: a module that keeps state in plain Python attributes, or draws from `random` or numpy, is
-run again as it is; this cannot be noticed.
+Limitation: state in plain Python attributes, and draws from `random` or numpy, are not restored.
+This goes unnoticed.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from rotor.schedules.ops import ForwardEnableGrad, ForwardNoGrad, Op
 
 @dataclass(slots=True)
 class _Recorded:
-    """The autograd graph of one stage: where gradients enter, and where they leave."""
+    """The autograd graph of one stage: where gradients enter and where they leave."""
 
     edges: list[GradientEdge | None]
     leaves: list[torch.Tensor | GradientEdge]
-    inputs: InputsMadeAgain | None = (
-        None  # where the graph finds what it has not been allowed to keep
+    inputs: RecomputedInputs | None = (
+        None  # set if the graph has not saved the stage's inputs (Fe*)
     )
 
 
-class InputsMadeAgain:
-    """Stands in a graph for the inputs of its stage, which are dropped and made again."""
+class RecomputedInputs:
+    """Replaces a stage's inputs among its saved tensors, so that they can be recomputed."""
 
     def __init__(self, inputs: Tensors) -> None:
         self.now: Tensors | None = None  # set for the backward
@@ -68,14 +68,14 @@ class InputsMadeAgain:
         }
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _InputView:
-        """Return the tensor itself, or, if it is an input or a view of one, its place there."""
+        """Return the tensor, or the position of the input that it is or views."""
         place = self._places.get((tensor.untyped_storage().data_ptr(), tensor.dtype))
         if place is None:
             return tensor
         return _InputView(place, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, kept: torch.Tensor | _InputView) -> torch.Tensor:
-        """Return what was packed, from the inputs of now."""
+        """Return the packed tensor, as a view of the recomputed inputs if it was an input."""
         if isinstance(kept, torch.Tensor):
             return kept
         assert self.now is not None
@@ -93,16 +93,16 @@ class _InputView:
 
 @dataclass(slots=True)
 class _FirstRun:
-    """What a stage that will run again was given the first time."""
+    """The state in which a stage ran first, for its recomputation."""
 
     rng: RngState | None
     buffers: list[torch.Tensor]
     versions: list[int]
-    runs_left: int  # the last of them may write to the buffers kept here
+    runs_left: int  # the last one may write to the buffers kept here
 
 
 class Session:
-    """One training step: tensors and graphs that are alive, as the schedule says."""
+    """One training step: the tensors and graphs that the schedule keeps alive."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -118,9 +118,9 @@ class Session:
         self._casts = any(enabled for enabled, _ in self._autocast.values())
         self._flags = {k: [m.training for m in program.modules[k]] for k in program.rerun}
         self._last_reuse = self._find_last_reuse()
-        # Autograd adds gradients one by one: a sum that waits must not be passed by others.
+        # Autograd adds gradients one by one, so no other gradient may overtake a waiting sum.
         self.plain = frozenset() if self._last_reuse else program.plain
-        # Looked up at every step, never kept: parameters may be exchanged between steps.
+        # Looked up at every step, because parameters may be replaced between steps.
         self.parameters = [
             [] if k in self.plain else parameters_of(modules)
             for k, modules in enumerate(program.modules)
@@ -128,10 +128,10 @@ class Session:
         self._sums: dict[torch.Tensor, torch.Tensor] = {}  # of gradients of later stages
 
     def _find_last_reuse(self) -> dict[torch.Tensor, int]:
-        """Return the shared parameters whose sum waits, and the stage that ends the waiting."""
+        """Return the shared parameters whose sum has to wait, with the stage that gets the sum."""
         found: dict[torch.Tensor, int] = {}
         if not any(stage.reused_parameters for stage in self.program.stages):
-            return found  # as nearly always, and this runs at every step
+            return found  # the usual case; this runs at every step
         seen: set[torch.Tensor] = set()
         for k in reversed(range(len(self.program.stages))):
             parameters = parameters_of(self.program.modules[k])
@@ -151,14 +151,14 @@ class Session:
         return unpack(tensors, self._layouts[len(self.program.stages)])
 
     def run_plainly(self, k: int, inputs: Tensors) -> Tensors:
-        """Run stage k, of which everything is kept: autograd does the rest."""
+        """Run stage k, which keeps everything, directly under autograd."""
         if not self._casts:
             return self._call(k, inputs)
         with self._autocast_state():
             return self._call(k, inputs)
 
     def forward_stage(self, k: int, inputs: Tensors, needs: tuple[bool, ...]) -> Tensors:
-        """Run the forward op of stage k for the first time; `needs`: inputs, then parameters."""
+        """Run the first forward of stage k; `needs` are its needs_input_grad, inputs first."""
         op = self.program.forward[k]
         self._needs[k] = needs
         if not _forgets_input(op):
@@ -177,7 +177,7 @@ class Session:
     def backward_stage(
         self, k: int, grads: tuple[torch.Tensor | None, ...]
     ) -> tuple[torch.Tensor | None, ...]:
-        """Run what the schedule has before B(k), then B(k): gradients of inputs and parameters."""
+        """Run the forwards before B(k), then B(k); return gradients of inputs and parameters."""
         if all(grad is None for grad in grads):
             return self._without_backward(k)
         for op in self.program.backward[k][:-1]:
@@ -197,7 +197,7 @@ class Session:
         k = op.stage
         recording = isinstance(op, ForwardEnableGrad) and any(self._needs[k])
         if not recording and not (self.program.stages[k].always_record and any(self._needs[k])):
-            # Parameters keep requires_grad: some kernels are chosen by it, and would differ.
+            # Parameters keep requires_grad, because it decides between some kernels.
             with torch.no_grad():
                 outputs = self._call(k, tuple(t.detach() for t in inputs))
             return tuple(tensor.detach() for tensor in outputs)
@@ -205,7 +205,7 @@ class Session:
             tensor.detach().requires_grad_(need)
             for tensor, need in zip(inputs, self._needs[k], strict=False)
         ]
-        source = InputsMadeAgain(inputs) if recording and _forgets_input(op) else None
+        source = RecomputedInputs(inputs) if recording and _forgets_input(op) else None
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             if source is not None:
@@ -221,10 +221,10 @@ class Session:
         before = versions(inputs)
         value = code(unpack(inputs, self._layouts[k]))
         if versions(inputs) != before:
-            # Measuring would have joined it to the stage before; what a later run needs is gone.
+            # Measured like this, it would have been joined to the stage before.
             raise InPlaceInputError(
-                f"stage {code.name} has overwritten its input, which recomputation needs, and did "
-                f"not when it was measured. Let it do so always, or never.",
+                f"stage {code.name} has overwritten its input, which recomputation needs. It did "
+                f"not do so when it was measured. Let it do so always, or never.",
                 code.name,
             )
         outputs, self._layouts[k + 1] = pack_output(value, code)
@@ -268,7 +268,7 @@ class Session:
         with ExitStack() as stack:
             for kind, (enabled, dtype) in self._autocast.items():
                 if enabled or torch.is_autocast_enabled(kind):
-                    # No cache: a weight cast without grad must not serve a run that records.
+                    # No cache: a weight that was cast under no_grad must not reach a recorded run.
                     stack.enter_context(
                         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
                     )
@@ -305,7 +305,7 @@ class Session:
         return tuple(found)
 
     def _without_backward(self, k: int) -> tuple[torch.Tensor | None, ...]:
-        """Return no gradient but what later stages have left for the parameters of stage k."""
+        """Return only the sums that later stages left for the parameters of stage k."""
         needs, parameters = self._needs[k], self.parameters[k]
         found: list[torch.Tensor | None] = [None] * (len(needs) - len(parameters))
         found += [self._sums.pop(parameter, None) for parameter in parameters]
@@ -313,7 +313,7 @@ class Session:
         return tuple(found)
 
     def _keep_sums(self, k: int, found: list[torch.Tensor | None]) -> None:
-        """Keep back, in place, the gradients to which an earlier stage has to add several times."""
+        """Withhold from `found` the gradients to which an earlier stage adds several times."""
         if not self._last_reuse:
             return
         first = len(found) - len(self.parameters[k])
@@ -323,7 +323,7 @@ class Session:
                 self._sums[parameter], found[place] = grad, None
 
     def _is_reached(self, earlier: int, k: int) -> bool:
-        """Return whether autograd's graph leads from stage k to an earlier one."""
+        """Return whether gradients flow from stage k to an earlier one."""
         return all(
             any(self._needs[j][: len(self._needs[j]) - len(self.parameters[j])])
             for j in range(earlier + 1, k + 1)
@@ -374,7 +374,7 @@ def _forgets_input(op: Op) -> bool:
 
 
 def _ends(leaves: list[torch.Tensor], *, emptied: bool) -> list[torch.Tensor | GradientEdge]:
-    """Return where gradients leave a graph; emptied leaves no longer own their memory."""
+    """Return where gradients leave a graph. With `emptied` the leaves give up their memory."""
     if not emptied:
         return list(leaves)
     ends: list[torch.Tensor | GradientEdge] = []

@@ -1,4 +1,4 @@
-"""The gradients of one recorded stage, as autograd can take them over."""
+"""The gradients of one recorded stage, in the form that autograd takes over without a copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 def uses_of_leaves(outputs: Iterable[torch.Tensor]) -> Counter[torch.Tensor]:
-    """Return the leaves that the graph of some tensors reaches, and how often it uses each."""
+    """Return the leaves in the graph of some tensors, with the number of uses of each."""
     uses: Counter[torch.Tensor] = Counter()
     seen: set[Any] = set()
     todo: list[Any] = [get_gradient_edge(t).node for t in outputs if t.requires_grad]
@@ -33,14 +33,14 @@ def stage_gradients(
     wanted: Sequence[torch.Tensor | GradientEdge],
     grads: list[torch.Tensor],
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of `wanted`, each as autograd can take it over without a copy."""
+    """Return the gradients of `wanted`, with the strides that autograd needs to avoid a copy."""
     with _quiet_hooks(wanted):
-        # Tensors and edges may be mixed, which the annotation does not know.
+        # torch accepts a mixture of tensors and edges; its annotation does not say so.
         found = torch.autograd.grad(
             edges, cast("list[torch.Tensor]", wanted), grads, allow_unused=True
         )
-    # Autograd would copy a parameter's gradient of other strides while it accumulates, outside of
-    # what has been measured.
+    # Autograd copies a gradient whose strides differ from its parameter's. That copy would not be
+    # among the measured bytes.
     return tuple(
         _with_strides_of(variable, grad) if isinstance(variable, torch.nn.Parameter) else grad
         for variable, grad in zip(wanted, found, strict=True)
@@ -55,9 +55,9 @@ def _with_strides_of(parameter: torch.Tensor, grad: torch.Tensor | None) -> torc
 
 @contextmanager
 def _quiet_hooks(variables: Sequence[torch.Tensor | GradientEdge]) -> Iterator[None]:
-    """Silence tensor hooks of parameters: they are for the gradient that autograd accumulates.
+    """Disable tensor hooks of parameters inside a stage.
 
-    They would run twice otherwise, on the gradient inside the stage and on the one it returns.
+    Autograd calls them on the gradient that the stage returns; here they would run a second time.
     """
     silenced = []
     for variable in variables:

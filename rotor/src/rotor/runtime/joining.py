@@ -1,8 +1,9 @@
-"""Which modules of a sequential module form a stage: seen by running them on a sample.
+"""Groups the modules of a sequential module into stages, by running them on a sample.
 
-A boundary between two stages is a tensor that schedules keep, drop and make again. None may lie
-behind a pure view, which would be counted twice, nor before a module that overwrites what it gets:
-the value that others need again would be gone. Such modules join the stage that made the memory.
+A boundary between two stages is a tensor that schedules keep, drop and recompute. It must not be a
+pure view of the boundary before it, because its bytes would be counted twice. The next module must
+not overwrite it, because recomputation needs its value. Modules that would break these rules join
+the stage that allocated the memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rotor.errors import InPlaceInputError, StageError
 from rotor.runtime.boundary import Layout, Tensors, is_differentiable, unpack, versions
 from rotor.runtime.stages import CodeStage, pack_output
 
-_SAMPLE = -1  # what stands for the sample where a module's index is asked for
+_SAMPLE = -1  # the index that stands for the sample
 
 
 def join_modules(
@@ -24,13 +25,13 @@ def join_modules(
 ) -> list[CodeStage]:
     """Group the modules into stages, each as short as the rules for boundaries allow.
 
-    `Flatten`, `Identity` or a `Dropout(0)` hand on the memory they got, and join the stage before
-    them, or the next one at the very beginning. A module that overwrites its input joins the stage
-    that made it, with all modules in between: mostly the layer before it.
+    `Flatten`, `Identity` and `Dropout(0)` return a view of their input. They join the stage before
+    them, or the first stage if they come first. A module that overwrites its input joins the stage
+    that made the input, together with all modules in between.
 
     Raises:
-        InPlaceInputError: a module overwrites the sample, which is given as a copy.
-        StageError: a module fails, or returns something else than tensors.
+        InPlaceInputError: a module overwrites the sample (a copy of the caller's).
+        StageError: a module fails, or returns something other than tensors.
     """
     inputs = tuple(tensor.detach().clone() for tensor in sample)
     makers = {_memory(tensor): _SAMPLE for tensor in inputs}
@@ -59,11 +60,11 @@ def join_modules(
 def call_stage(
     code: CodeStage, inputs: Tensors, layout: Layout, *, recording: bool
 ) -> tuple[Tensors, Layout]:
-    """Run a stage; say which one it was if it fails.
+    """Run a stage; errors name it.
 
     Raises:
-        InPlaceInputError: it overwrites its input, as it did not when stages were joined.
-        StageError: it fails, or returns something else than tensors.
+        InPlaceInputError: it overwrites its input, and did not when stages were joined.
+        StageError: it fails, or returns something other than tensors.
     """
     before = versions(inputs)
     with torch.set_grad_enabled(recording):
@@ -90,7 +91,7 @@ def _run(code: CodeStage, inputs: Tensors, layout: Layout) -> tuple[Tensors, Lay
 
 
 def _observe(code: CodeStage, inputs: Tensors, layout: Layout) -> tuple[list[int], Tensors, Layout]:
-    """Run a module and return which memory of its inputs it has written to, and its output."""
+    """Run a module; return the addresses of the inputs that it has written to, and its output."""
     memories = [_memory(tensor) for tensor in inputs]
     values = [tensor.clone() for tensor in inputs]
     before = versions(inputs)
@@ -106,8 +107,8 @@ def _observe(code: CodeStage, inputs: Tensors, layout: Layout) -> tuple[list[int
     return overwritten, tuple(tensor.detach() for tensor in outputs), next_layout
 
 
-class _Hand(torch.autograd.Function):
-    """Hands on a leaf as the result of a computation, which may be overwritten; copies nothing."""
+class _NonLeaf(torch.autograd.Function):
+    """Returns a leaf as the result of an operation, which may be overwritten; copies nothing."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -119,10 +120,10 @@ class _Hand(torch.autograd.Function):
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory, with the same version counter, as another stage would hand it on."""
+    """Return the tensor as another stage would pass it: same memory and version, but no leaf."""
     if not is_differentiable(tensor):
         return tensor.detach()
-    found: torch.Tensor = _Hand.apply(  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _NonLeaf.apply(  # type: ignore[no-untyped-call]
         tensor.detach().requires_grad_()
     )
     return found
@@ -133,7 +134,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _same_values(now: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether the values are equal; kernels may write without raising the version."""
+    """Return whether the values are equal. Some kernels write without raising the version."""
     return torch.equal(now, value) or bool(((now == value) | (now.isnan() & value.isnan())).all())
 
 

@@ -1,10 +1,10 @@
 """From a module and a sample to a `Chain`: what each stage costs, measured on real values.
 
-Stages are measured one at a time, in forward order, each on the output of the one before, so that
-a module whose activations do not fit in memory together can still be measured. Memory comes from
-the allocator (see `memory`), time from a clock that the caller may replace (see `timing`).
+Stages are measured one at a time, in forward order, each on the output of the one before. So the
+activations of the whole module need not fit in memory together. Memory comes from the allocator
+(see `memory`), time from a clock that the caller may replace (see `timing`).
 
-The module is left as it was: parameters, gradients, buffers, random state and train/eval flags.
+Parameters, gradients, buffers, random state and train/eval flags are unchanged afterwards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rotor.runtime.program import RunStage
 from rotor.runtime.rng import RngState, preserved_rng
 from rotor.runtime.stages import CodeStage, current_buffer, flatten, replaced_buffers
 from rotor.runtime.timing import (
-    Prices,
+    OpTimes,
     StageBackward,
     StageTimes,
     Timer,
@@ -43,10 +43,10 @@ from rotor.schedules.chain import Chain, Option, Stage
 
 @dataclass(frozen=True)
 class Measurement:
-    """A module's stages with their chain, and what a step holds beside the chain.
+    """A module's stages with their chain, and the bytes that a step holds beside the chain.
 
-    `held_bytes` is alive through the whole step whatever the schedule: the output, which its user
-    keeps; random states and buffer copies for recomputation; and the partial gradients of
+    `held_bytes` are alive through the whole step, whatever the schedule: the output, which the
+    caller keeps; random states and buffer copies for recomputation; and the partial gradients of
     parameters that several stages share. The chain does not count the output again.
     """
 
@@ -54,7 +54,7 @@ class Measurement:
     chain: Chain
     held_bytes: int
     device: torch.device
-    hands_on_inputs: bool = False  # some stage's output shares memory with its input
+    passes_inputs_on: bool = False  # some stage's output shares memory with its input
 
 
 def measure_module(
@@ -62,13 +62,13 @@ def measure_module(
 ) -> Measurement:
     """Return what the stages of a sequential module cost on `sample`, with its present flags.
 
-    The bytes of the sample's gradients are counted where its numbers have any, so that a plan made
-    for a sample that requires none holds for data that does. Times are those of the sample given.
+    The sample's gradient is counted even if the sample requires none, so the plan also holds for
+    data that does. Times are measured with the sample as it is.
 
     Raises:
         NotSequentialError: the module has no stages.
         InPlaceInputError: a stage overwrites the sample.
-        StageError: a stage fails, returns something else than tensors, overwrites what its own
+        StageError: a stage fails, returns something other than tensors, overwrites what its own
             backward needs, or uses a tensor that requires gradients and is neither its input nor
             its parameter.
     """
@@ -87,11 +87,11 @@ def measure_module(
         _Probe(code, device, is_last=code is codes[-1], preserve_rng=preserve_rng) for code in codes
     ]
     if device_of(device).warms_up:
-        # Libraries take workspaces, and search for algorithms, at the first run of a stage.
+        # Libraries allocate workspaces and search for algorithms at the first run of a stage.
         with _harmless(module, device):
             _follow(probes, inputs, layout, lambda probe, flow: probe.warm_up(*flow))
     with _harmless(module, device), MemoryMeter(device) as meter:
-        _follow(probes, inputs, layout, lambda probe, flow: probe.weigh(meter, *flow))
+        _follow(probes, inputs, layout, lambda probe, flow: probe.measure_memory(meter, *flow))
     for probe in probes:
         probe.read(meter)
     with _harmless(module, device):
@@ -108,20 +108,19 @@ def measure_module(
         return [probe.times for probe in probes]
 
     for probe, times in zip(probes, zip(*in_rounds(time_all), strict=True), strict=True):
-        probe.prices = Prices.of(times, always_record=probe.always_record)
+        probe.prices = OpTimes.of(times, always_record=probe.always_record)
     return _assemble(probes, device, preserve_rng)
 
 
 def _device_of(module: nn.Module, inputs: Tensors) -> torch.device:
-    """The device whose memory is bounded: the one CUDA device in use, else the CPU."""
+    """Return the device whose memory is limited: the CUDA device in use, else the CPU."""
     devices = {t.device for t in (*inputs, *module.parameters(), *module.buffers())}
     others = sorted(d.type for d in devices if not is_known(d))
     if others:
         named = "'cuda' (ROCm)" if others[0] == "cuda" else f"'{others[0]}'"
         raise StageError(
-            f"the module or its sample is on {named}, and rotor knows how to count memory and "
-            f"repeat random numbers on 'cpu' and on NVIDIA's 'cuda' only. Move both to one of "
-            f"these.",
+            f"the module or its sample is on {named}. rotor can count memory and repeat random "
+            f"numbers only on 'cpu' and on NVIDIA's 'cuda'. Move both to one of these.",
             "",
         )
     found = sorted((d for d in devices if d.type == "cuda"), key=str)
@@ -136,9 +135,9 @@ def _device_of(module: nn.Module, inputs: Tensors) -> torch.device:
 
 @contextmanager
 def _harmless(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run with copies of all buffers, and put the buffers and the random state back at exit.
+    """Run with copies of all buffers; restore the buffers and the random state at exit.
 
-    Each pass over the module has its own, so that each sees what the first training step will see.
+    Each pass over the module gets new copies, so each sees the state of the first training step.
     """
     whole = CodeStage(("",), (module,))
     buffers = whole.buffers()
@@ -180,10 +179,10 @@ class _Probe:
         self.output_bytes = self.grad_bytes = self.input_grad_bytes = 0
         self.saved = self.fwd_overhead = self.bwd_overhead = self.forward_peak = 0
         self.times: StageTimes  # of the last round
-        self.prices: Prices
+        self.prices: OpTimes
 
     def label(self, what: str) -> str:
-        """A name for the meter that no other stage has."""
+        """Return a label for the meter that no other stage uses."""
         return f"{what} {self.code.name}"
 
     def warm_up(self, inputs: Tensors, layout: Layout) -> tuple[Tensors, Layout]:
@@ -193,7 +192,9 @@ class _Probe:
         rng.restore()
         return call_stage(self.code, inputs, layout, recording=False)
 
-    def weigh(self, meter: MemoryMeter, inputs: Tensors, layout: Layout) -> tuple[Tensors, Layout]:
+    def measure_memory(
+        self, meter: MemoryMeter, inputs: Tensors, layout: Layout
+    ) -> tuple[Tensors, Layout]:
         """Run forward, backward and plain forward under the meter; return the stage's output."""
         code = self.code
         rng = RngState.now([self.device])
@@ -236,7 +237,7 @@ class _Probe:
         )
 
     def read(self, meter: MemoryMeter) -> None:
-        """Take the results of `weigh` out of the meter, which has ended."""
+        """Read the results of `measure_memory` from the meter, once it has ended."""
         record = meter.usage(self.label("record"))
         released = meter.usage(self.label("release")).kept_bytes
         backward = meter.usage(self.label("backward"))
@@ -247,9 +248,10 @@ class _Probe:
         self.forward_peak = max(forward.peak_bytes, self.output_bytes)
 
     def compare_kernels(self, inputs: Tensors, layout: Layout) -> tuple[Tensors, Layout]:
-        """Find out whether the stage must record to give the same bits; return its output.
+        """Run the stage with and without recording; return its output.
 
-        And whether it computes with twins of its parameters where it has them.
+        If the bits differ, it has to record always. The run also shows whether the stage uses the
+        twins that are put in the place of its parameters.
         """
         rng = RngState.now([self.device])
         outputs, next_layout = call_stage(self.code, inputs, layout, recording=False)
@@ -259,7 +261,7 @@ class _Probe:
             recorded, _ = call_stage(self.code, leaves, layout, recording=True)
         self.takes_twins = uses_of_leaves(recorded).keys() <= {*leaves, *twins}
         if not all(torch.equal(a, b) for a, b in zip(outputs, recorded, strict=True)):
-            # Some kernels (LSTM on the CPU) are others without grad, and differ in the last bits.
+            # Without grad torch chooses other kernels in places (LSTM on the CPU).
             self.always_record = True
             self.forward_peak = max(self.forward_peak, self.saved + self.fwd_overhead)
         return tuple(tensor.detach() for tensor in recorded), next_layout
@@ -286,10 +288,10 @@ class _Probe:
 
 
 def _is_written(where: tuple[nn.Module, str], copy: torch.Tensor, original: torch.Tensor) -> bool:
-    """Return whether a stage has written to a buffer, of which it was given a fresh copy."""
+    """Return whether a stage has written to `copy`, the copy of a buffer that it was given."""
     module = where[0]
     if isinstance(module, nn.modules.batchnorm._NormBase):
-        # Its kernel writes without raising the version, and may write what was there before.
+        # Its kernel writes without raising the version, and may write the values it finds there.
         return module.training and module.track_running_stats
     now = current_buffer(*where)
     return now is not copy or copy._version > 0 or not torch.equal(now, original)
@@ -318,7 +320,7 @@ def _reused_parameters(code: CodeStage, leaves: Tensors, outputs: Tensors) -> fr
 def _assemble(probes: list[_Probe], device: torch.device, preserve_rng: bool) -> Measurement:
     stages = []
     for probe, following in zip(probes, [*probes[1:], None], strict=True):
-        # The output of the chain is held by its user: counted beside the chain, not in it.
+        # The caller holds the chain's output. It is counted beside the chain, not in it.
         output = 0 if probe.is_last else probe.output_bytes
         outside = probe.output_bytes - output
         option = Option(
@@ -351,26 +353,26 @@ def _assemble(probes: list[_Probe], device: torch.device, preserve_rng: bool) ->
 
 
 def _rerun_bytes(probes: list[_Probe], device: torch.device, preserve_rng: bool) -> int:
-    """What recomputing every stage needs beside tensors of the chain."""
+    """Return the bytes for recomputing every stage, beside tensors of the chain."""
     buffers = [current_buffer(*where) for probe in probes for where in probe.mutated]
-    # One copy from the first run to the last, and the one that the last run writes to.
+    # One copy is kept from the first run to the last; the last run writes to another.
     held = 2 * sum(buffer.nbytes for buffer in buffers)
     if preserve_rng:
-        # One for each stage that draws; and the state before, the state after, the user's.
+        # One for each stage that draws; besides the states before and after, and the caller's.
         states = sum(probe.draws_random for probe in probes) + 3
         held += states * device_of(device).random_state_bytes
     return held
 
 
 def _shared_parameter_bytes(probes: list[_Probe]) -> int:
-    """Gradients that wait, between the backwards of two stages, for their other part."""
+    """Return the bytes of partial gradients that wait for the backward of an earlier stage."""
     users: Counter[nn.Parameter] = Counter()
     reused: set[nn.Parameter] = set()
     for probe in probes:
         parameters = probe.code.parameters()
         users.update(parameters)
         reused.update(parameters[index] for index in probe.reused_parameters)
-    # Of a reused one the part that waits and the sum that a stage adds to it are alive together.
+    # A stage that uses a parameter several times holds its own sum beside the waiting one.
     return sum(
         p.nbytes * (2 if p in reused else 1)
         for p, count in users.items()

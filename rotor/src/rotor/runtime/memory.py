@@ -1,8 +1,8 @@
 """How much memory a call takes: CUDA allocator counters, or the profiler's events on the CPU.
 
-On a CPU torch has no allocator statistics, and resident set size sees neither reuse nor small
-tensors. The `[memory]` events of torch's profiler see every tensor and every kernel's workspace.
-`torch.profiler.profile`, the usual door to it, is left alone: it imports torch's whole compiler.
+On a CPU torch has no allocator statistics, and resident set size shows neither reuse nor small
+tensors. The `[memory]` events of torch's profiler show every tensor and every kernel's workspace.
+The public `torch.profiler.profile` is not used because it imports torch's whole compiler.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from torch.autograd.profiler import profile, record_function
 from rotor.runtime.device import device_of
 
 T = TypeVar("T")
-# What Adam keeps of every number of a parameter: it comes one step after a limit is found out.
+# Adam keeps so many values for each one of a parameter. It allocates them after the first step,
+# when the limit has already been determined.
 OPTIMIZER_BYTES_PER_NUMBER = 8
 _LABEL = "rotor.runtime.memory:"
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a call did to the device's memory, against the moment before it."""
+    """The change of the device's memory by a call, in bytes above the start."""
 
-    peak_bytes: int  # highest number of bytes above the start
-    kept_bytes: int  # bytes above the start when it returned; negative if it released some
+    peak_bytes: int
+    kept_bytes: int  # when it returned; negative if it released some
 
 
 class MemoryMeter:
-    """Measure calls one by one; the results can be read once the `with` block has ended.
+    """Measures calls one by one; the results can be read once the `with` block has ended.
 
-    One meter at a time: on the CPU it is a profiler session, and torch allows a single one.
+    Only one meter may be active: on the CPU it is a profiler session, and torch allows one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,11 +48,11 @@ class MemoryMeter:
         self._collects = False
 
     def __enter__(self) -> MemoryMeter:
-        # Garbage freed during a call would look like memory that it gave back.
+        # Garbage that is freed during a call would count as memory released by the call.
         self._collects = gc.isenabled()
         gc.disable()
         if not self._device.has_counters:
-            # Otherwise the profiler's library writes a line to stderr at every start and stop.
+            # Keeps the profiler's library from writing to stderr at every start and stop.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             untyped: Any = profile
             self._profile = untyped(profile_memory=True, use_kineto=True)
@@ -122,7 +123,7 @@ class MemoryMeter:
 
 
 def peak_of(call: Callable[[], object], device: torch.device) -> int:
-    """Return the highest number of bytes that `call` holds on the device above the start."""
+    """Return the peak of `call` on the device, in bytes above the start."""
     with MemoryMeter(device) as meter:
         meter.run("call", call)
     return meter.usage("call").peak_bytes
@@ -135,7 +136,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def share_storage(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) -> bool:
-    """Return whether some tensor of the first and some of the second are the same memory."""
+    """Return whether a tensor of the first shares its storage with one of the second."""
     pointers = {t.untyped_storage().data_ptr() for t in first if t.untyped_storage().nbytes()}
     return any(
         t.untyped_storage().nbytes() and t.untyped_storage().data_ptr() in pointers for t in second

@@ -1,4 +1,4 @@
-"""A schedule as the executor runs it: cut at the points where autograd calls."""
+"""A schedule in the form that the executor runs: one group of ops for each call by autograd."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from rotor.schedules.ops import Backward, ForwardEnableGrad, Op
 
 @dataclass(frozen=True, slots=True)
 class RunStage:
-    """A stage with the facts that running it again needs."""
+    """A stage with what its recomputation needs to know."""
 
     code: CodeStage
     mutated_buffers: tuple[tuple[nn.Module, str], ...] = ()
     detached_outputs: frozenset[int] = frozenset()  # outputs that carry no gradient
-    always_record: bool = False  # its kernels give other bits when nothing is recorded
-    reused_parameters: frozenset[int] = frozenset()  # that several of its operations use
+    always_record: bool = False  # without recording, its kernels give other bits
+    reused_parameters: frozenset[int] = frozenset()  # used by several of its operations
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A schedule cut at the points where autograd calls: one forward op and one group per stage."""
+    """A schedule as one forward op and one group of backward ops per stage."""
 
     stages: tuple[RunStage, ...]
     forward: tuple[Op, ...]
     backward: tuple[tuple[Op, ...], ...]  # [k]: what runs between B(k+1) and the end of B(k)
-    rerun: dict[int, int]  # how often each stage that runs again does so
-    plain: frozenset[int]  # stages that keep everything: they run as they are, under autograd
-    modules: tuple[tuple[nn.Module, ...], ...]  # [k]: those inside of stage k
+    rerun: dict[int, int]  # number of recomputations of each stage that has any
+    plain: frozenset[int]  # stages that keep everything and run directly under autograd
+    modules: tuple[tuple[nn.Module, ...], ...]  # [k]: the modules inside stage k
     devices: tuple[torch.device, ...]
     preserve_rng: bool
 

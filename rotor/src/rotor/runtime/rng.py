@@ -1,4 +1,4 @@
-"""Random generator state, of the CPU and of the devices in use that have one, kept and put back."""
+"""Save and restore the random state of the CPU and of the devices in use."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rotor.runtime.device import device_of
 
 @dataclass(frozen=True, slots=True)
 class RngState:
-    """The state of the CPU generator and of those of some devices at one moment."""
+    """The state of the CPU's generator and of some devices' generators at one moment."""
 
     cpu: torch.Tensor
     own: tuple[tuple[torch.device, torch.Tensor], ...]
 
     @classmethod
     def now(cls, devices: Iterable[torch.device]) -> RngState:
-        """Return the present state, with those of `devices` that have a generator of their own."""
+        """Return the present state of the CPU and of the `devices` that have a generator."""
         states = ((d, device_of(d).random_state()) for d in devices)
         return cls(torch.get_rng_state(), tuple((d, s) for d, s in states if s is not None))
 
@@ -40,7 +40,7 @@ class RngState:
 
 @contextmanager
 def preserved_rng(devices: Iterable[torch.device]) -> Iterator[RngState]:
-    """Give the state at entry, and put it back at exit."""
+    """Yield the state at entry and restore it at exit."""
     state = RngState.now(devices)
     try:
         yield state

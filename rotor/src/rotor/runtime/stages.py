@@ -23,7 +23,7 @@ class CodeStage:
 
     @property
     def name(self) -> str:
-        """The path of the stage, for messages: its first and its last module."""
+        """The paths of the first and the last module, for messages."""
         return self.names[0] if len(self.names) == 1 else f"{self.names[0]}..{self.names[-1]}"
 
     def __call__(self, value: Any) -> Any:
@@ -50,7 +50,7 @@ class CodeStage:
 
 
 def modules_inside(module: nn.Module) -> list[nn.Module]:
-    """Return a module and all that it contains, each once: `modules()`, without their names."""
+    """Return what `module.modules()` returns, faster."""
     found: dict[nn.Module, None] = {}
     todo: list[nn.Module | None] = [module]
     while todo:
@@ -68,9 +68,9 @@ def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def is_transparent(module: nn.Module) -> bool:
-    """Return whether a module does nothing but run its children in order.
+    """Return whether a module only runs its children in order.
 
-    A container with hooks of its own, or that says `not_really_sequential`, is run as it is.
+    A container that has hooks, or the attribute `not_really_sequential`, is one stage.
     """
     return (
         isinstance(module, nn.Sequential)
@@ -115,7 +115,7 @@ def _flatten(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def current_buffer(module: nn.Module, name: str) -> torch.Tensor:
-    """Return the tensor that a module has as a buffer now."""
+    """Return a module's buffer as it is at present."""
     buffer = module._buffers[name]
     assert buffer is not None
     return buffer
@@ -125,10 +125,10 @@ def current_buffer(module: nn.Module, name: str) -> torch.Tensor:
 def replaced_buffers(
     buffers: list[tuple[nn.Module, str]], values: list[torch.Tensor]
 ) -> Iterator[None]:
-    """Put other tensors in the place of buffers, and the original tensors back at exit.
+    """Replace buffers by other tensors, and restore the originals at exit.
 
-    The objects are exchanged and nothing is copied: a copy would raise the version of a buffer
-    that some autograd graph has saved.
+    The tensor objects are swapped. Copying the values would raise the version of a buffer that an
+    autograd graph may have saved.
     """
     originals = [module._buffers[name] for module, name in buffers]
     try:
@@ -142,7 +142,7 @@ def replaced_buffers(
 
 @contextmanager
 def training_flags(modules: Sequence[nn.Module], flags: list[bool]) -> Iterator[None]:
-    """Run with the given train/eval flags, and put the present ones back at exit."""
+    """Run with the given train/eval flags, and restore the present ones at exit."""
     present = [module.training for module in modules]
     if present == flags:
         yield
@@ -157,7 +157,11 @@ def training_flags(modules: Sequence[nn.Module], flags: list[bool]) -> Iterator[
 
 
 def pack_output(value: Any, code: CodeStage) -> tuple[Tensors, Layout]:
-    """Return what a stage has returned as tensors, or refuse it by the stage's name."""
+    """Return the tensors of a stage's output.
+
+    Raises:
+        StageError: the output contains something other than tensors.
+    """
     try:
         return pack(value)
     except TypeError as error:

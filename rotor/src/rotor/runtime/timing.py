@@ -1,7 +1,7 @@
-"""What every form costs in time in which a schedule may run a stage: the least of several rounds.
+"""Times each operation of a schedule on each stage: the minimum over several rounds.
 
-A round visits all stages, so that a stage's runs lie apart, as those of a step do. Whatever
-disturbs a run makes it longer, and hardly any two rounds are disturbed at the same stages.
+A round visits all stages, so other stages run between two runs of one stage, as in a training step.
+A disturbance only makes a run longer, and two rounds are rarely disturbed at the same stage.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from rotor.errors import StageError
 from rotor.runtime.boundary import Layout, Tensors, is_differentiable, pack, unpack
-from rotor.runtime.execute import InputsMadeAgain, run_program
+from rotor.runtime.execute import RecomputedInputs, run_program
 from rotor.runtime.gradients import stage_gradients
 from rotor.runtime.joining import call_stage
 from rotor.runtime.program import Program, RunStage
@@ -27,55 +27,55 @@ Timer: TypeAlias = Callable[[Callable[[], object]], float]
 
 MIN_ROUNDS = 3
 MAX_ROUNDS = 8
-TOLERANCE = 0.02  # the least sum of all stages and the second least agree that differ by no more
-PATIENCE_MS = 2000.0  # then no further round begins: what is long is disturbed little
+TOLERANCE = 0.02  # rounds end once the best and second-best times, summed, differ by no more
+PATIENCE_MS = 2000.0  # no round begins after this: long runs are disturbed little
 
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
     """Milliseconds of one stage in one round."""
 
-    first: float  # not recorded, before anything else ran on the stage's parameters
-    forward: float  # the same once more
+    first: float  # forward without recording, when the parameters are not in the cache
+    forward: float  # the same, immediately afterwards
     record: float
     backward: float
-    again: float  # the executor's step of the stage with one forward more
-    emptied: float  # recorded without the input, and backward
+    again: float  # forward, recomputation and backward by the executor
+    emptied: float  # a recorded forward that forgets its input, and its backward
 
     @property
     def total(self) -> float:
-        """All that was timed."""
+        """The sum of all."""
         forwards = self.first + self.forward + self.record
         return forwards + self.backward + self.again + self.emptied
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class OpTimes:
     """Milliseconds of the operations of a schedule on one stage."""
 
     forward: float  # Fn, Fc
     record: float  # Fe
     backward: float
-    forget: float  # what Fe* takes more than Fe
+    forget: float  # of Fe* above Fe
 
     @classmethod
-    def of(cls, rounds: Sequence[StageTimes], *, always_record: bool) -> Prices:
-        """Return the prices that the rounds of a stage give."""
+    def of(cls, rounds: Sequence[StageTimes], *, always_record: bool) -> OpTimes:
+        """Return the times of one stage from its rounds."""
         record = min(times.record for times in rounds)
         backward = min(times.backward for times in rounds)
         forward_warm = min(times.forward for times in rounds)
         forward = max(forward_warm, record) if always_record else forward_warm
-        # A stage that runs again is a Function, and has a graph of its own: of a small stage that
-        # is a good part of its time, and belongs to what running it again costs.
+        # A recomputed stage is a Function with a graph of its own. For a small stage this is a
+        # good part of the time, and recomputation has to pay for it.
         apart = max(0.0, min(times.again for times in rounds) - forward - record - backward)
         hooks = max(0.0, min(times.emptied for times in rounds) - record - backward)
-        # In a step, other stages have run since, and a forward has to fetch its parameters.
+        # In a step other stages run in between, so a forward has to fetch its parameters.
         fetch = max(0.0, min(times.first for times in rounds) - forward_warm)
         return cls(forward + apart + fetch, record + fetch, backward, hooks + apart)
 
 
 def in_rounds(visit_all: Callable[[], Sequence[StageTimes]]) -> list[Sequence[StageTimes]]:
-    """Visit all stages until the least times of each are near the second least; return all."""
+    """Return the times of several rounds; stop once best and second-best times nearly agree."""
     rounds: list[Sequence[StageTimes]] = []
     spent_ms = 0.0
     while len(rounds) < MAX_ROUNDS and spent_ms <= PATIENCE_MS:
@@ -102,9 +102,9 @@ def time_stage(
 ) -> StageTimes:
     """Time a stage in every form that a schedule may ask for.
 
-    Where `accumulates`, gradients are added to those of the parameters that the stage has now, as
-    in a step. They are discarded otherwise, which takes longer: all of them are alive together.
-    The inputs get gradients where the stage `gives_gradients`.
+    With `accumulates`, gradients are added to those of the stage's present parameters, as in a
+    step. Otherwise they are returned and discarded, which takes longer: all are alive together.
+    The inputs get gradients if the stage `gives_gradients`.
     """
 
     def beginning() -> Tensors:
@@ -137,7 +137,7 @@ def time_stage(
 
     again_ms = clock(run_again)
     leaves = beginning()
-    source = InputsMadeAgain(leaves)
+    source = RecomputedInputs(leaves)
 
     def record_emptied() -> None:
         with saved_tensors_hooks(source.pack, source.unpack):
@@ -150,14 +150,14 @@ def time_stage(
 
 
 def untimed(call: Callable[[], object]) -> float:
-    """Run a call, for what it leaves behind."""
+    """Run a call; return 0. A `Timer` for warming up."""
     call()
     return 0.0
 
 
 def as_leaves(inputs: Tensors) -> Tensors:
-    """Return the same values as the beginning of a graph."""
-    # Whole numbers cannot be leaves that refuse to be overwritten, so they are copied.
+    """Return the same values as leaves of a new graph."""
+    # Integers cannot require gradients, which would protect them from writes; they are copied.
     return tuple(t.detach().requires_grad_() if is_differentiable(t) else t.clone() for t in inputs)
 
 
@@ -172,7 +172,7 @@ class StageBackward:
         self.start_from(outputs)
 
     def start_from(self, outputs: Tensors) -> None:
-        """Go back from these outputs, which may be those of another run."""
+        """Start the next backward from these outputs; another run may have made them."""
         self.edges = [get_gradient_edge(t) for t in outputs if t.requires_grad]
         self.grads = [
             g for t, g in zip(outputs, self.ones, strict=True) if g is not None and t.requires_grad
@@ -198,7 +198,7 @@ class StageBackward:
 
 
 class Accumulation(StageBackward):
-    """The same, ended as a step ends: each gradient goes to its leaf as soon as it is there."""
+    """A backward that accumulates into the leaves, as a training step does."""
 
     def run(self) -> tuple[torch.Tensor | None, ...]:
         """Add to the gradients of the leaves, and return none."""

@@ -1,8 +1,7 @@
-"""Twins of parameters: the same memory, and gradients of their own that nobody sees.
+"""Twins of parameters: parameters of the same memory, with private gradients.
 
-What a stage takes in a step includes that autograd adds each gradient to what its parameter has.
-Doing this to the parameters themselves would change their gradients, and run hooks that users,
-optimizers or DDP have put there.
+The time of a stage in a training step includes the accumulation of its gradients. Accumulating into
+the parameters themselves would change their gradients, and run hooks of users, optimizers or DDP.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from rotor.runtime.stages import CodeStage
 
 @contextmanager
 def twin_parameters(code: CodeStage) -> Iterator[list[nn.Parameter]]:
-    """Put twins in the place of a stage's parameters, which come back at exit; return the twins.
+    """Replace a stage's parameters by twins, yield the twins, and restore the parameters at exit.
 
-    A twin has a gradient of zeros where its parameter has a gradient. A module that keeps its
-    parameters in other places too (`nn.LSTM`) goes on using those.
+    A twin has a gradient of zeros if its parameter has a gradient. A module that also keeps its
+    parameters elsewhere (`nn.LSTM`) goes on using the originals.
     """
     twins = {parameter: _twin(parameter) for parameter in code.parameters()}
     places = [

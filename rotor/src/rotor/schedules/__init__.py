@@ -1,5 +1,5 @@
-"""What a schedule is: the chain that it is for, its operations, and what it needs and takes.
+"""What a schedule is: its chain, its operations, its memory and its time.
 
-Gets a chain of stages with sizes and times, gives schedules and their exact memory. Nothing here
+Gets a chain of stages with sizes and times; gives schedules and their exact memory. Nothing here
 knows tensors. Read `ops`, `chain`, `simulate`, `schedule`, then `report`.
 """

@@ -1,7 +1,7 @@
 """The problem: a chain of stages, each of which can be run in one or more ways.
 
-Stage `k` reads `x[k]` and writes `x[k+1]`; `x[0]` is the input of the chain, which its owner holds
-and nobody counts. Every byte count is exact; rounding to slots is the solver's affair.
+Stage `k` reads `x[k]` and writes `x[k+1]`. The chain's input `x[0]` belongs to the caller and is
+not counted. Every byte count is exact; only the solver rounds to slots.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from rotor.errors import InvalidChainError
 
-_MOST_BYTES = 1 << 53  # of all sizes of a chain, so that no sum of some overflows
+_MOST_BYTES = 1 << 53  # limit of the sum of a chain's sizes, so that no partial sum overflows
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to run a stage: what it keeps until its backward, and what that costs."""
+    """One way to run a stage: what it keeps until its backward, and at what cost."""
 
     saved_bytes: int  # kept from forward to backward, stage output included
     fwd_time_ms: float
@@ -24,7 +24,7 @@ class Option:
     fwd_overhead_bytes: int  # peak during forward, above input + saved
     bwd_overhead_bytes: int  # peak during backward, above input + saved + output gradient
     key: Hashable = None  # the caller's handle; the solver never looks at it
-    forget_time_ms: float = 0.0  # what it costs more to keep all of it but the input (Fe*)
+    forget_time_ms: float = 0.0  # extra time of the forward that forgets its input (Fe*)
 
     def __post_init__(self) -> None:
         _require_bytes(
@@ -43,11 +43,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A piece of the chain, with its boundary sizes and the cost of running it for nothing kept."""
+    """A step of the chain: its options, its boundary sizes, and its forward without recording."""
 
     name: str
     options: tuple[Option, ...]  # at least one
-    output_bytes: int  # boundary tensor the stage hands on
+    output_bytes: int  # of x[k+1]
     output_grad_bytes: int  # gradient bytes alive just before this stage's backward starts
     forward_time_ms: float  # forward that keeps nothing but the output (Fn, Fc)
     forward_peak_bytes: int  # its peak above its input, output included
@@ -77,7 +77,7 @@ class Chain:
         total = sum(map(_total_bytes, self.stages))
         if total > _MOST_BYTES:
             raise InvalidChainError(
-                f"the sizes of this chain add up to {total} bytes, and the solvers count up to "
+                f"the sizes of this chain add up to {total} bytes; the solvers count up to "
                 f"{_MOST_BYTES} (2^53). Give sizes in bytes, as a device can have."
             )
 
@@ -86,7 +86,7 @@ class Chain:
 
     @property
     def fastest_options(self) -> tuple[int, ...]:
-        """For each stage, the option of least time (ties: the one that keeps least)."""
+        """For each stage the option of least time; among equals the one that keeps least."""
         return tuple(
             min(
                 range(len(stage.options)),

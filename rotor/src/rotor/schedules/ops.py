@@ -37,11 +37,11 @@ class ForwardCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class ForwardEnableGrad:
-    """Run a stage in the way of one of its options, keeping what its backward needs.
+    """Run a stage as one of its options says, keeping what its backward needs.
 
     `ForwardEnableGrad(3, 1)` is read as: compute `x[4]` from `x[3]` as option 1 of stage 3 says,
     hold `x[3]`, and hold what the option saves (`x[4]` is part of it). With `forget_input` it is
-    `Fe*(3, 1)`: drop `x[3]`, which has to be made again before `Backward(3, 1)`.
+    `Fe*(3, 1)`: `x[3]` is dropped and has to be recomputed before `Backward(3, 1)`.
     """
 
     stage: int
@@ -57,7 +57,7 @@ class ForwardEnableGrad:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run the backward of a stage and release what it was kept for.
+    """Run the backward of a stage and release what was kept for it.
 
     `Backward(3, 1)` is read as: from the gradient of `x[4]`, `x[3]` and what option 1 saved,
     compute the gradient of `x[3]`; then drop the saved values, `x[3]`, and the old gradient.

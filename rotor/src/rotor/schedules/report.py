@@ -20,7 +20,7 @@ LEGEND = (
 
 
 def schedule_text(schedule: Schedule, width: int = 96) -> str:
-    """Return the operations, runs of the same kind in one piece: `Fc(0) Fn(1..4) Fe(5)`."""
+    """Return the operations, equal neighbours joined: `Fc(0) Fn(1..4) Fe(5)`."""
     words = []
     for kind, group in itertools.groupby(schedule.ops, key=_kind):
         for run in _consecutive([op.stage for op in group]):
@@ -30,9 +30,9 @@ def schedule_text(schedule: Schedule, width: int = 96) -> str:
 
 
 def timeline_text(timeline: MemoryTimeline, held_bytes: int = 0, rows: int = 24) -> str:
-    """Return a bar for each operation, or for the highest of each few of them if there are many.
+    """Return one bar for each operation; if there are too many, the highest bar of each group.
 
-    `#` is what is held once the operation has run, `-` what it needs on top while it runs.
+    `#` is what is held after the operation, `-` what it needs on top while it runs.
     """
     highest = max(timeline.peak_bytes + held_bytes, 1)
     per_row = -(-len(timeline.rows) // rows)
@@ -48,7 +48,7 @@ def timeline_text(timeline: MemoryTimeline, held_bytes: int = 0, rows: int = 24)
 
 
 def plan_text(chain: Chain, schedule: Schedule, held_bytes: int, limit_bytes: int | None) -> str:
-    """Return everything there is to know about a plan, for a person."""
+    """Return a plan as readable text: limit, peak, makespan, schedule and memory."""
     fastest = sum(
         stage.options[o].fwd_time_ms + stage.options[o].bwd_time_ms
         for stage, o in zip(chain.stages, chain.fastest_options, strict=True)
@@ -113,7 +113,7 @@ def _kind(op: Op) -> str:
 
 
 def _consecutive(numbers: list[int]) -> list[list[int]]:
-    """Cut a list where it neither rises nor falls by one, as the step before it did."""
+    """Cut a list into runs that rise by one at each step, or fall by one."""
     runs: list[list[int]] = []
     for number in numbers:
         run = runs[-1] if runs else []

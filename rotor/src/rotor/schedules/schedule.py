@@ -1,4 +1,4 @@
-"""The answer: a sequence of operations with what it is predicted to cost."""
+"""The answer: a sequence of operations with its predicted time and memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Schedule:
 
     @property
     def forward_count(self) -> int:
-        """How many forward operations there are; a run without recomputation has one a stage."""
+        """The number of forward operations; without recomputation, one per stage."""
         return sum(not isinstance(op, Backward) for op in self.ops)
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
 """The checker: replay a schedule on a chain and report every byte.
 
-It knows the meaning of the four operations and nothing of the recurrence: what is held is a
-dictionary from values to sizes, and each operation adds and removes entries. No arithmetic, table
-or rounding is shared with the solvers, so that it can contradict them.
+It knows what the four operations mean and nothing of the recurrence. A dictionary maps each held
+value to its size; each operation adds and removes entries. The checker shares no arithmetic, table
+or rounding with the solvers, so it can contradict them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, 
 
 @dataclass(frozen=True, slots=True)
 class TimelineRow:
-    """One operation of a schedule: its peak while it runs and what is held once it has run."""
+    """One operation of a schedule: its peak while it runs, and what is held afterwards."""
 
     op: Op
     peak_bytes: int
@@ -76,7 +76,7 @@ class _Replay:
         if not 0 <= op.stage <= self.last:
             raise self.fail(op, f"the chain has stages 0 to {self.last}.")
         if self.output_made and self.next_backward == self.last:
-            # The loss has run, outside the chain: the gradient of the output has come to exist.
+            # The loss has run outside the chain, and the gradient of the output exists.
             self.held["grad", self.last + 1] = self.chain.stages[self.last].output_grad_bytes
         peak, time_ms = self.run(op)
         self.position += 1
@@ -142,7 +142,7 @@ def simulate(chain: Chain, schedule_ops: Iterable[Op]) -> MemoryTimeline:
 
     Raises:
         InvalidScheduleError: an op lacks a value it reads, makes one that is still held, or comes
-            out of order; or a stage's backward never runs; or something is held for nothing.
+            out of order; a stage's backward never runs; or a value is still held at the end.
     """
     replay = _Replay(chain)
     rows = tuple(replay.step(op) for op in schedule_ops)

@@ -1,8 +1,8 @@
 """From a chain and a budget to a schedule.
 
 Gets a `Chain`; gives a `Schedule` or an InfeasibleBudgetError. Read `recurrence` (in readable
-Python), then `compiled` (the same in C++), `table` (how a budget in bytes is read off it), and
-`intervals` (a search by CP-SAT that may drop what was stored).
+Python), then `compiled` (the same in C++), `table` (one table for every budget in bytes), and
+`intervals` (a search by CP-SAT that may drop stored tensors).
 """
 
 from rotor.solver.compiled import ChainTable, chain_tuples

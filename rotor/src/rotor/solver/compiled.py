@@ -57,7 +57,7 @@ class CompiledTable:
         return [_to_op(*encoded) for encoded in self._core.ops(m)]
 
     def tight_ops(self, m: int) -> list[Op]:
-        """Return some schedule for any m >= `smallest_slot`, above the table too."""
+        """Return some schedule for any m >= `smallest_slot`, also above the table."""
         return [_to_op(*encoded) for encoded in self._core.tight_ops(m)]
 
 

@@ -1,21 +1,21 @@
 """Chains of up to about 60 stages without the restriction of the recurrence, by CP-SAT.
 
 The recurrence keeps what it stores until its backward. Here a boundary tensor may be dropped and
-made again: each stage has one forward in the first sweep and up to two more (four in short
-chains), placed anywhere before its backward, and every tensor a *retention interval* from one of
-them to its last use (after Bartan et al., *MOCCASIN: efficient tensor rematerialization for neural
-networks*, ICML 2023). What a stage saves for its backward is kept from the last of its forwards, as
-anywhere.
+recomputed. Each stage has one forward in the first sweep and up to two more (four in short chains)
+anywhere before its backward. Each tensor has a *retention interval* from one of these forwards to
+its last use (after Bartan et al., *MOCCASIN: efficient tensor rematerialization for neural
+networks*, ICML 2023). As elsewhere, what a stage saves for its backward is kept from the last of
+its forwards.
 
 Time is cut into gaps, one before each backward; in a gap stages run in forward order. So the moment
 of stage k in gap g is `g * (n + 1) + k`, and the backward that ends the gap comes last. Memory is
 one cumulative constraint over intervals.
 
-The number of forwards per stage is bounded: where more are needed, or where the deterministic time
-limit ends the search, the result may be worse than the recurrence's, and the better one is to be
-kept (`improve_with_intervals`). A recorded stage may forget its input as well (`Fe*`), to have it
-made again before its backward; `forget_inputs=False` is for executors that cannot. Needs
-`ortools`, loaded at the first call.
+The number of forwards per stage is bounded, and a deterministic time limit ends the search. So the
+result may be worse than the recurrence's; `improve_with_intervals` returns the better one. A
+recorded stage may also forget its input (`Fe*`) and have it recomputed before its backward.
+`forget_inputs=False` is for executors that cannot do this. Needs `ortools`, loaded at the first
+call.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ log = logging.getLogger(__name__)
 
 MAX_STAGES = 60
 MAX_FORWARDS = 3
-SHORT_CHAIN = 12  # stages; here two more forwards cost little, and tight budgets need them
-# In CP-SAT's deterministic units, about a second each: the same answer on every machine.
+SHORT_CHAIN = 12  # stages; up to here two more forwards cost little, and tight budgets need them
+# In CP-SAT's deterministic units of about a second, so that every machine finds the same answer.
 DEFAULT_EFFORT = 1.0
-TIME_STEPS = 1_000_000  # the least makespan in integer units; CP-SAT knows no fractions
+TIME_STEPS = 1_000_000  # the least makespan in integer units; CP-SAT has no fractions
 MEMORY_STEPS = 1 << 24  # the budget in integer units, unless it has fewer bytes than that
 METHOD = "retention intervals"
 
@@ -50,13 +50,13 @@ class IntervalsUnavailableError(RotorError, ImportError):
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One possible forward of a stage: when, whether, and in which way."""
+    """One possible forward of a stage: whether it happens, when, and with which option."""
 
     stage: int
     gap: Any
     start: Any
-    plain: Any  # literal: runs without recording
-    recorded: tuple[Any, ...]  # literal for each option: runs for its backward
+    plain: Any  # literal: it runs without recording
+    recorded: tuple[Any, ...]  # literal for each option: it runs for its backward
     end: Any  # of the retention of a plain run's output
 
 
@@ -68,10 +68,10 @@ def improve_with_intervals(
     effort: float = DEFAULT_EFFORT,
     forget_inputs: bool = True,
 ) -> Schedule | None:
-    """Return the better of a schedule (None: none fits) and what the interval model finds.
+    """Return the better one of a schedule (None: none fits) and the interval model's.
 
-    The schedule comes back unchanged where it recomputes nothing, where the chain is too long, and
-    where `ortools` is missing.
+    The schedule is returned unchanged if it recomputes nothing, if the chain is too long, or if
+    `ortools` is missing.
     """
     if len(chain) > MAX_STAGES or (schedule and schedule.forward_count == len(chain)):
         return schedule
@@ -92,7 +92,7 @@ def solve_intervals(
     effort: float = DEFAULT_EFFORT,
     forget_inputs: bool = True,
 ) -> Schedule:
-    """Return a fast schedule within the budget, boundary tensors being dropped where it helps.
+    """Return a fast schedule within the budget, which may drop and recompute boundary tensors.
 
     Raises:
         IntervalsUnavailableError: `ortools` is not installed.
@@ -122,14 +122,14 @@ def _search(
         model.add_hint(hint)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
-    solver.parameters.catch_sigint_signal = False  # else Ctrl-C is unheard
+    solver.parameters.catch_sigint_signal = False  # leaves Ctrl-C to Python
     solver.parameters.linearization_level = 2
     solver.parameters.random_seed = 0
     solver.parameters.max_deterministic_time = effort
     status = solver.solve(model.model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
-    # The checker has the last word. Sizes round up, so that the peak is never above the budget.
+    # The checker decides. Sizes are rounded up, so the peak is never above the budget.
     schedule = Schedule.from_ops(chain, model.ops(solver), METHOD)
     assert schedule.peak_bytes <= budget_bytes
     return _run_late(chain, schedule, budget_bytes)
@@ -212,8 +212,8 @@ class _Model:
                 self._occupy(back, back + 1, literal, option.bwd_overhead_bytes)
 
     def _add_gradient(self, k: int) -> None:
-        # The gradient of a stage's output is alive in the whole gap that its backward ends; that
-        # of the chain's output from the loss on, after the first sweep.
+        # The gradient of a stage's output is alive in the whole gap before its backward. That of
+        # the chain's output is alive from the loss on, after the first sweep.
         back = self._backward_time(k)
         begin = back if k == self.count - 1 else back - self.count
         demand = self._size(self.chain.stages[k].output_grad_bytes)
@@ -223,14 +223,14 @@ class _Model:
             self.demands.append(demand)
 
     def _add_inputs(self, k: int) -> None:
-        """Every run of stage k reads an x[k] that is alive, and so does its backward."""
+        """Require that x[k] is alive at every run of stage k and at its backward."""
         model, back = self.model, self._backward_time(k)
         for run in self.runs[k]:
             sources = self._sources(k, run.gap, run.start + 1)
             for literal in (run.plain, *run.recorded):
                 model.add_bool_or(*(alive for alive, _ in sources)).only_enforce_if(literal)
             if not self.forget_inputs:
-                # The recorded run's x[k] is in its graph, and must be the one that B(k) finds.
+                # B(k) needs the same x[k] as the recorded run, whose graph holds it.
                 for alive, producer in sources:
                     if producer is not None:
                         for literal in run.recorded:
@@ -240,9 +240,9 @@ class _Model:
             model.add_bool_or(*(alive for alive, _ in sources))
 
     def _sources(self, k: int, gap: Any, until: Any) -> list[tuple[Any, _Run | None]]:
-        """Literals that say where x[k] is alive in a gap, until a moment: a copy, or None if saved.
+        """Return what may keep x[k] alive in a gap until a moment: literals, each with its run.
 
-        What stage k-1 saved holds x[k] until after B(k).
+        The run is None if x[k] is among what stage k-1 has saved: this holds x[k] until after B(k).
         """
         model = self.model
         sources: list[tuple[Any, _Run | None]] = []
@@ -271,7 +271,7 @@ class _Model:
         self.model.minimize(sum(terms))
 
     def add_hint(self, schedule: Schedule) -> None:
-        """Begin the search at a schedule, where it runs no stage too often."""
+        """Begin the search at a schedule, unless it runs a stage too often."""
         seen: dict[int, list[tuple[int, Op]]] = {k: [] for k in range(self.count)}
         gap = 0
         for op in schedule.ops:
@@ -309,12 +309,12 @@ class _Model:
 
 
 def _run_late(chain: Chain, schedule: Schedule, budget_bytes: int) -> Schedule:
-    """Move what runs again behind backwards that need none of it, where the memory allows.
+    """Move recomputations behind backwards that do not need them, if they fit in the budget.
 
-    A stage that is kept, and whose backward follows the one after it at once, needs no Function.
+    A kept stage needs no Function if nothing runs between its backward and the one before it.
     """
     ops = list(schedule.ops)
-    start = len(chain)  # of the forwards that a backward has before it
+    start = len(chain)  # of the forwards before the next backward
     for position in range(start, len(ops)):
         if not isinstance(ops[position], Backward):
             continue
@@ -333,7 +333,7 @@ def _run_late(chain: Chain, schedule: Schedule, budget_bytes: int) -> Schedule:
 
 
 def _without_idle_runs(ops: list[Op]) -> list[Op]:
-    """Leave out runs whose output nothing reads; a search that was cut short may contain some."""
+    """Leave out runs whose output nothing reads. A search that was cut short may contain some."""
     kept = list(ops)
     for position in reversed(range(len(kept))):
         op = kept[position]
@@ -349,7 +349,7 @@ def _without_idle_runs(ops: list[Op]) -> list[Op]:
 
 
 def _forget_early(ops: list[Op]) -> list[Op]:
-    """Let each forward drop its input if that is made again before anything else reads it."""
+    """Let each forward drop its input if it is recomputed before anything else reads it."""
     kept = list(ops)
     saved: set[int] = set()
     for position, op in enumerate(ops):

@@ -1,8 +1,8 @@
 """The recurrence in readable Python: the specification of the compiled one.
 
-Problem. A chain of stages a..b, with x[a] held by somebody else and `m` bytes for the rest; find
-the fastest sequence of Fn, Fc, Fe and B that runs every backward, where what is stored by Fc or
-Fe is kept until its own backward ("memory persistent" schedules).
+Problem. Given a chain of stages a..b, with x[a] held by the caller and `m` bytes for the rest, find
+the fastest sequence of Fn, Fc, Fe and B that runs every backward. Whatever Fc or Fe stores is kept
+until its own backward ("memory persistent" schedules).
 
 Recurrence (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova: *Optimal memory-aware backpropagation
 of deep join networks*, 2020, and *Optimal checkpointing for heterogeneous chains*, 2019;
@@ -47,7 +47,7 @@ INFINITY = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One line of the minimum: store x[split], or run stage a with grad in the way of `option`."""
+    """One line of the minimum: store x[split], or run stage a with grad, using `option`."""
 
     threshold: int  # slots below which the step itself does not fit
     held: int  # slots taken from the part of the chain that runs next
@@ -102,7 +102,7 @@ class ReferenceTable:
             )
 
     def _parts(self, a: int, b: int, choice: Choice) -> list[tuple[int, int, int]]:
-        """The subproblems of a choice as (a, b, slots taken away), in the order they run."""
+        """Return the subproblems of a choice as (a, b, slots less), in the order they run."""
         if choice.split is not None:
             return [(choice.split, b, choice.held), (a, choice.split - 1, 0)]
         return [(a + 1, b, choice.held)] if a < b else []
@@ -131,13 +131,13 @@ class ReferenceTable:
         return self.opt[0, len(self.chain) - 1][m]
 
     def ops(self, m: int) -> list[Op]:
-        """Return a schedule that attains `makespan(m)`, by taking the minima again."""
+        """Return a schedule that attains `makespan(m)`, by evaluating the minima again."""
         return self._walk(m, lambda i, j, free: self.opt[i, j][free])
 
     def tight_ops(self, m: int) -> list[Op]:
-        """Return some schedule for any m >= `smallest_slot`, above the table too.
+        """Return some schedule for any m >= `smallest_slot`, also above the table.
 
-        Below every choice it assumes the fastest way to run the rest in its smallest memory.
+        For the rest of each choice it assumes the fastest schedule in the least memory.
         """
         return self._walk(m, lambda i, j, free: self.tight_ms[i, j])
 

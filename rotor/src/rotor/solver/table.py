@@ -1,9 +1,8 @@
-"""One table of the dynamic program for every budget, and a look above the budget in slots.
+"""One table of the dynamic program for every budget, with headroom above the budget in slots.
 
-Rounding sizes up to slots is safe and costs time, because the rounded peak is above the true one.
-So the table reaches above the budget (`headroom`), and among the schedules that it holds there,
-those whose *true* peak is within the budget are taken as well. With 500 slots that is about as
-good as 4000 slots without.
+Rounding sizes up to slots is safe but costs time, because the rounded peak is above the true one.
+So the table reaches above the budget by a factor (`headroom`). A schedule from there is also taken
+if its *true* peak is within the budget. 500 slots are then about as good as 4000 without headroom.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ DEFAULT_HEADROOM = 1.25
 
 
 class Table(Protocol):
-    """What the reference and the compiled recurrence have in common."""
+    """The interface of the reference and of the compiled recurrence."""
 
     unit: int
     slots: int
@@ -39,16 +38,16 @@ class Table(Protocol):
 
 
 def fastest_ops(chain: Chain) -> list[Op]:
-    """Return the schedule of least time: every stage once, in the way of its fastest option."""
+    """Return the schedule of least time: every stage once, with its fastest option."""
     options = list(enumerate(chain.fastest_options))
     forward: list[Op] = [ForwardEnableGrad(k, o) for k, o in options]
     return forward + [Backward(k, o) for k, o in reversed(options)]
 
 
 class ScheduleTable:
-    """One table of the recurrence, read at any budget up to the one it was made for and above.
+    """One table of the recurrence, read at any budget up to `headroom` times its own.
 
-    Memory is in slots of `unit_bytes`; no slot is spent on more than the fastest schedule needs.
+    Memory is in slots of `unit_bytes`. The table ends where the fastest schedule fits.
     """
 
     def __init__(
@@ -72,20 +71,20 @@ class ScheduleTable:
         top = min(int(ceiling * headroom), max(ceiling, self.fastest.peak_bytes))
         table_slots = max(top // self.unit_bytes, ceiling // self.unit_bytes)
         self._table = _make_table(chain, self.unit_bytes, table_slots, backend, max_table_bytes)
-        # One-byte slots and no table over them: the exact smallest budget, whatever `slots` is.
+        # Slots of one byte, without a table over them, give the exact smallest budget.
         self._exact = _make_table(chain, 1, 0, backend, None)
 
     @property
     def smallest_feasible_bytes(self) -> int:
-        """The smallest budget of any schedule that keeps what it stores, exact to the byte."""
+        """The smallest budget that a memory persistent schedule fits in, exact to the byte."""
         return self._exact.smallest_slot
 
     def candidates(self, budget_bytes: int) -> Iterator[Schedule]:
-        """Yield distinct schedules, ever faster, from the one for `budget_bytes` in slots upwards.
+        """Yield distinct schedules, each faster, from the one for `budget_bytes` in slots upwards.
 
-        The first ones fit in the budget if any slot below it is feasible; the later ones may or
-        may not, and the caller checks their peaks. A budget that is feasible only without rounding
-        gets the schedule of smallest memory first. The schedule without recomputation comes last.
+        The first ones fit in the budget if a slot below it is feasible. The later ones may not, so
+        the caller checks their peaks. If the budget is feasible only without rounding, the schedule
+        of smallest memory comes first. The schedule without recomputation comes last.
         """
         table = self._table
         begin = min(max(budget_bytes, 0) // table.unit, table.slots)
@@ -107,9 +106,9 @@ class ScheduleTable:
             yield self.fastest
 
     def at(self, budget_bytes: int) -> Schedule | None:
-        """Return the fastest schedule in so many bytes as slots count them; None if there is none.
+        """Return the fastest schedule whose rounded peak is within the budget, or None.
 
-        Its true peak may be anything: the caller looks above the budget for what fits.
+        `budget_bytes` may lie above the caller's budget: its true peak may still fit.
         """
         table = self._table
         m = min(max(budget_bytes, 0) // table.unit, table.slots)
@@ -133,7 +132,7 @@ class ScheduleTable:
 
 
 def fastest_within(candidates: Iterable[Schedule], budget_bytes: int) -> Schedule | None:
-    """Return the fastest schedule whose simulated peak fits (ties: the first), or None."""
+    """Return the fastest schedule whose simulated peak fits (the first of equals), or None."""
     fitting = (schedule for schedule in candidates if schedule.peak_bytes <= budget_bytes)
     return min(fitting, key=lambda schedule: schedule.makespan_ms, default=None)
 
