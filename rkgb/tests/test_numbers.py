@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rkgb.capture import for_any_number
 from rkgb.elements import Numbers
-from rkgb.elements.numbers import Compared, Made, Number, WholeNumber
+from rkgb.elements.numbers import Comparison, TapeEntry, UnspecialisedFloat, UnspecialisedInt
 from rkgb.engine import Sample, record
 
 
@@ -82,8 +82,10 @@ def test_what_decides_more_stays_what_it_is(compute: Callable[[Tensor, Any], Ten
 
 
 def test_numbers_that_are_none() -> None:
-    tape = (Made("leaf", (0,)), Made("constant", (0.5,)), Made("pow", (0, 1)))
-    numbers = Numbers((*tape, Made("truediv", (1, 0))), (Compared("ne", 0, 1, True),), (2, 3))
+    tape = (TapeEntry("float leaf", (0,)), TapeEntry("constant", (0.5,)), TapeEntry("pow", (0, 1)))
+    numbers = Numbers(
+        (*tape, TapeEntry("truediv", (1, 0))), (Comparison("ne", 0, 1, True),), (2, 3)
+    )
     assert numbers.of((4.0,)) == (2.0, 0.125)
     assert numbers.of((0.5,)) is None
     assert numbers.of((0.0,)) is None, "a division by zero raises, which is the module's to do"
@@ -92,15 +94,15 @@ def test_numbers_that_are_none() -> None:
 
 
 def test_a_number_is_the_value_it_was_recorded_with_and_equal_to_none() -> None:
-    number, whole = Number(0.5, 3), WholeNumber(7, 3)
+    number, whole = UnspecialisedFloat(0.5, 3), UnspecialisedInt(7, 3)
     assert number + 1 == 1.5
     assert whole + 1 == 8
     assert (repr(number), repr(whole)) == ("0.5", "7")
     assert number != 0.5
     assert whole != 7
-    assert number != Number(0.5, 2)
-    assert whole != WholeNumber(7, 2)
-    assert Number(7.0, 3) != whole
+    assert number != UnspecialisedFloat(0.5, 2)
+    assert whole != UnspecialisedInt(7, 2)
+    assert UnspecialisedFloat(7.0, 3) != whole
     for made in (number, whole):
         for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
             assert type(other) is type(made)

@@ -29,7 +29,7 @@ from rkgb.costs.op_costs import op_key
 from rkgb.device.chosen import device_of
 from rkgb.device.memory import trace_memory
 from rkgb.device.rng import RngState
-from rkgb.elements.cut import Cut, Part
+from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op
 from rkgb.elements.sample import bind_inputs
 from rkgb.elements.tensor_info import storage_bytes, storage_id
@@ -258,7 +258,7 @@ def test_the_fastest_calls_are_the_same_operations(name: str) -> None:
     model, sample = example(name)
     basic = graph.dataflow.basic
     ops = [op for node in graph.nodes for op in (*node.ops, *node.backward)]
-    ops = [op for op in ops if not isinstance(op.target, (Cut, Part))]
+    ops = [op for op in ops if not isinstance(op.target, (GradientCut, GradientPart))]
     leaves = tuple(pytree.tree_leaves(bind_inputs(sample)))
     external = external_values(basic, model, leaves)
     measured = measure(basic, ops, external, times=False).callees

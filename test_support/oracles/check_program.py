@@ -20,7 +20,7 @@ from oracles.numbered_memory import (
     Geometry,
     NumberedMemory,
 )
-from rkgb.elements.cut import Cut, Part
+from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op, Ref
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph
@@ -55,7 +55,7 @@ class _Check:
         self.sums: dict[str, tuple[int, int]] = {}  # leaf -> storage of its sum, and terms after it
         self.passing: dict[str, list[Op]] = {}  # output -> what hands over its gradient
         for op in basic.backward:
-            if isinstance(op.target, (Cut, Part)):
+            if isinstance(op.target, (GradientCut, GradientPart)):
                 self.passing.setdefault(op.target.root, []).append(op)
         self.missing = {leaf: list(parts) for leaf, parts in self.recording.gradients.items()}
         self.begun: list[tuple[str, int]] = []
@@ -267,7 +267,7 @@ class _Check:
         """Follow what hands over parts of the gradient of an output, and may receive the whole."""
         waiting = self.passing.get(output, [])
         for to, value in parts:
-            right = to == output and bool(waiting) and isinstance(waiting[0].target, Part)
+            right = to == output and bool(waiting) and isinstance(waiting[0].target, GradientPart)
             self._expect(right, f"'{value}' is no part of what '{output}' gets")
             recorded = waiting.pop(0)
             op = replace(recorded, args=(*recorded.args[:-1], Ref(value)))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.elements.cut import Cut
+from rkgb.elements.cut import GradientCut
 from rkgb.elements.op import Ref
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import flatten
@@ -109,7 +109,7 @@ def handed_over(
     """
     wholes: dict[str, Tensor] = {}
     for op in basic.cuts:
-        assert isinstance(op.target, Cut)
+        assert isinstance(op.target, GradientCut)
         if op.target.from_outside:
             wholes[op.target.root] = torch.ones_like(made[op.target.root])
     del made

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.capture.flows import Edge, edge_of
-from rkgb.elements.cut import Cut, Part
+from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.errors import RkgbError, TraceError
@@ -188,7 +188,7 @@ class RecordedBackward:
                 at = whole.given[-1]
                 recorder.backward[at] = replace(recorder.backward[at], sequence_nr=number)
             args = (Ref(whole.held),) if whole.held else ()
-            target = Cut(whole.name, whole.from_outside)
+            target = GradientCut(whole.name, whole.from_outside)
             recorder.backward.append(Op(name, target, args, {}, (name,), sequence_nr=number))
             return whole.total
 
@@ -289,7 +289,7 @@ class RecordedBackward:
         whole.parts.append(part)
         whole.held = held
         refs = tuple(map(Ref, args))
-        target = Part(whole.name, whole.from_outside and len(whole.parts) == 1)
+        target = GradientPart(whole.name, whole.from_outside and len(whole.parts) == 1)
         op = Op(held, target, refs, {}, (held,), sequence_nr=sequence_nr)
         recorder.backward.append(op)
 

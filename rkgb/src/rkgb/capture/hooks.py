@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from rkgb.elements.effect import Effect, Look
+from rkgb.elements.effect import Effect, ObserverHook
 from rkgb.errors import SideEffectError
 from rkgb.guards.code_watch import CodeWatch
 from rkgb.recording.recorder import Recorder
@@ -34,14 +34,14 @@ class HookWatch:
     ) -> None:
         self.recorder, self.codes = recorder, codes
         self.known = frozenset(known)  # hooks among them are not called any more
-        self.looks: list[tuple[Look, tuple[Any, ...]]] = []
+        self.looks: list[tuple[ObserverHook, tuple[Any, ...]]] = []
         for path, module in twin.named_modules():
             for table in _TABLES if path else ():
                 hooks = getattr(module, table)
                 for key, hook in list(hooks.items()):
-                    hooks[key] = self._watched(Look(path, table, key), hook)
+                    hooks[key] = self._watched(ObserverHook(path, table, key), hook)
 
-    def _watched(self, look: Look, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, look: ObserverHook, hook: Callable[..., Any]) -> Callable[..., Any]:
         def watched(module: nn.Module, *args: Any) -> Any:
             if self.recorder.is_paused:
                 return hook(module, *args)

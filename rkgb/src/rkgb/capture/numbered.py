@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from rkgb.capture.record import record
-from rkgb.elements.numbers import OPERATIONS, Made, Numbers, number_at, values_on
+from rkgb.elements.numbers import OPERATIONS, Numbers, TapeEntry, unspecialised, values_on
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.sample import Sample
 from rkgb.graphs.basic import BasicGraph
@@ -142,7 +142,7 @@ def for_same_numbers(
 
     It remains one for the numbers of the sample where that cannot be said.
     """
-    whole = frozenset(made.parts[0] for made in numbers.tape if made.how == "whole leaf")
+    whole = frozenset(made.parts[0] for made in numbers.tape if made.how == "int leaf")
     made = for_any_number(basic, model, sample, whole, own)
     alike = made.numbers is not None and made.numbers.compared == numbers.compared
     return made if alike else basic
@@ -156,7 +156,7 @@ class _UnknownScalarError(Exception):
 class _Match:
     """The numbers of both recordings on one tape, and which of them programs take."""
 
-    tape: list[Made]
+    tape: list[TapeEntry]
     ours: list[Any]
     theirs: list[Any]
     slots: list[int]
@@ -182,7 +182,7 @@ class _Match:
         pairs = ((form, place) for place in taken for form in _FORMS)
         found = [pair for pair in pairs if self._is(pair, ours, theirs)]
         if len(found) == 1:
-            return number_at(theirs, self._slot(*found[0]))
+            return unspecialised(theirs, self._slot(*found[0]))
         if found or not _is_same(ours, theirs):
             raise _UnknownScalarError
         return theirs
@@ -201,14 +201,16 @@ class _Match:
     def _slot(self, form: _Form, place: int) -> int:
         """Return which number of the program a form of one is; it goes on the tape if it is new."""
         for how, constant, swapped in form:
-            kept = self._put(Made("constant", (constant,)), constant)
+            kept = self._put(TapeEntry("constant", (constant,)), constant)
             parts = (kept, place) if swapped else (place, kept)
-            place = self._put(Made(how, parts), _step(how, constant, swapped, self.theirs[place]))
+            place = self._put(
+                TapeEntry(how, parts), _step(how, constant, swapped, self.theirs[place])
+            )
         if place not in self.slots:
             self.slots.append(place)
         return self.slots.index(place)
 
-    def _put(self, made: Made, theirs: Any) -> int:
+    def _put(self, made: TapeEntry, theirs: Any) -> int:
         if made not in self.tape:
             self.tape.append(made)
             self.theirs.append(theirs)

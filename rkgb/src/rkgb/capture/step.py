@@ -25,7 +25,7 @@ from rkgb.capture.saved_by_autograd import saving
 from rkgb.capture.twin import geometry_of, twin_of
 from rkgb.device.memory import trace_memory
 from rkgb.device.trace import Span
-from rkgb.elements.effect import Assign, Check, Effect, Write
+from rkgb.elements.effect import Assertion, Assign, Effect, InputMutation
 from rkgb.elements.op import Ref
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten
@@ -331,7 +331,7 @@ class RecordedStep:
         found: list[tuple[Effect, Any]] = []
         for path, source, seen in self.recorder.checks:
             with self.recorder.paused():
-                found.append((Check(path, source, bool(seen)), seen))
+                found.append((Assertion(path, source, bool(seen)), seen))
         for place, copy in zip(self.written, self.copies, strict=True):
             if copy.requires_grad:
                 raise SideEffectError(
@@ -339,7 +339,7 @@ class RecordedStep:
                     f"{place} what has a gradient, and a later use of it would have one. Work on a "
                     "copy: x = x.clone()."
                 )
-            found.append((Write(place), copy))
+            found.append((InputMutation(place), copy))
         found += self.arguments.refilled()
         for path, name in self.pieces.left.keys() - {*self.hidden.targets}:
             value = vars(self.twin.get_submodule(path))[name]

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from rkgb.costs.op_costs import OpCost, op_key
 from rkgb.device.chosen import device_of
-from rkgb.elements.cut import Cut
+from rkgb.elements.cut import GradientCut
 from rkgb.elements.op import Op
 from rkgb.graphs.basic import HandOver
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
@@ -141,7 +141,7 @@ class _Facts:
         return self.rounded(self._cost(op).workspace_bytes)
 
     def _made(self, op: Op) -> list[str]:
-        if isinstance(op.target, Cut) and op.target.from_outside:
+        if isinstance(op.target, GradientCut) and op.target.from_outside:
             return []  # it has been there
         return made_by(self.infos, op)
 
@@ -210,7 +210,7 @@ class _Facts:
 
     def _reused_bytes(self, op: Op, at: At) -> int:
         """Return the bytes of a whole that lies where its parts were added up."""
-        if not isinstance(op.target, Cut) or op.target.from_outside or not op.inputs:
+        if not isinstance(op.target, GradientCut) or op.target.from_outside or not op.inputs:
             return 0
         root = self.infos[op.inputs[0]].alias_of
         is_alone = self._goes_in(root, at.part) and self.sg.uses_behind.last[root] == at

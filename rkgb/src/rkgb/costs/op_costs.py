@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from rkgb.elements.compiled_call import CompiledCall
-from rkgb.elements.cut import Cut, Part
+from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
@@ -85,7 +85,7 @@ def cost_of_piece(op: Op) -> OpCost | None:
 
     What only hands gradients over costs nothing.
     """
-    if isinstance(op.target, (Cut, Part)):
+    if isinstance(op.target, (GradientCut, GradientPart)):
         return OpCost(0.0)
     if isinstance(op.target, RunPiece):
         piece = op.target.piece

@@ -1,15 +1,22 @@
 """What graphs consist of: operations, facts about tensors, effects, and the arguments of a call.
 
 Gets the arguments and results of calls; gives frozen facts. Read op.py (one operation), then
-tensor_info.py (one tensor), numbers.py (Python numbers of a call), trees.py and sample.py
-(arguments and results taken apart), effect.py (what a forward leaves behind besides its result),
-compiled_call.py (a compiled target), cut.py (where a gradient leaves and comes back) and
-module_paths.py (names of modules in a model).
+tensor_info.py (one tensor), numbers.py (unspecialised numbers of a call), trees.py and sample.py
+(arguments and results flattened), effect.py (side effects of a forward), compiled_call.py (a
+compiled target), cut.py (where a gradient goes to autograd and comes back) and module_paths.py
+(names of modules in a model).
 """
 
 from rkgb.elements.compiled_call import CompiledCall
-from rkgb.elements.cut import Cut, Part
-from rkgb.elements.effect import Assign, Check, Effect, Look, Refill, Write
+from rkgb.elements.cut import GradientCut, GradientPart
+from rkgb.elements.effect import (
+    Assertion,
+    Assign,
+    ContainerMutation,
+    Effect,
+    InputMutation,
+    ObserverHook,
+)
 from rkgb.elements.module_paths import is_inside
 from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import BATCH_NORMS, CAST, Op, Ref
@@ -21,21 +28,21 @@ from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 __all__ = [
     "BATCH_NORMS",
     "CAST",
+    "Assertion",
     "Assign",
-    "Check",
     "CompiledCall",
-    "Cut",
+    "ContainerMutation",
     "Effect",
-    "Look",
+    "GradientCut",
+    "GradientPart",
+    "InputMutation",
     "Numbers",
+    "ObserverHook",
     "Op",
-    "Part",
     "Ref",
-    "Refill",
     "Structure",
     "TensorInfo",
     "UnknownTreeError",
-    "Write",
     "attribute_keyword",
     "attribute_of",
     "flatten",

@@ -1,4 +1,4 @@
-"""Half of a compiled piece, as the target of an operation like any other."""
+"""The forward or the backward of a compiled piece, as the target of an ordinary operation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
 class CompiledCall:
     """The forward or the backward of a class of pieces, as the target of an operation.
 
-    The arguments in the places `frees` are nobody else's: each is freed inside, after its last use.
+    The arguments at the positions `frees` are donated: the call frees each after its last use.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class CompiledCall:
         self.frees = frees
         self.__name__ = name
 
-    def __repr__(self) -> str:  # equal for equal pieces, in every process: costs are kept under it
+    def __repr__(self) -> str:  # the same in every process: a key of recorded costs
         freed = f" frees {sorted(self.frees)}" if self.frees else ""
         return f"compiled {self.digest} {self.side}{freed}"
 
@@ -37,5 +37,5 @@ class CompiledCall:
         return self.run(list(tensors))
 
     def freeing(self, places: frozenset[int]) -> CompiledCall:
-        """Return the same call with arguments that it frees."""
+        """Return the same call, with the arguments at these positions donated to it."""
         return CompiledCall(self.run, self.__name__, self.digest, self.side, self.flops, places)

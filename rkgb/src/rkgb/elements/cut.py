@@ -1,8 +1,8 @@
-"""The places in a backward where a gradient leaves for autograd, part by part, and comes back.
+"""Where a backward passes the gradient of an output to autograd, part by part, and gets it back.
 
-The user has a tensor that others were computed from: a hidden state beside the result. What flows
-through it is autograd's until it has added what comes from outside, and has run hooks. In a graph
-each part goes to a value that stands for what autograd holds, and the whole is made of the last.
+An output may be used by other outputs, as a hidden state beside the result is. Its gradient then
+belongs to autograd, which adds gradients from outside and runs hooks. In a graph, `GradientPart`
+adds a part to the value that autograd holds, and `GradientCut` takes the sum.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Part:
-    """Hands a part of an output's gradient to autograd."""
+class GradientPart:
+    """Passes a part of an output's gradient to autograd."""
 
     root: str  # the output
-    from_outside: bool  # whether one from there is expected to have come before, and this is next
+    from_outside: bool  # whether this is the first part and is added to one from outside
 
     @property
     def __name__(self) -> str:
         return "part"
 
     def __call__(self, *parts: Tensor) -> Tensor:
-        """Return what autograd then holds: the sum so far, if any, and the part."""
+        """Return what autograd then holds: the part, added to the sum so far if there is one."""
         return parts[0] + parts[1] if len(parts) > 1 else parts[0]
 
 
 @dataclass(frozen=True)
-class Cut:
+class GradientCut:
     """Takes the whole gradient of an output from autograd."""
 
     root: str
-    from_outside: bool  # whether a gradient is expected from there, which waits from the beginning
+    from_outside: bool  # whether autograd also holds one from outside, from the beginning on
 
     @property
     def __name__(self) -> str:
         return "cut"
 
     def __call__(self, held: Tensor) -> Tensor:
-        """Return what comes back where nothing changes it."""
+        """Return the gradient as it is, the case in which no hook changes it."""
         return held

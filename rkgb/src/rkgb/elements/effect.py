@@ -1,4 +1,4 @@
-"""What a forward leaves behind besides its result, and a step leaves behind as well."""
+"""Side effects of a forward, which a planned step repeats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rkgb.errors import OtherWayError
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """An attribute or a buffer of a submodule that the forward has set, and not read before."""
+    """An attribute or a buffer of a submodule that the forward sets without reading it before."""
 
     path: str
     name: str
@@ -27,10 +27,10 @@ class Assign:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """A forward hook of a submodule that only looks: it computes nothing and returns nothing.
+class ObserverHook:
+    """A forward hook of a submodule that observes: it computes nothing and returns nothing.
 
-    It is called after the step, with tensors that a gradient can flow back from.
+    It is called after the step, with tensors that gradients can flow back from.
     """
 
     path: str
@@ -38,7 +38,7 @@ class Look:
     key: int  # of the hook in the table
 
     def apply(self, model: nn.Module, value: Any) -> None:
-        """Call the hook, if it is still there, on the arguments that it got when recorded."""
+        """Call the hook, if it is still registered, with the arguments of its recorded call."""
         module = model.get_submodule(self.path)
         hook = getattr(module, self.table).get(self.key)
         if hook is not None:
@@ -46,16 +46,16 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
-    """An argument that the forward changes in place: the step works on a copy, and writes it."""
+class InputMutation:
+    """An argument that the forward changes in place. A step changes a copy and writes it back."""
 
     place: int  # among the leaves of the arguments
 
     def apply(self, leaves: Sequence[Any], value: Tensor) -> None:
-        """Write it.
+        """Copy the new value into the argument of this call.
 
         Raises:
-            OtherWayError: another argument lies in the same memory, and would have changed too.
+            OtherWayError: another argument shares its memory; the forward would change both.
         """
         own = leaves[self.place]
         others = [t for t in leaves if t is not own and isinstance(t, Tensor)]
@@ -68,22 +68,22 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
-class Refill:
-    """An argument that is a container or an object, and holds something else after the forward.
+class ContainerMutation:
+    """An argument that is a container or an object whose content the forward changes.
 
-    A cache, mostly, which gets the keys and values of this call.
+    Mostly a cache, which gets the keys and values of this call.
     """
 
     place: int | str  # of the argument: its position, or its keyword
 
     def apply(self, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> None:
-        """Let the argument of this call hold that."""
+        """Give the argument of this call the content of `value`."""
         old = args[self.place] if isinstance(self.place, int) else kwargs[self.place]
         refilled(old, value)
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Assertion:
     """An assert, or an `if` that raises, on a value that the forward computes."""
 
     path: str
@@ -91,10 +91,10 @@ class Check:
     seen: bool
 
     def apply(self, _model: nn.Module, value: Tensor) -> None:
-        """Look at the value of this step.
+        """Compare the value of this step with the recorded one.
 
         Raises:
-            OtherWayError: it is not what the recording saw.
+            OtherWayError: they differ.
         """
         if bool(value) != self.seen:
             raise OtherWayError(
@@ -102,4 +102,4 @@ class Check:
             )
 
 
-Effect = Assign | Look | Write | Refill | Check
+Effect = Assign | ObserverHook | InputMutation | ContainerMutation | Assertion

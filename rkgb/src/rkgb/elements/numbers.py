@@ -1,8 +1,8 @@
-"""Numbers that a call brings, and what Python's arithmetic makes of them before torch gets it.
+"""Unspecialised numbers: numbers of a call, and Python's arithmetic on them before torch gets them.
 
-A step that was recorded with a scale of 0.5 is the step for a scale of 0.3 with other scalars in
-it, as long as Python would have gone the same way. Both are written down here: how each scalar
-follows from the arguments of a call, and how every comparison that Python has made came out.
+A step recorded with a scale of 0.5 also serves a scale of 0.3: only scalars of operations differ,
+as long as Python takes the same branches. A tape says how each scalar follows from the arguments of
+a call. The outcomes of Python's comparisons are its guards.
 """
 
 from __future__ import annotations
@@ -20,53 +20,57 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
 }
 
-# Numbers of a call on a tape, and their types.
-LEAVES: dict[str, type] = {"leaf": float, "whole leaf": int}
+# Kinds of tape entries that are numbers of the call, with their types.
+LEAVES: dict[str, type] = {"float leaf": float, "int leaf": int}
 
 
-class Number(float):
-    """A scalar argument that each call brings anew: number `place` of those that a program takes.
+class UnspecialisedFloat(float):
+    """A scalar argument whose value each call gives: number `place` of those a program takes.
 
-    Its value is that of the recording, so that whoever measures or prints it need not know.
+    Its value is the recorded one, so code that measures or prints an operation need not know.
     """
 
     __slots__ = ("place",)
     place: int
     kind = float
 
-    def __new__(cls, value: float, place: int) -> Number:
+    def __new__(cls, value: float, place: int) -> UnspecialisedFloat:
         """Return the number at `place`, which was `value` in the recording."""
         made = super().__new__(cls, value)
         made.place = place
         return made
 
     def __eq__(self, other: object) -> bool:  # no constant is equal to it
-        return type(other) is Number and (float(self), self.place) == (float(other), other.place)
+        if type(other) is not UnspecialisedFloat:
+            return False
+        return (float(self), self.place) == (float(other), other.place)
 
-    def __ne__(self, other: object) -> bool:  # a float has one of its own
+    def __ne__(self, other: object) -> bool:  # float defines its own
         return not self == other
 
     def __hash__(self) -> int:
         return hash((float(self), self.place))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Number, (float(self), self.place)
+        return UnspecialisedFloat, (float(self), self.place)
 
 
-class WholeNumber(int):
-    """The same for an int: no slots, which Python has not for ints."""
+class UnspecialisedInt(int):
+    """The same for an int. Python does not allow `__slots__` here."""
 
     place: int
     kind = int
 
-    def __new__(cls, value: int, place: int) -> WholeNumber:
+    def __new__(cls, value: int, place: int) -> UnspecialisedInt:
         """Return the number at `place`, which was `value` in the recording."""
         made = super().__new__(cls, value)
         made.place = place
         return made
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is WholeNumber and (int(self), self.place) == (int(other), other.place)
+        if type(other) is not UnspecialisedInt:
+            return False
+        return (int(self), self.place) == (int(other), other.place)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -75,25 +79,27 @@ class WholeNumber(int):
         return hash((int(self), self.place))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WholeNumber, (int(self), self.place)
+        return UnspecialisedInt, (int(self), self.place)
 
 
-def number_at(value: float, place: int) -> Number | WholeNumber:
-    """Return what stands for a number of a program: an int where it is one."""
-    return WholeNumber(value, place) if type(value) is int else Number(value, place)
+def unspecialised(value: float, place: int) -> UnspecialisedFloat | UnspecialisedInt:
+    """Return the unspecialised number of a program at `place`, of the type of `value`."""
+    if type(value) is int:
+        return UnspecialisedInt(value, place)
+    return UnspecialisedFloat(value, place)
 
 
-def is_number_of_calls(value: Any) -> bool:
-    """Whether a scalar is one that each call brings anew."""
-    return type(value) is Number or type(value) is WholeNumber
+def is_unspecialised(value: Any) -> bool:
+    """Return whether each call gives the value of this scalar."""
+    return type(value) is UnspecialisedFloat or type(value) is UnspecialisedInt
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A number on a tape: of the call, a "constant", or what an operation makes.
+class TapeEntry:
+    """A number on a tape: a number of the call, a "constant", or the result of an operation.
 
-    A "leaf" of the call is a float, a "whole leaf" an int. `parts` are the number of the leaf, the
-    constant, or the places of the operands on the tape.
+    Numbers of the call are "float leaf" and "int leaf". `parts` are the index of the leaf, the
+    constant, or the positions of the operands on the tape.
     """
 
     how: str
@@ -101,8 +107,8 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """A comparison of two numbers on a tape that a forward has made, and how it came out."""
+class Comparison:
+    """A comparison of two numbers on a tape by the recorded forward, and its outcome."""
 
     how: str
     first: int
@@ -112,16 +118,16 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What a program takes from the numbers of a call."""
+    """How the unspecialised numbers of a program follow from the numbers of a call."""
 
-    tape: tuple[Made, ...]
-    compared: tuple[Compared, ...]
-    slots: tuple[int, ...]  # the places on the tape of what the program takes
+    tape: tuple[TapeEntry, ...]
+    compared: tuple[Comparison, ...]
+    slots: tuple[int, ...]  # positions on the tape of the numbers that the program takes
 
     def of(self, leaves: Sequence[Any]) -> tuple[float, ...] | None:
-        """Return what the program takes for a call with these leaves of its arguments.
+        """Return the program's numbers for a call with these leaves of its arguments.
 
-        None where Python would go another way with them, and the recording does not hold.
+        None if a comparison has another outcome: the recording does not hold for this call.
         """
         values = values_on(self.tape, leaves)
         if values is None:
@@ -132,10 +138,10 @@ class Numbers:
         return tuple([values[place] for place in self.slots])
 
 
-def values_on(tape: Sequence[Made], leaves: Sequence[Any]) -> list[Any] | None:
-    """Return every number on a tape; None where one of them is none, or of another type.
+def values_on(tape: Sequence[TapeEntry], leaves: Sequence[Any]) -> list[Any] | None:
+    """Return every number on a tape; None if one cannot be computed or has another type.
 
-    Of ints only powers may be of another type for other values, and these are not followed.
+    Among operations on ints only powers may change their type with the value; they are refused.
     """
     values: list[Any] = []
     for made in tape:

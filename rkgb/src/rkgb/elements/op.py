@@ -1,4 +1,4 @@
-"""One recorded operation: the alphabet of every graph in this package."""
+"""One recorded operation, the element of every graph in this package."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from rkgb.torch_api.kernel_choice import Flags
 
-# While training they write to their statistics, arguments 3 and 4; their schemas do not say so.
+# In training they write to their statistics, arguments 3 and 4. Their schemas do not say so.
 BATCH_NORMS = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
 
-# What autocast casts by.
+# The operation of autocast's casts.
 CAST: Any = torch.ops.aten._to_copy.default
 
-# For display: names that a reader recognises as 'no computation'.
+# For display: operations that compute nothing.
 VIEW_NAMES = frozenset(
     """
     view reshape transpose permute expand unsqueeze squeeze select slice narrow split chunk
@@ -29,7 +29,7 @@ VIEW_NAMES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """The value that goes by `name`, in place of the value itself."""
+    """A reference to the value called `name`."""
 
     name: str
 
@@ -41,23 +41,23 @@ class Ref:
 class Op:
     """`results = target(*args, **kwargs)`: one call of a kernel, below autograd.
 
-    `name` is the first result, or names an operation whose results nobody sees. `sequence_nr` is
-    that of autograd's node: of the one that the operation made in the forward (or the latest before
-    it), of the running one in the backward.
+    `name` is the first result; an operation without visible results has a name of its own.
+    `sequence_nr` is a number of autograd's: in the forward, of the node that the operation made, or
+    the latest before it; in the backward, of the running node.
     """
 
     name: str
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    results: tuple[str, ...]  # one per tensor that it returns, '' where it returns none
-    returns_many: bool = False  # a tuple or list, of any length
+    results: tuple[str, ...]  # one per returned value; '' if it is no tensor
+    returns_many: bool = False  # a tuple or list of any length
     module_path: str = ""
     source: str = ""  # "file.py:12"
     sequence_nr: int = -1
     is_random: bool = False
     writes: tuple[str, ...] = ()  # values and externals that it overwrites
-    flags: Flags = ()  # that the forward has set for it, by which torch chooses kernels
+    flags: Flags = ()  # torch's settings that the forward has changed and that choose kernels
 
     inputs: tuple[str, ...] = field(init=False)  # in argument order, repeated when read twice
 

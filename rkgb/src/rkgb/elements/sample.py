@@ -1,4 +1,4 @@
-"""The arguments of one call, taken apart once for everyone on the road."""
+"""The arguments of one call, flattened once for all later stages."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rkgb.errors import TraceError
 from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.torch_private import is_cast_anew
 
-_ATTRIBUTE = "~"  # begins keywords that no forward can have
+_ATTRIBUTE = "~"  # first character of keywords that no forward can have
 
 
 def attribute_keyword(path: str, name: str) -> str:
-    """Return the keyword under which a sample holds a number among the attributes of a submodule.
+    """Return the keyword for a number that is an attribute of a submodule.
 
-    The submodule gets it as that attribute, and the forward does not see the keyword.
+    A sample holds such numbers beside the arguments; the forward does not get the keyword.
     """
     return f"{_ATTRIBUTE}{path}{_ATTRIBUTE}{name}"
 
 
 def attribute_of(keyword: str) -> tuple[str, str] | None:
-    """Return path and name of the attribute that a keyword stands for; None: it is a plain one.
+    """Return path and name of the attribute of such a keyword; None for a plain keyword.
 
     Examples:
         >>> attribute_of(attribute_keyword("layer.0", "scale"))
@@ -41,9 +41,9 @@ def attribute_of(keyword: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a module is called with, and the device that both are on.
+    """The arguments of a call, and the device of arguments and module.
 
-    Among the keywords may be numbers that the module has as attributes (`attribute_keyword`).
+    The keywords may include attributes of the module that are numbers (`attribute_keyword`).
 
     Examples:
         >>> sample = Sample.of(nn.Linear(2, 3), torch.ones(4, 2))
@@ -68,8 +68,8 @@ class Sample:
         """Read a sample given as a tensor, a tuple of arguments, or a dict of keywords.
 
         Raises:
-            TraceError: model and sample are on several devices, or not on the one asked for; or an
-                argument holds tensors in a way that cannot be taken apart.
+            TraceError: model and sample are on several devices, or not on `device`; or an argument
+                holds tensors and cannot be flattened.
         """
         args, keywords = bind_inputs(inputs, kwargs)
         try:
@@ -96,15 +96,14 @@ class Sample:
         return cls(args, keywords, tuple(leaves), structure, place)
 
     def with_leaves(self, leaves: tuple[Any, ...]) -> Sample:
-        """Return the sample with other tensors and values in its places."""
+        """Return the sample with other leaves."""
         args, kwargs = self.structure.unflatten(leaves)
         return Sample(args, kwargs, leaves, self.structure, self.device)
 
     def detached(self) -> Sample:
-        """Return the sample with every tensor a new leaf on the same memory.
+        """Return the sample with each tensor replaced by a new leaf on the same memory.
 
-        A tensor that is given twice stays one object. Autocast treats the new leaves as it treats
-        the old tensors.
+        A tensor that is given twice remains one object. Autocast treats a new leaf like its tensor.
         """
         made: dict[int, Tensor] = {}
 
@@ -133,7 +132,7 @@ class Sample:
         return {name: v for name, v in self.kwargs.items() if attribute_of(name) is not None}
 
     def set_attributes(self, model: nn.Module) -> None:
-        """Set on a module the attributes whose numbers are in the sample."""
+        """Set the sample's attributes on a module."""
         for keyword, value in self.attributes.items():
             path, name = attribute_of(keyword) or ("", "")
             vars(model.get_submodule(path))[name] = value
@@ -162,7 +161,7 @@ def check_device(
     """Return the one device that the model and the sample are on.
 
     Raises:
-        TraceError: they are on several devices, or not on the `device` that was asked for.
+        TraceError: they are on several devices, or not on `device`.
         UnsupportedDeviceError: it is neither a CPU nor CUDA.
     """
     found: dict[torch.device, str] = {}
@@ -178,7 +177,7 @@ def check_device(
             "Move both with .to(device) first."
         )
     only = next(iter(found), torch.device("cpu"))
-    device_of(only)  # refuses devices that nothing is known about
+    device_of(only)  # refuses unknown devices
     asked = only if device is None else torch.device(device)
     if asked.type != only.type or asked.index not in (None, only.index):
         raise TraceError(

@@ -1,8 +1,8 @@
-"""Tensors that are a shell around another: distributed ones, and results of running collectives.
+"""Wrapper subclasses of tensors: distributed tensors, and results of asynchronous collectives.
 
-A distributed tensor says it has the whole shape and has the memory of its own part. The result of a
-collective may not be there yet: whoever reads its memory must wait, which torch does when such a
-tensor is dispatched. Kernels that are called directly know of neither.
+A distributed tensor has the shape of the whole and the memory of its local part. The result of an
+asynchronous collective may not exist yet. Torch waits for it at the next dispatch, but a kernel
+that is called directly does not: its caller has to wait.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """Return the tensor that has the memory: the innermost of shells, or the tensor itself."""
+    """Return the tensor that owns the memory: the innermost wrapped one, or the tensor itself."""
     while type(tensor) not in _PLAIN and (inner := _inside(tensor)) is not None:
         tensor = inner[1]
     return tensor
 
 
-def around(tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """Return what puts the shell of a tensor around another one in its memory's place.
+def wrapper_of(tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """Return a function that wraps another local tensor as this one is wrapped.
 
-    None for a plain tensor. What runs is waited for, so its shell is left out.
+    None for a plain tensor. The wrapper of an asynchronous result is left out.
     """
     if type(tensor) in _PLAIN or (inner := _inside(tensor)) is None:
         return None
     if is_running(tensor):
-        return around(inner[1])
+        return wrapper_of(inner[1])
     kind: Any = type(tensor)
     names, spec = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     parts = {name: getattr(tensor, name) for name in names if name != inner[0]}
-    size, stride, deeper = tensor.size(), tensor.stride(), around(inner[1])
+    size, stride, deeper = tensor.size(), tensor.stride(), wrapper_of(inner[1])
 
     def wrap(part: Tensor) -> Tensor:
         whole = part if deeper is None else deeper(part)
@@ -46,14 +46,14 @@ def around(tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
 
 
 def is_running(value: Any) -> bool:
-    """Whether a value is the result of a collective that may still run."""
+    """Return whether a value is the result of a collective that may still run."""
     return (
         type(value) not in _PLAIN and isinstance(value, Tensor) and hasattr(value, "trigger_wait")
     )
 
 
 def settled(value: Any) -> Any:
-    """Return the plain result of a collective once it is there; anything else as it is."""
+    """Wait for the result of a collective and return it; return any other value unchanged."""
     if not is_running(value):
         return value
     if torch.is_grad_enabled() and value.requires_grad:
@@ -62,7 +62,7 @@ def settled(value: Any) -> Any:
 
 
 def _inside(tensor: Tensor) -> tuple[str, Tensor] | None:
-    """Return the only tensor that another is made of, and its name; None where there is no such."""
+    """Return name and value of the one tensor that this one wraps, or None."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return None

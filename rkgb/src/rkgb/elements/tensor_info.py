@@ -14,11 +14,10 @@ from rkgb.elements.spread import memory_of
 class TensorInfo:
     """Shape, type and layout of a value, and the value whose storage it shares.
 
-    A sparse value has no strides, and the storage of its values.
-
-    `alias_of` names the value that made the storage; it equals the value's own name when the
-    storage is its own. `size_bytes` is the size of the tensor's elements, `storage_bytes` that of
-    its storage: of a distributed tensor, of this process's part.
+    `alias_of` names the value that made the storage; it is the value's own name if the storage is
+    its own. `size_bytes` is the size of the tensor's elements, `storage_bytes` that of its storage.
+    For a distributed tensor both are those of the local part. A sparse tensor has no strides; its
+    storage is that of its values.
     """
 
     shape: tuple[int, ...]
@@ -29,12 +28,12 @@ class TensorInfo:
     size_bytes: int
     storage_bytes: int
     offset: int = 0  # of the first element in the storage, in elements
-    is_on_host: bool = False  # in the CPU's memory, where seeds of attention lie in a CUDA graph
+    is_on_host: bool = False  # in the CPU's memory, like the seed of attention
     is_conj: bool = False  # a lazily conjugated view: some kernels copy it first
 
     @classmethod
     def of(cls, tensor: Tensor, alias_of: str, storage_bytes: int) -> TensorInfo:
-        """Return the facts about a tensor whose storage is `alias_of`'s."""
+        """Return the facts about a tensor that lies in the storage of `alias_of`."""
         is_strided = tensor.layout is torch.strided
         return cls(
             tuple(tensor.shape),
@@ -51,7 +50,7 @@ class TensorInfo:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the elements lie without gaps and overlaps, so that a copy lies as they do."""
+        """Whether the elements lie without gaps and overlaps: a copy then has the same strides."""
         if len(self.stride) != len(self.shape):
             return False
         expected = 1
@@ -73,9 +72,9 @@ def _element_bytes(tensor: Tensor) -> int:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return a number that two tensors share exactly when they share their memory.
+    """Return a number that is equal for two tensors exactly if they share their memory.
 
-    Valid only while both are alive: a freed storage's number is used again.
+    It holds only while both are alive: the number of a freed storage is used again.
     """
     return int(storage_of(tensor)._cdata)
 
@@ -84,7 +83,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """Return the storage of a tensor, or of the values of a sparse one.
 
     Raises:
-        NotImplementedError: its layout is another one.
+        NotImplementedError: the layout is neither strided nor sparse.
     """
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()

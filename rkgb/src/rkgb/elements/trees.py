@@ -1,8 +1,8 @@
-"""Take arguments and results apart into tensors, and put other tensors into their places.
+"""Flatten arguments and results into tensors, and build them again from other tensors.
 
-Tuples, lists, dicts and what torch's pytree knows are taken apart as pytree does. An object that
-holds tensors without saying how (a cache, a batch, a dataclass) is taken apart by its contents and
-attributes, and made anew of the same type with the same attributes: its `__init__` does not run.
+Tuples, lists, dicts and types that torch's pytree knows are flattened by pytree. Other objects that
+hold tensors (a cache, a batch, a dataclass) are flattened by contents and attributes. The copy gets
+the same type and attributes without a call of `__init__`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
 )
-# Never looked into: nothing in them belongs to one step.
+# Never flattened: nothing in them belongs to one step.
 _CLOSED = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module)
-_DEPTH = 12  # of objects in objects
+_DEPTH = 12  # limit of nested objects
 
 
 class UnknownTreeError(Exception):
-    """An object that holds tensors cannot be taken apart; `found` is its type's name."""
+    """An object that holds tensors cannot be flattened; `found` is the name of its type."""
 
     def __init__(self, found: str, why: str) -> None:
         super().__init__(f"an object of type {found} {why}")
@@ -41,11 +41,11 @@ class UnknownTreeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """An object with tensors inside: its type, the names of its attributes, what they hold."""
+    """An object that holds tensors: its type, the names of its attributes, their structure."""
 
     kind: type
     names: tuple[str, ...]
-    content: Structure  # of (items of the container that it is, or None; attributes)
+    content: Structure  # of (its items if it is a container, else None; its attributes)
 
     def make(self, leaves: Iterator[Any]) -> Any:
         items, *values = self.content._take(leaves)
@@ -62,7 +62,7 @@ class _Object:
 
 @dataclass(frozen=True, slots=True)
 class _Constant:
-    """An object without tensors that a step made: each use gets one of its own."""
+    """An object without tensors that a step makes: each use gets a copy."""
 
     value: Any
 
@@ -72,10 +72,10 @@ class _Constant:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What is left of a tree without its leaves. Equal structures have equal types everywhere."""
+    """A tree without its leaves. Equal structures have equal types at every node."""
 
     spec: pytree.TreeSpec
-    inner: tuple[_Object | _Constant | None, ...]  # one per leaf of `spec`; None: a leaf of ours
+    inner: tuple[_Object | _Constant | None, ...]  # one per leaf of `spec`; None: a leaf
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """Return the tree with these leaves."""
@@ -86,7 +86,7 @@ class Structure:
         return pytree.tree_unflatten(taken, self.spec)
 
     def shown(self) -> Any:
-        """Return the tree with a star for each leaf and a name for each object."""
+        """Return the tree for display: a star for each leaf, the type of each object."""
         parts = ["*" if part is None else _Named(part) for part in self.inner]
         return pytree.tree_unflatten(parts, self.spec)
 
@@ -97,11 +97,11 @@ class Structure:
 def flatten(tree: Any, own: Mapping[int, Any] | None = None) -> tuple[list[Any], Structure]:
     """Return (leaves, structure): leaves are tensors, plain values, and objects without tensors.
 
-    With `own`, which says by identity what a module holds itself, other objects without tensors
-    belong to the structure, and `unflatten` copies them.
+    `own` holds the ids of objects that belong to a module. With it, all other objects without
+    tensors belong to the structure, and `unflatten` copies them.
 
     Raises:
-        UnknownTreeError: an object holds tensors in a way that cannot be copied.
+        UnknownTreeError: an object holds tensors and cannot be copied.
     """
     leaves: list[Any] = []
     return leaves, _flatten(tree, leaves, own, ())
@@ -138,7 +138,7 @@ def _parts(value: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     elif isinstance(value, (list, tuple)):
         items = list(value)
     elif kind.__new__ is not object.__new__ and not hasattr(value, "__dict__"):
-        raise UnknownTreeError(kind.__name__, "cannot be made anew")
+        raise UnknownTreeError(kind.__name__, "cannot be copied")
     names = tuple(_attributes(value))
     return names, (items, *(getattr(value, name) for name in names))
 
@@ -153,7 +153,7 @@ def _attributes(value: Any) -> Iterator[str]:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether a tensor is found in a tree, or in the attributes of an object in it."""
+    """Return whether there is a tensor in a tree, or in the attributes of an object in it."""
     seen: set[int] = set()
     stack = [(value, 0)]
     while stack:
@@ -174,7 +174,7 @@ def holds_tensors(value: Any) -> bool:
 
 
 def refilled(old: Any, new: Any) -> Any:
-    """Return `old`, made to hold what `new` holds; or `new`, where `old` cannot be changed."""
+    """Give `old` the content of `new` and return it; return `new` if `old` cannot be changed."""
     plain = isinstance(new, (Tensor, *_PLAIN, *_CLOSED))
     if old is new or plain or type(old) is not type(new):
         return new

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rkgb.elements.cut import Cut
+from rkgb.elements.cut import GradientCut
 from rkgb.elements.effect import Effect
 from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import Op, Ref
@@ -158,7 +158,7 @@ class BasicGraph:
     infos: Mapping[str, TensorInfo]  # of every value, of forward and backward
     roots: tuple[str, ...]  # outputs from which a gradient can flow back, each once
     kind: BackwardKind  # one tangent per root
-    tangent_names: tuple[str | None, ...]  # one per root; None where a `Cut` takes it, too
+    tangent_names: tuple[str | None, ...]  # one per root; None where a `GradientCut` takes it, too
     device: torch.device
     model_name: str
     opaque: tuple[str, ...] = ()  # submodules that are run whole
@@ -227,7 +227,7 @@ class BasicGraph:
     @cached_property
     def cuts(self) -> tuple[Op, ...]:
         """The operations of the backward that take gradients of outputs from autograd, in order."""
-        return tuple(op for op in self.backward if isinstance(op.target, Cut))
+        return tuple(op for op in self.backward if isinstance(op.target, GradientCut))
 
     def __str__(self) -> str:
         lines = [f"{self.model_name}({', '.join(n for n in self.inputs if n)})"]

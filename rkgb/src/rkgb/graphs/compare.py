@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rkgb.elements.numbers import is_number_of_calls
+from rkgb.elements.numbers import is_unspecialised
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
@@ -128,7 +128,7 @@ def _scalars_of(target: Any) -> tuple[tuple[str, ...], frozenset[str]]:
 
 def _kind(value: Any) -> type:
     kind = type(value)
-    return value.kind if is_number_of_calls(value) else kind
+    return value.kind if is_unspecialised(value) else kind
 
 
 def _same_value(a: Any, b: Any, is_scalar: bool) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rkgb.elements.module_paths import around
-from rkgb.elements.numbers import is_number_of_calls
+from rkgb.elements.numbers import is_unspecialised
 from rkgb.elements.op import Op, Ref
 from rkgb.graphs.basic import BasicGraph
 
@@ -119,7 +119,7 @@ class _Differences:
                 yield was, b.kwargs[name]
 
     def _is_same(self, a: Any, b: Any) -> bool:
-        if is_number_of_calls(a):
+        if is_unspecialised(a):
             a = self.numbers[a.place] if a.place < len(self.numbers) else a
         kind = type(a)
         if kind is not type(b):

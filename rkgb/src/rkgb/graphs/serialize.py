@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rkgb.elements.cut import Cut, Part
+from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.elements.trees import Structure
@@ -105,9 +105,9 @@ def _tensor_from_json(row: Mapping[str, Any]) -> Tensor:
 
 
 def _target_name(target: Any) -> str:
-    if isinstance(target, Part):
+    if isinstance(target, GradientPart):
         return f"{'part and outside' if target.from_outside else 'part'}:{target.root}"
-    if isinstance(target, Cut):
+    if isinstance(target, GradientCut):
         return f"{'cut and outside' if target.from_outside else 'cut'}:{target.root}"
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
@@ -123,9 +123,9 @@ def _target_name(target: Any) -> str:
 def _target_of(name: str) -> Callable[..., Any]:
     kind, _, root = name.partition(":")
     if kind.startswith("part"):
-        return Part(root, from_outside=kind != "part")
+        return GradientPart(root, from_outside=kind != "part")
     if kind.startswith("cut"):
-        return Cut(root, from_outside=kind != "cut")
+        return GradientCut(root, from_outside=kind != "cut")
     try:
         if name.startswith("operator."):
             found: Any = getattr(operator, name.removeprefix("operator."))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from rkgb.elements.spread import around, memory_of, settled
+from rkgb.elements.spread import memory_of, settled, wrapper_of
 from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.errors import OpaquePieceError
 from rkgb.torch_api.patches import Patches
@@ -39,7 +39,7 @@ class _Saved:
 
     def give_up(self, place: tuple[str, int]) -> None:
         assert self.tensor is not None
-        self.place, self.shell = place, around(self.tensor)
+        self.place, self.shell = place, wrapper_of(self.tensor)
         tensor = memory_of(self.tensor)
         self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
         self.tensor = None

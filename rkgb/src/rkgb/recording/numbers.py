@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from rkgb.elements.numbers import COMPARISONS, OPERATIONS, Compared, Made
+from rkgb.elements.numbers import COMPARISONS, OPERATIONS, Comparison, TapeEntry
 
 # (comparison, number): what must come out as it did, since torch goes another way at that number.
 Limits = tuple[tuple[str, float], ...]
@@ -71,9 +71,9 @@ class NumberTrace:
     # The module itself: attributes among the leaves are followed there, too. A function that was
     # made with the module in it reads them in no copy.
     owners: Sequence[Any] = ()
-    tape: list[Made] = field(default_factory=list)
+    tape: list[TapeEntry] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
-    compared: dict[Compared, None] = field(default_factory=dict)
+    compared: dict[Comparison, None] = field(default_factory=dict)
     uses: dict[int, tuple[int, ...]] = field(default_factory=dict)  # operation -> what it may take
     escaped: str = ""  # how a number did
 
@@ -84,12 +84,14 @@ class NumberTrace:
 
         def followed(place: int, leaf: Any) -> Any:
             if place in self.whole:
-                return self.add(Made("whole leaf", (place,)), leaf)
-            return self.add(Made("leaf", (place,)), leaf) if type(leaf) is float else leaf
+                return self.add(TapeEntry("int leaf", (place,)), leaf)
+            return (
+                self.add(TapeEntry("float leaf", (place,)), leaf) if type(leaf) is float else leaf
+            )
 
         return tuple(followed(place, leaf) for place, leaf in enumerate(leaves))
 
-    def add(self, made: Made, value: float) -> Tracked | TrackedWhole:
+    def add(self, made: TapeEntry, value: float) -> Tracked | TrackedWhole:
         """Write a number on the tape."""
         self.tape.append(made)
         self.values.append(value)
@@ -103,7 +105,7 @@ class NumberTrace:
             return place
         if type(number) not in (int, float, bool):
             return None
-        return self.add(Made("constant", (number,)), number).place
+        return self.add(TapeEntry("constant", (number,)), number).place
 
     def escape(self, how: str) -> None:
         """Note that a value was seen by what is not followed."""
@@ -124,7 +126,7 @@ class NumberTrace:
         if type(value) is not float and (type(value) is not int or how == "pow"):
             self.escape(how)
             return value
-        return self.add(Made(how, tuple(known)), value)
+        return self.add(TapeEntry(how, tuple(known)), value)
 
     def compare(self, how: str, first: Any, second: Any) -> Any:
         """Compare numbers as Python does; from now on it is to come out so."""
@@ -132,7 +134,7 @@ class NumberTrace:
         if places[0] is None or places[1] is None:
             return NotImplemented
         outcome = bool(COMPARISONS[how](self.values[places[0]], self.values[places[1]]))
-        self.compared[Compared(how, places[0], places[1], outcome)] = None
+        self.compared[Comparison(how, places[0], places[1], outcome)] = None
         return outcome
 
     def plain(self, tree: Any, found: list[int]) -> Any:

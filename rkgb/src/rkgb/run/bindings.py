@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.elements.numbers import is_number_of_calls
+from rkgb.elements.numbers import is_unspecialised
 from rkgb.elements.op import Op
 from rkgb.torch_api.kernel_choice import calling_with
 from rkgb.torch_api.torch_private import DispatchMode, binding_places
@@ -84,7 +84,7 @@ class _Seen(DispatchMode):
 
 
 def _same(ours: Any, seen: Any) -> bool:
-    if is_number_of_calls(ours):  # torch sees its value
+    if is_unspecialised(ours):  # torch sees its value
         ours = ours.kind(ours)
     if isinstance(ours, Tensor) or isinstance(seen, Tensor):
         return ours is seen

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rkgb.elements.cut import Cut, Part
+from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
@@ -74,7 +74,7 @@ class _Rewriting:
         for node in nodes:  # whose gradient is handed over may read it at any time
             self.own -= roots_of(infos, (hand_over.value for hand_over in node.hand_overs))
             for op in node.backward:
-                if isinstance(op.target, (Cut, Part)):  # so may whom it passes on its way
+                if isinstance(op.target, (GradientCut, GradientPart)):  # hooks may keep it
                     self.own -= roots_of(infos, (*op.inputs, op.name))
 
     def root(self, storage: str) -> str:

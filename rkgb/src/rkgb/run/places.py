@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rkgb.device.chosen import device_of
-from rkgb.elements.cut import Cut
+from rkgb.elements.cut import GradientCut
 from rkgb.graphs.simplified import SimplifiedGraph
 
 Step = tuple[Literal["F", "B"], int]
@@ -66,7 +66,9 @@ def waiting_places(
     for t in range(len(steps)):
         room = min(room, spare_bytes[t]) if spare_bytes else -1
         kind, index = steps[t]
-        if kind == "B" and any(isinstance(op.target, Cut) for op in sg.nodes[index].backward):
+        if kind == "B" and any(
+            isinstance(op.target, GradientCut) for op in sg.nodes[index].backward
+        ):
             room = -1  # what was made before the gradient of an output goes before
         if t not in parts:
             continue

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from rkgb.elements.cut import Cut, Part
+from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
@@ -286,7 +286,7 @@ def _calls_and_cuts(node: int, ops: Sequence[Op]) -> list[Statement]:
     """Return the statements of a backward; last parts go where the whole is received."""
     lines: list[Statement] = []
     for op in ops:
-        if not isinstance(op.target, (Cut, Part)):
+        if not isinstance(op.target, (GradientCut, GradientPart)):
             lines.append(Call(op))
             continue
         last = lines[-1] if lines else None
@@ -294,7 +294,7 @@ def _calls_and_cuts(node: int, ops: Sequence[Op]) -> list[Statement]:
             lines.pop()
         else:
             last = Give(node, (), (), output=op.target.root)
-        if isinstance(op.target, Part):
+        if isinstance(op.target, GradientPart):
             part = (op.target.root, op.inputs[-1])
             lines.append(replace(last, gradients=(*last.gradients, part)))
         else:

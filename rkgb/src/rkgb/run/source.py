@@ -57,7 +57,7 @@ from torch.profiler import record_function
 from rkgb.device.profiled import is_profiled_by_user
 from rkgb.device.rng import RngState
 from rkgb.elements.compiled_call import CompiledCall
-from rkgb.elements.numbers import is_number_of_calls
+from rkgb.elements.numbers import is_unspecialised
 from rkgb.elements.op import Op, Ref
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.opaque.piece import RunPieceBackward
@@ -299,7 +299,7 @@ class _Writer:
         if isinstance(tree, (list, tuple)):
             inner = ", ".join(map(self._text, tree))
             return f"[{inner}]" if isinstance(tree, list) else f"({inner}{',' * (len(tree) == 1)})"
-        if is_number_of_calls(tree):
+        if is_unspecialised(tree):
             return f"numbers[{tree.place}]"
         if tree is None or isinstance(tree, (bool, str)) or type(tree) is int:
             return repr(tree)

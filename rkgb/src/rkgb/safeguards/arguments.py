@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rkgb.elements.effect import Refill
+from rkgb.elements.effect import ContainerMutation
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import flatten, holds_tensors, refilled
 from rkgb.errors import BrokenPieceError, SideEffectError
@@ -33,7 +33,7 @@ class Arguments:
             if not isinstance(leaf, _PLAIN) and hasattr(leaf, "__dict__")
         ]
 
-    def refilled(self) -> list[tuple[Refill, Any]]:
+    def refilled(self) -> list[tuple[ContainerMutation, Any]]:
         """Return those that hold something else now.
 
         Raises:
@@ -51,7 +51,7 @@ class Arguments:
         for place, value, leaves, structure in self._before:
             now, other = flatten(value)
             if other != structure or not all(map(_same, now, leaves)):
-                found.append((Refill(place), value))
+                found.append((ContainerMutation(place), value))
         return found
 
 

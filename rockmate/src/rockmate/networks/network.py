@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rkgb.compiled import CompiledGraph
 from rkgb.costs import FlopCost, Measured, NodeFacts, OpCost, measure_resized, op_key
-from rkgb.elements import Write
+from rkgb.elements import InputMutation
 from rkgb.engine import Sample, device_of, external_values, measure, node_facts, operations
 from rkgb.graphs import SimplifiedGraph
 from rkgb.opaque import RunPiece
@@ -130,7 +130,7 @@ def _readers_of_written(graph: SimplifiedGraph) -> frozenset[int]:
     An argument is written to in the end.
     """
     basic, infos = graph.dataflow.basic, graph.dataflow.infos
-    written = {basic.inputs[e.place] for e in basic.effects if isinstance(e, Write)}
+    written = {basic.inputs[e.place] for e in basic.effects if isinstance(e, InputMutation)}
     return frozenset(
         index
         for index, node in enumerate(graph.nodes)

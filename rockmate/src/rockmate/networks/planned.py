@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from rkgb import RkgbError
 from rkgb.costs import op_key
 from rkgb.elements import (
+    Assertion,
     Assign,
-    Check,
+    ContainerMutation,
     Effect,
-    Look,
+    InputMutation,
     Numbers,
+    ObserverHook,
     Ref,
-    Refill,
     Structure,
-    Write,
     is_inside,
 )
 from rkgb.engine import (
@@ -116,7 +116,7 @@ class Planned:
     @cached_property
     def may_go_another_way(self) -> bool:
         """Whether a step may find that its recording does not hold for it."""
-        checks = any(isinstance(effect, (Check, Write)) for effect in self.effects)
+        checks = any(isinstance(effect, (Assertion, InputMutation)) for effect in self.effects)
         ops = self.network.graph.dataflow.basic.ops
         return checks or any(isinstance(op.target, RunPiece) for op in ops)
 
@@ -181,12 +181,12 @@ class Planned:
             return result
         result, values = result
         for effect, value in zip(self.effects, values, strict=True):
-            if isinstance(effect, Write):
+            if isinstance(effect, InputMutation):
                 effect.apply(leaves, value)
-            elif isinstance(effect, Refill):
+            elif isinstance(effect, ContainerMutation):
                 if call is not None:
                     effect.apply(*call, value)
-            elif looks or not isinstance(effect, Look):
+            elif looks or not isinstance(effect, ObserverHook):
                 effect.apply(model, value)
         return result
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.capture import twin_of
-from rkgb.elements import Effect, Look, Write, flatten
+from rkgb.elements import Effect, InputMutation, ObserverHook, flatten
 from rkgb.engine import Sample, device_of, external_values
 from rkgb.safeguards import drawn_elsewhere, other_threads
 from rockmate.comparison.agreement import agree, refuse
@@ -77,7 +77,7 @@ def own_copy(leaf: Any) -> Any:
 
 def _own_copies(sample: Sample, effects: Sequence[Effect]) -> Sample:
     """Return the sample with copies of the arguments that a step writes to."""
-    written = {effect.place for effect in effects if isinstance(effect, Write)}
+    written = {effect.place for effect in effects if isinstance(effect, InputMutation)}
     copies = {id(sample.leaves[place]): own_copy(sample.leaves[place]) for place in written}
     leaves = (copies.get(id(leaf), leaf) for leaf in sample.leaves)
     return sample.with_leaves(tuple(leaves)) if written else sample
@@ -92,7 +92,7 @@ def _twin(model: nn.Module, sample: Sample, written: Collection[str]) -> nn.Modu
 def without_looks(twin: nn.Module, effects: Sequence[Effect]) -> nn.Module:
     """Take the hooks off that only look: a step of a copy is none of theirs."""
     for effect in effects:
-        if isinstance(effect, Look):
+        if isinstance(effect, ObserverHook):
             getattr(twin.get_submodule(effect.path), effect.table).pop(effect.key)
     return twin
 
