@@ -2,7 +2,8 @@
 
 Gets torch's private names from `torch_api`; gives one object per device (base.py, chosen.py), a
 memory meter for named spans, and the state of the random generators. Read cuda.py for how peaks are
-counted there, profiled.py for the CPU, and testing.fake_cuda for the rules of CUDA on a CPU.
+counted on CUDA and profiled.py for the CPU. `test_support/fake_cuda` applies the rules of CUDA on
+a CPU.
 """
 
 from rkgb.device.base import Device

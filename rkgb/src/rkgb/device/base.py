@@ -1,4 +1,4 @@
-"""What a device must be able to tell."""
+"""The interface of a device."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rkgb.device.trace import MemoryTrace, Span
 
 @dataclass(frozen=True, slots=True)
 class CallTime:
-    """What one call took: the device for its kernels, and the host to start them."""
+    """The time of one call: of its kernels on the device, and of the host that launches them."""
 
     device_ms: float
     host_ms: float
-    waited_ms: float = 0.0  # for a core that another program had, as far as that is known
+    waited_ms: float = 0.0  # for a core that another program used, as far as known
 
 
 class Device(ABC):
-    """What the road from a module to a plan asks a device for."""
+    """Memory, time and random numbers of one device."""
 
     def __init__(self, where: torch.device) -> None:
         self.where = where
@@ -32,7 +32,7 @@ class Device(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The device in words, for recordings of costs."""
+        """The device's name for files of recorded costs."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -41,58 +41,58 @@ class Device(ABC):
 
     @property
     def why_uncounted(self) -> str | None:
-        """Why the allocator's counters cannot be trusted, or None if they can."""
+        """Why the allocator's counters are wrong, or None if they are right."""
         return None
 
     @abstractmethod
     def block_bytes(self, size_bytes: int) -> int:
-        """Return what the allocator hands out at least for one request."""
+        """Return the bytes that the allocator hands out at least for one request."""
 
     @abstractmethod
     def trace_memory(self, run: Callable[[Span], object]) -> MemoryTrace:
-        """Call `run(span)` and return its memory; the result is dropped afterwards."""
+        """Call `run(span)` and return its memory. Its result is dropped."""
 
     @abstractmethod
     def time(self, call: Callable[[], object]) -> CallTime:
-        """Return what a call takes of the device and of the host."""
+        """Return the time of a call on the device and on the host."""
 
     def counting_own_time(self) -> AbstractContextManager[None]:
-        """Let `time` tell, inside, what a call takes by itself where other programs compute."""
+        """Inside, `time` leaves out what other programs on the machine add to a call."""
         return nullcontext()
 
     @property
     @abstractmethod
     def is_asynchronous(self) -> bool:
-        """Whether the host goes on while kernels run."""
+        """Whether the host continues while kernels run."""
 
     @abstractmethod
     def random_state(self) -> Tensor | None:
-        """Return the state of the device's own generator; None where it has none."""
+        """Return the state of the device's own generator, or None if it has none."""
 
     def copied_generator(self) -> torch.Generator | None:
-        """Return a copy of the device's own generator; None where it has none."""
+        """Return a copy of the device's own generator, or None if it has none."""
         return None
 
     @abstractmethod
     def set_random_state(self, state: Tensor) -> None:
-        """Put the state of the device's own generator back."""
+        """Restore the state of the device's own generator."""
 
     @property
     @abstractmethod
     def random_state_bytes(self) -> int:
-        """Bytes of the device's memory that a kept random state takes."""
+        """Bytes of device memory that a saved random state takes."""
 
     def free_bytes(self) -> int | None:
-        """Return how much more could be allocated now; None where that is not known."""
+        """Return how many bytes could be allocated at present, or None if that is not known."""
         return None
 
     def warm_up(self) -> None:
-        """Let libraries take what they keep, in all threads that will compute."""
+        """Let libraries allocate their lasting workspaces, in all threads that will compute."""
         return
 
     def give_back(self) -> None:
-        """Give what nobody uses any more back to the system: of cycles, what is young.
+        """Return unused memory to the system, after collecting the young garbage.
 
-        A search of all objects takes 0.2 s in a program with a few libraries.
+        A full collection takes 0.2 s in a program with a few libraries.
         """
         gc.collect(1)

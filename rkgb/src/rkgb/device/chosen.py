@@ -1,11 +1,11 @@
-"""One object for everything that differs between devices, and the only place that asks which.
+"""One object for everything that differs between devices, chosen only here.
 
     device = device_of(tensor.device)
     device.block_bytes(1000)        # 1024 on CUDA, 1000 on a CPU
     device.trace_memory(run)        # by the allocator's counters, or by the profiler's events
-    device.time(call)               # what the kernels took, and what launching them took
+    device.time(call)               # the time of the kernels, and of launching them
 
-`standing_in` lets another object answer for a device: `FakeCuda` brings the rules of CUDA to a CPU.
+`standing_in` lets another object answer for a device: `FakeCuda` applies CUDA's rules on a CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def device_of(where: torch.device | str) -> Device:
     """Return the object that answers for a device.
 
     Raises:
-        UnsupportedDeviceError: its memory cannot be counted, or its random numbers not be repeated.
+        UnsupportedDeviceError: its memory cannot be counted, or its random numbers not repeated.
     """
     where = torch.device(where)
     for device in reversed(_standing_in):

@@ -1,4 +1,4 @@
-"""The CPU: no counters, no blocks, everything at once."""
+"""The CPU: no allocator counters, no blocks, and synchronous calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rkgb.device.base import CallTime, Device
 from rkgb.device.profiled import trace_by_profiler
 from rkgb.device.trace import MemoryTrace, Span
 
-_STATE_BYTES = torch.get_rng_state().numel()  # asked once: the answer lies in counted memory
+_STATE_BYTES = torch.get_rng_state().numel()  # read once: reading it allocates counted memory
 
 
 class Cpu(Device):
@@ -46,7 +46,7 @@ class Cpu(Device):
 
     @contextlib.contextmanager
     def counting_own_time(self) -> Iterator[None]:
-        # With several threads, the one that is watched waits, awake, for those without a core.
+        # With several threads, the timed one would spin while it waits for those without a core.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         self._counts_own_time = True

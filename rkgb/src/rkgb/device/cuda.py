@@ -1,7 +1,7 @@
 """CUDA: counters of the allocator, events, generators.
 
-ROCm, which torch calls 'cuda' too, is refused in chosen.py: its products of half precision run in
-another way inside a backward, so that what is recomputed there has other bits.
+ROCm, which torch also calls 'cuda', is refused in chosen.py. Its half-precision products use
+another method inside a backward, so recomputed values would have other bits.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rkgb.torch_api.torch_private import allocator_settings, keep_cuda_busy
 
 # The allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 BLOCK_BYTES = 512
-# How long the device is kept busy before a call is timed: longer than the host needs to start it.
+# How long the device is kept busy before a timed call: longer than the host needs to launch it.
 _HEAD_START_CYCLES = 400_000
-_WAKE_CYCLES = 200_000_000  # about a tenth of a second, in which the clocks rise
+_WAKE_CYCLES = 200_000_000  # about a tenth of a second, enough for the clocks to rise
 
 
 class Cuda(Device):
@@ -70,7 +70,7 @@ class Cuda(Device):
         why = self.why_uncounted
         if why is not None:
             raise UnsupportedDeviceError(
-                f"memory on {self.where} was to be measured, and {why}. Use torch's own allocator: "
+                f"memory on {self.where} cannot be measured: {why}. Use torch's own allocator: "
                 "leave backend: out of PYTORCH_CUDA_ALLOC_CONF."
             )
         torch.cuda.synchronize(self.where)
@@ -103,7 +103,7 @@ class Cuda(Device):
     # ------------------------------------------------------------------ time
 
     def time(self, call: Callable[[], object]) -> CallTime:
-        # Were the device idle, the events would enclose the start of the kernels as well.
+        # On an idle device the events would also enclose the launch of the kernels.
         with torch.cuda.device(self.where):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             keep_cuda_busy(_HEAD_START_CYCLES)
@@ -153,9 +153,9 @@ def trace_by_counters(
     counts: Callable[[], tuple[int, int, int, int]],
     reset_peaks: Callable[[], None],
 ) -> MemoryTrace:
-    """Return the memory of a run from counters of an allocator.
+    """Return the memory of a run from the counters of an allocator.
 
-    `counts` gives (asked now, asked at most, handed out now, handed out at most), in bytes.
+    `counts` returns bytes: (requested now, requested peak, allocated now, allocated peak).
     """
     reset_peaks()
     base, _, handed_base, _ = counts()
@@ -163,7 +163,7 @@ def trace_by_counters(
     spans: list[SpanMemory] = []
 
     def settle() -> tuple[int, int]:
-        # Peaks between spans count for the whole run although no span reports them.
+        # A peak between two spans counts for the whole run although no span reports it.
         nonlocal highest, handed_highest
         now, peak, _, handed_peak = counts()
         highest = max(highest, peak - base)

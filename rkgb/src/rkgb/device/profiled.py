@@ -1,8 +1,8 @@
 """Memory of a run on a CPU, which has no counters.
 
-Its allocator reports every allocation to torch's profiler, kernels' workspace included; that is the
-only cheap source that sees it. `torch.profiler.profile` is left alone, though it is the usual door:
-it looks for inductor's settings, and so imports the whole compiler, which takes most of a second.
+Its allocator reports every allocation to torch's profiler, also the workspace of kernels; no other
+cheap source does. The public `torch.profiler.profile` is not used: it reads inductor's settings and
+so imports the whole compiler, which takes most of a second.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rkgb.torch_api.torch_private import memory_profile, profiler_is_on
 
 _log = logging.getLogger("rkgb")
 PREFIX = "rkgb::"
-_meters = 0  # that run now
+_meters = 0  # number of running ones
 
-# The profiler's library otherwise prints a line at every start and stop.
+# Keeps the profiler's library from printing a line at every start and stop.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def profiled(run: Callable[[Span], object], *, operations: bool = False) -> Any:
-    """Call `run(span)` and return what the profiler has seen of it: memory, spans, `operations`."""
+    """Call `run(span)` and return the profiler's events of it: memory, spans, `operations`."""
     from torch.autograd.profiler import record_function
 
     def span(name: str) -> AbstractContextManager[None]:
@@ -48,7 +48,7 @@ def profiled(run: Callable[[Span], object], *, operations: bool = False) -> Any:
 
 
 def is_profiled_by_user() -> bool:
-    """Say whether a profiler looks on, and it is not the meter here."""
+    """Return whether a profiler other than this meter is active."""
     return profiler_is_on() and not _meters
 
 

@@ -12,7 +12,7 @@ from rkgb.device.chosen import device_of
 
 @dataclass(frozen=True, slots=True)
 class RngState:
-    """State of the CPU generator and, where the graph's device has one of its own, of that."""
+    """The state of the CPU's generator and, if it has one, of the device's own."""
 
     cpu: Tensor
     own: Tensor | None
@@ -36,15 +36,15 @@ class RngState:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that this state holds in the memory that the budget is about."""
+        """Bytes of this state in the memory that the budget limits."""
         return device_of(self.device).random_state_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class KeptGenerators:
-    """The same as copies of the generators themselves, in no memory that a tensor could be in.
+    """The same as copies of the generators, outside of tensor memory.
 
-    The memory of a step is counted, and this is none of it.
+    Tensors would count as memory of the step that is measured.
     """
 
     cpu: torch.Generator

@@ -1,4 +1,4 @@
-"""What a run took of the memory: the peak and the end of each of its named spans."""
+"""The memory of a run: the peak and the end of each of its named spans."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 Span = Callable[[str], AbstractContextManager[None]]
-# (moment, bytes): a request is positive, its end negative.
+# (moment, bytes): positive for an allocation, negative for its release.
 Change = tuple[int, int]
 Mark = tuple[int, int, str]  # (start, end, name)
 
 
 @dataclass(frozen=True, slots=True)
 class SpanMemory:
-    """Bytes above the start of the run: when the span starts, at its highest, when it ends.
+    """Bytes above the start of the run: at the span's start, its peak and its end.
 
-    `next_peak_bytes` is the highest after its end and before the next span (or the end of the run).
+    `next_peak_bytes` is the peak between its end and the next span (or the end of the run).
     """
 
     name: str
@@ -34,8 +34,8 @@ class SpanMemory:
 class MemoryTrace:
     """Memory of one run, in bytes above what was in use when it started.
 
-    All but one figure are sums of what was asked for, and the same at every run. What the
-    allocator hands out for it depends on the blocks that it finds, so on what ran before.
+    All figures but one are sums of requests and equal at every run. `allocated_peak_bytes` depends
+    on the blocks that the allocator finds, so on what ran before.
     """
 
     peak_bytes: int
@@ -46,7 +46,7 @@ class MemoryTrace:
 
 
 def replay(changes: list[Change], marks: list[Mark]) -> MemoryTrace:
-    """Return the memory of a run from all its requests; both lists are in order."""
+    """Return the memory of a run from all its allocations; both lists are in order."""
     now = peak = place = 0
     origin = changes[0][0] if changes else 0
     timeline: list[tuple[float, int]] = []

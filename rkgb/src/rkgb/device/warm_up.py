@@ -1,4 +1,4 @@
-"""Let libraries take the workspace that they keep, before anything is measured."""
+"""Let libraries allocate their lasting workspaces before anything is measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Within(torch.autograd.Function):
 
 
 def use_libraries(where: torch.device) -> None:
-    """Multiply matrices as layers do: cuBLAS and cuBLASLt take a workspace then, and keep it."""
+    """Multiply matrices as layers do, so that cuBLAS and cuBLASLt allocate their workspaces."""
     with torch.no_grad():
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             matrix = torch.ones(64, 64, device=where, dtype=dtype)

@@ -1,8 +1,8 @@
 """Break a long row of cells into columns, so that a picture of it is about as wide as a page.
 
-Columns are read like a snake: down the first, up the second, and so on, so that what follows is
-always near, and what skips (from the encoder of a U-Net to its decoder) runs across. Sizes are
-estimates in inches from the text in the cells: the picture itself is made elsewhere, later.
+Columns are read like a snake: down the first, up the second, and so on. Neighbours stay near, and
+skip connections (from the encoder of a U-Net to its decoder) run across. Sizes are estimates in
+inches from the text in the cells: the picture itself is made elsewhere, later.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-PAGE = (7.0, 9.5)  # inches of a printed page that a picture may take
+PAGE = (7.0, 9.5)  # inches of a printed page for one picture
 _MOST = 8  # columns
-_PLACES = 150  # where a break is thought of
-_UNEVEN = 1.15  # how much higher than the best a column may be, for a break at a better place
-_FIRST, _NEXT = 0.2, 0.1  # how much larger a second, and any further column must make it
+_PLACES = 150  # considered for a break
+_UNEVEN = 1.15  # a column may be higher by this factor for a break at a better place
+_FIRST, _NEXT = 0.2, 0.1  # enlargement that a second and each further column must bring
 _SPREAD = 1.12  # boxes of all columns push the same levels apart
-_FAR = 0.4  # how much larger a picture may be for one arrow less across a column
+_FAR = 0.4  # enlargement that one arrow across a column is worth
 _GAP = 0.8  # between columns
 
 
 @dataclass(frozen=True, slots=True)
 class SizedCell:
-    """One cell that is drawn: its estimated size, and what it must not be torn from."""
+    """One drawn cell: its estimated size, and the cells from which it must not be separated."""
 
     cell: int
     width: float
     height: float
-    path: tuple[str, ...] = ()  # its module and those around it, outermost first
+    path: tuple[str, ...] = ()  # its module and the enclosing ones, outermost first
     repeat: int | None = None  # the outermost repeat it is in
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The cells of each column, in program order, and the estimated size of all together."""
+    """The cells of each column, in program order, and the estimated total size."""
 
     cells: tuple[tuple[int, ...], ...]
     width: float
     height: float
-    far: int = 0  # columns that arrows pass over, one per value that is read beyond
+    far: int = 0  # columns that arrows cross, counted once per value
 
     def larger_by(self, page: tuple[float, float]) -> float:
-        """Return how many times larger than the page the picture is, and worse for far arrows."""
+        """Return the factor by which the picture exceeds the page, plus a penalty for far arrows."""
         return max(self.width / page[0], self.height / page[1]) * (1 + _FAR * self.far)
 
 
@@ -52,9 +52,9 @@ def arrange(
     count: int | None = None,
     page: tuple[float, float] = PAGE,
 ) -> Columns:
-    """Return the columns that make the picture largest on a page, or exactly `count` of them.
+    """Return the columns that show the picture largest on a page, or `count` columns.
 
-    `arrows` are pairs of cells; a repeat is never torn, so there may be fewer columns than asked.
+    `arrows` are pairs of cells. A repeat is never broken, so there may be fewer than `count`.
 
     Raises:
         ValueError: `count` is less than 1.
@@ -76,7 +76,7 @@ def arrange(
 
 
 class _Sizes:
-    """What every run of cells would measure as a column, and what a break between two costs."""
+    """The size of every run of cells as a column, and the cost of a break between two cells."""
 
     def __init__(self, pieces: Sequence[SizedCell], arrows: Sequence[tuple[int, int]]) -> None:
         self.pieces = pieces
@@ -99,7 +99,7 @@ class _Sizes:
             + 2 * _common(pieces[index - 1].path, pieces[index].path)
             for index in self.breaks[1:]
         }
-        # The work grows with the square of their number: of many, the best are enough.
+        # The work grows with the square of their number, so only the best are kept.
         self.breaks = [0, *sorted(sorted(self.breaks[1:], key=self.cost.__getitem__)[:_PLACES])]
         self.sizes = {
             (start, end): size for start in self.breaks for end, size in self._runs(start)
@@ -109,7 +109,7 @@ class _Sizes:
         """Return the (width, height) of the columns that begin at `start`, by their end."""
         ends = {*self.breaks, len(self.pieces)}
         found: list[tuple[int, tuple[float, float]]] = []
-        bottom: dict[int, float] = {}  # of each piece, when it stands below all that it reads
+        bottom: dict[int, float] = {}  # of each cell if it stands below all that it reads
         level: dict[int, int] = {}
         widths: list[float] = []
         height = width = 0.0
@@ -119,7 +119,7 @@ class _Sizes:
             shared = _common(self.pieces[index - 1].path, piece.path) if index > start else 0
             frame = 0.3 * min(max(len(piece.path) - 1 - shared, 0), 2)
             bottom[index] = max((bottom[i] for i in above), default=0.0) + piece.height + frame
-            # What reads nothing here is drawn near its readers: beside what comes before it.
+            # A cell that reads nothing here is drawn near its readers, beside its predecessor.
             beside = level[index - 1] if index > start else 0
             level[index] = max((level[i] + 1 for i in above), default=beside)
             height = max(height, bottom[index])
@@ -132,9 +132,9 @@ class _Sizes:
         return found
 
     def split(self, count: int) -> Columns:
-        """Return at most `count` columns: about equally high, broken where few arrows pass."""
+        """Return at most `count` columns of about equal height, broken where few arrows pass."""
         bounds = [*self.breaks, len(self.pieces)]
-        # lowest[k][end]: the height of the highest of k columns that hold what is before `end`.
+        # lowest[k][end]: the height of the highest of k columns that hold the cells before `end`.
         lowest: list[dict[int, float]] = [{0: 0.0}]
         for _ in range(count):
             row = {}

@@ -1,8 +1,8 @@
-"""Put a sketch into the DOT language: boxes, colours, arrows and the legend.
+"""Write a sketch in the DOT language: boxes, colours, arrows and the legend.
 
-Cells are grouped in boxes by module path; repeated layers are in a box of their own with their
-number. In a graph of forward and backward, each backward is on the level of its forward, and the
-arrows of gradients run the other way. A second column is read upwards, a third downwards again.
+Cells are grouped in boxes by module path; repeated layers have their own box with their number. In
+a graph of forward and backward, each backward is on the level of its forward, and the arrows of
+gradients run the other way. The second column is read upwards, the third downwards again.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _FONT = "Helvetica"
 
 @dataclass
 class _Modules:
-    """Cells that follow each other inside one module.
+    """Consecutive cells inside one module.
 
-    A module that is left and entered again is another box: a box never joins what lies far apart.
+    A module that is entered a second time gets another box, because a box joins only neighbours.
     """
 
     path: str = ""
@@ -52,8 +52,8 @@ class _Modules:
 def draw(sketch: Sketch, *, folded: bool = True, columns: int | None = None) -> Any:
     """Return a `graphviz.Digraph` of the sketch, with its legend below.
 
-    `folded` draws equal neighbours once; `columns` is how many there are, or None for as many as
-    make the picture largest on a page.
+    `folded` draws equal neighbours once. `columns` is their number, or None for the number that
+    shows the picture largest on a page.
     """
     import graphviz
 
@@ -71,14 +71,14 @@ def draw(sketch: Sketch, *, folded: bool = True, columns: int | None = None) -> 
         for i, part in enumerate((sketch, *sketch.parts))
     ]
     if drawers[0].two_sided and not boxed:
-        # Ranks across boxes keep forward left and backward right. Elsewhere they would cost:
-        # arrows that dot cannot route, and the boxes of what it packs.
+        # Ranks across boxes keep forward left and backward right. In other graphs they would do
+        # harm: dot cannot route some arrows then, and drops the boxes of packed parts.
         graph.attr(newrank="true")
     heaviest = {
         compute: max(drawer.heaviest(compute) for drawer in drawers) for compute in (True, False)
     }
     if boxed:
-        # Each is laid out alone, and all in a grid.
+        # Each part is laid out alone; together they form a grid.
         order, across = grid([drawer.size for drawer in drawers])
         drawers = [drawers[i] for i in order]
         graph.attr(pack="14", packmode=f"array_it{across}")
@@ -109,13 +109,13 @@ class _Drawer:
         self.prefix = prefix
         self.boxed = boxed
         cells = sketch.cells
-        # Without folding nothing looks like anything else.
+        # Without folding all signatures differ.
         looks = [c.signature if folded else i for i, c in enumerate(cells)]
         self.folding: Folding = fold([c.path for c in cells], looks)
         self.two_sided = any("bwd" in cell.vertices for cell in cells)
         self.columns, self.size = columns_of(sketch, self.folding, columns)
         self.column = {c: i for i, column in enumerate(self.columns) for c in column}
-        self.before: dict[int, list[int]] = {}  # of each drawn cell, those that it reads
+        self.before: dict[int, list[int]] = {}  # for each drawn cell, the cells that it reads
         for arrow in sketch.arrows:
             ends = self.folding.edge(arrow.source[0], arrow.target[0])
             if ends is not None and ends[0] < ends[1]:
@@ -154,7 +154,7 @@ class _Drawer:
                 self._draw_items(box, list(column), 0)
 
     def _links(self) -> set[tuple[str, str]]:
-        """Return what is to be side by side: ends of columns and the beginnings of the next."""
+        """Return pairs that stand side by side: the end of a column, the beginning of the next."""
         links = set()
         for one, other in pairwise(self.columns):
             last, first = self._longest(one)[-1], self._longest(other)[0]
@@ -173,11 +173,11 @@ class _Drawer:
         return max(chains.values(), key=len)
 
     def _upwards(self, cell: int) -> bool:
-        """Return whether the cell's column is read from its end to its top."""
+        """Return whether the cell's column is read from bottom to top."""
         return self.column[cell] % 2 == 1
 
     def _draw_items(self, graph: Any, cells: list[int], depth: int) -> None:
-        """Draw cells; those of one repeat at nesting level `depth` go into one box."""
+        """Draw cells; the cells of one repeat at nesting level `depth` share a box."""
         free: list[int] = []
         groups: dict[int, list[int]] = {}
         for cell in cells:
@@ -198,7 +198,7 @@ class _Drawer:
                 self._draw_items(box, members, depth + 1)
 
     def _draw_badge(self, box: Any, number: int, top: int) -> None:
-        # A vertex and not the label of the box: arrows keep clear of vertices, not of labels.
+        # A vertex instead of the box's label, because arrows avoid vertices but not labels.
         repeat = self.folding.repeats[number]
         members = [
             index
@@ -211,7 +211,7 @@ class _Drawer:
         name = f"{self.prefix}badge{number}"
         box.node(name, label=label, shape="box", style="filled", fillcolor="#202020")
         if self._is_plain(number):
-            # Nothing else is in the box: beside it leaves the way from above free.
+            # Nothing else is in the box. Beside it, the badge leaves the way from above free.
             box.edge(name, self._id(top, "fwd"), style="invis", minlen="0")
             return
         for role in self.sketch.cells[top].vertices:
@@ -219,12 +219,12 @@ class _Drawer:
                 box.edge(name, self._id(top, role), style="invis")
 
     def _is_plain(self, number: int) -> bool:
-        """Return whether a repeat holds no modules, but cells alone."""
+        """Return whether a repeat holds cells but no modules."""
         return not any(self.sketch.cells[cell].path for cell in self.folding.repeats[number].cells)
 
     def _draw_modules(self, graph: Any, cells: list[int]) -> None:
         root = _Modules()
-        trail = [root]  # the modules that the cell before is in, outermost first
+        trail = [root]  # modules around the previous cell, outermost first
         before = -1
         for cell in cells:
             parts = [part for part in self.sketch.cells[cell].path.split(".") if part]
@@ -248,7 +248,7 @@ class _Drawer:
             while len(inner.inner) == 1 and not inner.cells:
                 inner = inner.inner[0]
             first = next(inner.all_cells())
-            if inner.size() == 1:  # a box around one box says nothing: name the module inside it
+            if inner.size() == 1:  # no box around a single box: its path names the module
                 self._draw_cell(graph, first, shown_path)
                 continue
             with graph.subgraph(name=f"cluster_{self.prefix}{first}_{inner.path}") as box:
@@ -272,7 +272,7 @@ class _Drawer:
                 row.attr(rank="same")
                 for role in level:
                     row.node(self._id(number, role))
-                if level == ["fwd", "bwd"]:  # forward on the left, also without a phantom between
+                if level == ["fwd", "bwd"]:  # forward on the left, even without a phantom in between
                     row.edge(self._id(number, "fwd"), self._id(number, "bwd"), style="invis")
 
     def _id(self, cell: int, role: str) -> str:
@@ -323,18 +323,19 @@ class _Drawer:
         }
         style: dict[str, str] = styles[arrow.style]
         if self.column[ends[0]] != self.column[ends[1]]:
-            # Values are routed best as edges that also rank, of no weight so that nothing moves.
+            # Edges of values take part in the ranking, which routes them best. Weight 0 keeps them
+            # from moving anything.
             weight = "4" if (source, target) in self.links else "0"
             rank = {"minlen": "0", "weight": weight}
             rank = rank if arrow.style == "value" else {"constraint": "false"}
             graph.edge(source, target, **rank, **style)
         elif "phantom 0" in (arrow.source[1], arrow.target[1]):
-            # On one level: the arrow also says what is left and what is right.
+            # On one level the arrow also decides what is left and what is right.
             graph.edge(source, target, **style)
         elif arrow.style == "saved":
             graph.edge(source, target, constraint="false", **style)
         elif (arrow.style == "gradient") != self._upwards(ends[0]):
-            # The backward runs beside the forward the other way: against the ranks.
+            # The backward runs beside the forward in the other direction, against the ranks.
             graph.edge(target, source, dir="back", **style)
         else:
             graph.edge(source, target, **style)
@@ -342,16 +343,16 @@ class _Drawer:
             self._keep_above(graph, arrow, ends)
 
     def _keep_above(self, graph: Any, arrow: Arrow, ends: tuple[int, int]) -> None:
-        """Draw what a repeat reads above its badge, and so above its box."""
+        """Draw what a repeat reads above its badge, and thereby above its box."""
         if self.column[ends[0]] != self.column[ends[1]]:
             return
-        # In a column that is read upwards it is what reads the repeat that stands above it.
+        # In a column that is read upwards, the readers of the repeat stand above it.
         (out, role), (into, _) = zip(ends, (arrow.source[1], arrow.target[1]), strict=True)
         if self._upwards(into):
             (out, role), into = (ends[1], arrow.target[1]), ends[0]
         around = self.folding.places[out].copies
         for depth, (number, _) in enumerate(self.folding.places[into].copies):
-            beside = self._is_plain(number)  # a badge that is beside its cells needs no care
+            beside = self._is_plain(number)  # a badge beside its cells is safe
             if not beside and (depth >= len(around) or around[depth][0] != number):
                 graph.edge(self._id(out, role), f"{self.prefix}badge{number}", style="invis")
 

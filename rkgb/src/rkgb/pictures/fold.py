@@ -1,8 +1,8 @@
-"""Fold equal neighbouring layers into one, so that a picture of many layers is as small as of one.
+"""Fold equal neighbouring layers into one, so that pictures of deep networks stay small.
 
-A picture is a row of cells, each with the module path that it comes from. Cells are cut into layers
-at the numbers in their paths ('blocks.0', 'blocks.1', …); where a pattern of layers repeats, only
-its first copy is drawn.
+A picture is a row of cells, each with its module path. Cells are split into layers at the numbers
+in their paths ('blocks.0', 'blocks.1', …). If a pattern of layers repeats, only its first copy is
+drawn.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _FEW = 3
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where one cell is drawn: as the cell `shown`, inside the given repeats (outermost first)."""
+    """Where one cell is drawn: as the cell `shown`, inside these repeats (outermost first)."""
 
     shown: int
-    copies: tuple[tuple[int, int], ...] = ()  # (number of the repeat, which of its copies)
+    copies: tuple[tuple[int, int], ...] = ()  # (number of the repeat, index of the copy)
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Repeat:
 
     count: int
     label: str
-    cells: frozenset[int]  # those that are drawn
+    cells: frozenset[int]  # the drawn ones
 
 
 @dataclass(frozen=True)
 class Folding:
-    """For every cell where it is drawn, and the repeats, innermost after outermost."""
+    """The place of every cell, and the repeats, outermost before innermost."""
 
     places: tuple[Placed, ...]
     repeats: tuple[Repeat, ...]
@@ -99,8 +99,8 @@ class _Folder:
                 start += 1
 
     def _worth(self, first: list[int], second: list[int], count: int) -> bool:
-        # A few equal calls inside one module (query, key, value) say more drawn out; only layers,
-        # the steps of a loop, and the blocks of a chain, which have no path, are folded.
+        # A few equal calls inside one module (query, key, value) say more when drawn out. Folded
+        # are layers, the steps of a loop, and the blocks of a chain, which have no path.
         inside = self.paths[first[0]] and self.paths[first[0]] == self.paths[second[0]]
         return not inside or count > _FEW
 
@@ -142,14 +142,14 @@ class _Folder:
         for cell in segment:
             layer = layer_of(self.paths[cell], depth)
             rest = self.paths[cell] if layer is None else self.paths[cell][len(layer) :]
-            # Layers of different lists ('encoder.0', 'decoder.0') are never one pattern.
+            # Layers of different lists ('encoder.0', 'decoder.0') never form one pattern.
             parent = "" if layer is None else layer.rpartition(".")[0]
             key.append((parent, rest, self.signatures[cell]))
         return tuple(key)
 
 
 def _longest_run(keys: Sequence[Hashable], start: int) -> tuple[int, int]:
-    """Return (period, copies) of the repetition at `start` that covers most."""
+    """Return (period, copies) of the repetition at `start` that covers the most cells."""
     best = (1, 1)
     for period in range(1, min(_MAX_PERIOD, (len(keys) - start) // 2) + 1):
         pattern = keys[start : start + period]

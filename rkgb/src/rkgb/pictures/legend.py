@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rkgb.pictures.sketch import Sketch
 
-FORWARD, BACKWARD = (31, 119, 180), (214, 96, 31)  # blue and orange: apart for everybody
+FORWARD, BACKWARD = (31, 119, 180), (214, 96, 31)  # blue and orange, for the colour-blind too
 PHANTOM, GREY = "#8a6fb0", "#606060"
-# Light fills for classes of blocks, told apart also by people who confuse red and green.
+# Light fills for classes of blocks, distinct also for people who confuse red and green.
 _CLASSES = (
     *("#8ecae6", "#ffd166", "#b5e2b5", "#f4a6a0", "#cdb4db", "#d9c4a5", "#9fd8cb", "#f7b7d5"),
     *("#c9c9c9", "#e4e27a", "#a9c1f5", "#f6c89f", "#7fb7b2", "#e08fb0", "#b7a6e8", "#c2d36b"),
@@ -18,7 +18,7 @@ _CLASSES = (
 
 
 def tone(colour: tuple[int, int, int], share: float) -> str:
-    """Return the colour at `share` of its full tone; from 1 on darker, for borders."""
+    """Return the colour at `share` of its full tone; above 1 darker, for borders."""
     if share > 1:
         return "#" + "".join(f"{round(c * 0.8):02x}" for c in colour)
     strength = 0.08 + 0.5 * share
@@ -45,7 +45,7 @@ def label_of(title: str, details: Sequence[str], path: str = "", colour: str = "
 
 
 def legend(sketch: Sketch, folded: bool) -> str:
-    """Return a table of the signs that the picture uses, and no others, under its title."""
+    """Return the title and a table of exactly the signs that the picture uses."""
     everything = (sketch, *sketch.parts)
     vertices = [v for part in everything for cell in part.cells for v in cell.vertices.values()]
     kinds = {vertex.kind for vertex in vertices}

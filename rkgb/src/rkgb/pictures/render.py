@@ -1,8 +1,8 @@
 """Draw graphs with Graphviz: every kind of graph through `print_graph`.
 
-The picture is described in the DOT language by the `graphviz` package, imported only here and only
-when something is drawn. Drawing itself is done by the program `dot`; without it the description is
-written, and the message says how to get the program.
+The `graphviz` package describes the picture in the DOT language; it is imported only here and only
+when something is drawn. The program `dot` draws it. Without that program the description is
+written, and a message says how to get the program.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def print_graph(
 ) -> Path | None:
     """Draw a D, S or K graph, a list of blocks or an `RkgbResult` into a file; return its path.
 
-    A B graph is a raw list, not a graph: it is printed as text. `open` shows the picture, `name`
-    is the file's without its ending; `title` is written above the legend where it is not the same.
-    `folded=False` draws repeated layers out. What is too tall for a page goes on in a next column,
-    read upwards, and so on; `columns` says how many, 1 for a single one.
+    A B graph is a list and is printed as text. `open` shows the picture. `name` is the file name
+    without its ending; `title`, if given, is written above the legend in its place. `folded=False`
+    draws repeated layers out. A picture that is too tall for a page continues in a second column,
+    which is read upwards, and so on; `columns` fixes their number.
 
     Raises:
         ValueError: `render_format` is none of svg, pdf, png; `columns` is less than 1.
@@ -68,7 +68,7 @@ def print_graph(
     try:
         return _write(drawing, name, open, render_format, Path(folder))
     except subprocess.CalledProcessError:
-        # Versions of dot abort on some arrows between boxes; a single column has none.
+        # Some versions of dot abort on arrows between boxes; a single column has none.
         drawing = draw(sketch, folded=folded, columns=1)
         return _write(drawing, name, open, render_format, Path(folder))
 
@@ -83,7 +83,7 @@ def print_graph_list(
     folded: bool = True,
     columns: int | None = None,
 ) -> Path | None:
-    """Draw a list of blocks into one file: their chain, and the inside of each class once."""
+    """Draw a list of blocks into one file: their chain, and each class once in detail."""
     return print_graph(list(gl), name, open, render_format, folder, folded=folded, columns=columns)
 
 
@@ -124,7 +124,7 @@ def print_all_graphs(
 def dot_source(
     g: Any, name: str | None = None, *, folded: bool = True, columns: int | None = None
 ) -> str:
-    """Return the description of the picture of `g` in the DOT language; `dot` is not needed."""
+    """Return the picture of `g` in the DOT language; the program `dot` is not needed."""
     return str(draw(sketch_of(g, name), folded=folded, columns=columns).source)
 
 
@@ -132,7 +132,7 @@ def sketch_of(g: Any, name: str | None = None) -> Sketch:
     """Return what a picture of `g` shows.
 
     Raises:
-        TypeError: `g` is nothing that can be drawn.
+        TypeError: `g` cannot be drawn.
     """
     if isinstance(g, DataFlowGraph):
         return sketch_dataflow(g)
@@ -174,15 +174,15 @@ def _print_once(text: str) -> None:
 
 
 def forget_what_was_said() -> None:
-    """Say again what is said once in a process."""
+    """Allow messages again that are printed once per process."""
     _said.clear()
 
 
 def _write(drawing: Any, name: str, show: bool, render_format: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     if render_format == "png":
-        # Only here: in an SVG, Graphviz enlarges the drawing by dpi / 72 and not its viewBox, so
-        # that a viewer cuts it off. What is vectors needs no resolution.
+        # Only for pixels. In an SVG, Graphviz enlarges the drawing by dpi / 72 but not its viewBox,
+        # so a viewer would cut it off.
         drawing.attr(dpi=_PNG_DOTS_PER_INCH)
     source = folder / f"{name}.gv"
     if shutil.which("dot") is None:

@@ -1,4 +1,4 @@
-"""How large the cells of a picture will be, about, and the columns that follow from it."""
+"""The approximate size of the cells of a picture, and the columns that follow from it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from rkgb.pictures.columns import PAGE, SizedCell, arrange
 from rkgb.pictures.fold import Folding
 from rkgb.pictures.sketch import Cell, Sketch, Vertex
 
-_BOLD, _SMALL = 0.095, 0.068  # inches that a letter of 11 and of 9 points takes
-_ROW, _BETWEEN = 0.17, 0.36  # a line of text; what is between two levels
-_BADGE = 1.7  # the count of a repeat, where it stands beside
+_BOLD, _SMALL = 0.095, 0.068  # inches of a letter of 11 and of 9 points
+_ROW, _BETWEEN = 0.17, 0.36  # a line of text; the space between two levels
+_BADGE = 1.7  # the count of a repeat, if it stands beside the cells
 
 
 def columns_of(
@@ -19,7 +19,7 @@ def columns_of(
     count: int | None = None,
     page: tuple[float, float] = PAGE,
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[float, float]]:
-    """Return the drawn cells, by column in the order in which they are read, and the size."""
+    """Return the drawn cells by column, in the order of reading, and the total size."""
     cells = sketch.cells
     inputs = [c for c in folding.shown if cells[c].vertices["fwd"].kind == "input"]
     pieces = [
@@ -37,7 +37,7 @@ def columns_of(
     found = arrange(pieces, arrows, count, page)
     columns = [list(column) for column in found.cells] or [[]]
     column_of = {cell: column for column in columns for cell in column}
-    for cell in reversed(inputs):  # beside the first that reads it
+    for cell in reversed(inputs):  # beside its first reader
         readers = [target for source, target in arrows if source == cell and target in column_of]
         column_of.get(min(readers, default=-1), columns[0]).insert(0, cell)
     return tuple(map(tuple, columns)), (found.width, found.height)
@@ -46,9 +46,9 @@ def columns_of(
 def grid(
     sizes: Sequence[tuple[float, float]], page: tuple[float, float] = PAGE
 ) -> tuple[list[int], int]:
-    """Return the order of pictures in a grid, row by row, and how many are in a row.
+    """Return the order of pictures in a grid, row by row, and the number in a row.
 
-    The first stays first; low ones come last, so that the rows of a grid are about even.
+    The first picture stays first. Low ones come last, so that the rows are about even.
     """
     rest = range(1, len(sizes))
     middle = max((sizes[i][1] for i in rest), default=0.0) / 2
@@ -69,7 +69,7 @@ def _outer(folding: Folding, cell: int) -> int | None:
 
 
 def _extent(cell: Cell, repeated: bool) -> tuple[float, float]:
-    """Return the width and height of all that belongs to one cell, with the space below it."""
+    """Return the width and height of one cell with the space below it."""
     level = [v for role, v in cell.vertices.items() if role in ("fwd", "phantom 0", "bwd")]
     below = [v for role, v in cell.vertices.items() if role not in ("fwd", "phantom 0", "bwd")]
     width = sum(_width(v, cell.path) + 0.3 for v in level) - 0.3

@@ -1,7 +1,7 @@
-"""What a picture of each kind of graph shows: cells in a row, what is in each, and the arrows.
+"""What a picture of each kind of graph shows: a row of cells, their content, and the arrows.
 
-Nothing here knows Graphviz. A cell is one forward operation with all that belongs to it (its
-results, their gradients, its phantoms, its backward); cells are folded and grouped by module.
+Nothing here knows Graphviz. A cell is one forward operation with its results, their gradients, its
+phantoms and its backward. Cells are folded and grouped by module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Kind = Literal["fwd", "bwd", "data", "grad", "phantom", "input", "output", "bloc
 
 @dataclass(frozen=True, slots=True)
 class Vertex:
-    """One thing in the picture; `weight` is what its shade or its size shows."""
+    """One vertex of the picture; its shade or its size shows `weight`."""
 
     title: str
     detail: str
@@ -33,7 +33,7 @@ class Vertex:
 
 @dataclass(frozen=True)
 class Cell:
-    """What belongs to one forward operation, by role ('fwd', 'bwd', 'phantom', 'data 0', …)."""
+    """The vertices of one forward operation, by role ('fwd', 'bwd', 'phantom', 'data 0', …)."""
 
     path: str
     signature: Hashable
@@ -42,7 +42,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """From one vertex (cell, role) to another; `order` says that no value flows."""
+    """An arrow between two vertices (cell, role); with style `order` no value flows."""
 
     source: tuple[int, str]
     target: tuple[int, str]
@@ -58,13 +58,13 @@ class Sketch:
     arrows: tuple[Arrow, ...]
     shade: str  # what the shade means
     size: str = ""  # what the size means
-    parts: tuple[Sketch, ...] = ()  # pictures beside it: the inside of each class of blocks
+    parts: tuple[Sketch, ...] = ()  # pictures beside it: each class of blocks in detail
     colour_class: int | None = None
     notes: tuple[str, ...] = field(default=())
 
 
 def sketch_dataflow(dg: DataFlowGraph) -> Sketch:
-    """Every operation with its data edges, and dotted the order that memory and chance impose."""
+    """Every operation with its data edges; dotted, the order due to memory and random numbers."""
     cells: list[Cell] = []
     place: dict[str, int] = {}
     _add_inputs(cells, place, dg)
@@ -93,7 +93,7 @@ def sketch_dataflow(dg: DataFlowGraph) -> Sketch:
 
 
 def sketch_simplified(sg: SimplifiedGraph, *, piece: bool = False) -> Sketch:
-    """One box per node; a piece of a larger graph is drawn without inputs and results."""
+    """One box per node; a part of a larger graph is drawn without inputs and results."""
     cells: list[Cell] = []
     place: dict[str, int] = {}
     if not piece:
@@ -168,7 +168,7 @@ def sketch_k(kg: KGraph, title: str = "") -> Sketch:
 
 
 def sketch_list(graphs: Sequence[SimplifiedGraph | KGraph], title: str = "blocks") -> Sketch:
-    """The chain of blocks, equal ones in one colour, and beside it the inside of each class."""
+    """The chain of blocks, equal ones in one colour, and beside it each class in detail."""
     keys = [anonymize(g).key if isinstance(g, SimplifiedGraph) else _k_key(g) for g in graphs]
     classes = equivalence_classes(keys)
     class_of = {index: number for number, members in enumerate(classes) for index in members}
@@ -185,7 +185,7 @@ def sketch_list(graphs: Sequence[SimplifiedGraph | KGraph], title: str = "blocks
             float(len(nodes)),
             number,
         )
-        # Blocks carry no path: one module is often several blocks, and the chain is what counts.
+        # Blocks have no path: one module is often several blocks, and only the chain matters.
         cells.append(Cell("", number, {"fwd": vertex}))
     arrows = [Arrow((i, "fwd"), (i + 1, "fwd")) for i in range(len(graphs) - 1)]
     parts = []
@@ -224,7 +224,7 @@ def _k_key(kg: KGraph) -> str:
 
 
 def _look(vertices: Mapping[str, Vertex]) -> Iterator[Hashable]:
-    """What must agree for two cells to look alike; measured times of equal nodes may differ."""
+    """Yield what equal cells must share. Measured times may differ."""
     for role, vertex in vertices.items():
         yield role, vertex.title, "" if vertex.kind in ("fwd", "bwd") else vertex.detail
 

@@ -33,8 +33,8 @@ def S_list_to_K_list_eco(
 ) -> tuple[list[list[int]], list[KGraph], list[AnonymousGraph]]:
     """Return (classes of equal blocks, one KGraph per block, the anonymous graphs).
 
-    Equal blocks are measured once, on random values of the recorded shapes unless `inputs` are
-    given; `cost` is that of `make_all_graphs`.
+    Equal blocks are measured once, on `inputs`, or else on random values of the recorded shapes.
+    `cost` is that of `make_all_graphs`.
     """
     anonymous = [anonymize(sg) for sg in list_sg]
     classes = equivalence_classes([graph.key for graph in anonymous])

@@ -1,6 +1,6 @@
-"""The names of the published examples: one module a kind of graph, and pictures of each.
+"""The names of the published examples: one module for each kind of graph, with its pictures.
 
-Gets functions from all folders below, and gives them to `rkgb/__init__.py` under the names that the
-examples use. Nothing is computed here but K of a list of blocks (Atools). Btools, Dtools, Stools,
-Ktools, Atools follow the flow; check.py is `test_rkgb`.
+Gets functions from all folders below; gives them to `rkgb/__init__.py` under the names of the
+examples. Only Atools computes something, K of a list of blocks. Read Btools, Dtools, Stools,
+Ktools, Atools in this order; check.py is `test_rkgb`.
 """

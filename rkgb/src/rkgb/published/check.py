@@ -48,8 +48,8 @@ def run_graph(
 ) -> list[Any]:
     """Run the graph's operations and return the leaves of its result.
 
-    `order` is any topological order of the graph's nodes; program order without it. Buffers are
-    updated as the module would update them.
+    `order` is any topological order of the graph's nodes; the default is program order. Buffers are
+    updated as by the module.
     """
     basic, groups, outputs = _parts(graph)
     leaves = Sample.of(model, sample, kwargs).leaves
@@ -62,7 +62,7 @@ def run_graph(
 
 
 def run_op(op: Op, values: dict[str, Any]) -> None:
-    """Run one operation on `values`, and put its results there."""
+    """Run one operation on `values`, and add its results to them."""
     args = map_refs(op.args, values.__getitem__)
     result = op.target(*args, **map_refs(dict(op.kwargs), values.__getitem__))
     made = result if op.returns_many else (result,) * len(op.results)
@@ -87,7 +87,7 @@ def assert_same_as_module(
 ) -> None:
     """Assert that graph and module return the same bits and leave the same random state.
 
-    The module's buffers and the random stream are as before afterwards.
+    The module's buffers and the random state are restored.
 
     Raises:
         AssertionError: an output or the random state differs.
@@ -121,7 +121,7 @@ def own_copy(leaf: Any) -> Any:
 
 
 def _without_effects(basic: BasicGraph, found: Sequence[Any], model: nn.Module) -> Sequence[Any]:
-    """Return what the forward returns; what it leaves on the model is set there."""
+    """Return what the forward returns, and set its side effects on the model."""
     if not basic.effects:
         return found
     result, values = basic.output_spec.unflatten(found)
