@@ -252,4 +252,4 @@ def test_how_sure_the_times_are_is_logged(
 ) -> None:
     with caplog.at_level(logging.DEBUG, logger="rkgb"):
         NoisyMachine(of_its_name).measured(monkeypatch, "averaging")
-    assert "times sure to" in caplog.text
+    assert "spread of times" in caplog.text

@@ -80,7 +80,7 @@ def test_costs_of_another_model_are_refused_by_name() -> None:
 
 
 def test_an_unknown_cost_source_is_refused() -> None:
-    with pytest.raises(ValueError, match="'guess' was asked for; choose 'measured', 'flops', or"):
+    with pytest.raises(ValueError, match="cost is 'guess'; choose 'measured', 'flops', or"):
         rkgb.make_all_graphs(nn.Linear(2, 2), torch.randn(1, 2), cost="guess")  # type: ignore[arg-type]
 
 

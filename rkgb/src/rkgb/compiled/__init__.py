@@ -1,13 +1,13 @@
-"""Runs of neighbouring nodes as one node each, whose forward and backward inductor has compiled.
+"""Pieces: runs of neighbouring nodes, merged into one node each and compiled by inductor.
 
-A recorded graph has in every node a list of operations for the forward and one for the backward.
-That is all that measuring, planning, lowering and running look at. So a piece is compiled into a
-node of the same form: one operation `compiled ... forward`, one operation `compiled ... backward`,
-and what the first makes for the second is a value like any other.
+Each node of a recorded graph has a list of operations for the forward and one for the backward.
+Measuring, planning, lowering and running look at nothing else. So a piece is compiled into a node
+of the same form, with one operation `compiled ... forward` and one `compiled ... backward`. The
+saved tensors between them are ordinary values of the graph.
 
     S graph ──grouping──► runs of nodes ──D_to_S again──► one node a run, its part of the backward
       │                                                        │
-      │   joint: the recorded operations of forward and backward, as a function of what comes in
+      │   joint: the recorded operations of forward and backward, as a function of the inputs
       │                                                        │
       │   compiling: equal joints once ─ traced, functional ─ min-cut ─ forward ─ run on stand-ins:
       │            strides and storages as they are ─ backward for these ─ run: the same
@@ -15,18 +15,17 @@ and what the first makes for the second is a value like any other.
       │                                                        │
       └──── rewrite: the operations of each run replaced, facts about values to match ──► S graph
 
-The backward is not derived again: the recording has it, casts of autocast and sums of gradients
-included. Nothing is compiled whose bits could depend on more than its inputs: random numbers are
-drawn between pieces, by eager's own operations, and what adds in an order that varies (scatters,
-embeddings) stays eager. A piece computes norms and what works element by element again in its
-backward, or keeps them: a choice of the plan, where both have the same bits. So a value has the
-same bits under every budget. Statistics of BatchNorm are updated behind a piece, by an operation
-that a recomputation leaves out.
+The backward is the recorded one, with casts of autocast and sums of gradients. An operation whose
+bits could depend on more than its inputs is not compiled. Random numbers are drawn between pieces
+by eager operations, and nondeterministic sums (scatters, embeddings) stay eager. A piece saves
+norms and elementwise results or recomputes them in its backward. The plan chooses, and only if both
+have the same bits. So a value has the same bits under every budget. An operation after the piece
+updates statistics of BatchNorm; recomputations leave it out.
 
-What a piece returns is checked against the recording before it is used: shape, type, strides, and
-which values share memory. What does not compile, or does not fit, stays as it was recorded, and is
-named with the reason. Read `pieces/` (`grouping`, `layouts`, `joint`, `formulas`), then `code/`
-(`halves`, `compiling`, `classes`, `sizes`, `known`, `keeping`), `rewrite`, `replacing`.
+Results of a piece are checked against the recording: shape, type, strides, and which values share
+memory. A run that does not compile, or does not match, stays eager and is reported with the reason.
+Read `pieces/` (`grouping`, `layouts`, `joint`, `formulas`), then `code/` (`halves`, `compiling`,
+`classes`, `sizes`, `known`, `keeping`), `rewrite`, `replacing`.
 """
 
 from rkgb.compiled.code.classes import NotCompiledError

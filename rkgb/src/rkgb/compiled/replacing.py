@@ -1,4 +1,4 @@
-"""Put compiled pieces in place of recorded operations, and bring the facts into line."""
+"""Replace recorded operations by compiled pieces, and update the facts about values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from rkgb.compiled.code.classes import CompiledClass, Made
+from rkgb.compiled.code.classes import CompiledClass, Returned
 from rkgb.compiled.code.halves import Place
 from rkgb.compiled.pieces.joint import Joint, reference
 from rkgb.compiled.statistics import MoveStatistics
@@ -38,7 +38,7 @@ def replaced(
 
 
 class _Facts:
-    """Facts about values while operations are replaced: what lies elsewhere is followed."""
+    """Facts about values while operations are replaced; views follow values that move."""
 
     def __init__(self, sg: SimplifiedGraph) -> None:
         self.recorded: Mapping[str, TensorInfo] = sg.dataflow.infos
@@ -47,7 +47,7 @@ class _Facts:
         self.made: dict[str, tuple[str, ...]] = {}  # results by the name of the operation
 
     def follow(self, ops: Sequence[Op]) -> None:
-        """Let views of values that lie elsewhere now lie there, too."""
+        """Move views of values that have moved to another storage."""
         for op in ops:
             for name in filter(None, op.results):
                 info = self.recorded[name]
@@ -69,7 +69,7 @@ class _Facts:
         main = node.main
         first = joint.results[0]
         count = len(code.results) - len(joint.results)
-        word = "held" if code.keeps_more else "kept"  # both forms are measured side by side
+        word = "held" if code.keeps_more else "kept"  # distinct, since both are measured
         extra = [self._new(f"{first}_{word}_{place}") for place in range(count)]
         results = (*joint.results, *extra)
         self.made[first] = results
@@ -124,7 +124,7 @@ class _Facts:
         return replace(node, backward=(run,))
 
     def _describe(
-        self, names: Sequence[str], made: Sequence[Made], places: Mapping[str, Sequence[str]]
+        self, names: Sequence[str], made: Sequence[Returned], places: Mapping[str, Sequence[str]]
     ) -> None:
         for name, form in zip(names, made, strict=True):
             home = self._at(form.home, places, names)
@@ -132,7 +132,7 @@ class _Facts:
             known = self.recorded.get(name)
             wants = known.requires_grad if known is not None else False
             info = form.info(root, wants, self.is_on_host)
-            # How what comes in lies in its storage was recorded, and is no matter of the class.
+            # An input's layout in its storage was recorded; the class does not decide it.
             if known is not None and root == known.alias_of and root != name:
                 info = replace(info, offset=known.offset, storage_bytes=known.storage_bytes)
             elif home != name:

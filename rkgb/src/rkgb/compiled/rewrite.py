@@ -23,14 +23,14 @@ from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
 from rkgb.torch_api.torch_private import refuse_missing_compiler
 
 _log = logging.getLogger("rkgb")
-Note = Callable[[str, float], None]  # what is being done, and the fraction that is behind it
+Note = Callable[[str, float], None]  # what is being done, and the completed fraction
 _known = KnownClasses()
 _known_keeping = KnownClasses()  # their other partition
 
 
 @dataclass(frozen=True)
 class EagerPiece:
-    """A node that stays as it was recorded, and why."""
+    """A node that stays eager, and why."""
 
     module_path: str
     name: str
@@ -42,26 +42,26 @@ class EagerPiece:
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """A graph with compiled pieces, and what became of each of its nodes."""
+    """A graph with compiled pieces, and the outcome for each of its nodes."""
 
     graph: SimplifiedGraph
-    recorded: SimplifiedGraph  # the same nodes before
-    laid: SimplifiedGraph  # and with values in memory as they lie between pieces
+    recorded: SimplifiedGraph  # the same nodes with recorded operations
+    laid: SimplifiedGraph  # the same, with the layouts of values between pieces
     classes: tuple[str, ...]  # digest of each node's class; '' of a node that stays eager
-    compiled_now: int  # classes that were not known yet
+    compiled_now: int  # number of new classes
     eager: tuple[EagerPiece, ...]
-    as_recorded: frozenset[int] = frozenset()  # nodes about which all values lie as recorded
+    as_recorded: frozenset[int] = frozenset()  # nodes whose inputs and results keep their layout
     pieces: Mapping[int, tuple[Joint, CompiledClass]] = field(default_factory=dict)
-    keeping: Mapping[int, CompiledClass] = field(default_factory=dict)  # the same, faster, for more
+    keeping: Mapping[int, CompiledClass] = field(default_factory=dict)  # faster, but saves more
 
     def with_kept(self, nodes: Collection[int]) -> SimplifiedGraph:
-        """Return the graph in which these nodes, of `keeping`, keep more for their backward."""
+        """Return the graph in which these nodes of `keeping` save more for their backward."""
         other = {i: (self.pieces[i][0], self.keeping[i]) for i in nodes}
         return replaced(self.laid, {**self.pieces, **other})
 
     @property
     def count(self) -> int:
-        """How many nodes are compiled."""
+        """The number of compiled nodes."""
         return sum(map(bool, self.classes))
 
 
@@ -70,9 +70,9 @@ def compile_pieces(
 ) -> CompiledGraph:
     """Return the planned graph of `dg` with its pieces compiled.
 
-    With `both`, also compile what keeps more in memory and is faster, as far as its bits are the
-    same. `note` hears of each class, and what part of the pieces is behind it. The random stream is
-    as before afterwards.
+    With `both`, also compile the faster partitions that save more, if their bits are the same.
+    `note` is called with each class and the completed fraction of pieces. The random state is
+    restored.
 
     Raises:
         CompilerMissingError: inductor has no compiler for the device.
@@ -108,11 +108,11 @@ def compile_pieces(
 def _compiled(
     dg: DataFlowGraph, plain: SimplifiedGraph, eager: dict[int, str], note: Note
 ) -> tuple[_Compiling, frozenset[int]]:
-    """Compile the runs of `plain` that can be; `eager` learns of nodes that cannot, and why.
+    """Compile the runs of `plain`; add nodes that do not compile to `eager`, with the reason.
 
-    Also return the nodes about which values lie as recorded, since they do not compile otherwise.
+    Also return the nodes that compile only with the recorded layout of their values.
     """
-    stay: set[int] = set()  # of the plain nodes
+    stay: set[int] = set()  # indices in `plain`
     while True:
         runs = runs_of(plain, eager)
         merged = D_to_S(dg, passes=(*PLANNED_PASSES, merging(plain, runs)))
@@ -129,7 +129,7 @@ def _compiled(
             if compiling.is_laid_out(index):
                 stay.update(run)
             else:
-                if why not in eager.values():  # once for all layers of a kind
+                if why not in eager.values():  # logged once for all layers of a kind
                     path = merged.nodes[index].module_path
                     _log.warning("%s stays eager: %s", path or "(root)", why)
                 eager.update(dict.fromkeys(run, why))
@@ -140,7 +140,7 @@ def _compiled(
 def compile_variant(known: CompiledGraph, basic: BasicGraph) -> SimplifiedGraph:
     """Return the same nodes with the backward of another recording of the same forward.
 
-    What a node keeps follows from its backward, too: the forward is another one then.
+    The compiled forward may differ, because the saved tensors also depend on the backward.
     """
     sg = with_backward(known.recorded, basic)
     wanted = [i for i, code in enumerate(known.classes) if code and not refusal(sg.nodes[i], sg)]
@@ -164,7 +164,7 @@ def _ignore(_: str, __: float) -> None: ...
 
 
 class _Compiling:
-    """Compiles nodes of a graph; about those of `free`, images may lie in another order."""
+    """Compiles nodes of a graph; values of nodes in `free` may change their layout."""
 
     def __init__(self, sg: SimplifiedGraph, free: Collection[int], note: Note) -> None:
         self.recorded, self.laid = sg, channels_last(sg, free)
@@ -172,7 +172,7 @@ class _Compiling:
         self.compiled: dict[int, tuple[Joint, CompiledClass]] = {}
 
     def is_laid_out(self, index: int) -> bool:
-        """Whether what goes into a node or comes out of it lies otherwise than recorded."""
+        """Return whether an input or a result of a node has another layout than recorded."""
         joint = joint_of(self.sg, index)
         names = (*joint.primals, *joint.tangents, *joint.results, *joint.gradients)
         return any(name in self.laid for name in names)
@@ -184,7 +184,7 @@ class _Compiling:
         return tuple("" if code is None else code[1].forward.digest for code in codes)
 
     def compile(self, index: int) -> str:
-        """Compile a node; return why it cannot be, or nothing."""
+        """Compile a node; return why it does not compile, or ''."""
         joint = joint_of(self.sg, index)
         if joint.reads_what_it_updates:
             return "reads a buffer that it updates"
@@ -197,7 +197,7 @@ class _Compiling:
         return ""
 
     def keeping(self) -> dict[int, CompiledClass]:
-        """Compile the other partition of the compiled nodes, where there is one."""
+        """Compile the other partition of the compiled nodes, as far as there is one."""
         device = self.sg.dataflow.basic.device
         found = {}
         for index, (joint, code) in self.compiled.items():

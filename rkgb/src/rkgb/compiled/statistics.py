@@ -1,4 +1,4 @@
-"""Running statistics of batch norms, which are updated behind the piece that computes them."""
+"""Running statistics of batch norms, which are updated after the piece that computes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class MoveStatistics:
-    """Move the running statistics of a batch norm towards those of a batch, as eager does."""
+    """Update the running statistics of a batch norm by those of a batch, as eager does."""
 
     def __init__(self, momentum: float) -> None:
         self.momentum = momentum

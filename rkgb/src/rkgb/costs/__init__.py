@@ -1,25 +1,25 @@
-"""What operations and nodes cost: time, FLOPs, workspace, and from them the peaks of every part.
+"""What operations and nodes cost: time, FLOPs, workspace, and the peaks that follow.
 
 Gets a simplified graph and the module's tensors; gives the facts of each node, and K. Read
 op_costs.py (one kind of operation), measure.py and rounds.py (how it is measured), node_facts.py
 (sums and exact memory of every node), inspection.py (all of it for a module), forward_backward.py
-(K), then recorded_costs.py (costs in a file).
+(K), then recorded_costs.py (costs in a file) and estimated.py (costs without a run).
 """
 
-from rkgb.costs.foreseen import Foreseen, foresee, foresee_as_recorded
+from rkgb.costs.estimated import EstimatedCosts, estimate_as_recorded, estimate_costs
 from rkgb.costs.measure import Measured, choose_callees
 from rkgb.costs.node_facts import Cost, NodeFacts
 from rkgb.costs.op_costs import FlopCost, OpCost, call_kind, cost_of_piece, made_bytes, op_key
 from rkgb.costs.plain_step import plain_peak_bytes
 from rkgb.costs.rounds import Timing
 from rkgb.costs.same_bits import BitsOfPieces
-from rkgb.costs.scaled import foresee_resized, measure_others, measure_resized
+from rkgb.costs.scaled import estimate_resized, measure_others, measure_resized
 
 __all__ = [
     "BitsOfPieces",
     "Cost",
+    "EstimatedCosts",
     "FlopCost",
-    "Foreseen",
     "Measured",
     "NodeFacts",
     "OpCost",
@@ -27,9 +27,9 @@ __all__ = [
     "call_kind",
     "choose_callees",
     "cost_of_piece",
-    "foresee",
-    "foresee_as_recorded",
-    "foresee_resized",
+    "estimate_as_recorded",
+    "estimate_costs",
+    "estimate_resized",
     "made_bytes",
     "measure_others",
     "measure_resized",

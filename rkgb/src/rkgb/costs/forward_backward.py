@@ -27,25 +27,25 @@ class KComputeNode:
     kind: Literal["fwd", "bwd"]
     node: int
     time_ms: float
-    overhead_bytes: int  # temporary memory, above what it reads and leaves behind
+    overhead_bytes: int  # temporary memory, above its inputs and outputs
     flops: int = 0
     module_path: str = ""
     source: str = ""
     op: str = ""  # the main operation of the simplified node
     key: str = ""  # equal for equal computations
-    output_bytes: int = 0  # of a forward: the memory that it makes, views of resident left out
-    saved_bytes: int = 0  # of a forward: what its backward reads, phantoms included
-    after: tuple[str, ...] = ()  # must run first although no data flows: memory, random numbers
+    output_bytes: int = 0  # of a forward: the memory that it allocates
+    saved_bytes: int = 0  # of a forward: its saved tensors, phantoms included
+    after: tuple[str, ...] = ()  # computations that must come first though no data flows from them
 
 
 @dataclass(frozen=True, slots=True)
 class KDataNode:
-    """One piece of memory: a value, its gradient, or what only a backward knows (phantom)."""
+    """One storage: of a value, of its gradient, or a phantom, which only a backward reads."""
 
     name: str
     kind: Literal["data", "grad", "phantom"]
     size_bytes: int
-    producers: tuple[str, ...]  # a gradient has one per use of its value
+    producers: tuple[str, ...]  # a gradient has one for each use of its value
     users: tuple[str, ...]
 
 
@@ -77,7 +77,7 @@ class KGraph:
         )
 
     def renamed(self, sg: SimplifiedGraph) -> KGraph:
-        """Return this graph for an equal block `sg`: its names and module paths, same costs."""
+        """Return this graph with the names and module paths of `sg`, an equal block."""
         nodes = [
             replace(
                 node,
@@ -156,7 +156,7 @@ def k_graph(sg: SimplifiedGraph, facts: Sequence[NodeFacts]) -> KGraph:
 
 
 def _gradients(sg: SimplifiedGraph) -> list[KDataNode]:
-    """Return the gradients that one backward makes and another reads, or that come from outside."""
+    """Return the gradients that a backward reads from another one or from outside."""
     infos, behind = sg.dataflow.infos, sg.uses_behind
     known = {*sg.producer, *sg.dataflow.basic.externals}
     found = []
@@ -189,7 +189,7 @@ def _forward(sg: SimplifiedGraph, index: int, fact: NodeFacts, key: str) -> KCom
 def _computation(
     sg: SimplifiedGraph, index: int, kind: Literal["fwd", "bwd"], fact: NodeFacts, key: str
 ) -> KComputeNode:
-    """Return one side of a node: what forward and backward say alike."""
+    """Return one side of a node, without what only forwards have."""
     node, cost, forward = sg.nodes[index], fact.cost, kind == "fwd"
     return KComputeNode(
         name=f"{kind}_{index}",

@@ -22,10 +22,10 @@ from rkgb.graphs.simplified import SimplifiedGraph, operations
 
 @runtime_checkable
 class KnownCosts(Protocol):
-    """Knows costs beforehand, by the kind of an operation (see `RecordedCosts`); runs nothing."""
+    """A source of known costs by kind of operation (see `RecordedCosts`); it runs nothing."""
 
     def lookup(self, key: str, where: str) -> OpCost:
-        """Return the cost of a kind; `where` names an operation of it in an error."""
+        """Return the cost of a kind; `where` names one of its operations in an error."""
 
 
 CostChoice = Literal["measured", "flops"] | KnownCosts
@@ -33,7 +33,7 @@ CostChoice = Literal["measured", "flops"] | KnownCosts
 
 @dataclass(frozen=True)
 class Inspection:
-    """Facts about every node, and what they are made from: the costs of kinds of operation."""
+    """The facts of every node, and the costs of kinds of operation from which they follow."""
 
     facts: tuple[NodeFacts, ...]
     costs: Mapping[str, OpCost]
@@ -51,10 +51,10 @@ def inspect_model(
     kwargs: Mapping[str, Any] | None = None,
     cost: CostChoice = "measured",
 ) -> Inspection:
-    """Find out what every kind of operation of `sg` costs, and what follows for its nodes.
+    """Return the cost of every kind of operation of `sg`, and the facts of its nodes.
 
-    `inputs` is the sample that the model was recorded with; without it, random values of the
-    recorded shapes stand in (zeros for integers, which are valid indices).
+    `inputs` is the sample that the model was recorded with. The default is random values of the
+    recorded shapes (zeros for integers, which are valid indices).
 
     Raises:
         ValueError: `cost` is unknown.
@@ -84,7 +84,7 @@ def _costs(
         return {key: cost.lookup(key, named(op)) for key, op in kinds_of(basic, ops).items()}
     if cost not in ("measured", "flops"):
         raise ValueError(
-            f"cost {cost!r} was asked for; choose 'measured', 'flops', or RecordedCosts.load(path)."
+            f"cost is {cost!r}; choose 'measured', 'flops', or RecordedCosts.load(path)."
         )
     if inputs is None and kwargs is None:
         leaves: tuple[Any, ...] = (None,) * len(basic.inputs)

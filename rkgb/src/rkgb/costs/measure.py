@@ -1,7 +1,7 @@
 """Measure every kind of operation: its time in interleaved rounds, its workspace, how to call it.
 
-Each kind runs alone on stand-ins of the recorded shapes and strides (parameters, buffers and inputs
-are the real ones), so no network is too large.
+Each kind runs alone, on stand-ins of the recorded shapes and strides and on the real parameters,
+buffers and inputs. So no network is too large.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ _NOTHING = CallTime(0.0, 0.0)
 
 @dataclass(frozen=True)
 class Measured:
-    """Costs by kind of operation, how to call each, and how sure the times are."""
+    """Costs by kind of operation, how to call each, and the accuracy of the times."""
 
     costs: Mapping[str, OpCost]
     callees: Mapping[str, Callable[..., Any]]
-    spread: float  # how far the second least times are above the least, all kinds together
-    device_ms: float = 0.0  # of one step without recomputation: what the kernels take
-    host_ms: float = 0.0  # and what it takes the host to start them
-    unsteady: frozenset[str] = frozenset()  # kinds that gave other bits at a second call
+    spread: float  # by which fraction the second least times exceed the least, all kinds together
+    device_ms: float = 0.0  # of the kernels of one step without recomputation
+    host_ms: float = 0.0  # of launching them
+    unsteady: frozenset[str] = frozenset()  # nondeterministic kinds: other bits at a second call
 
     @property
     def is_launch_bound(self) -> bool:
-        """Whether the device waits for the host; times are then the larger of the two."""
+        """Whether the device waits for the host; each time is then the larger of the two."""
         return self.host_ms > self.device_ms
 
 
@@ -71,15 +71,14 @@ def measure(
 ) -> Measured:
     """Return what each kind among `ops` costs; without `times`, only workspace and FLOPs.
 
-    `callees` are known ways to call kinds, which are not looked for again: they have run at these
-    sizes too. Known `workspaces` are not measured again. The external tensors and the random stream
-    are as before afterwards.
+    `callees` are known functions for kinds; they have already run at these sizes. Known
+    `workspaces` are not measured again. The external tensors and the random state are restored.
     """
     every = kinds_of(basic, ops)
     known = {key: cost for key, op in every.items() if (cost := cost_of_piece(op)) is not None}
     kinds = {key: op for key, op in every.items() if key not in known}
     device = device_of(basic.device)
-    differ = times or device.is_asynchronous  # where sums in another order must show
+    differ = times or device.is_asynchronous  # sums in another order must show
     benches = _benches(basic, kinds, external, Drawn() if differ else None)
     stream = RngState.save(basic.device)
     try:
@@ -116,9 +115,9 @@ def measure(
 def choose_callees(
     basic: BasicGraph, ops: Sequence[Op], external: Mapping[str, Tensor]
 ) -> dict[str, Callable[..., Any]]:
-    """Return how to call each kind among `ops`, where costs are known and nothing is measured.
+    """Return the function to call for each kind among `ops`, without measuring.
 
-    The external tensors and the random stream are as before afterwards.
+    The external tensors and the random state are restored.
     """
     kinds = {k: op for k, op in kinds_of(basic, ops).items() if cost_of_piece(op) is None}
     benches = _benches(basic, kinds, external, Drawn())
@@ -153,7 +152,7 @@ def _of_device(took: CallTime) -> float:
 
 
 def _true_elements(basic: BasicGraph) -> dict[str, int]:
-    """Return how many elements of masks are true, where the recording has looked at that."""
+    """Return the number of true elements of each mask for which it was recorded."""
     return {
         basic.infos[name].alias_of: read.value[0][0]
         for read in basic.reads
@@ -164,7 +163,7 @@ def _true_elements(basic: BasicGraph) -> dict[str, int]:
 
 
 def _full_bags(basic: BasicGraph, ops: Iterable[Op]) -> dict[str, int]:
-    """Return where bags of embeddings say how much is in them: in an empty one nothing is done."""
+    """Return the storages of embedding bags' sizes, filled so that no stand-in bag is empty."""
     target = torch.ops.aten._embedding_bag_backward.default
     sizes = [op.args[4] for op in ops if op.target is target]
     found = (basic.infos[size.name] for size in sizes if isinstance(size, Ref))
@@ -177,14 +176,14 @@ def _workspaces(
     basic: BasicGraph,
     ran: Collection[str],
 ) -> dict[str, int]:
-    """Return the workspace of each kind; those that `ran` at these sizes need no first call."""
+    """Return the workspace of each kind; kinds that `ran` at these sizes need no first call."""
     order = list(benches)
     if not order:
         return {}
 
     def run(span: Any) -> None:
         for key in order:
-            # What a library allocates once is not counted.
+            # The first call is not counted: libraries allocate lasting memory in it.
             for name in ("second",) if key in ran else ("first", "second"):
                 args, kwargs = benches[key].arguments()
                 set_grad_mode(benches[key].grad_mode)
@@ -201,7 +200,7 @@ def _workspaces(
     for key, span in zip(order, spans, strict=True):
         op = benches[key].op
         beside = span.added_peak_bytes - made_bytes(op, basic.infos)
-        # Below zero where arguments are freed while results are made.
+        # Negative if arguments are freed while results are allocated.
         found[key] = beside if _frees(op) else max(0, beside)
     return found
 
@@ -213,7 +212,7 @@ def _frees(op: Op) -> frozenset[int]:
 def _call_once(
     op: Op, callee: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], Any]:
-    """Return the call as a step makes it: what it frees is held by nobody else."""
+    """Return the call as a step makes it: no one else holds the arguments that it frees."""
     if not isinstance(op.target, CompiledCall):
         return partial(callee, *args, **kwargs)
     kept = [arg for place, arg in enumerate(args) if place not in op.target.frees]
@@ -228,7 +227,7 @@ def _call_once(
 def _unsteady(
     benches: Mapping[str, Bench], callees: Mapping[str, Callable[..., Any]]
 ) -> frozenset[str]:
-    """Return the kinds that give other bits for equal arguments: sums by atomics, mostly."""
+    """Return the nondeterministic kinds: other bits for equal arguments, mostly due to atomics."""
     found = set()
     for key, bench in benches.items():
         if bench.written or bench.op.is_random or not bench.op.inputs:
@@ -247,6 +246,6 @@ def _same_bits(first: Any, second: Any) -> bool:
         return all(map(_same_bits, first, second))
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return True
-    if first.dtype == torch.uint8:  # a library's notes for its backward: not all of it is written
+    if first.dtype == torch.uint8:  # a library's workspace for its backward, partly unwritten
         return True
     return same_bits(first, second)

@@ -1,7 +1,7 @@
-"""Facts about every node: what it makes, what its forward and backward cost, how high they peak.
+"""The facts of every node: its storages, its costs, and the peaks of its forward and backward.
 
-Memory is not measured again but followed, operation by operation, in the order and with the drops
-of the generated program: sizes were recorded, workspaces measured.
+Memory is not measured here. It is simulated operation by operation, in the order and with the frees
+of the generated program, from recorded sizes and measured workspaces.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rkgb.run.state import rerun_ops, rerun_state
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Time of one node; FLOPs where they were counted."""
+    """Time and, if counted, FLOPs of one node."""
 
     fwd_time_ms: float
     bwd_time_ms: float
@@ -34,31 +34,31 @@ class Cost:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What one node makes, needs and costs. Peaks are above what is alive when the part starts."""
+    """What one node makes, needs and costs. Peaks are above what is alive at the start."""
 
     cost: Cost
     storages: tuple[NodeStorage, ...]
     state_bytes: int  # random state and buffer copies that a recomputation needs
     has_backward: bool
-    fwd_peak_bytes: int  # with its phantoms kept
-    fwd_peak_dropping_bytes: int  # with its phantoms dropped
+    fwd_peak_bytes: int  # if it keeps its phantoms
+    fwd_peak_dropping_bytes: int  # if it drops its phantoms
     bwd_peak_bytes: int
-    grads_before_bytes: int  # gradients of values that are alive when the backward starts
-    fwd_overhead_bytes: int  # temporary part of the forward, above what it leaves behind
+    grads_before_bytes: int  # gradients that are alive when the backward starts
+    fwd_overhead_bytes: int  # temporary memory of the forward, above its results
     bwd_overhead_bytes: int
 
     @property
     def phantom_bytes(self) -> int:
-        """Bytes that nobody but the node's own backward reads."""
+        """Bytes of saved tensors that only the node's own backward reads."""
         return sum(s.size_bytes for s in self.storages if s.is_phantom)
 
 
 def node_facts(
     sg: SimplifiedGraph, costs: Mapping[str, OpCost], *, in_blocks: bool = True
 ) -> tuple[NodeFacts, ...]:
-    """Return the facts of every node of `sg`; `costs` holds every kind of its operations.
+    """Return the facts of every node of `sg`; `costs` has every kind of its operations.
 
-    Sizes are those of the allocator's blocks, or with `in_blocks=False` what is asked of it.
+    Sizes are those of the allocator's blocks, or with `in_blocks=False` those of the requests.
     """
     return _Facts(sg, costs, in_blocks).all()
 
@@ -66,9 +66,9 @@ def node_facts(
 class _Facts:
     def __init__(self, sg: SimplifiedGraph, costs: Mapping[str, OpCost], in_blocks: bool) -> None:
         self.sg, self.costs, self.infos = sg, costs, sg.dataflow.infos
-        self._cost_of: dict[int, OpCost] = {}  # by identity: making the key of a kind takes long
+        self._cost_of: dict[int, OpCost] = {}  # by identity, because making a key is slow
         device = device_of(sg.dataflow.basic.device)
-        # Every storage by itself: two of 8 bytes take two blocks.
+        # Each storage is rounded by itself: two of 8 bytes take two blocks.
         self.rounded = device.block_bytes if in_blocks else _as_asked
         self.random_bytes = device.random_state_bytes
         self.storages = tuple(
@@ -85,7 +85,7 @@ class _Facts:
         copied = rerun_state(self.sg, node)
         state = sum(map(self._copy_bytes, copied))
         written = roots_of(self.infos, (n for op in rerun_ops(self.sg, node) for n in op.writes))
-        # What is run once more later leaves the copies as they are, and writes to copies of them.
+        # A recomputation that is not the last one keeps the copies, and writes to copies of them.
         twice = sum(self._copy_bytes(n) for n in copied if self.infos[n].alias_of in written)
         copies = sum(map(_copied_buffers, node.ops))
         beside = copies + (self.random_bytes if node.is_random else 0)
@@ -93,7 +93,7 @@ class _Facts:
         twice += beside + copies
         others = {s.root for s in self.storages[index] if not s.is_phantom}
         all_kept = {s.root for s in self.storages[index]}
-        # For a moment a recomputation holds the random state of then and that of now.
+        # A recomputation briefly holds the recorded and the present random state.
         least = self.random_bytes if node.is_random else 0
         keeping = max(least, self._forward_peak(index, all_kept))
         dropping = max(least, self._forward_peak(index, others))
@@ -142,7 +142,7 @@ class _Facts:
 
     def _made(self, op: Op) -> list[str]:
         if isinstance(op.target, GradientCut) and op.target.from_outside:
-            return []  # it has been there
+            return []  # it existed before
         return made_by(self.infos, op)
 
     # ------------------------------------------------------------------ forward
@@ -164,9 +164,9 @@ class _Facts:
     # ------------------------------------------------------------------ backward
 
     def _gradients(self) -> dict[str, tuple[int, int]]:
-        """Return the node that makes each storage of a gradient, and the one that reads it last.
+        """Return the maker and the last reader of each gradient's storage, as nodes.
 
-        The maker of the gradient of an output is one node behind the last.
+        The gradient of an output counts as made by a node after the last one.
         """
         behind, basic = self.sg.uses_behind, self.sg.dataflow.basic
         known = {*self.sg.producer, *basic.externals}
@@ -177,27 +177,27 @@ class _Facts:
         }
         waiting = [op.name for op in basic.cuts if op.target.from_outside]  # type: ignore[attr-defined]
         for name in (*filter(None, basic.tangent_names), *waiting):
-            # Autograd holds the gradient that a backward starts from, which a loss is, to its end.
+            # The gradient of a loss starts the backward, and autograd holds it to the end.
             last = found.get(name, (0, 0))[1] if self.infos[name].shape else -1
             found[name] = len(self.sg.nodes), last
         return found
 
     def _backward_peak(self, index: int, node: SimplifiedNode) -> tuple[int, int]:
-        """Return the peak above the start, and what is alive at the end above the start."""
+        """Return the bytes above the start: at the peak and at the end."""
         alive = peak = 0
         for place, op in enumerate(node.backward):
             at = At(index, place)
             alive += sum(map(self._size, self._made(op)))
             peak = max(peak, alive + self._workspace(op) - self._reused_bytes(op, at))
             alive -= sum(map(self._size, self._ending.get(at, ())))
-        # Autograd copies a gradient that does not lie as its parameter does.
+        # Autograd copies a gradient whose strides differ from its parameter's.
         peak = max(peak, alive + sum(map(self._copied_bytes, node.hand_overs)))
         alive -= sum(map(self._size, self._ending.get(At(index, len(node.backward)), ())))
         return peak, alive + sum(map(self._size, self.dying[index]))
 
     @cached_property
     def _ending(self) -> Mapping[At, Sequence[str]]:
-        """What goes in a backward after its last use: gradients, and what no plan needs then."""
+        """The storages that a backward frees after their last use: gradients and dying values."""
         found: dict[At, list[str]] = {}
         for root, at in self.sg.uses_behind.last.items():
             if root in self.dying[at.part] or self._goes_in(root, at.part):
@@ -205,11 +205,11 @@ class _Facts:
         return found
 
     def _goes_in(self, root: str, index: int) -> bool:
-        """Whether it is the storage of a gradient that the backward of this node reads last."""
+        """Return whether `root` is a gradient's storage and this backward is its last reader."""
         return root in self.gradient_roots and self.gradient_roots[root][1] == index
 
     def _reused_bytes(self, op: Op, at: At) -> int:
-        """Return the bytes of a whole that lies where its parts were added up."""
+        """Return the bytes of a summed gradient that lies in the memory of its parts."""
         if not isinstance(op.target, GradientCut) or op.target.from_outside or not op.inputs:
             return 0
         root = self.infos[op.inputs[0]].alias_of
@@ -219,7 +219,7 @@ class _Facts:
     def _copied_bytes(self, hand_over: HandOver) -> int:
         leaf = self.infos[hand_over.leaf]
         value = self.infos[hand_over.value]
-        if value.shape and not value.stride:  # a sparse one is kept as it comes
+        if value.shape and not value.stride:  # a sparse one is not copied
             return 0
         whole = value.storage_bytes == value.size_bytes
         return 0 if leaf.stride == value.stride and whole else self.rounded(leaf.size_bytes)

@@ -1,7 +1,7 @@
 """What one kind of operation costs, and what a kind is.
 
-Equal operations cost the same: a kind is the kernel with everything that its time and workspace
-depend on. So each kind is measured once, however many layers have it.
+A kind is a kernel with everything that its time and workspace depend on. Operations of one kind
+cost the same, so each kind is measured once, however many layers have it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class OpCost:
 
 
 def op_key(op: Op, infos: Mapping[str, TensorInfo]) -> str:
-    """Return a text that two operations share exactly when one measurement serves both."""
+    """Return the kind of an operation: equal texts exactly if one measurement serves both."""
 
     def text(tree: Any) -> str:
         if isinstance(tree, Ref):
@@ -55,9 +55,9 @@ def op_key(op: Op, infos: Mapping[str, TensorInfo]) -> str:
 
 
 def call_kind(key: str) -> str:
-    """Return what torch's bindings look at in the key of an operation of torch's.
+    """Return the part of an operation's key that decides how torch's bindings parse the call.
 
-    That is the name, and the kinds of the arguments: tensors and numbers, of whatever size.
+    These are its name and the types of its arguments, without sizes and numbers.
     """
     name, _, arguments = key.partition("(")
     return f"{name}({_LISTS.sub('[]', _NUMBERS.sub('0', arguments))}"
@@ -76,14 +76,14 @@ def _name_of(target: Callable[..., Any]) -> str:
 
 
 def named(op: Op) -> str:
-    """Return the words by which an error names an operation."""
+    """Return the description of an operation for errors."""
     return f"'{op.target_name}' ({op.module_path or 'root'}, {op.source})"
 
 
 def cost_of_piece(op: Op) -> OpCost | None:
-    """Return what the trial runs of an opaque piece have shown; None for other operations.
+    """Return the cost of an opaque piece from its trial runs; None for other operations.
 
-    What only hands gradients over costs nothing.
+    `GradientPart` and `GradientCut` cost nothing.
     """
     if isinstance(op.target, (GradientCut, GradientPart)):
         return OpCost(0.0)
@@ -97,7 +97,7 @@ def cost_of_piece(op: Op) -> OpCost | None:
 
 
 def made_bytes(op: Op, infos: Mapping[str, TensorInfo]) -> int:
-    """Return the bytes of the storages that the operation makes."""
+    """Return the bytes of the storages that the operation allocates."""
     return sum(infos[n].storage_bytes for n in op.results if n and infos[n].alias_of == n)
 
 
@@ -141,23 +141,23 @@ def count_flops(op: Op, infos: Mapping[str, TensorInfo]) -> int:
 
 @dataclass(frozen=True)
 class FlopCost:
-    """Deterministic: FLOPs, plus a small weight per byte moved and per operation.
+    """A deterministic cost: FLOPs, plus a small weight per byte moved and per operation.
 
-    One millisecond stands for 10^9 FLOPs. The weights (2 per byte, 1000 per operation) keep
-    operations without FLOPs from being free.
+    One millisecond stands for 10^9 FLOPs. The weights (2 per byte, 1000 per operation) give a cost
+    to operations without FLOPs.
     """
 
     flops_per_byte: float = 2.0
     flops_per_op: float = 1000.0
 
     def time_ms(self, op: Op, infos: Mapping[str, TensorInfo]) -> float:
-        """Return the time that stands for one call."""
+        """Return the cost of one call as a time."""
         weighted = self.flops_per_byte * moved_bytes(op, infos) + self.flops_per_op
         return (count_flops(op, infos) + weighted) / 1e9
 
 
 def kinds_of(basic: BasicGraph, ops: Sequence[Op]) -> dict[str, Op]:
-    """Return one operation of each kind, in order of first appearance."""
+    """Return the first operation of each kind, in order of appearance."""
     kinds: dict[str, Op] = {}
     for op in ops:
         kinds.setdefault(op_key(op, basic.infos), op)

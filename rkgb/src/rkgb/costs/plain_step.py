@@ -1,8 +1,8 @@
-"""The peak of a plain PyTorch step, from what was held after each of its operations.
+"""The peak of a plain PyTorch step, from the bytes held after each of its operations.
 
-Plain PyTorch holds what Python and autograd still refer to, which is more than a program with a
-`del` behind every last use. On top come the workspace of the running kernel, the gradient that the
-backward starts from, and the first part of a gradient that waits for others.
+Plain PyTorch holds whatever Python and autograd refer to: more than a program that frees each value
+after its last use. Added are the workspace of the running kernel, the gradient that the backward
+starts from, and the first part of a gradient that waits for others.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ def plain_peak_bytes(
     costs: Mapping[str, OpCost],
     external: Mapping[str, Tensor],
 ) -> int:
-    """Return the peak above what is resident; `held_bytes` is by name of the operation.
+    """Return the peak in bytes above what is resident.
 
-    `external` says which leaves are one, and which are parameters.
+    `held_bytes` has the bytes after each operation, by its name. `external` identifies leaves that
+    are one tensor, and parameters.
     """
     infos = basic.infos
     ops = (*basic.ops, *basic.backward)
@@ -34,10 +35,10 @@ def plain_peak_bytes(
         if name is None:
             continue
         readers = [place for place, op in enumerate(ops) if name in op.inputs]
-        # A loss's own gradient is held to the end; one that a loss computes until it was used.
+        # The gradient of a loss is held to the end, that of an output the loss reads until its use.
         last = len(ops) - 1 if not infos[name].shape else max(readers, default=first - 1)
         _add(extra, first, last, infos[name].storage_bytes)
-    for op in basic.cuts:  # what comes from outside waits for the parts
+    for op in basic.cuts:  # a gradient from outside waits for the parts
         if op.target.from_outside:  # type: ignore[attr-defined]
             _add(extra, first, ops.index(op) - 1, infos[op.name].storage_bytes)
     parts: dict[int, list[int]] = {}
@@ -51,7 +52,8 @@ def plain_peak_bytes(
         end = max(places) if isinstance(leaf, nn.Parameter) else len(ops) - 1
         _add(extra, min(places) + 1, end, leaf.numel() * leaf.element_size())
     held = [held_bytes.get(op.name, 0) for op in ops]
-    # Autograd adds the parts of a gradient into new memory, once what made the last has gone.
+    # Autograd adds the parts of a gradient into new memory, after the last part's maker has freed
+    # its own.
     sums: dict[int, int] = {}
     for key, places in parts.items():
         size = leaves[key].numel() * leaves[key].element_size()

@@ -20,9 +20,9 @@ FORMAT = "rkgb costs 2"
 
 @dataclass(frozen=True)
 class RecordedCosts:
-    """Time and temporary memory of every kind of operation; `cost=` takes it as source.
+    """Time and temporary memory of every kind of operation, as a source for `cost=`.
 
-    A kind is found again by what it computes: kernel, attributes, shapes, types and strides.
+    A kind is identified by its kernel, attributes, shapes, types and strides.
     """
 
     costs: Mapping[str, OpCost]
@@ -65,7 +65,7 @@ class RecordedCosts:
         """Read what `to_json` wrote.
 
         Raises:
-            InvalidGraphError: the text is something else.
+            InvalidGraphError: the text is no recording of costs.
         """
         try:
             rows = json.loads(text)

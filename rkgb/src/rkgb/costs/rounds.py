@@ -1,9 +1,8 @@
-"""The time of every kind of operation: the least of several rounds, in which each is visited.
+"""The time of every kind of operation: the minimum over several rounds, which visit every kind.
 
-A busy machine only ever makes a call slower, so the least is the time, and what two rounds agree on
-is not measured again. Where other programs take the cores away in the middle of most calls, the
-least is no longer near: then each call runs on one thread, and what counts is the time that this
-thread had a core.
+A busy machine only makes a call slower, so the minimum is the time. A kind on which two rounds
+agree is not measured again. If other programs interrupt most calls, even the minimum is too high.
+Then each call runs on one thread, and its time is the time in which this thread had a core.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from rkgb.run.stand_ins import Drawn, StandIns
 from rkgb.torch_api.torch_private import set_grad_mode
 
 _log = logging.getLogger("rkgb")
-# Where calls waited for a core for more than this share of their time, others use the machine.
+# If calls wait for a core for more than this share of their time, other programs use the machine.
 _BUSY = 0.15
 
 
@@ -33,18 +32,18 @@ _BUSY = 0.15
 class Timing:
     """When the rounds of measuring end.
 
-    Every kind is visited in the first rounds. A kind is sure when its two least visits agree; only
-    the others are visited again. Kinds of long calls take nearly all the time and are hardly
-    disturbed by what ran before: there one call makes a later visit.
+    The first rounds visit every kind. A kind is settled when its two least visits agree; later
+    rounds visit only the others. Kinds with long calls take nearly all the time and depend little
+    on what ran before, so a later visit to them is one call.
     """
 
     min_rounds: int = 3
     max_rounds: int = 12
-    visit_ms: float = 0.3  # a kind is called again within a visit until it has run so long
+    visit_ms: float = 0.3  # a visit repeats the call until it has run so long
     most_calls: int = 8
-    long_ms: float = 2.0  # of a kind that takes so long, each later visit is one call
-    tolerance: float = 0.05  # two visits agree that differ by no more
-    patience_ms: float = 2500.0  # then what is not sure stays so: planning cannot wait for silence
+    long_ms: float = 2.0  # a call that takes longer is long
+    tolerance: float = 0.05  # two visits agree if they differ by no more
+    patience_ms: float = 2500.0  # no round begins after this, whatever is not settled
 
 
 @dataclass
@@ -54,9 +53,9 @@ class Bench:
     op: Op
     basic: BasicGraph
     external: Mapping[str, Tensor]
-    grad_mode: bool  # on in a forward, off in a backward: some kernels are chosen by it
-    chosen: Mapping[str, int]  # how many elements of a mask are true, where that decides sizes
-    drawn: Drawn | None  # fills floating point; None for one number everywhere, which is faster
+    grad_mode: bool  # on in a forward, off in a backward: it decides between some kernels
+    chosen: Mapping[str, int]  # number of true elements of masks that decide sizes
+    drawn: Drawn | None  # fills floating-point tensors; None: with a constant, which is faster
     written: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +74,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class _Visit:
-    """The least that calls took, and how much of all their time they waited for a core."""
+    """The least time of a call, the time of all calls, and their waiting for a core."""
 
     least: CallTime
     spent_ms: float
@@ -88,7 +87,7 @@ def rounds(
     device: Device,
     timing: Timing,
 ) -> tuple[dict[str, CallTime], float]:
-    """Return the time of each kind, and how far the second least times are above the least."""
+    """Return the time of each kind, and by which fraction the second least times exceed it."""
     first = {key: _visit(bench, callees[key], device, timing) for key, bench in benches.items()}
     spent = sum(visit.spent_ms for visit in first.values())
     waited = sum(visit.waited_ms for visit in first.values())
@@ -96,7 +95,7 @@ def rounds(
         if waited > _BUSY * spent:
             _log.info(
                 "other programs use this machine (calls waited %.0f %% of their time for a core): "
-                "costs are what one thread takes",
+                "costs are measured on one thread",
                 100 * waited / spent,
             )
             stack.enter_context(device.counting_own_time())
@@ -134,7 +133,7 @@ def _more_rounds(
     spread = (sum(second.values()) - total) / total if known else 0.0
     sure = sum(second[key] <= least[key] * (1 + timing.tolerance) for key in benches)
     _log.debug(
-        "%d kinds of operation, %d of them not sure, times sure to %.1f %%",
+        "%d kinds of operation, %d of them not settled, spread of times %.1f %%",
         len(benches),
         len(benches) - sure,
         100 * spread,
@@ -160,7 +159,7 @@ def _visit(
         took = device.time(partial(callee, *args, **kwargs))
         set_grad_mode(False)
         spent, waited = spent + took.device_ms, waited + took.waited_ms
-        if turn or is_long:  # else the first call of a visit warms the caches
+        if turn or is_long:  # otherwise the first call only warms the caches
             least, host = min(least, took.device_ms), min(host, took.host_ms)
             if spent > timing.visit_ms:
                 break

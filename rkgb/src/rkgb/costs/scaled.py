@@ -1,7 +1,8 @@
-"""Costs at other sizes, from what was measured at some: bytes exactly, times in proportion.
+"""Costs at other sizes, from measured ones: bytes exactly, times in proportion.
 
-A budget is a promise, so the workspace of each new kind of operation is measured. Its time only
-chooses between plans: it is that of the same operation before, in proportion to FLOPs and bytes.
+The workspace of each new kind of operation is measured, because the budget is a promise. A time
+only decides between plans. It is that of the same operation at the measured size, in proportion to
+FLOPs and bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from rkgb.costs.foreseen import Foreseen, foresee
+from rkgb.costs.estimated import EstimatedCosts, estimate_costs
 from rkgb.costs.measure import Measured, measure
 from rkgb.costs.op_costs import FlopCost, OpCost, kinds_of, made_bytes, named, op_key
 from rkgb.elements.op import Op
@@ -27,13 +28,13 @@ def measure_resized(
     known_ops: Sequence[Op],
     known_infos: Mapping[str, TensorInfo],
 ) -> Measured:
-    """Return what each kind among `ops` costs, where those of equal operations are known.
+    """Return what each kind among `ops` costs, given the costs of the same operations elsewhere.
 
-    `ops` are `known_ops` at other sizes, one by one (see `same_but_for_sizes`). What the recording
-    has metered is not run again.
+    `ops` are `known_ops` at other sizes, one by one (see `same_but_for_sizes`). Operations whose
+    peak the recording has metered are not run again.
     """
     source = FlopCost()
-    first: dict[str, tuple[Op, Op, str]] = {}  # of each kind: it, what it was, and that one's kind
+    first: dict[str, tuple[Op, Op, str]] = {}  # by kind: operation, known operation, known kind
     metered: dict[str, int] = {}
     for op, old in zip(ops, known_ops, strict=True):
         key = op_key(op, basic.infos)
@@ -69,7 +70,7 @@ def measure_resized(
 def measure_others(
     basic: BasicGraph, ops: Sequence[Op], external: Mapping[str, Tensor], known: Measured
 ) -> Measured:
-    """Return `known` with the kinds among `ops` that are not in it; their times are foreseen."""
+    """Return `known` with the missing kinds among `ops` added; their times are estimated."""
     kinds = {op_key(op, basic.infos): op for op in ops}
     new = {key: op for key, op in kinds.items() if key not in known.costs}
     found = measure(basic, list(new.values()), external, times=False)
@@ -86,17 +87,17 @@ def measure_others(
     )
 
 
-def foresee_resized(
+def estimate_resized(
     basic: BasicGraph,
     ops: Sequence[Op],
-    known: Foreseen,
+    known: EstimatedCosts,
     known_ops: Sequence[Op],
     known_infos: Mapping[str, TensorInfo],
-) -> Foreseen:
-    """Return what each kind among `ops` will cost, where those of the same step are `known`.
+) -> EstimatedCosts:
+    """Return the estimated cost of each kind among `ops`, given `known` costs at another size.
 
-    `known_ops` are of that step at another size. An operation is found again by its name and its
-    kernel; one that has none there takes time like the rest. Workspaces are foreseen.
+    `known_ops` are the operations of the step at that size. An operation is matched by name and
+    kernel; without a match its time is proportional to the rest. Workspaces are estimated.
     """
     source, recorded_ms, work_ms = FlopCost(), 0.0, 0.0
     pace: dict[tuple[str, str], float] = {}
@@ -106,17 +107,17 @@ def foresee_resized(
         pace[op.name, op.target_name] = found / work
         recorded_ms, work_ms = recorded_ms + found, work_ms + work
     usual = recorded_ms / (work_ms or 1.0)
-    foreseen, costs, missing = foresee(basic, ops), {}, {}
+    estimated, costs, missing = estimate_costs(basic, ops), {}, {}
     for key, op in kinds_of(basic, ops).items():
-        cost = foreseen.costs[key]
+        cost = estimated.costs[key]
         if (op.name, op.target_name) not in pace:
             missing[key] = op
         now_ms = cost.time_ms * pace.get((op.name, op.target_name), usual)
         costs[key] = replace(cost, time_ms=now_ms)
-    lacking = sum(foreseen.costs[key].time_ms for key in missing)
-    work_ms = sum(cost.time_ms for cost in foreseen.costs.values())
+    lacking = sum(estimated.costs[key].time_ms for key in missing)
+    work_ms = sum(cost.time_ms for cost in estimated.costs.values())
     return replace(
-        foreseen,
+        estimated,
         costs=costs,
         missing=tuple(map(named, missing.values())),
         missing_share=lacking / (work_ms or 1.0),

@@ -42,7 +42,7 @@ class Columns:
     far: int = 0  # columns that arrows cross, counted once per value
 
     def larger_by(self, page: tuple[float, float]) -> float:
-        """Return the factor by which the picture exceeds the page, plus a penalty for far arrows."""
+        """Return how many times larger than the page the picture is; far arrows add to it."""
         return max(self.width / page[0], self.height / page[1]) * (1 + _FAR * self.far)
 
 

@@ -272,7 +272,10 @@ class _Drawer:
                 row.attr(rank="same")
                 for role in level:
                     row.node(self._id(number, role))
-                if level == ["fwd", "bwd"]:  # forward on the left, even without a phantom in between
+                if level == [
+                    "fwd",
+                    "bwd",
+                ]:  # forward left, even without a phantom between
                     row.edge(self._id(number, "fwd"), self._id(number, "bwd"), style="invis")
 
     def _id(self, cell: int, role: str) -> str:

@@ -19,16 +19,16 @@ _MM = torch.ops.aten.mm.default
 
 @dataclass(frozen=True)
 class _Line:
-    """One call, and what nobody reads after it."""
+    """One call, and the values whose last use it is."""
 
     op: Op
     run: Callable[..., Any]
-    slices: tuple[str, ...]  # pieces of wholes that are first read here
+    slices: tuple[str, ...]  # pieces of whole values that are first read here
     frees: tuple[str, ...]
 
 
 class InPieces:
-    """Runs a part of a step piece by piece. Called with what it takes, it returns its results."""
+    """Runs a part of a step piece by piece: a function from its inputs to its results."""
 
     def __init__(self, pieces: Pieces, name: str, side: str) -> None:
         self.pieces, self.side = pieces, side
@@ -49,7 +49,7 @@ class InPieces:
             (in_loop & {n for op in pieces.before for n in op.results}) - in_after - kept - sums
         )
 
-    def __repr__(self) -> str:  # equal for equal parts, in every process: costs are kept under it
+    def __repr__(self) -> str:  # the same in every process: a key of recorded costs
         return f"pieces {self.digest} {self.side}"
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -93,7 +93,7 @@ class InPieces:
 
 
 def _lines(ops: Sequence[Op], slices: Any, stay: set[str]) -> tuple[_Line, ...]:
-    """Return the calls of some operations, each with what goes after it."""
+    """Return the calls of some operations, each with the values that it frees."""
     seen: set[str] = set()
     lines = []
     for op in reversed(ops):

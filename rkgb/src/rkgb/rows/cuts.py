@@ -1,8 +1,8 @@
-"""How a tensor is cut: into how many parts along each dimension, all pieces of one size.
+"""How a tensor is cut: the number of parts along each dimension. All pieces have one size.
 
     cuts (4, 2, 1) of shape (4, 6, 5): 8 pieces of shape (1, 3, 5), the last cut running fastest
 
-So a tensor whose first dimensions are a batch and a length is cut like its flattened rows.
+So a tensor with dimensions for batch and length is cut like its flattened rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def piece_of(tensor: Tensor, cuts: Cuts, index: int) -> Tensor:
 
 
 def spread(shape: Sequence[int], count: int) -> Cuts | None:
-    """Return the cuts into `count` consecutive runs of rows; None where they do not divide it."""
+    """Return the cuts into `count` runs of consecutive rows, or None if the sizes do not divide."""
     cuts = []
     for size in shape:
         if size and count % size == 0:
@@ -59,7 +59,7 @@ def spread_from(shape: Sequence[int], dim: int, count: int) -> Cuts | None:
 
 
 def reshaped(shape: Sequence[int], cuts: Cuts, new: Sequence[int]) -> Cuts | None:
-    """Return how a tensor is cut that is seen in another shape; None where pieces are no boxes."""
+    """Return the cuts of a reshaped tensor, or None if its pieces are no boxes in the new shape."""
     found: list[int] = []
     at = 0
     for own, others in _groups(shape, new):
@@ -73,8 +73,8 @@ def reshaped(shape: Sequence[int], cuts: Cuts, new: Sequence[int]) -> Cuts | Non
 
 
 def _consecutive(shape: Sequence[int], cuts: Cuts) -> int | None:
-    """Return in how many runs of consecutive rows some dimensions are cut; None where in others."""
-    within = False  # a dimension of which a piece has more than one row
+    """Return the number of runs of consecutive rows, or None if the pieces are no such runs."""
+    within = False  # inside a dimension in which a piece has more than one row
     for size, parts in zip(shape, cuts, strict=True):
         if within and parts > 1:
             return None
@@ -83,7 +83,7 @@ def _consecutive(shape: Sequence[int], cuts: Cuts) -> int | None:
 
 
 def _groups(shape: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
-    """Return which dimensions become which, in order: so many of one shape, of the other."""
+    """Return (count, new count) of dimensions that a reshape turns into each other, in order."""
     found = []
     i = j = 0
     while i < len(shape) or j < len(new):

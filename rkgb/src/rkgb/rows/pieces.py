@@ -1,11 +1,11 @@
 """Recorded operations laid out to run piece by piece.
 
-    before   what depends on no piece: weights seen transposed, gradients spread over rows
-    loop     for each piece, on pieces of what comes in and of what the loop makes
-    after    what depends on sums over all pieces
+    before   operations that depend on no piece: transposed views of weights, expanded gradients
+    loop     runs for each piece, on pieces of the inputs and of results of the loop
+    after    operations that depend on sums over all pieces
 
-A value that nobody has cut is there as a whole, and the loop may read any piece of it. What the
-loop makes is a piece, or a term of a sum. Nothing in the loop reads a sum.
+A value that is not cut exists as a whole, and the loop may read any piece of it. The loop makes
+pieces and terms of sums. Nothing in the loop reads a sum.
 
 Where the bits must be those of the whole, an operation that adds up rows, or computes fewer rows
 in another way, runs after the loop, on wholes into which the loop has written its pieces.
@@ -26,16 +26,16 @@ from rkgb.rows.cuts import Cuts
 from rkgb.rows.find import find
 from rkgb.rows.rules import Asked, Value
 
-_SUMMED = (torch.float32, torch.float64)  # shorter types would be rounded at each piece
+_SUMMED = (torch.float32, torch.float64)  # shorter types would round after each piece
 
 
 class NotByPiecesError(Exception):
-    """Operations cannot run piece by piece; the text says which, and why."""
+    """Operations cannot run piece by piece; the text says which one, and why."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Pieces of a whole, under a name of their own in the loop."""
+    """Pieces of a whole value, which have a name of their own in the loop."""
 
     source: str
     cuts: Cuts
@@ -60,11 +60,11 @@ class Pieces:
     summed: tuple[str, ...]
     results: tuple[str, ...]
     infos: Mapping[str, TensorInfo]  # of results, gathered and summed values
-    recorded: tuple[Op, ...]  # the operations that these stand for
+    recorded: tuple[Op, ...]  # the operations that these replace
 
     @cached_property
     def text(self) -> str:
-        """A text that two share exactly when they do the same."""
+        """A text that is equal exactly for pieces that do the same."""
         numbers: dict[str, int] = {}
 
         def number(name: str) -> str:
@@ -94,7 +94,7 @@ class Pieces:
 
 @dataclass
 class Cutting:
-    """Lays operations out, one after the other, for a number of pieces."""
+    """Distributes operations, one after the other, over before, loop and after."""
 
     infos: Mapping[str, TensorInfo]
     count: int
@@ -113,15 +113,15 @@ class Cutting:
     added: list[Op] = field(default_factory=list)
 
     def add(self, op: Op) -> None:
-        """Lay an operation out.
+        """Add an operation to before, loop or after.
 
         Raises:
-            NotByPiecesError: it cannot run on pieces of what it reads.
+            NotByPiecesError: it cannot run on pieces of its inputs.
         """
         if op.is_random or op.writes or op.flags or getattr(op.target, "namespace", "") != "aten":
             raise NotByPiecesError(f"{op.target_name} draws, writes, or is none of torch's own")
         self.added.append(op)
-        if not self.known.isdisjoint(op.results):  # what is here already is not made again
+        if not self.known.isdisjoint(op.results):  # it exists already
             op = replace(op, results=tuple("" if n in self.known else n for n in op.results))
         if not any(op.results):
             return
@@ -217,7 +217,7 @@ class Cutting:
         return None
 
     def _piece(self, name: str, cuts: Cuts | None) -> str:
-        """Return what the loop reads: a piece that it has made, a piece of a whole, or a whole."""
+        """Return the name that the loop reads: a piece of its own, a slice, or a whole value."""
         if (
             cuts is None
             or max(cuts, default=1) == 1
@@ -229,10 +229,10 @@ class Cutting:
         return piece
 
     def pieces(self, results: Sequence[str]) -> Pieces:
-        """Return what makes these results, and nothing else.
+        """Return the pieces that make these results, and nothing else.
 
         Raises:
-            NotByPiecesError: one of them does not lie in memory as a tensor of its own.
+            NotByPiecesError: a result has no memory of its own.
         """
         needed = set(results)
         after = _needed(self.after, needed, self.slices)
@@ -263,7 +263,7 @@ class Cutting:
 
 
 def _needed(ops: Sequence[Op], needed: set[str], slices: Mapping[str, Slice]) -> tuple[Op, ...]:
-    """Return the operations that lead to what is needed, and add what they read."""
+    """Return the operations that `needed` values depend on, and add the inputs of these."""
     kept = []
     for op in reversed(ops):
         if not needed.isdisjoint(op.results):

@@ -1,8 +1,8 @@
-"""Which runs of nodes are worth cutting: those that hide what is widest.
+"""Which runs of nodes are worth cutting: those that contain the largest values.
 
-A run grows around the widest value that is in no run yet, until what enters and leaves it is less
-than half as wide. For the head of a language model that is everything between hidden states and
-loss; for a block of two linear layers, everything between the narrow ends.
+A run grows around the largest value that is in no run yet, until all values at its ends are at most
+half as large. The head of a language model is one run from hidden states to loss; a block of two
+linear layers is one run around its hidden layer.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from rkgb.run.node_storages import NodeStorage, storages_of
 
 Run = tuple[int, ...]
 _LONGEST = 24  # nodes
-_NARROWEST = 16  # what is so many times less wide than the widest of all is left alone
+_NARROWEST = 16  # values below this fraction of the largest are left alone
 
 
 def wide_runs(sg: SimplifiedGraph) -> list[tuple[Run, str]]:
-    """Return runs of nodes, widest first, each with the value that it hides."""
+    """Return runs of nodes, each with its largest value, the largest first."""
     storages = [s for made in storages_of(sg) for s in made if not s.is_output]
     storages.sort(key=lambda s: (-s.size_bytes, s.producer))
     found: list[tuple[Run, str]] = []
@@ -47,5 +47,5 @@ def _grown(storage: NodeStorage, storages: list[NodeStorage]) -> Run:
 
 
 def _reach(storage: NodeStorage) -> tuple[int, int]:
-    """Return the nodes from the maker of a storage to its last reader."""
+    """Return the live range of a storage: its maker and its last reader."""
     return storage.producer, max(storage.producer, *storage.fwd_users, *storage.bwd_users)

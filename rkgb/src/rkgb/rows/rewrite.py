@@ -30,7 +30,7 @@ class CutNode:
     count: int
     module_path: str
     name: str  # of the operations
-    rows: tuple[str, Cuts]  # what comes in cut, and how
+    rows: tuple[str, Cuts]  # the input that is cut first, and its cuts
     exact: bool = False  # whether bits are those of the whole
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class CutNode:
 
 @dataclass(frozen=True)
 class CutGraph:
-    """A graph of which some nodes run piece by piece."""
+    """A graph in which some nodes run piece by piece."""
 
     graph: SimplifiedGraph
     merged: SimplifiedGraph  # the same nodes, as recorded
@@ -59,7 +59,7 @@ class CutGraph:
         """Return the same cuts with the backward of another recording of the same forward.
 
         Raises:
-            NotByPiecesError: it reads what this forward does not leave.
+            NotByPiecesError: it reads values that this forward does not keep.
         """
         merged = with_backward(self.merged, basic)
         cut = {n.index: _cut_node(merged, n.index, n.rows, same_bits) for n in self.nodes}
@@ -70,9 +70,9 @@ class CutGraph:
 def cut_in_rows(
     dg: DataFlowGraph, count: int, most: int | None = None, same_bits: SameBits | None = None
 ) -> CutGraph:
-    """Return the planned graph of `dg` with its widest parts in about `count` pieces of rows.
+    """Return the planned graph of `dg` with its largest parts in about `count` pieces of rows.
 
-    Of the parts that can be, at most so many are cut, widest first. With `same_bits`, which
+    At most `most` parts are cut, the largest ones first. With `same_bits`, which
     tells what has them, bits are those of the whole.
     """
     plain = D_to_S(dg, passes=PLANNED_PASSES)
@@ -96,7 +96,7 @@ def cut_in_rows(
             index = _home(merged, plain, chosen)
             node, nodes[index] = _first_cut(merged, index, count, wide, same_bits)
             cut.append(node)
-    except NotByPiecesError as error:  # each can be cut, and not all together
+    except NotByPiecesError as error:  # each can be cut alone, but not all together
         _log.debug("only the widest part is cut: %s", error)
         return cut_in_rows(dg, count, 1, same_bits)
     return CutGraph(replace(merged, nodes=tuple(nodes)), merged, tuple(cut), tuple(why))
@@ -105,7 +105,7 @@ def cut_in_rows(
 def _merged(
     dg: DataFlowGraph, plain: SimplifiedGraph, run: Sequence[int]
 ) -> tuple[SimplifiedGraph, int]:
-    """Return the graph in which a run of nodes is one node, and which."""
+    """Return the graph in which a run of nodes is one node, and the index of that node."""
     merged = D_to_S(dg, passes=(*PLANNED_PASSES, merging(plain, [run])))
     return merged, _home(merged, plain, run)
 
@@ -123,10 +123,10 @@ def _home(merged: SimplifiedGraph, plain: SimplifiedGraph, run: Sequence[int]) -
 def _first_cut(
     sg: SimplifiedGraph, index: int, count: int, wide: str, same_bits: SameBits | None
 ) -> tuple[CutNode, SimplifiedNode]:
-    """Cut a node along the first rows for which everything has a rule.
+    """Cut a node along the first rows for which every operation has a rule.
 
     Raises:
-        NotByPiecesError: there are none.
+        NotByPiecesError: there are no such rows.
     """
     node = sg.nodes[index]
     why = "nothing comes in that has rows"
@@ -146,7 +146,7 @@ def _first_cut(
 
 
 def _rows(sg: SimplifiedGraph, node: SimplifiedNode, count: int) -> Iterator[tuple[str, Cuts]]:
-    """Yield what comes into a node, and each way to cut it in rows."""
+    """Yield the inputs of a node, each with every way to cut it in rows."""
     infos, basic = sg.dataflow.infos, sg.dataflow.basic
     held = {*basic.parameters, *basic.buffers, *basic.constants}
     made = {name for op in node.ops for name in op.results}
@@ -171,7 +171,7 @@ def _cut_node(
     """Return a node whose forward and backward are one call each.
 
     Raises:
-        NotByPiecesError: some operation has no rule for that.
+        NotByPiecesError: an operation has no rule for these cuts.
     """
     return _Node(sg, index, rows, same_bits).replaced(wide)
 
@@ -210,7 +210,7 @@ class _Node:
         return f"{self.node.name} in {self.count} pieces"
 
     def _backward(self) -> tuple[Pieces | None, tuple[Op, ...], list[str]]:
-        """Return the backward in pieces, views of what it makes, and what it reads from outside."""
+        """Return the backward in pieces, the views of its results, and its inputs."""
         node, ops = self.node, self.node.backward
         if not ops:
             return None, (), [h.value for h in node.hand_overs]
@@ -244,13 +244,13 @@ class _Node:
         return pieces, views, read
 
     def _written(self) -> set[str]:
-        """Return the memory that some operation of the step writes to."""
+        """Return the storages that the step writes to."""
         basic = self.sg.dataflow.basic
         ops = (*basic.ops, *basic.backward)
         return {self.infos[n].alias_of for op in ops for n in op.writes} | {*basic.written_roots}
 
     def _gradients(self, own: set[str]) -> dict[str, Cuts]:
-        """Return how to cut gradients that come in: like what is left of the same shape."""
+        """Return the cuts of incoming gradients: those of a result of the same shape."""
         shapes: dict[tuple[int, ...], Cuts] = {}
         for name in self._left_to_others():
             if name in self.forward.cut:
@@ -266,7 +266,7 @@ class _Node:
         return seeds
 
     def _left_to_others(self) -> list[str]:
-        """Return what the forward makes and others read, or are given."""
+        """Return the values of the forward that other nodes or the user read."""
         names = [out for out in self.sg.output_names if out in self.made]
         names += [out.name for out in self.sg.outputs if isinstance(out, Ref)]
         for index, other in enumerate(self.sg.nodes):
@@ -277,7 +277,7 @@ class _Node:
     def _roots(
         self, leaving: Sequence[str], ops: Sequence[Op]
     ) -> tuple[tuple[str, ...], tuple[Op, ...]]:
-        """Return what a call must make, and the views of it that stay operations of their own."""
+        """Return the results of a call, and the views of them that stay separate operations."""
         maker = {name: op for op in ops for name in op.results if name}
         roots: dict[str, None] = {}
         views: set[int] = set()

@@ -1,9 +1,9 @@
 """How each kind of operation runs on pieces: which pieces it reads, and what its results are.
 
-A rule gets the arguments of a call with a `Value` in the place of each tensor. What is cut already
-comes with its cuts; anything else is there as a whole, so that any piece of it can be had. The rule
-says which pieces the call reads, and of each result how it is cut, or that pieces add up to it. It
-returns None where it knows no such way.
+A rule gets the arguments of a call with a `Value` in the place of each tensor. A cut tensor comes
+with its cuts; any other exists as a whole, and the rule may ask for any piece of it. The rule says
+which pieces the call reads. It says of each result how it is cut, or that its pieces add up. It
+returns None if the operation cannot run on these pieces.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TO_THE_END = 1 << 40
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor among the arguments, and how it is cut; None where it is there as a whole."""
+    """A tensor among the arguments, and its cuts; None if it exists as a whole."""
 
     shape: Shape
     cuts: Cuts | None
@@ -31,7 +31,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Asked:
-    """An operation with values in the places of its tensors, to be run in `count` pieces."""
+    """An operation with a `Value` for each tensor, to be run in `count` pieces."""
 
     op: Op
     args: Sequence[Any]
@@ -39,7 +39,7 @@ class Asked:
     count: int
 
     def cuts(self, place: int) -> Cuts:
-        """Return how an argument is cut, which may be not at all."""
+        """Return the cuts of an argument; ones for a whole value."""
         value: Value = self.args[place]
         return value.cuts or (1,) * len(value.shape)
 
@@ -51,17 +51,17 @@ class Asked:
 class Found:
     """How an operation runs on pieces."""
 
-    reads: Mapping[int, Cuts]  # by the place of the argument; others are read as a whole
-    results: tuple[Cuts | None, ...]  # None: the whole is the sum over pieces
-    op: Op | None = None  # what is called in its place
-    after: tuple[Op, ...] = field(default=())  # what makes results of sums, once these are there
+    reads: Mapping[int, Cuts]  # by position of the argument; others are read as a whole
+    results: tuple[Cuts | None, ...]  # None: the result is the sum over pieces
+    op: Op | None = None  # the operation that runs in its place
+    after: tuple[Op, ...] = field(default=())  # operations that make results of the sums
 
 
 Rule = Callable[[Asked], Found | None]
 
 
 def elementwise(asked: Asked) -> Found | None:
-    """Every element by itself; dimensions are aligned at the end."""
+    """Elementwise operations; dimensions are aligned at the end."""
     shape = asked.made[0]
     cuts = [1] * len(shape)
     for place, value in enumerate(asked.args):
@@ -93,7 +93,7 @@ def seen_as(asked: Asked) -> Found | None:
     cuts = reshaped(asked.args[0].shape, asked.cuts(0), asked.made[0])
     if cuts is None:
         return None
-    # A piece may lie otherwise than the whole, so that no view is possible.
+    # The strides of a piece may not allow a view although those of the whole do.
     size = list(piece_shape(asked.made[0], cuts))
     op = replace(asked.op, target=_aten.reshape.default, args=(asked.op.args[0], size))
     return Found({0: asked.cuts(0)}, (cuts,), op)
@@ -194,7 +194,7 @@ def sliced(asked: Asked) -> Found | None:
 
 
 def product(asked: Asked) -> Found | None:
-    """`mm` and `bmm`: along rows, along columns, or a sum over what is multiplied."""
+    """`mm` and `bmm`: cut along rows, along columns, or along the contracted dimension (a sum)."""
     a, b = asked.cuts(0), asked.cuts(1)
     if asked.is_cut(0) and asked.is_cut(1):
         inner = a[-1] == b[-2] == asked.count
@@ -209,14 +209,14 @@ def product(asked: Asked) -> Found | None:
             return None
         return Found({0: cuts, 1: cuts}, (cuts,))
     row, column = cuts[-2:]
-    if (column if first else row) > 1:  # of what is multiplied, both have these pieces
+    if (column if first else row) > 1:  # the contracted dimension: both are cut
         there = (*other[:-2], column, 1) if first else (*other[:-2], 1, row)
         return Found({0: cuts, 1: there} if first else {0: there, 1: cuts}, (None,))
     return Found({0: cuts, 1: other} if first else {0: other, 1: cuts}, (cuts,))
 
 
 def product_and_sum(asked: Asked) -> Found | None:
-    """`addmm`, `baddbmm`: a product of which no sums are cut, and a term that is spread over it."""
+    """`addmm`, `baddbmm`: a product that is no sum over pieces, and a broadcast term."""
     found = product(replace(asked, args=asked.args[1:3]))
     if found is None or found.results[0] is None:
         return None
@@ -227,7 +227,7 @@ def product_and_sum(asked: Asked) -> Found | None:
 
 
 def summed(asked: Asked) -> Found | None:
-    """A sum over some dimensions, or all: of what is cut there, pieces add up."""
+    """A sum over some or all dimensions; if one of them is cut, pieces add up."""
     cuts = asked.cuts(0)
     dims = asked.args[1] if len(asked.args) > 1 else ()
     over = {dim % len(cuts) for dim in dims or range(len(cuts))}
@@ -239,7 +239,7 @@ def summed(asked: Asked) -> Found | None:
 
 
 def averaged(asked: Asked) -> Found | None:
-    """A mean over dimensions that are not cut, or over all there are: the mean of means."""
+    """A mean over dimensions that are not cut, or over all: then the mean of the pieces' means."""
     found = summed(asked)
     if found is None or found.results[0] is not None:
         return found
@@ -247,7 +247,7 @@ def averaged(asked: Asked) -> Found | None:
 
 
 def divided(asked: Asked, found: Found, op: Op, by: Any) -> Found:
-    """Let the first result be the sum of what `op` makes in its place, divided by something."""
+    """Return `found` with the first result made by `op`, summed over pieces and divided by `by`."""
     result = op.results[0]
     summed = f"{result} of pieces"
     division = replace(

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 
 from rkgb import RecordedCosts
-from rkgb.costs import Foreseen, OpCost, foresee_as_recorded, foresee_resized
+from rkgb.costs import EstimatedCosts, OpCost, estimate_as_recorded, estimate_resized
 from rkgb.elements import Op, TensorInfo
 from rkgb.graphs import BasicGraph
 from rockmate.errors import PlanMismatchError, UnknownChoiceError
@@ -28,13 +28,13 @@ class Recorded:
     words: str
     find: Callable[[str], OpCost | None]
 
-    def of(self, basic: BasicGraph, ops: Sequence[Op], recording: BasicGraph) -> Foreseen:
+    def of(self, basic: BasicGraph, ops: Sequence[Op], recording: BasicGraph) -> EstimatedCosts:
         """Return what each kind among `ops` costs; they are made of a `recording`.
 
         Raises:
             PlanMismatchError: the operations without costs do more than a tenth of the work.
         """
-        found = foresee_as_recorded(basic, ops, self.find, recording)
+        found = estimate_as_recorded(basic, ops, self.find, recording)
         _refuse_others(found, self.words)
         return found
 
@@ -44,25 +44,25 @@ class InProportion:
     """Costs that are known of one step, for the same step at other sizes."""
 
     words: str
-    known: Foreseen
+    known: EstimatedCosts
     known_ops: Sequence[Op]
     known_infos: Mapping[str, TensorInfo]
 
-    def of(self, basic: BasicGraph, ops: Sequence[Op], _: BasicGraph) -> Foreseen:
+    def of(self, basic: BasicGraph, ops: Sequence[Op], _: BasicGraph) -> EstimatedCosts:
         """Return what each kind among `ops` costs, in proportion.
 
         Raises:
             PlanMismatchError: the operations without costs do more than a tenth of the work.
         """
-        found = foresee_resized(basic, ops, self.known, self.known_ops, self.known_infos)
+        found = estimate_resized(basic, ops, self.known, self.known_ops, self.known_infos)
         _refuse_others(found, self.words)
         return found
 
 
-def _refuse_others(foreseen: Foreseen, words: str) -> None:
+def _refuse_others(estimated: EstimatedCosts, words: str) -> None:
     """Refuse a step of which the costs say too little; `differences` are all that they lack."""
-    missing = foreseen.missing
-    if foreseen.missing_share > _MOST_MISSING:
+    missing = estimated.missing
+    if estimated.missing_share > _MOST_MISSING:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise PlanMismatchError(
             f"the costs ({words}) have none for {', '.join(missing[:3])}{more}: they are "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.capture import SizedStep, record_sizes
-from rkgb.costs import Foreseen, foresee, plain_peak_bytes
+from rkgb.costs import EstimatedCosts, estimate_costs, plain_peak_bytes
 from rkgb.elements import flatten
 from rkgb.engine import B_to_D, D_to_S, bind_inputs, node_facts, operations, runnable
 from rkgb.graphs import PLANNED_PASSES, BackwardKind, SimplifiedGraph
@@ -57,12 +57,12 @@ class PricedStep:
 
     recording: SizedStep
     graph: SimplifiedGraph
-    foreseen: Foreseen
+    estimated: EstimatedCosts
 
     def in_proportion(self, words: str) -> InProportion:
         """Return its costs for the same step at other sizes; `words` say where they are from."""
         infos = self.graph.dataflow.infos
-        return InProportion(words, self.foreseen, operations(self.graph), infos)
+        return InProportion(words, self.estimated, operations(self.graph), infos)
 
 
 def priced_step(
@@ -92,8 +92,10 @@ def priced_step(
         graph = runnable(D_to_S(B_to_D(step.basic), passes=PLANNED_PASSES)).graph
     basic, ops = graph.dataflow.basic, operations(graph)
     with phases.phase("costs"):
-        foreseen = foresee(basic, ops) if costs is None else costs.of(basic, ops, step.basic)
-    return PricedStep(step, graph, foreseen)
+        estimated = (
+            estimate_costs(basic, ops) if costs is None else costs.of(basic, ops, step.basic)
+        )
+    return PricedStep(step, graph, estimated)
 
 
 def sizes_of(
@@ -115,11 +117,11 @@ def sizes_of(
     keeps = optimizer_bytes(optimizer, trained, device)
     phases = phases or Phases({}, show=False)
     priced = priced_step(model, sample, kwargs, device, costs, phases)
-    step, foreseen = priced.recording, priced.foreseen
+    step, estimated = priced.recording, priced.estimated
     with phases.phase("bytes"):
-        facts = node_facts(priced.graph, foreseen.costs)
+        facts = node_facts(priced.graph, estimated.costs)
         problem = problem_of(priced.graph, facts, step.external)
-    plain_bytes = plain_peak_bytes(step.basic, step.held_bytes, foreseen.costs, step.external)
+    plain_bytes = plain_peak_bytes(step.basic, step.held_bytes, estimated.costs, step.external)
     leaves = flatten(bind_inputs(sample, kwargs))[0]
     return Sizes(
         parameters_bytes=_bytes(model.parameters()),
@@ -129,8 +131,8 @@ def sizes_of(
         inputs_bytes=_bytes(leaf for leaf in leaves if isinstance(leaf, Tensor)),
         plain_bytes=plain_bytes,
         problem=problem,
-        uncalled=foreseen.uncalled,
-        missing=foreseen.missing,
+        uncalled=estimated.uncalled,
+        missing=estimated.missing,
     )
 
 

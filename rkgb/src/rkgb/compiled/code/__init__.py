@@ -1,7 +1,7 @@
-"""What inductor makes of a piece: for its size or for many, once for all pieces that are equal.
+"""Compiles pieces with inductor, for one size or for many, once for all equal pieces.
 
-Gets what pieces compute; gives functions for their forwards and backwards, and what these keep for
-one another. Read halves.py (forward and backward apart), compiling.py (how inductor is called),
-classes.py (what it made), sizes.py (code for all sizes), known.py (what is compiled already),
-flops.py (what graphs compute) and keeping.py (the other partition of a piece).
+Gets what pieces compute; gives functions for their forwards and backwards, with the saved tensors
+between them. Read halves.py (forward and backward apart), compiling.py (how inductor is called),
+classes.py (its results), sizes.py (code for all sizes), known.py (the cache of this process),
+flops.py (FLOPs of graphs) and keeping.py (the other partition of a piece).
 """

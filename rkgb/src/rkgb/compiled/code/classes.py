@@ -1,7 +1,7 @@
-"""What inductor made of a piece, for its size or for any, and what its halves return.
+"""The code of a piece, for its size or for any, and the form of the tensors that it returns.
 
-Both are run on stand-ins, and what they return is compared with the recording: what others were
-recorded to read must be there in the same shape and order.
+Forward and backward are run on stand-ins, and their results are compared with the recording. Values
+that other nodes read must have the recorded shape and strides.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from rkgb.torch_api.torch_private import AnySize, straight_to_kernels
 
 
 class NotCompiledError(Exception):
-    """A piece stays as it was recorded; the text says why."""
+    """A piece stays eager; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A tensor that a half returns: how it lies in memory, and in whose storage."""
+class Returned:
+    """A tensor that compiled code returns: its layout, and the value whose storage it lies in."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
     storage_bytes: int
-    home: Place  # the first value that lies there
+    home: Place  # the first value in the same storage
 
     def info(self, alias_of: str, requires_grad: bool, is_on_host: bool) -> TensorInfo:
-        """Return the facts about a value of this form."""
+        """Return the facts about such a value."""
         size = self.dtype.itemsize
         for length in self.shape:
             size *= length
@@ -51,18 +51,18 @@ class Made:
 
 @dataclass(frozen=True)
 class CompiledClass:
-    """Both halves of a piece; values are numbered as in its joint.
+    """The compiled forward and backward of a piece; values are numbered as in its joint.
 
-    Results of the forward are those of the joint, then its statistics, then what is saved.
+    The forward returns the results of the joint, then its statistics, then the saved tensors.
     """
 
     forward: CompiledCall
     backward: CompiledCall
     takes: tuple[int, ...]  # primals
-    results: tuple[Made, ...]
+    results: tuple[Returned, ...]
     takes_back: tuple[Place, ...]
-    gradients: tuple[Made, ...]
-    keeps_more: bool = False  # than is needed to compute all else again
+    gradients: tuple[Returned, ...]
+    keeps_more: bool = False  # whether it saves tensors that could be recomputed
 
 
 @dataclass(frozen=True)
@@ -73,21 +73,21 @@ class Sizes:
     symbol: AnySize
 
     def of(self, joint: Joint) -> int | None:
-        """Return the size of a piece; None where the code is not valid for it."""
+        """Return the size of a piece, or None if the code is not valid for it."""
         size = self.rule.size_of(joint.numbers)
         return size if size is not None and self.symbol.is_valid(size) else None
 
 
 @dataclass(frozen=True)
 class CompiledCode:
-    """What inductor made of a piece, for its size or for many."""
+    """The code that inductor made of a piece, for its size or for many."""
 
-    halves: tuple[Boxed, Boxed]  # they take what `takes` and `takes_back` say, sizes too
+    halves: tuple[Boxed, Boxed]  # called with `takes` and `takes_back`, sizes included
     takes: tuple[Place, ...]
     takes_back: tuple[Place, ...]
     flops: tuple[Flops, Flops]
     keeps_more: bool
-    sizes: Sizes | None = None  # for all of which it is valid; None: for one
+    sizes: Sizes | None = None  # for which it is valid; None: one
 
     def _number(self, number: Any, size: int | None) -> int:
         if self.sizes is None or size is None:
@@ -95,10 +95,10 @@ class CompiledCode:
         return self.sizes.symbol.of(number, size)
 
     def class_of(self, joint: Joint, device: torch.device, size: int | None) -> CompiledClass:
-        """Return the class of a piece that this is code for, as it runs on stand-ins.
+        """Return the class of a piece that this code serves, after a run on stand-ins.
 
         Raises:
-            NotCompiledError: what comes out does not fit the recording.
+            NotCompiledError: its results do not match the recording.
         """
         forward, backward = (
             bound(run, taken, size)
@@ -134,7 +134,7 @@ class CompiledCode:
 
 
 def bound(run: Boxed, takes: Sequence[Place], size: int | None) -> Boxed:
-    """Return half of a piece that takes tensors only."""
+    """Return a forward or backward that takes only tensors: the size is read off them."""
     places = [at for at, (kind, _) in enumerate(takes) if kind == "size"]
     if not places:
         return run
@@ -150,7 +150,7 @@ def bound(run: Boxed, takes: Sequence[Place], size: int | None) -> Boxed:
 def made_by(
     joint: Joint, device: torch.device, forward: Boxed, takes: Sequence[int]
 ) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
-    """Run a forward on stand-ins; return them, and what comes out."""
+    """Run a forward on stand-ins; return the stand-ins and its results."""
     stand_ins = StandIns(joint.infos, device, {}, drawn=Drawn())
     given = {
         "primal": [stand_ins[name] for name in joint.primals],
@@ -159,14 +159,14 @@ def made_by(
     return given, _called(forward, [given["primal"][place] for place in takes])
 
 
-def check_form(joint: Joint, names: Sequence[str], made: Sequence[Made]) -> None:
-    """Compare how results or gradients of a joint lie in memory with what was recorded.
+def check_form(joint: Joint, names: Sequence[str], made: Sequence[Returned]) -> None:
+    """Compare the layout of a joint's results or gradients with the recording.
 
     Raises:
-        NotCompiledError: what others were recorded to read is not there.
+        NotCompiledError: a value that other nodes read has another layout.
     """
     infos = joint.infos
-    homes: dict[str, Place] = {}  # recorded storage -> where it lies now
+    homes: dict[str, Place] = {}  # recorded storage -> value that has it now
     for at, name in enumerate(joint.primals):
         homes.setdefault(infos[name].alias_of, ("primal", at))
     for at, name in enumerate(joint.tangents):
@@ -178,7 +178,9 @@ def check_form(joint: Joint, names: Sequence[str], made: Sequence[Made]) -> None
         if theirs != ours:
             raise NotCompiledError(f"'{name}' lies in memory as {ours}, not as {theirs}")
         if _root_of(joint, found.home) != info.alias_of:
-            raise NotCompiledError(f"'{name}' shares memory with what was recorded apart")
+            raise NotCompiledError(
+                f"'{name}' shares memory with a value that was recorded in another storage"
+            )
         home = homes.setdefault(info.alias_of, found.home)
         if _are_apart(home, found.home) and info.alias_of in joint.written:
             raise NotCompiledError(f"'{name}' has memory of its own, and others write to it")
@@ -203,10 +205,12 @@ def _called(run: Any, tensors: list[Tensor]) -> list[Tensor]:
         return list(run(tensors))
 
 
-def _described(tensors: Sequence[Tensor], owners: dict[int, Place], kind: Kind) -> tuple[Made, ...]:
-    """Return how tensors lie in memory; `owners` says whose each storage is, and learns it."""
+def _described(
+    tensors: Sequence[Tensor], owners: dict[int, Place], kind: Kind
+) -> tuple[Returned, ...]:
+    """Return the layouts of tensors; `owners` maps storages to their first values, and grows."""
     return tuple(
-        Made(
+        Returned(
             *(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())),
             *(tensor.dtype, storage_bytes(tensor)),
             owners.setdefault(storage_id(tensor), (kind, at)),

@@ -1,7 +1,7 @@
-"""Compile a joint: partition it, and let inductor compile both halves.
+"""Compile a joint: partition it, and let inductor compile forward and backward.
 
-Where inductor puts what it saves is its own choice. So the forward is run once, on stand-ins, and
-the backward compiled for what has come out.
+Inductor chooses the layout of saved tensors. So the forward is run once on stand-ins, and the
+backward is compiled for the layouts that it returns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rkgb.torch_api.torch_private import (
     under_inductor,
 )
 
-# How inductor compiles, whatever the process has set: checks on, strides kept, nothing captured.
+# Settings of inductor, whatever the process has set: checks on, strides kept, no CUDA graphs.
 _OPTIONS = {
     **{"size_asserts": True, "fallback_random": True, "keep_output_stride": True},
     **{"triton.cudagraphs": False, "cpp_wrapper": False, "freezing": False},
@@ -50,12 +50,12 @@ def compile_joint(
 ) -> CompiledClass:
     """Compile one piece for `device`, and for its size.
 
-    The backward computes norms and what works element by element again, from what is saved anyway.
-    With `other`, which does so, it finds kept what inductor thinks is worth it.
+    The backward recomputes norms and elementwise results from the other saved tensors. If `other`
+    is given (such a class), the forward also saves what inductor thinks is worth saving.
 
     Raises:
-        NotCompiledError: inductor cannot, or what it makes does not fit the recording; or it keeps
-            no more than `other` does.
+        NotCompiledError: inductor cannot compile it; the results do not match the recording; or it
+            saves no more than `other`.
     """
     with refusals():
         return compile_code(joint, device, other).class_of(joint, device, None)
@@ -67,7 +67,7 @@ def compile_code(
     other: CompiledClass | None = None,
     rule: SizeRule | None = None,
 ) -> CompiledCode:
-    """Compile one piece for `device`; with `rule`, for all sizes of which it says the numbers.
+    """Compile one piece for `device`; with `rule`, for all sizes that the rule covers.
 
     Raises:
         NotCompiledError: as for `compile_joint`.
@@ -78,9 +78,9 @@ def compile_code(
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Say in one way what tracing, partition, lowering and compilers raise."""
+    """Turn errors of tracing, partitioning, lowering and compilers into `NotCompiledError`."""
     try:
-        # Casts were recorded, and warnings are inductor's, about itself.
+        # The recording contains the casts; warnings are about inductor itself.
         with without_warnings(), autocast_as(None):
             yield
     except NotCompiledError:
@@ -155,7 +155,7 @@ class _Compiling:
         )
 
     def _at(self, *sizes: Any) -> Joint:
-        """Return the piece, at a size that may be a symbol."""
+        """Return the piece at its size, which may be a symbol."""
         if self.rule is None:
             return self.joint
         return self.joint.with_numbers(self.rule.numbers(sizes[0]))
@@ -173,7 +173,7 @@ class _Compiling:
         return self.sizes.symbol.of(number, self.size)
 
     def _restrided(self, traced: Tensor, made: Tensor) -> Tensor:
-        """Return a fake tensor that lies as what inductor made, where its sizes are symbols too."""
+        """Return a fake tensor in the layout that inductor chose, also for symbolic sizes."""
         if self.sizes is None:
             stride: Sequence[Any] = made.stride()
         elif tuple(map(self._number, traced.stride())) == made.stride():
@@ -186,7 +186,7 @@ class _Compiling:
 
 
 def _dense(shape: Sequence[Any], stride: Sequence[int]) -> list[Any]:
-    """Return the strides of a tensor without gaps, its axes in the order of other strides."""
+    """Return dense strides for a shape, with the axes ordered as in `stride`."""
     found: list[Any] = [1] * len(shape)
     step: Any = 1
     for axis in sorted(range(len(shape)), key=lambda axis: (stride[axis], -axis)):

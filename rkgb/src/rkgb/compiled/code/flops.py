@@ -1,4 +1,4 @@
-"""The FLOPs of compiled graphs, which may hold a size as a symbol."""
+"""The FLOPs of compiled graphs, whose sizes may be symbols."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def is_heavy(target: Any) -> bool:
 
 @dataclass(frozen=True)
 class Flops:
-    """The FLOPs of a graph: torch's formulas, and the shapes that they take, with symbols in them.
+    """The FLOPs of a graph: torch's formulas with their arguments, whose sizes may be symbols.
 
-    Formulas themselves would ask a symbol for its value, and bind the code to it.
+    The formulas run later: they would ask a symbol for its value, and so specialise the code.
     """
 
     calls: tuple[tuple[Callable[..., Any], Any, Any], ...]
 
     @classmethod
     def of(cls, graph: Any) -> Flops:
-        """Look for what is heavy in a graph."""
+        """Collect the heavy operations of a graph."""
         calls: list[tuple[Callable[..., Any], Any, Any]] = []
         for node in graph.graph.nodes:
             packet = getattr(node.target, "overloadpacket", None)
@@ -46,13 +46,13 @@ class Flops:
         return cls(tuple(calls))
 
     def count(self, number: Callable[[Any], int]) -> int:
-        """Return how many they are, with the value of each number."""
+        """Return the FLOPs; `number` gives the value of each size."""
         values = functools.partial(_with_values, number=number)
         return sum(int(formula(*values(args), **values(kw))) for formula, args, kw in self.calls)
 
 
 def _shown(argument: Any) -> Any:
-    """Return what a formula reads of an argument: the shapes of tensors."""
+    """Return an argument as formulas read it: shapes in place of tensors."""
     if isinstance(argument, (tuple, list)):
         return type(argument)(_shown(each) for each in argument)
     value = getattr(argument, "meta", {}).get("val", argument)

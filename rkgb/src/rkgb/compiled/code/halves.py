@@ -1,4 +1,4 @@
-"""Both halves of a partitioned piece, as graphs: what each takes, and what is kept between them."""
+"""Forward and backward of a partitioned piece, as graphs: their inputs and the saved tensors."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, Literal
 import torch
 
 Kind = Literal["primal", "tangent", "result", "gradient", "size"]
-Place = tuple[Kind, int]  # a value that comes in, or is made
+Place = tuple[Kind, int]  # an input, or a value that is made
 
 
 class Halves:
-    """Both graphs of a partition, brought to what is needed: what comes in by itself is not saved.
+    """Both graphs of a partition, changed so that the forward saves neither inputs nor their views.
 
-    A view of what comes in is made again in the backward: what is saved is then the tensor itself,
-    whose content is watched. `number` gives the value of a size, which may be a symbol.
-
+    The backward takes the input itself and makes the view again; so the content of the input is
+    guarded like that of any saved tensor. `number` gives the value of a size, which may be a
+    symbol.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ def _is_size(node: Any) -> bool:
 
 
 def _is_made_of_inputs(node: Any) -> bool:
-    """Whether a node is an input, a view of one, or a size that follows from inputs."""
+    """Return whether a node is an input, a view of one, or a size that follows from inputs."""
     if node.op != "call_function":
         return bool(node.op == "placeholder")
     is_view = getattr(node.target, "is_view", False) or _is_size(node)
@@ -71,7 +71,7 @@ def _is_made_of_inputs(node: Any) -> bool:
 
 
 def _rebuild(node: Any, behind: dict[str, Any], graph: Any) -> None:
-    """Make a node again in the backward, from inputs."""
+    """Copy a node that follows from inputs into the backward."""
     old = behind[node.name]
 
     def made(source: Any) -> Any:

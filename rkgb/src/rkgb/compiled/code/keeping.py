@@ -1,8 +1,8 @@
-"""The other partition of a piece: what its backward would compute again is kept by its forward.
+"""The other partition of a piece: its forward saves what the backward would otherwise recompute.
 
-It is faster and takes memory, so that a plan chooses, node by node. The bits of a result must not
-depend on that choice. So both partitions are run on the same numbers, twice, and the other one is
-offered only where every bit of every result and gradient agrees.
+It is faster and takes more memory, so the plan chooses for each node. Bits must not depend on that
+choice. So both partitions are run on the same values, twice, and the other one is offered only if
+all bits of all results and gradients agree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_bits(
     Raises:
         NotCompiledError: some bits differ.
     """
-    for shift in (0.0, 0.5):  # numbers of one sign, then of both
+    for shift in (0.0, 0.5):  # values of one sign, then of both
         stand_ins = StandIns(joint.infos, device, {}, drawn=Drawn())
         given = [stand_ins[name] for name in (*joint.primals, *joint.tangents)]
         _shifted(given, shift)
@@ -41,7 +41,7 @@ def check_bits(
 def _values(
     code: CompiledClass, joint: Joint, primals: Sequence[Tensor], tangents: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return results, statistics and gradients of a class."""
+    """Run a class; return results, statistics and gradients."""
     with torch.no_grad(), straight_to_kernels():
         results = list(code.forward.run([primals[place] for place in code.takes]))
         known = {"primal": primals, "tangent": tangents, "result": results}
@@ -58,7 +58,7 @@ def _shifted(tensors: Sequence[Tensor], shift: float) -> None:
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bits; not a number is one."""
+    """Return whether two tensors have the same bits; all NaNs are equal."""
     return torch.equal(one, other) or bool(
         ((one == other) | (one.isnan() & other.isnan())).all().item()
     )

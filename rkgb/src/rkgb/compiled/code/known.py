@@ -1,8 +1,8 @@
-"""The compiled classes of this process: by their sizes, or one for all sizes of a form.
+"""The cache of compiled classes of this process, by size, or one for all sizes of a form.
 
-The first piece of a form is compiled for its own size, which makes the fastest code. The second
-one, of another size, is compiled for all sizes. Those that come later take that code. What a size
-got it keeps, so every plan of a process has the same bits at the same size.
+The first piece of a form is compiled for its own size, which makes the fastest code. A second piece
+of another size is compiled for all sizes, and later ones use that code. A size keeps the code that
+it got first, so all plans of a process have the same bits at the same size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rkgb.compiled.pieces.joint import Joint
 from rkgb.torch_api.torch_private import kernel_flags
 
 _MOST_KNOWN = 1024  # classes
-_MOST_TRIES = 2  # codes for all sizes, of one form
+_MOST_TRIES = 2  # to compile one form for all sizes
 
 Found = CompiledClass | str  # or why there is none
 Check = Callable[[CompiledClass], None]  # raises NotCompiledError
@@ -27,21 +27,21 @@ Check = Callable[[CompiledClass], None]  # raises NotCompiledError
 
 @dataclass
 class _Form:
-    """What is known of pieces that differ in numbers only."""
+    """The code for pieces that differ only in numbers."""
 
-    numbers: tuple[int, ...] | None = None  # of the last one that was compiled for its own size
+    numbers: tuple[int, ...] | None = None  # of the last piece that was compiled for its own size
     codes: list[CompiledCode] = field(default_factory=list)  # for all sizes
     tries: int = 0
 
 
 @dataclass
 class KnownClasses:
-    """Compiled classes by everything that their code depends on, and those that do not compile.
+    """Compiled classes by everything that their code depends on, and refusals.
 
     A second budget, a second layer and a second module of the same kind compile nothing.
     """
 
-    compiled: int = 0  # how many codes were made
+    compiled: int = 0  # number of compilations
     _found: dict[Hashable, Found] = field(default_factory=dict)
     _forms: dict[Hashable, _Form] = field(default_factory=dict)
 
@@ -54,10 +54,10 @@ class KnownClasses:
         check: Check | None = None,
         note: Callable[[], None] | None = None,
     ) -> Found:
-        """Return the class of a piece, compiled now if need be; a text says why there is none.
+        """Return the class of a piece, compiled if it is not known, or a text that says why not.
 
-        `other` is as for `compile_joint`. `check` looks at what is new, `note` hears before code
-        is made.
+        `other` is as for `compile_joint`. `check` is called with each new class, `note` before each
+        compilation.
         """
         place = (str(device), torch.get_num_threads(), kernel_flags())
         key = (joint.key, *place)
@@ -73,7 +73,7 @@ class KnownClasses:
 
 @dataclass
 class _Making:
-    """Makes one class that is not known."""
+    """Makes one new class."""
 
     known: KnownClasses
     form: _Form
@@ -93,7 +93,7 @@ class _Making:
         return found
 
     def of_any_size(self) -> CompiledClass | None:
-        """Take code for all sizes, or compile it from the second size on; None where none fits."""
+        """Use code for all sizes, or compile it from the second size on; None if none is valid."""
         for code in self.form.codes:
             if found := self._taken(code):
                 return found

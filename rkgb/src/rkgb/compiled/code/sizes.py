@@ -1,7 +1,7 @@
-"""How the numbers of pieces depend on one size: the length of texts, the number of samples.
+"""How the numbers of pieces depend on one size: the length of texts, or the number of samples.
 
-Pieces of one form differ in numbers only. A rule says what each number is at another size. It is
-fitted to two pieces; a third one has to agree with it, or the rule is not for it.
+Pieces of one form differ only in numbers. A rule says what each number is at another size. It is
+fitted to two pieces, and holds for a further piece only if its numbers agree.
 
 rule = SizeRule.fitted((8, 256, 2048), (8, 200, 1600))
 rule.numbers(100)               # [8, 100, 800]
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_MOST_BASES = 8  # numbers that are tried as the size
+_MOST_BASES = 8  # numbers to try as the size
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Term:
 
     @classmethod
     def fitted(cls, sizes: tuple[int, int], numbers: tuple[int, int]) -> Term | None:
-        """Return the simplest term that has these numbers at these sizes, which differ."""
+        """Return the simplest term with these numbers at these two different sizes, or None."""
         if numbers[0] == numbers[1]:
             return cls(constant=numbers[0])
         factor, rest = divmod(numbers[1] - numbers[0], sizes[1] - sizes[0])
@@ -50,7 +50,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class SizeRule:
-    """What each number of a piece is, by its size, which is one of them."""
+    """The numbers of a piece as functions of its size, which is one of them."""
 
     terms: tuple[Term, ...]
     place: int
@@ -60,13 +60,13 @@ class SizeRule:
         return [term.at(size) for term in self.terms]
 
     def size_of(self, numbers: Sequence[int]) -> int | None:
-        """Return the size at which a piece has these numbers; None where there is none."""
+        """Return the size at which a piece has these numbers, or None."""
         size = numbers[self.place]
         return size if self.numbers(size) == list(numbers) else None
 
     @classmethod
     def fitted(cls, before: Sequence[int], now: Sequence[int]) -> SizeRule | None:
-        """Return the rule with fewest constants beside sizes; None where one size is not enough."""
+        """Return the rule with the fewest constants, or None if one size does not explain all."""
         pairs = list(zip(before, now, strict=True))
         bases = sorted({pair for pair in pairs if pair[0] != pair[1] and min(pair) > 1})
         best: tuple[int, SizeRule] | None = None

@@ -1,9 +1,10 @@
 """Which nodes can be compiled, and which neighbours become one piece.
 
-A piece is `light* heavy+ epilogue*`: what leads to a matrix product, all products of it, and what
-is added to them. Between two such pieces lies what a min-cut would save anyway: the result of a
-linear layer, of attention, the residual. Neighbours in execution order are never in a circle; nor
-is a node that waits, which is put behind products and sums that do not depend on it.
+A piece is `light* heavy+ epilogue*`: light nodes that lead to a matrix product, all products of
+their result, and what is added to these. The values between two such pieces are those that a
+min-cut would save anyway: results of linear layers and of attention, and the residual. Merging
+neighbours in execution order makes no cycle. A waiting node makes none either, because it moves
+only behind products and sums that do not depend on it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _HEAVY = frozenset(
     )
 )
 _EPILOGUE = frozenset(("add", "mul", "sub"))
-# Besides views and what treats every element by itself: always the same order of additions.
+# Besides views and elementwise operations: those that always add in the same order.
 _KNOWN = frozenset(
     (
         *_HEAVY,
@@ -45,24 +46,24 @@ _KNOWN = frozenset(
         *("avg_pool2d", "avg_pool2d_backward"),
     )
 )
-# Where their windows stand; larger ones inductor leaves to kernels that may add in any order.
+# Positions of their windows. Inductor leaves larger ones to kernels that may add in any order.
 _POOLS = {"max_pool2d_with_indices": 1, "avg_pool2d": 1}
 _POOLS |= {f"{name}_backward": place + 1 for name, place in _POOLS.items()}
 _LARGEST_WINDOW = 25
-# Where the axis of classes stands, and the input that has it. Eager treats many pixels at once;
-# inductor one after the other where it writes out the few classes of each.
+# Position of the axis of classes, and of its input. Eager handles many pixels at once. Inductor
+# handles one after the other if there are few classes, because it unrolls them.
 _OVER_CLASSES = {
     **{"_softmax": 0, "_softmax_backward_data": 0, "_log_softmax": 0},
     **{"_log_softmax_backward_data": 0, "nll_loss2d_forward": 0, "nll_loss2d_backward": 1},
 }
-_FEW_CLASSES = 8  # inductor's own bound
+_FEW_CLASSES = 8  # inductor's bound for unrolling
 _NOT_VIEWS = frozenset(("as_strided", "empty_strided", "real", "imag", "view_as_real"))
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def is_effect(op: Op, sg: SimplifiedGraph) -> bool:
-    """Whether an operation only updates a buffer from what is resident, as a counter does."""
+    """Return whether an operation only updates a buffer from resident values, like a counter."""
     externals = sg.dataflow.basic.externals
     infos = sg.dataflow.infos
     return (
@@ -75,7 +76,7 @@ def is_effect(op: Op, sg: SimplifiedGraph) -> bool:
 
 
 def refusal(node: SimplifiedNode, sg: SimplifiedGraph) -> str:
-    """Return why a node is not compiled; nothing if it can be tried."""
+    """Return why a node is not compiled; '' if it may be."""
     infos = sg.dataflow.infos
     if not any(infos[name].requires_grad for op in node.ops for name in op.results if name):
         return "makes nothing that a gradient reaches"
@@ -131,7 +132,7 @@ def _takes_small_windows(op: Op) -> bool:
 
 
 def _has_few_classes(op: Op, sg: SimplifiedGraph) -> bool:
-    """Whether an operation runs over a short axis that is not the innermost."""
+    """Return whether an operation runs over a short axis that is not the innermost."""
     info = sg.dataflow.infos[op.args[_OVER_CLASSES[op.target_name]].name]
     place = {"_softmax": 1, "_log_softmax": 1}.get(op.target_name, 2)
     axis = 1 if op.target_name.startswith("nll") else op.args[place] % len(info.shape)
@@ -139,17 +140,17 @@ def _has_few_classes(op: Op, sg: SimplifiedGraph) -> bool:
 
 
 def is_heavy(node: SimplifiedNode) -> bool:
-    """Whether a node multiplies matrices, convolves or attends."""
+    """Return whether a node has a matrix product, a convolution or attention."""
     return any(op.target_name in _HEAVY for op in node.ops)
 
 
 def runs_of(sg: SimplifiedGraph, but: Collection[int] = ()) -> list[tuple[int, ...]]:
-    """Return the runs of nodes to compile, in order; those of `but` are left out."""
+    """Return the runs of nodes to compile, in order, without the nodes of `but`."""
     runs = _Runs(sg)
     for index, node in enumerate(sg.nodes):
         if index in but or refusal(node, sg):
             runs.end()
-            runs.end()  # what has waited
+            runs.end()  # the waiting nodes
         elif is_heavy(node):
             runs.add_product(index)
         else:
@@ -160,11 +161,11 @@ def runs_of(sg: SimplifiedGraph, but: Collection[int] = ()) -> list[tuple[int, .
 
 
 class _Runs:
-    """The run that is being put together, and light nodes behind it, which wait for their product.
+    """The run that is being assembled, and light nodes behind it that wait for their product.
 
-    Of a gated perceptron, down(silu(gate) * up), a recording has the silu before the product that
-    makes `up`. It waits for `down`: gate and up are one run, whose results are kept, and what
-    follows is rebuilt.
+    Example: in a gated MLP, down(silu(gate) * up), the silu was recorded before the product `up`.
+    It waits for `down`. So gate and up form one run, whose results are saved, and the light nodes
+    are recomputed in the backward of `down`.
     """
 
     def __init__(self, sg: SimplifiedGraph) -> None:
@@ -175,13 +176,13 @@ class _Runs:
         self.waiting: list[int] = []
 
     def end(self) -> None:
-        """End the current run; what has waited begins the next."""
+        """End the current run; the waiting nodes begin the next."""
         if any(self.sg.nodes[index].backward for index in self.current):
             self.found.append(tuple(self.current))
         self.current, self.waiting, self.light = self.waiting, [], {*self.waiting}
 
     def add_product(self, index: int) -> None:
-        """Add a node with a product, to the products of the same input or to what leads to it."""
+        """Add a node with a product: to products of the same input, or behind its light nodes."""
         deps = {*self.sg.nodes[index].deps}
         if self._has_product():
             own = deps.intersection(self.current)
@@ -206,12 +207,12 @@ class _Runs:
             self.waiting.append(index)
 
     def _can_be_now(self, node: SimplifiedNode) -> bool:
-        """Whether a node depends on the current run, and on nothing that waits."""
+        """Return whether a node depends on the current run and on no waiting node."""
         deps = {*node.deps}
         return deps.isdisjoint(self.waiting) and not deps.isdisjoint(self.current)
 
     def _reads_alone(self, index: int) -> bool:
-        """Whether nobody else reads what a node reads of the products of the current run."""
+        """Return whether a node is the only reader of the products that it reads."""
         infos, nodes, readers = self.sg.dataflow.infos, self.sg.nodes, self.sg.uses.readers
         read = roots_of(infos, nodes[index].inputs)
         return all(
@@ -227,7 +228,7 @@ class _Runs:
         return len(self.current) > len(self.light)
 
     def _leading_to(self, deps: set[int]) -> set[int]:
-        """Return the nodes of the current run, which is light, that these depend on."""
+        """Return the nodes of the current run that `deps` lead to; the run has only light ones."""
         needed: set[int] = set()
         for index in reversed(self.current):
             if index in deps:
@@ -237,9 +238,9 @@ class _Runs:
 
 
 def _is_epilogue(node: SimplifiedNode, sg: SimplifiedGraph) -> bool:
-    """Whether a node is added to a product: a sum, whose backward reads nothing.
+    """Return whether a node can follow a product: a sum, whose backward reads nothing.
 
-    The backward of a product of two activations keeps both, so that their product is rebuilt.
+    A product of two activations cannot: its backward saves both, and recomputes the product.
     """
     infos, outside = sg.dataflow.infos, sg.dataflow.basic.externals
 

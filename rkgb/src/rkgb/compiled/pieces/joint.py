@@ -1,9 +1,9 @@
-"""What one piece computes: forward and backward, as a function of what comes in.
+"""What one piece computes: forward and backward, as one function of its inputs.
 
-primals   values that its forward reads and others have made, or that are resident
-tangents  what only its backward reads: gradients, and values that others have made
-results   values of its forward that others read, then statistics of batch norms
-gradients values of its backward that others read, or that are handed over
+primals   inputs of its forward: values of other nodes, and resident ones
+tangents  further inputs of its backward: gradients, and values of other nodes
+results   values of its forward that other nodes read, then statistics of batch norms
+gradients values of its backward that other nodes read or that autograd gets
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Statistics:
-    """Running statistics that a batch norm of the forward updates: buffers, and how fast."""
+    """Running statistics that a batch norm of the forward updates: buffers and momentum."""
 
     mean: str
     variance: str
@@ -39,7 +39,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Joint:
-    """The recorded operations of a piece, and what goes in and comes out."""
+    """The recorded operations of a piece, with its inputs and outputs."""
 
     forward: tuple[Op, ...]
     backward: tuple[Op, ...]
@@ -49,7 +49,7 @@ class Joint:
     gradients: tuple[str, ...]
     statistics: tuple[Statistics, ...]
     effects: tuple[Op, ...]  # updates of counters, which stay operations of their own
-    static: frozenset[str]  # of the primals, what is resident
+    static: frozenset[str]  # the resident primals
     infos: Mapping[str, TensorInfo]
     written: frozenset[str]  # storages that operations elsewhere write to
 
@@ -63,13 +63,13 @@ class Joint:
         values.update(zip(self.tangents, tangents, strict=True))
         for op in self.backward:
             _run(op, values, [])
-        # Which order a backward finds is known when its forward is compiled: it may be another.
+        # The layout of saved tensors is known only after the forward is compiled.
         always = any(op.target_name == "convolution_backward" for op in self.backward)
         gradients = (self._laid(values[name], name, always=always) for name in self.gradients)
         return [*made, *found, *gradients]
 
     def _laid(self, value: Tensor, name: str, *, always: bool = False) -> Tensor:
-        """Return an image as it is to lie in memory; `always` says so even if it lies there."""
+        """Return an image in its layout in `infos`; with `always` even if it has that layout."""
         info = self.infos[name]
         if len(info.shape) != 4 or info.alias_of != name or name not in self._alone:
             return value
@@ -81,14 +81,14 @@ class Joint:
 
     @cached_property
     def _alone(self) -> frozenset[str]:
-        """What shares its memory with nothing else that goes in or comes out."""
+        """Inputs and outputs that share their memory with no other one."""
         names = (*self.primals, *self.tangents, *self.results, *self.gradients)
         counts = Counter(self.infos[name].alias_of for name in names)
         return frozenset(name for name in names if counts[self.infos[name].alias_of] == 1)
 
     @property
     def reads_what_it_updates(self) -> bool:
-        """Whether it reads a buffer that an update behind it was to change before or after."""
+        """Whether it reads a buffer that it also updates: the update would run after the piece."""
         infos = self.infos
         moved = {name for s in self.statistics for name in (s.mean, s.variance)}
         moved |= {name for op in self.effects for name in op.writes}
@@ -97,14 +97,14 @@ class Joint:
 
     @property
     def key(self) -> str:
-        """A text that two pieces share exactly when one compilation serves both."""
+        """A text that is equal for two pieces exactly if one compilation serves both."""
         infos = map(self.infos.__getitem__, self._numbered)
         lying = [(info.offset, info.storage_bytes) for info in infos]
         return f"{self.form}\n{self.numbers}\n{lying}"
 
     @cached_property
     def form(self) -> str:
-        """A text that two pieces share if they differ in numbers only: in sizes, in arguments."""
+        """A text that is equal for two pieces that differ only in sizes and integer arguments."""
         places = self._numbered
         lines: list[str] = []
         for name, place in places.items():
@@ -136,7 +136,7 @@ class Joint:
         return tuple(found)
 
     def with_numbers(self, numbers: Iterable[Any]) -> Joint:
-        """Return the same piece with others in their place, also with symbols."""
+        """Return the same piece with other numbers, which may be symbols."""
         given = iter(numbers)
         infos = dict(self.infos)
         for name in self._numbered:
@@ -156,7 +156,7 @@ class Joint:
 
     @cached_property
     def _numbered(self) -> dict[str, int]:
-        """All values, and those whose storages they share, in the order of their appearance."""
+        """All values, and the makers of their storages, numbered in order of appearance."""
         found: dict[str, int] = {}
         ops = (*self.forward, *self.backward)
         of_ops = (name for op in ops for name in (*op.results, *op.inputs) if name)
@@ -180,7 +180,7 @@ class _Shown:
 
 
 def _with_integers(tree: Any, given: Iterator[Any], found: list[int] | None = None) -> Any:
-    """Return arguments with the next of `given` for each integer, which `found` learns."""
+    """Replace each integer in arguments by the next of `given`, and append it to `found`."""
     kind = type(tree)
     if kind is int:
         if found is not None:
@@ -230,7 +230,7 @@ def joint_of(sg: SimplifiedGraph, index: int) -> Joint:
 
 
 def _written(sg: SimplifiedGraph, index: int) -> frozenset[str]:
-    """Return the storages that other nodes write to, and those that the user may."""
+    """Return the storages that other nodes write to or that the user may write to."""
     infos = sg.dataflow.infos
     roots = Counter(infos[name].alias_of for name in sg.output_names)
     outside = sg.dataflow.basic.externals
@@ -251,12 +251,12 @@ _READING_STATISTICS = {"native_batch_norm": 5, "native_batch_norm_backward": 7}
 
 
 def _read(op: Op) -> tuple[str, ...]:
-    """Return what an operation reads here."""
+    """Return the inputs of an operation as it runs in a piece."""
     return _as_run(op).inputs
 
 
 def _as_run(op: Op) -> Op:
-    """Return a batch norm in training without the running statistics, which decide nothing."""
+    """Return a batch norm in training without the running statistics, which it does not use."""
     place = _READING_STATISTICS.get(op.target_name)
     return op if place is None or not op.args[place] else _without_running(op, 3)
 
@@ -280,9 +280,9 @@ def _run(op: Op, values: dict[str, Tensor], statistics: list[Tensor]) -> None:
 
 
 def _batch_norm(op: Op, values: dict[str, Tensor], statistics: list[Tensor]) -> Any:
-    """Run a batch norm that leaves the buffers alone; note what they are to be moved towards.
+    """Run a batch norm without writing to its buffers; add the batch's statistics to `statistics`.
 
-    From zeros with all the weight on the new, the functional kernel returns mean and variance.
+    With buffers of zeros and momentum 1 the functional kernel returns mean and variance.
     """
     x, weight, bias = (map_refs(arg, values.__getitem__) for arg in op.args[:3])
     kind = values[op.args[0].name] if weight is None else weight

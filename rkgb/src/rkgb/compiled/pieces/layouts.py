@@ -1,10 +1,10 @@
-"""How values between compiled pieces lie in memory: images channels last, where convolutions do.
+"""The layout of values between compiled pieces: channels last for images of convolutions.
 
-On a CPU inductor runs convolutions channels last. Where pieces keep to what was recorded, each
-copies its input into that order and its result back again. So what only compiled pieces read and
-make lies channels last from the start; all else lies as recorded. The kernels that oneDNN leaves
-some convolutions to (1 x 1 on one thread) want channels first: where what they make lies as
-recorded anyway, as at the end of a network, so does what their piece reads.
+On a CPU inductor runs convolutions channels last. With recorded strides, each piece would copy its
+input into that layout and its result back. So values that only compiled pieces make and read are
+channels last from the start; all others keep their recorded layout. Some convolutions (1 x 1 on one
+thread) run in kernels that want channels first. If the result of such a convolution keeps its
+recorded layout, as at the end of a network, the values of its piece keep theirs too.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _CONVOLUTIONS = frozenset(("convolution", "convolution_backward"))
 
 
 def channels_last(sg: SimplifiedGraph, compiled: Collection[int]) -> dict[str, TensorInfo]:
-    """Return facts about the values that lie channels last between the `compiled` nodes of `sg`.
+    """Return facts about the values that are channels last between the `compiled` nodes of `sg`.
 
-    Values are named that are plain images, that nobody outside these nodes has or sees, and that a
-    node with a convolution makes or reads. They share their storage with parts of their channels
-    (what was put together with `cat` is taken apart so) and with nothing else.
+    These are plain images that only these nodes use and that a node with a convolution makes or
+    reads. Besides them, their storages may contain only slices of their channels (parts of a
+    `cat`).
     """
     if not _convolves_channels_last(sg.dataflow.basic.device):
         return {}
@@ -36,7 +36,7 @@ def channels_last(sg: SimplifiedGraph, compiled: Collection[int]) -> dict[str, T
     outside |= {h.value for node in sg.nodes for h in node.hand_overs}
     fixed = {infos[name].alias_of for name in outside}
     with_convolution: set[str] = set()
-    first: list[tuple[str, set[str]]] = []  # results that are made channels first, and all beside
+    first: list[tuple[str, set[str]]] = []  # channels-first results, with their node's storages
     of_root: dict[str, list[str]] = {}
     for index, node in enumerate(sg.nodes):
         ops = (*node.ops, *node.backward)
@@ -62,14 +62,14 @@ def channels_last(sg: SimplifiedGraph, compiled: Collection[int]) -> dict[str, T
 
 
 def laid_out(sg: SimplifiedGraph, infos: Mapping[str, TensorInfo]) -> SimplifiedGraph:
-    """Return a graph with other facts about some of its values."""
+    """Return a graph with these facts about some of its values."""
     dataflow = sg.dataflow
     basic = replace(dataflow.basic, infos={**dataflow.infos, **infos})
     return replace(sg, dataflow=replace(dataflow, basic=basic))
 
 
 def _convolves_channels_last(device: torch.device) -> bool:
-    """Whether inductor always does so: elsewhere it depends on the sizes of a whole graph."""
+    """Return whether inductor always does so; elsewhere it depends on sizes of the whole graph."""
     mkldnn = torch.backends.mkldnn
     return device.type == "cpu" and bool(mkldnn.enabled) and mkldnn.is_available()
 
@@ -86,7 +86,7 @@ def _mentioned(op: Op) -> tuple[str, ...]:
 
 
 def _laid(base: TensorInfo, views: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return facts about an image and parts of its channels, or nothing if they are others."""
+    """Return channels-last facts about an image and slices of its channels; {} for others."""
     if len(base.shape) != 4 or not base.dtype.is_floating_point:
         return {}
     count, channels, rows, columns = base.shape

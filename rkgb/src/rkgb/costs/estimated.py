@@ -1,7 +1,7 @@
-"""What kinds of operation will cost, foreseen: by FLOPs, and workspaces of small ones by a call.
+"""Estimates what each kind of operation costs: time by FLOPs, workspace by a call if it is small.
 
-A kernel's workspace is known to nobody but itself, so each kind that is small enough is called once
-on stand-ins. The others are taken to need none, and counted. Costs that were recorded say both.
+Only the kernel itself knows its workspace, so each kind that is small enough is called once on
+stand-ins. The others are assumed to need none, and listed. Recorded costs give both.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from rkgb.costs.op_costs import FlopCost, OpCost, count_flops, kinds_of, made_by
 from rkgb.elements.op import Op
 from rkgb.graphs.basic import BasicGraph
 
-# Of one call, and of all calls together: about a second of a slow core.
+# Limits of one call, and of all calls together: about a second of a slow core.
 _MOST_FLOPS, _MOST_BYTES = 2 * 10**9, 256 << 20
 _MOST_FLOPS_TOGETHER = 5 * 10**9
 
 
 @dataclass(frozen=True)
-class Foreseen:
-    """Costs by kind, in the units of `FlopCost` or as recorded; and what is not known."""
+class EstimatedCosts:
+    """Costs by kind, in the units of `FlopCost` or as recorded, and the gaps in them."""
 
     costs: Mapping[str, OpCost]
     uncalled: tuple[str, ...] = ()  # names of operations whose workspace is not known
@@ -29,11 +29,11 @@ class Foreseen:
     missing_share: float = 0.0  # of the work of a step, in FLOPs and bytes moved
 
 
-def foresee(basic: BasicGraph, ops: Sequence[Op]) -> Foreseen:
-    """Return what each kind among `ops` will cost."""
+def estimate_costs(basic: BasicGraph, ops: Sequence[Op]) -> EstimatedCosts:
+    """Return the estimated cost of each kind among `ops`."""
     source, infos = FlopCost(), basic.infos
     kinds = kinds_of(basic, ops)
-    # Some kernels keep for their backward what has a size only once it was made.
+    # Some kernels save tensors whose size is known only after the call.
     sizeless = {n for op in ops for n in op.results if n and not infos[n].storage_bytes}
     blind = {key for key, op in kinds.items() if not sizeless.isdisjoint((*op.inputs, *op.results))}
     flops = {key: count_flops(op, infos) for key, op in kinds.items()}
@@ -59,20 +59,20 @@ def foresee(basic: BasicGraph, ops: Sequence[Op]) -> Foreseen:
         for key, op in kinds.items()
         if key not in measured and (flops[key] or key in blind)
     ]
-    return Foreseen(costs, tuple(dict.fromkeys(uncalled)))
+    return EstimatedCosts(costs, tuple(dict.fromkeys(uncalled)))
 
 
-def foresee_as_recorded(
+def estimate_as_recorded(
     basic: BasicGraph,
     ops: Sequence[Op],
     known: Callable[[str], OpCost | None],
     original: BasicGraph,
-) -> Foreseen:
-    """Return the costs that `known` has for each kind among `ops`; of others, in proportion.
+) -> EstimatedCosts:
+    """Return the costs that `known` has for each kind among `ops`; others are in proportion.
 
-    `ops` are those of a generated program, some of which write over what they read; such a kind
-    costs what the operation of that name in the `original` recording does, if only that is known.
-    A few kinds may be missing because their strides could not be foreseen as they are.
+    `ops` are those of a generated program, in which some operations overwrite their inputs. If
+    such a kind is not known, it costs what the operation of its name in the `original` recording
+    does. A few kinds may be missing because their strides were predicted wrongly.
     """
     before = {op.name: op for op in (*original.ops, *original.backward)}
     kinds = kinds_of(basic, ops)
@@ -86,16 +86,16 @@ def foresee_as_recorded(
             costs[key] = cost
         elif op.writes or made_bytes(op, basic.infos):
             missing[key] = op
-        else:  # views that only a program makes stand in no recording
+        else:  # a view that only a program makes, so none was recorded
             costs[key] = OpCost(0.0)
     source, infos = FlopCost(), basic.infos
     work = {key: source.time_ms(op, infos) for key, op in kinds.items()}
     recorded_ms = sum(cost.time_ms for cost in costs.values())
     pace = recorded_ms / (sum(work[key] for key in costs) or 1.0)
-    guessed = foresee(basic, list(missing.values()))
+    guessed = estimate_costs(basic, list(missing.values()))
     for key in missing:
         costs[key] = replace(guessed.costs[key], time_ms=pace * work[key])
-    return Foreseen(
+    return EstimatedCosts(
         costs,
         guessed.uncalled,
         tuple(map(named, missing.values())),
