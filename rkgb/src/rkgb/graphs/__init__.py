@@ -1,10 +1,10 @@
-"""The graphs as data: B (as recorded), D (who reads what), S (what is planned), A (without names).
+"""The graphs as data: B (the recording), D (data flow), S (what is planned), A (without names).
 
 Gets a recorded step made of `elements`, or a file; gives frozen graphs that can be printed, cut,
 compared and saved. Read basic.py, uses.py (hazards, last uses, dead code), dataflow.py,
 simplified.py with passes.py and backward_slices.py, then anonymize.py; serialize.py writes files.
-The blocks of `cut` are for pictures: they follow the forward alone, while rockmate cuts its
-problem, where the backward and what stays alive anyway count too.
+The blocks of `cut` are for pictures and follow only the forward. rockmate cuts its problem, which
+also has the backward and the live ranges.
 """
 
 from rkgb.graphs.basic import (

@@ -1,8 +1,8 @@
-"""Recognise equal blocks: graphs that differ in nothing but names (Atools).
+"""Recognise equal blocks: graphs that differ only in names (Atools).
 
-Equal blocks are measured and solved once. Two graphs are equal when their operations, attributes,
-constants and the shapes, types and strides of all tensors agree once values are numbered in order
-of appearance.
+Equal blocks are measured and solved once. Two graphs are equal if their operations, attributes and
+constants, and the shapes, types and strides of all tensors, agree after values are numbered in
+order of appearance.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class AnonymousGraph:
 
 
 def anonymize(sg: SimplifiedGraph) -> AnonymousGraph:
-    """Return what is left of `sg` when every name is replaced by a number."""
+    """Return `sg` with every name replaced by a number."""
     return AnonymousGraph(_key(sg, sg.nodes, sg.output_names), len(sg.nodes))
 
 
 def node_key(sg: SimplifiedGraph, node: SimplifiedNode) -> str:
-    """Return a key that two nodes share when one measurement serves both."""
+    """Return a key that is equal for two nodes if one measurement serves both."""
     return _key(sg, (node,), node.outputs)
 
 

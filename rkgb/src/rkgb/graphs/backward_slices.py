@@ -1,12 +1,12 @@
 """Cut a recorded backward into one part per node of the forward.
 
-Every operation of the backward carries the number of the autograd node that it ran for, and so
-belongs to the forward operation that made that node. A part may need what a later part makes only
-if they are one: an operation belongs at least to the node of whatever depends on it. Reordering
-within these limits changes no bit, since sums of gradients are operations of their own.
+Every operation of the backward carries the number of its autograd node, and so belongs to the
+forward operation that made that node. Parts run from the last node to the first, so an operation
+moves to a later node if one of its readers is there. Reordering within these limits changes no bit,
+because sums of gradients are separate operations.
 
-A sum of two gradients runs as soon as both are there, as autograd itself does: it was recorded for
-the node that its result goes to, and until then the gradients of every use of a value would wait.
+A sum of two gradients runs as soon as both exist, as in autograd. It was recorded under the node
+that gets the result; if it ran there, the gradients of all uses of a value would wait for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Slice = tuple[tuple[Op, ...], tuple[HandOver, ...]]
 def slice_backward(basic: BasicGraph, count: int, node_of: Mapping[int, int]) -> list[Slice]:
     """Return the part of each of `count` nodes; `node_of` maps forward operations to nodes.
 
-    What leads to no gradient of a leaf, nor of an output, is left out.
+    Operations that lead to no gradient of a leaf or an output are left out.
     """
     given = [hand_over.value for hand_over in basic.hand_overs]
     kept = live_ops(basic.infos, basic.backward, given, _stays)
@@ -41,8 +41,8 @@ def slice_backward(basic: BasicGraph, count: int, node_of: Mapping[int, int]) ->
     def least(name: str) -> int:
         """Return the first node whose backward may read a value.
 
-        Memory that a forward makes is read by no backward of an earlier node, by whatever name: a
-        backward that scales it in place gives it a new one.
+        No backward of an earlier node reads memory that a forward makes. This includes its other
+        names: a backward that scales it in place gives it a new name.
         """
         return max(home.get(name, 0), home.get(basic.infos[name].alias_of, 0))
 
@@ -63,7 +63,7 @@ def slice_backward(basic: BasicGraph, count: int, node_of: Mapping[int, int]) ->
     for hand_over in basic.hand_overs:
         made = maker.get(hand_over.value, owner.get(hand_over.sequence_nr, 0))
         made = max(made, least(hand_over.value))
-        # Autograd adds the parts of one leaf in the order in which they come.
+        # Autograd adds the parts of a leaf's gradient in the order of their arrival.
         latest[hand_over.leaf] = min(made, latest.get(hand_over.leaf, made))
         gives[latest[hand_over.leaf]].append(hand_over)
     return [(tuple(part), tuple(give)) for part, give in zip(parts, gives, strict=True)]
@@ -74,7 +74,7 @@ def _stays(op: Op) -> bool:
 
 
 def is_gradient_sum(op: Op) -> bool:
-    """Whether an operation is how autograd adds two gradients of one value."""
+    """Return whether an operation is autograd's sum of two gradients of one value."""
     return op.target is torch.ops.aten.add.Tensor and len(op.inputs) == 2 and not op.kwargs
 
 
@@ -85,13 +85,13 @@ def _sum_early(
     before: Sequence[Sequence[int]],
     home: Mapping[str, int],
 ) -> None:
-    """Move sums, and the views that they look through, to the part that makes the last term."""
+    """Move sums of gradients, with views of their terms, to the part that makes the last term."""
 
     def is_view(op: Op) -> bool:
         return not op.writes and roots_of(infos, op.results) <= roots_of(infos, op.inputs)
 
     def raised(index: int) -> list[int]:
-        """Return the views that would move along, and last the operation itself."""
+        """Return the views that have to move along, then the operation itself."""
         views = [j for j in before[index] if is_view(ops[j]) and before[j]]
         return [*(k for j in views for k in raised(j)), index]
 
@@ -110,7 +110,7 @@ def _sum_early(
 def order_of(
     parts: Sequence[Sequence[Op]], infos: Mapping[str, TensorInfo]
 ) -> list[tuple[int, ...]]:
-    """Return, for each part, the parts that must run before it, in their reverse order."""
+    """Return for each part the parts that must run before it, the last node first."""
     ops = [op for part in reversed(parts) for op in part]
     place = [len(parts) - 1 - i for i, part in enumerate(reversed(parts)) for _ in part]
     found: list[set[int]] = [set() for _ in parts]

@@ -1,6 +1,6 @@
 """BasicGraph (B): the raw, ordered operations of one recorded step.
 
-It says what was computed, not what depends on what: it can be printed and run, not drawn.
+It is a list without dependencies: it can be printed and run, but not drawn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rkgb.elements.trees import Structure, flatten
 from rkgb.guards.sources import Sources
 from rkgb.torch_api.placed import placed_parameters
 
-# How the gradient of one output lies in memory: its strides, or None where none arrives.
+# The strides of the gradient of one output, or None if the output gets none.
 Tangent = tuple[int, ...] | None
 # An autocast region: device and type.
 Region = tuple[str, torch.dtype]
@@ -39,7 +39,7 @@ def ambient_autocast() -> Region | None:
 
 @contextlib.contextmanager
 def autocast_as(region: Region | None) -> Iterator[None]:
-    """Be in an autocast region, or in none."""
+    """Run in an autocast region, or in none."""
     with contextlib.ExitStack() as stack:
         for kind in ("cuda", "cpu"):
             if torch.is_autocast_enabled(kind) and (region is None or region[0] != kind):
@@ -51,24 +51,24 @@ def autocast_as(region: Region | None) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class BackwardKind:
-    """What a recorded backward takes for granted: how gradients lie, the region that it runs in.
+    """The conditions of a recorded backward: layouts of tangents, and the autocast region.
 
-    Where it is split, the gradient of an output that others were computed from is the whole that
-    autograd adds up, and the backward hands it the parts.
+    A backward is split if an output is used by other outputs. The backward then passes the parts of
+    that output's gradient to autograd, and continues with the sum.
     """
 
     tangents: tuple[Tangent, ...]
     autocast: Region | None = None
-    # Where it is split, places of such outputs that get some from outside, too; else None.
+    # If it is split: positions of such outputs that also get a gradient from outside.
     outside: tuple[int, ...] | None = None
 
     @property
     def is_split(self) -> bool:
-        """Whether gradients of outputs that others were computed from go by way of autograd."""
+        """Whether gradients of outputs that other outputs use pass through autograd."""
         return self.outside is not None
 
     def of_losses(self) -> BackwardKind:
-        """Return the kind in which only scalars get a gradient; this one where none of them is one.
+        """Return the kind in which only scalars get a gradient, or this one if there is no scalar.
 
         A model that returns its loss beside other outputs is trained by that loss.
         """
@@ -82,24 +82,24 @@ class BackwardKind:
 
     @property
     def is_of_losses_alone(self) -> bool:
-        """Whether outputs that could get gradients are left without, since there are losses."""
+        """Whether only losses get a gradient although other outputs could."""
         return self.is_of_losses and None in self.tangents
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Which outputs, by place among the roots, an output was computed from, and who uses itself.
+    """The outputs that an output was computed from, by position among the roots, and its uses.
 
-    What it was computed from by way of another output is that one's.
+    Outputs that it reaches only through another output are left out.
     """
 
     reaches: tuple[int, ...]
-    uses: int  # how many parts of its gradient others of the forward may give
+    uses: int  # number of parts of its gradient that the forward's other operations may give
 
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """`value` is one part of the gradient of `leaf`; the autograd node with this number gave it."""
+    """`value` is one part of the gradient of `leaf`, from the autograd node `sequence_nr`."""
 
     leaf: str
     value: str
@@ -108,15 +108,15 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A value that Python, or the size of a result, was taken from while recording.
+    """A value that Python read while recording, or that decided the size of a result: a guard.
 
-    "number": what `op` gives; "size": the shapes of the tensors that it makes; "content": all
-    elements of what it reads. All depend on inputs, buffers and constants alone.
+    "number": the result of `op`; "size": the shapes of its results; "content": all elements of its
+    inputs. All depend only on inputs, buffers and constants.
     """
 
     kind: Literal["number", "size", "content"]
     op: Op
-    position: int  # how many operations of the forward come before it
+    position: int  # number of operations of the forward before it
     value: Any
 
     def __str__(self) -> str:
@@ -126,13 +126,13 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Metered:
-    """An operation as it was recorded, and what its kernel took at its highest."""
+    """An operation as it was recorded, and the peak of its kernel."""
 
     op: Op
     peak_bytes: int
 
     def is_of(self, op: Op) -> bool:
-        """Whether an operation of a graph is still that one: some are made to overwrite."""
+        """Return whether `op` is that operation, not changed to overwrite its input."""
         ours = self.op
         return ours.target is op.target and (ours.args, ours.kwargs, ours.writes) == (
             op.args,
@@ -143,7 +143,7 @@ class Metered:
 
 @dataclass(frozen=True)
 class BasicGraph:
-    """The operations of a forward and its backward, and where every other name comes from."""
+    """The operations of a forward and its backward, and the origin of every other name."""
 
     ops: tuple[Op, ...]  # of the forward
     backward: tuple[Op, ...]
@@ -151,30 +151,30 @@ class BasicGraph:
     parameters: Mapping[str, str]  # name of the value -> path in the model
     buffers: Mapping[str, str]  # name of the value -> name in model.named_buffers()
     constants: Mapping[str, Tensor]  # tensors that belong to the graph itself
-    inputs: tuple[str | None, ...]  # one per leaf of (args, kwargs); None where it is no tensor
+    inputs: tuple[str | None, ...]  # one per leaf of (args, kwargs); None if it is no tensor
     input_spec: Structure
     outputs: tuple[Any, ...]  # one per leaf of the result: Ref, or the value itself
     output_spec: Structure
     infos: Mapping[str, TensorInfo]  # of every value, of forward and backward
     roots: tuple[str, ...]  # outputs from which a gradient can flow back, each once
     kind: BackwardKind  # one tangent per root
-    tangent_names: tuple[str | None, ...]  # one per root; None where a `GradientCut` takes it, too
+    tangent_names: tuple[str | None, ...]  # one per root; None for a `GradientCut`
     device: torch.device
     model_name: str
-    opaque: tuple[str, ...] = ()  # submodules that are run whole
-    effects: tuple[Effect, ...] = ()  # with them, the outputs are (result, one value for each)
-    reads: tuple[Read, ...] = ()  # what a call must see alike for the recording to hold
-    numbers: Numbers | None = None  # of the call, where each call brings its own
+    opaque: tuple[str, ...] = ()  # submodules that are opaque calls
+    effects: tuple[Effect, ...] = ()  # if any, the outputs are (result, one value for each)
+    reads: tuple[Read, ...] = ()  # guards on values, which each call has to meet
+    numbers: Numbers | None = None  # unspecialised numbers, if there are any
     flows: tuple[Flow, ...] = ()  # one per root, if there are several
     metered: Mapping[str, Metered] = field(default_factory=dict, compare=False, repr=False)
-    # What Python has read besides the arguments, to be looked at again at each call.
+    # Guards on what Python has read besides the arguments, which each call checks.
     sources: Sources = field(default_factory=Sources, compare=False, repr=False)
-    # What the forward's autograd nodes lead to, whatever backward runs: leaf, and number of a node.
+    # The leaves of the forward's autograd graph, whichever backward runs: leaf, number of a node.
     leaf_edges: tuple[tuple[str, int], ...] = ()
 
     @cached_property
     def edges(self) -> tuple[tuple[str, int], ...]:
-        """The edges from autograd nodes to leaves, in the order in which eager runs along them."""
+        """The edges from autograd nodes to leaves, in the order of eager's backward."""
         return self.leaf_edges or tuple((h.leaf, h.sequence_nr) for h in self.hand_overs)
 
     @cached_property
@@ -185,9 +185,9 @@ class BasicGraph:
 
     @cached_property
     def written_roots(self) -> frozenset[str]:
-        """Memory from before the forward that the step writes to: of buffers, mostly."""
+        """Storages from before the forward that the step writes to, mostly of buffers."""
         writes = {name for op in (*self.ops, *self.backward) for name in op.writes}
-        for op in self.ops:  # what runs whole says only whether it writes to buffers of its own
+        for op in self.ops:  # an opaque call only says whether it writes to its buffers
             piece = getattr(op.target, "piece", None)
             if piece is not None and piece.buffer_bytes:
                 around = f"{piece.call.path}." if piece.call.path else ""
@@ -200,7 +200,7 @@ class BasicGraph:
         """Parameters that the forward writes to, by their names in the model."""
         roots = {self.infos[name].alias_of for op in self.ops for name in op.writes}
         found = [self.parameters[root] for root in roots if root in self.parameters]
-        for op in self.ops:  # what runs whole
+        for op in self.ops:  # opaque calls
             found += getattr(getattr(op.target, "piece", None), "written", ())
         return tuple(sorted(set(found)))
 
@@ -211,9 +211,9 @@ class BasicGraph:
 
     @cached_property
     def leaving_roots(self) -> frozenset[str]:
-        """Memory of outputs that is taken to be let go before the backward begins.
+        """Storages of outputs that the caller is assumed to drop before the backward begins.
 
-        So do outputs beside the losses that a model is trained by, unless it keeps them itself.
+        These are the outputs beside the losses of a model, unless the model keeps them itself.
         """
         if not self.kind.is_of_losses_alone:
             return frozenset()
@@ -226,7 +226,7 @@ class BasicGraph:
 
     @cached_property
     def cuts(self) -> tuple[Op, ...]:
-        """The operations of the backward that take gradients of outputs from autograd, in order."""
+        """The operations of the backward that take gradients of outputs back from autograd."""
         return tuple(op for op in self.backward if isinstance(op.target, GradientCut))
 
     def __str__(self) -> str:
@@ -238,9 +238,9 @@ class BasicGraph:
 def external_values(
     graph: BasicGraph, model: nn.Module, inputs: tuple[Any, ...]
 ) -> dict[str, Tensor]:
-    """Look every external value up by its name: on the model as it is now, and in `inputs`.
+    """Return every external value by name, from the present model and `inputs`.
 
-    `inputs` are the leaves of (args, kwargs), flattened.
+    `inputs` are the leaves of (args, kwargs).
     """
     parameters = dict(placed_parameters(model, remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))

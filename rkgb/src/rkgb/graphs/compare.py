@@ -1,9 +1,9 @@
-"""Are two recordings one program, but for numbers that only enter arithmetic, or for sizes?
+"""Whether two recordings are one program, apart from scalars of arithmetic, or from sizes.
 
-A temperature, a probability, a step size: another value gives another recording with the same
-operations on the same sizes, which costs the same and can be run in the same order. A longer batch
-gives one with the same operations on other sizes: it costs otherwise, and any order of one can be
-run as the other.
+If only a temperature, a probability or a step size differs, the recordings have the same operations
+on the same sizes. So they have the same costs, and the same plan serves both. If only the length of
+a batch differs, they have the same operations on other sizes. So costs differ, and a schedule of
+one is a schedule of the other.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _STRUCTURE = (
     *("hand_overs", "parameters", "buffers", "output_names", "roots"),
     *("tangent_names", "device", "model_name", "opaque", "effects", "flows"),
 )
-_Values = Callable[[Any, Any, bool], bool]  # two arguments; is it a scalar of arithmetic?
+_Values = Callable[[Any, Any, bool], bool]  # two arguments, and whether they are scalars
 
 
 def same_but_for_numbers(a: BasicGraph, b: BasicGraph) -> bool:
-    """Return whether two recordings differ in nothing but scalar arguments of operations."""
+    """Return whether two recordings differ only in scalar arguments of operations."""
     return a.infos == b.infos and a.kind == b.kind and _same_program(a, b, _same_value)
 
 
 def same_but_for_sizes(a: BasicGraph, b: BasicGraph) -> bool:
-    """Return whether two recordings differ in nothing but numbers, and shapes and strides."""
+    """Return whether two recordings differ only in numbers, shapes and strides."""
     if a.infos.keys() != b.infos.keys() or a.kind.autocast != b.kind.autocast:
         return False
     pairs = zip(a.infos.values(), b.infos.values(), strict=True)
@@ -61,14 +61,14 @@ def _of_one_rank(a: TensorInfo, b: TensorInfo) -> bool:
 
 
 def _of_steps(value: Any) -> Any:
-    """Return hand-overs without their numbers in autograd, which differ from step to step."""
+    """Return hand-overs without autograd's sequence numbers, which differ from step to step."""
     if isinstance(value, tuple) and value and hasattr(value[0], "leaf"):
         return tuple((h.leaf, h.value) for h in value)
     return value
 
 
 def _without_numbers_at_the_end(inputs: Sequence[str | None]) -> tuple[str | None, ...]:
-    """Return the inputs up to the last tensor: attributes may be given as numbers after it."""
+    """Return the inputs up to the last tensor; numbers that are attributes may follow it."""
     count = max((place for place, name in enumerate(inputs, 1) if name is not None), default=0)
     return tuple(inputs[:count])
 
@@ -102,7 +102,7 @@ def _same_operation(a: Op, b: Op, same: _Values) -> bool:
 def _same_target(a: Any, b: Any) -> bool:
     if a is b or a == b:
         return True
-    piece = getattr(a, "piece", None)  # of a call that runs whole
+    piece = getattr(a, "piece", None)  # of an opaque call
     return (
         piece is not None
         and type(a) is type(b)
@@ -118,7 +118,7 @@ _SCALARS = ("number", "Optional[number]", "Tensor")
 def _scalars_of(target: Any) -> tuple[tuple[str, ...], frozenset[str]]:
     """Return the names of an operation's arguments, and of those in which a number is a scalar.
 
-    `mul.Tensor` takes one where it takes a tensor.
+    `mul.Tensor` accepts a number in place of a tensor.
     """
     schema = getattr(target, "_schema", None)
     arguments = () if schema is None else schema.arguments

@@ -1,8 +1,7 @@
 """DataFlowGraph (D): the forward as a DAG, one node per operation, with facts about each value.
 
-Which results share storage with which inputs, what requires a gradient, what draws random numbers
-and what writes to memory that others read was seen when the step was recorded; here the edges are
-derived from it.
+The recording says which results share storage with inputs, which values require a gradient, and
+which operations draw random numbers or write to memory. The edges are derived from these facts.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from rkgb.graphs.uses import before_each
 class DataFlowNode:
     """One operation and what it must follow.
 
-    `order_deps` are indices of nodes that must run before it although it reads nothing of theirs:
-    readers of memory that it overwrites, and the random operation before it.
+    `order_deps` are indices of nodes that must run before it although it reads none of their
+    results: readers of memory that it overwrites, and the random operation before it.
     """
 
     op: Op
@@ -74,7 +73,7 @@ def B_to_D(
 ) -> DataFlowGraph:
     """Return the data-flow graph of a recorded step.
 
-    All but `bg` belong to the published signature; nothing is run, so they are not used.
+    Only `bg` is used: nothing is run. The other arguments belong to the published signature.
     """
     nodes = []
     for op, before in zip(bg.ops, before_each(bg.infos, bg.ops), strict=True):

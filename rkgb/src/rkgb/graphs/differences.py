@@ -1,7 +1,7 @@
-"""What one recording of a step has otherwise than another of the same call, and where that is.
+"""Finds where two recordings of the same call differ.
 
-Nothing of a call differs between the two: what does, Python has decided by something that belongs
-neither to the call nor to the module.
+Call and module are equal, so each difference is a decision of Python's by something else: an
+unguarded value.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _MOST_SHOWN = 60  # characters of a value in an error
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What a step has otherwise now than when it was recorded."""
+    """One difference between a step now and its recording."""
 
-    module_path: str  # of the smallest submodule around it
+    module_path: str  # of the innermost submodule around it
     source: str  # "file.py:12"
     what: str
 
@@ -37,9 +37,9 @@ class Difference:
 def differences(
     known: BasicGraph, found: BasicGraph, numbers: Sequence[float] = ()
 ) -> list[Difference]:
-    """Return what `found` has otherwise than `known`, up to where it goes another way altogether.
+    """Return the differences of `found` from `known`, up to the first other operation.
 
-    `numbers` are what the program of `known` takes from the numbers of the call.
+    `numbers` are the unspecialised numbers of `known` for this call.
     """
     made = _Differences(known, found, numbers)
     if made.operations(known.ops, found.ops) and made.operations(known.backward, found.backward):
@@ -50,14 +50,14 @@ def differences(
 def forward_differences(
     known: BasicGraph, found: BasicGraph, numbers: Sequence[float] = ()
 ) -> list[Difference]:
-    """Return what the operations of the forward of `found` have otherwise than those of `known`."""
+    """Return the differences between the operations of two forwards."""
     made = _Differences(known, found, numbers)
     made.operations(known.ops, found.ops)
     return list(dict.fromkeys(made.found))
 
 
 def run_alike(ours: Sequence[Op], theirs: Sequence[Op]) -> bool:
-    """Whether two forwards run the same operations on the same values."""
+    """Return whether two forwards run the same operations on the same values."""
     return len(ours) == len(theirs) and all(
         _is_same_call(a, b) and repr((a.args, a.kwargs)) == repr((b.args, b.kwargs))
         for a, b in zip(ours, theirs, strict=True)
@@ -68,11 +68,11 @@ class _Differences:
     def __init__(self, known: BasicGraph, found: BasicGraph, numbers: Sequence[float]) -> None:
         self.known, self.now, self.numbers = known, found, numbers
         self.found: list[Difference] = []
-        # Numbers of autograd's nodes differ between the two.
+        # The two have different sequence numbers of autograd's.
         self.made_by = [{op.sequence_nr: op for op in reversed(g.ops)} for g in (known, found)]
 
     def operations(self, ours: Sequence[Op], theirs: Sequence[Op]) -> bool:
-        """Compare operations; return whether they went the same way to the end."""
+        """Compare operations; return whether all of them correspond."""
         for a, b in zip_longest(ours, theirs):
             if a is None or b is None or not _is_same_call(a, b):
                 was, now = ("nothing" if op is None else _named(op) for op in (a, b))
@@ -83,7 +83,7 @@ class _Differences:
             changed = next(self._arguments(a, b), None)
             if changed is not None:
                 path, source = self._place(b)
-                if hasattr(b.target, "piece"):  # whoever calls what runs whole has decided
+                if hasattr(b.target, "piece"):  # the caller of an opaque call has decided
                     path = path.rpartition(".")[0]
                 was, now = (_shown(value) for value in changed)
                 self._note(
@@ -92,15 +92,15 @@ class _Differences:
         return True
 
     def values(self) -> None:
-        """Compare what is no operation: constants, results that are no tensors, what is set."""
+        """Compare constants, results that are no tensors, and attributes that are set."""
         readers: dict[str, Op] = {}
         for op in self.now.ops:
             for name in op.inputs:
                 readers.setdefault(name, op)
-        for name, value in self.known.constants.items():  # of a backward, content may stand in
+        for name, value in self.known.constants.items():  # constants of a backward may be stand-ins
             if name in readers and not _is_same_content(value, self.now.constants.get(name)):
                 path, source = self._place(readers[name])
-                self._note(path, source, f"the content of a tensor made there, '{name}', is other")
+                self._note(path, source, f"the content of a tensor made there, '{name}', differs")
         ours, theirs = (_assigned(g.effects) for g in (self.known, self.now))
         for path, name in sorted(ours ^ theirs):
             self._note(path, "", f"its attribute '{name}' is set at one call, and not at another")
@@ -135,7 +135,7 @@ class _Differences:
         return a is b or repr(a) == repr(b) or not _is_plain(a)
 
     def _place(self, op: Op, recording: int = 1) -> tuple[str, str]:
-        """Return where an operation was made; one of the backward, where its forward was."""
+        """Return module and source of an operation, for the backward those of its forward."""
         if not op.source:
             op = self.made_by[recording].get(op.sequence_nr, op)
         return op.module_path, op.source
@@ -145,7 +145,7 @@ class _Differences:
 
 
 def _is_same_call(a: Op, b: Op) -> bool:
-    """Whether two operations differ in nothing but plain values among their arguments."""
+    """Return whether two operations differ only in plain values among their arguments."""
     return (
         _is_same_target(a.target, b.target)
         and (a.name, a.results, a.writes, a.flags) == (b.name, b.results, b.writes, b.flags)
@@ -163,7 +163,7 @@ def _is_same_target(a: Any, b: Any) -> bool:
 
 
 def _given(op: Op) -> Sequence[Any]:
-    """Return the arguments of an operation; those of a piece with the plain values that it gets."""
+    """Return the arguments of an operation; for an opaque call with its plain values."""
     call = getattr(getattr(op.target, "piece", None), "call", None)
     if call is None or not op.source:
         return op.args

@@ -1,6 +1,6 @@
-"""The passes that make a simplified graph: which operations are dropped, which belong together.
+"""The passes that make a simplified graph: they drop operations, or merge groups of them.
 
-Each works on groups of operations, can be applied alone and keeps the results; see `D_to_S`.
+Each pass works on groups of operations, can be applied alone and keeps the results; see `D_to_S`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rkgb.graphs.uses import live_ops, made_by, roots_of
 
 @dataclass
 class Groups:
-    """The passes' working state: operations, which are dropped, and which belong together."""
+    """The passes' working state: operations, the dropped ones, and groups (union-find)."""
 
     dataflow: DataFlowGraph
     nodes: list[DataFlowNode]
-    kept: frozenset[str]  # values that the user or the backward reads, or that it hands over
+    kept: frozenset[str]  # values that the user, the backward or autograd reads
     dropped: set[int]
     parent: list[int]
 
@@ -61,7 +61,7 @@ class Groups:
         return self.dataflow.infos[name].alias_of
 
     def roots(self, index: int) -> list[str]:
-        """Return the storages of what an operation returns."""
+        """Return the storages of an operation's results."""
         return [self.root(name) for name in self.nodes[index].op.results if name]
 
 
@@ -69,7 +69,7 @@ Pass = Callable[[Groups], None]
 
 
 def drop_dead(groups: Groups) -> None:
-    """Drop what neither outputs nor backward nor the random stream nor a buffer depends on."""
+    """Drop operations on which no output, backward, random state or buffer depends."""
     infos = groups.dataflow.infos
 
     def stays(op: Op) -> bool:
@@ -80,7 +80,7 @@ def drop_dead(groups: Groups) -> None:
 
 
 def merge_views(groups: Groups) -> None:
-    """Put every view into the node that made the storage."""
+    """Merge every view with the maker of its storage."""
     producer = groups.dataflow.producer
     for index in groups.alive():
         for storage in groups.roots(index):
@@ -89,7 +89,7 @@ def merge_views(groups: Groups) -> None:
 
 
 def merge_inplace(groups: Groups) -> None:
-    """Put an in-place operation, and who read the old content, into the node of its target."""
+    """Merge an in-place operation, and readers of the old content, with the maker of its target."""
     producer = groups.dataflow.producer
     readers: dict[str, list[int]] = {}
     for index in groups.alive():
@@ -106,10 +106,10 @@ def merge_inplace(groups: Groups) -> None:
 
 
 def merge_constants(groups: Groups) -> None:
-    """Join connected operations that need no gradient and depend on nothing that does.
+    """Merge connected operations that need no gradient and depend on none that does.
 
-    Masks, positions and rotary tables come from dozens of tiny operations. What precedes the
-    network can be one node without making a circle: all its ancestors are in the same set.
+    Masks, positions and rotary tables come from dozens of tiny operations. The merged node makes no
+    cycle, because all its ancestors are in the same set.
     """
     producer = groups.dataflow.producer
     rewritten = _written_residents(groups)
@@ -130,7 +130,7 @@ def merge_constants(groups: Groups) -> None:
 
 
 def merge_resident_views(groups: Groups) -> None:
-    """Put a view of a parameter, buffer or input into its reader, when there is only one."""
+    """Merge a view of a parameter, buffer or input with its only reader."""
     producer = groups.dataflow.producer
     users = groups.users()
     returned = set(groups.dataflow.basic.output_names)
@@ -144,7 +144,7 @@ def merge_resident_views(groups: Groups) -> None:
 
 
 def merge_effects(groups: Groups) -> None:
-    """Put an operation that only updates a buffer into the node that follows it."""
+    """Merge an operation that only updates a buffer with the node that follows it."""
     users = groups.users()
     alive = list(groups.alive())
     for place, index in enumerate(alive):
@@ -157,11 +157,11 @@ def merge_effects(groups: Groups) -> None:
 
 
 def merge_into_reader(groups: Groups) -> None:
-    """Put an operation into the node that follows it, where nobody else reads its result.
+    """Merge an operation with its only reader.
 
-    If no backward reads the result either, and it is no smaller than what the reader makes, a plan
-    that keeps it is never better than one that keeps what the reader makes. Two nodes that both
-    have work to do in the backward stay apart: one after the other they need less memory.
+    Suppose that no backward reads its result, and that the reader's result is no larger. Then a
+    plan that keeps the reader's result is never worse than one that keeps the operation's. Two
+    nodes that both have a backward stay apart: one after the other they need less memory.
     """
     users = groups.users()
     producer, infos = groups.dataflow.producer, groups.dataflow.infos
@@ -172,14 +172,14 @@ def merge_into_reader(groups: Groups) -> None:
 
     def results(head: int) -> list[str]:
         made = (n for i in members[head] for n in groups.nodes[i].op.results if n)
-        return [n for n in made if groups.root(n) in producer]  # not views of what is resident
+        return [n for n in made if groups.root(n) in producer]  # no views of resident values
 
     def read_outside(head: int) -> set[int]:
         heads = {groups.find(user) for name in results(head) for user in users.get(name, ())}
         return heads - {head}
 
     def left_bytes(head: int) -> int:
-        """Return the bytes of what others read."""
+        """Return the bytes of results that others read."""
         roots = {
             groups.root(n)
             for n in results(head)
@@ -213,7 +213,7 @@ def merge_into_reader(groups: Groups) -> None:
 
 
 def _with_backward(groups: Groups) -> set[int]:
-    """Return the operations for which the backward computes something, views aside."""
+    """Return the operations whose backward computes more than views."""
     basic = groups.dataflow.basic
     owner: dict[int, int] = {}
     for index in groups.alive():
@@ -233,7 +233,7 @@ PASSES: tuple[Pass, ...] = (
     merge_resident_views,
     merge_effects,
 )
-# For a graph that is planned: fewer nodes, and no plan is lost that is worth having.
+# For a graph that is planned: fewer nodes, without losing a plan that could be best.
 PLANNED_PASSES: tuple[Pass, ...] = (*PASSES, merge_into_reader)
 
 

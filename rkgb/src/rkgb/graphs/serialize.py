@@ -1,8 +1,8 @@
-"""Graphs as JSON: enough to print, draw, cut, plan with and, given the model, run them again.
+"""Graphs as JSON, complete enough to print, draw, cut, plan and, given the model, run them.
 
-Operators are written by name and looked up in torch when read; tensors that belong to the graph are
-written with their bytes. A file from another version of torch is read as long as it has the
-operators.
+Operators are written by name and looked up in torch when the file is read. Tensors that belong to
+the graph are written with their bytes. A file from another version of torch can be read if this
+version has its operators.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def encode(value: Any) -> Any:
-    """Return `value`, an argument of an operation, as JSON: what JSON lacks becomes a tagged dict.
+    """Return an argument of an operation as JSON; types that JSON lacks become tagged dicts.
 
     Raises:
-        InvalidGraphError: a value of this type has no place in a file.
+        InvalidGraphError: values of this type cannot be written.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -196,7 +196,7 @@ def basic_from_json(row: Mapping[str, Any]) -> BasicGraph:
     """Read what `basic_to_json` wrote.
 
     Raises:
-        InvalidGraphError: it holds an operator that is unknown here.
+        InvalidGraphError: it has an operator that this torch does not know.
     """
     return BasicGraph(
         ops=tuple(_op_from_json(op) for op in row["ops"]),
@@ -223,7 +223,7 @@ def basic_from_json(row: Mapping[str, Any]) -> BasicGraph:
 
 
 def _structure_to_json(structure: Structure) -> str:
-    """Return a structure of tuples, lists and dicts; another process may not know other types."""
+    """Return a structure of tuples, lists and dicts as text; other types are refused."""
     if any(part is not None for part in structure.inner):
         raise InvalidGraphError(
             f"the graph takes or returns {structure}, an object whose type a file cannot hold."

@@ -1,9 +1,9 @@
 """SimplifiedGraph (S): one real operation per node, with the views and in-place ops around it.
 
 A node is the unit that is kept, freed and recomputed, so all values that share one storage must be
-made in one node. D becomes S by named passes over groups of operations; each pass can be applied
-alone (`D_to_S(dg, passes=[...])`) and its result printed. Groups that depend on each other in a
-circle are merged, so every choice of passes gives a valid graph.
+made in one node. Named passes over groups of operations turn D into S. Each pass can be applied
+alone (`D_to_S(dg, passes=[...])`) and its result printed. Groups that form a cycle are merged, so
+every choice of passes gives a valid graph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rkgb.graphs.uses import Part, Uses, roots_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimplifiedNode:
-    """A real operation (`main`) and its body; the unit of keeping and recomputing."""
+    """A real operation (`main`) with its body: the unit of keeping and recomputing."""
 
     name: str
     ops: tuple[Op, ...]  # in program order
@@ -45,7 +45,7 @@ class SimplifiedNode:
 
     @property
     def main(self) -> Op:
-        """The operation that a reader would name the node after."""
+        """The operation after which the node is named."""
         for op in self.ops:
             if op.target_name not in VIEW_NAMES and not op.target_name.startswith("add_"):
                 return op
@@ -57,7 +57,7 @@ class SimplifiedNode:
 
     @property
     def read_by_backward(self) -> tuple[str, ...]:
-        """Values that its backward reads or hands over, again for each time."""
+        """Values that its backward reads or passes to autograd, with repetitions."""
         given = (hand_over.value for hand_over in self.hand_overs)
         return (*(name for op in self.backward for name in op.inputs), *given)
 
@@ -73,12 +73,12 @@ class SimplifiedGraph:
 
     @cached_property
     def uses(self) -> Uses:
-        """Who uses what in the forward; its parts are the nodes."""
+        """The uses of values in the forward; its parts are the nodes."""
         return forward_uses(self.nodes, self.dataflow.infos)
 
     @cached_property
     def uses_behind(self) -> Uses:
-        """Who uses what in the backward; its parts are those of the nodes, the last one first."""
+        """The uses of values in the backward; its parts are the nodes', the last node first."""
         return backward_uses(self.nodes, self.dataflow.infos)
 
     @property
@@ -88,18 +88,18 @@ class SimplifiedGraph:
 
     @property
     def written_roots(self) -> frozenset[str]:
-        """Memory from before the step that it writes to."""
+        """Storages from before the step that it writes to."""
         return self.dataflow.basic.written_roots
 
     @cached_property
     def output_roots(self) -> frozenset[str]:
-        """Memory of values that leave the graph and stay to the end of the step."""
+        """Storages of values that leave the graph and live to the end of the step."""
         basic = self.dataflow.basic
         return frozenset(roots_of(basic.infos, self.output_names) - basic.leaving_roots)
 
     @cached_property
     def input_names(self) -> tuple[str, ...]:
-        """Values that the graph reads and does not make: empty for a whole forward."""
+        """Values that the graph reads but does not make; empty for a whole forward."""
         made = self.producer
         names = (name for node in self.nodes for name in node.inputs if name not in made)
         return tuple(dict.fromkeys(names))
@@ -118,12 +118,12 @@ class SimplifiedGraph:
 
 
 def forward_uses(nodes: Sequence[SimplifiedNode], infos: Mapping[str, TensorInfo]) -> Uses:
-    """Return who uses what in the forwards of these nodes."""
+    """Return the uses of values in the forwards of these nodes."""
     return Uses([Part(index, node.ops) for index, node in enumerate(nodes)], infos)
 
 
 def backward_uses(nodes: Sequence[SimplifiedNode], infos: Mapping[str, TensorInfo]) -> Uses:
-    """Return who uses what in the backwards of these nodes; gradients are taken at their ends."""
+    """Return the uses of values in the backwards of these nodes; autograd reads at their ends."""
     parts = [
         Part(index, node.backward, [hand_over.value for hand_over in node.hand_overs])
         for index, node in enumerate(nodes)
@@ -134,7 +134,7 @@ def backward_uses(nodes: Sequence[SimplifiedNode], infos: Mapping[str, TensorInf
 def with_reads(
     nodes: Sequence[SimplifiedNode], kept: Collection[str], infos: Mapping[str, TensorInfo]
 ) -> tuple[SimplifiedNode, ...]:
-    """Return the nodes with what each reads, and what of its values others do, or are `kept`."""
+    """Return the nodes with their inputs, and with outputs that others read or that are `kept`."""
     uses = forward_uses(nodes, infos)
     home, readers = uses.maker, uses.readers
     result = []
@@ -165,7 +165,7 @@ def D_to_S(
 ) -> SimplifiedGraph:
     """Return the simplified graph that `passes` make of `dg`, applied in order.
 
-    `model` and `device` belong to the published signature; nothing is run, so they are not used.
+    Nothing is run. `model` and `device` belong to the published signature and are not used.
     """
     groups = Groups.singletons(dg)
     for simplify in passes:
@@ -174,10 +174,10 @@ def D_to_S(
 
 
 def cut(sg: SimplifiedGraph) -> list[SimplifiedGraph]:
-    """Cut the graph where a single value that requires a gradient connects what is on both sides.
+    """Cut the graph wherever a single value that requires a gradient connects both sides.
 
-    Concatenating the nodes of the blocks gives the nodes of `sg`. Values without gradient that
-    were made before the cut (masks, positions) may be read after it.
+    Concatenating the nodes of the blocks gives the nodes of `sg`. Values without gradient (masks,
+    positions) may be read across a cut.
     """
     infos = sg.dataflow.infos
     last_reader = {name: i for i, node in enumerate(sg.nodes) for name in node.inputs}
@@ -205,7 +205,7 @@ def _piece(sg: SimplifiedGraph, low: int, high: int) -> SimplifiedGraph:
 
 
 def _grouped(groups: Groups) -> dict[int, list[int]]:
-    """Return the operations of each group, by its head."""
+    """Return the operations of each group by its representative."""
     members: dict[int, list[int]] = {}
     for index in groups.alive():
         members.setdefault(groups.find(index), []).append(index)

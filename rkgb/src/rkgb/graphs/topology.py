@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 
 def topological_order(deps: Mapping[int, Sequence[int]], rank: Mapping[int, int]) -> list[int]:
-    """Return the nodes so that each follows its dependencies; ties go to the smaller rank.
+    """Return the nodes so that each follows its dependencies; among equals the smaller rank first.
 
     Raises:
         ValueError: the graph has a cycle.

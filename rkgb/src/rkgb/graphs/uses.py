@@ -1,8 +1,8 @@
-"""Who makes, reads and writes what, and in which order: of values, and of the memory they lie in.
+"""The uses of values and of their storages: makers, readers and writers, in order.
 
-Everything that asks for a last use, a hazard or dead code asks here. A storage goes by the name of
-the value that made it (`TensorInfo.alias_of`). An operation reads its arguments; it makes the
-storages that its own results name; a view makes none. What it overwrites, it writes.
+This is the only place for last uses, hazards and dead code. A storage has the name of the value
+that made it (`TensorInfo.alias_of`). An operation reads its arguments, makes the storages named
+after its results, and writes to what it overwrites. A view makes no storage.
 
 uses = Uses([Part(0, ops, outputs)], infos)
 uses.last["addmm"]             # At(part=0, place=4): nothing touches that memory afterwards
@@ -23,7 +23,7 @@ Infos = Mapping[str, TensorInfo]
 
 
 def roots_of(infos: Infos, names: Iterable[str]) -> set[str]:
-    """Return the storages of values; the name '' stands for none."""
+    """Return the storages of values; names '' are skipped."""
     return {infos[name].alias_of for name in names if name}
 
 
@@ -33,7 +33,7 @@ def made_by(infos: Infos, op: Op) -> list[str]:
 
 
 class At(NamedTuple):
-    """Where a use is: in which part, and at which place of it."""
+    """The position of a use: its part, and its place in the part."""
 
     part: int
     place: int
@@ -41,7 +41,7 @@ class At(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Operations that run one after another; at their end, somebody takes some values."""
+    """Operations that run one after another, and values that are taken at their end."""
 
     index: int
     ops: Sequence[Op]
@@ -52,8 +52,8 @@ class Part:
 class Uses:
     """The uses in parts that run in this order.
 
-    Of values and storages that nothing here uses there are no entries. Taking a value is a read, at
-    the place behind the last operation of a part.
+    Values and storages that are not used here have no entry. Taking a value is a read at the place
+    after the last operation of its part.
     """
 
     parts: Sequence[Part]
@@ -66,7 +66,7 @@ class Uses:
 
     @cached_property
     def readers(self) -> Mapping[str, Sequence[At]]:
-        """Who reads each value; an operation counts once."""
+        """The reads of each value; an operation counts once."""
         found: dict[str, list[At]] = {}
         for at, read, _ in self._steps:
             for name in read:
@@ -75,7 +75,7 @@ class Uses:
 
     @cached_property
     def reads(self) -> Mapping[str, Sequence[At]]:
-        """Who reads each storage; an operation counts once."""
+        """The reads of each storage; an operation counts once."""
         found: dict[str, list[At]] = {}
         for at, read, _ in self._steps:
             for name in read:
@@ -84,7 +84,7 @@ class Uses:
 
     @cached_property
     def writes(self) -> Mapping[str, Sequence[At]]:
-        """Who writes to each storage; making it is no write."""
+        """The writes to each storage, without its making."""
         found: dict[str, list[At]] = {}
         for at, _, op in self._steps:
             for name in op.writes if op is not None else ():
@@ -98,7 +98,7 @@ class Uses:
 
     @property
     def last(self) -> Mapping[str, At]:
-        """The last use of each storage. A view of it is a use, whoever reads the view."""
+        """The last use of each storage. Making or reading a view of it is a use."""
         return self._ends[1]
 
     def parts_reading(self, root: str) -> dict[int, None]:
@@ -119,7 +119,7 @@ class Uses:
 
     @cached_property
     def _steps(self) -> Sequence[tuple[At, Sequence[str], Op | None]]:
-        """Where, what is read there, and by which operation; by none where it is taken."""
+        """(position, values read there, operation); the operation is None for taken values."""
         found: list[tuple[At, Sequence[str], Op | None]] = []
         for part in self.parts:
             found += [(At(part.index, i), op.inputs, op) for i, op in enumerate(part.ops)]
@@ -134,10 +134,10 @@ def _append(found: dict[str, list[At]], key: str, at: At) -> None:
 
 
 class Before(NamedTuple):
-    """What must run before an operation, by places: whose results it reads, and others.
+    """Places of operations that must run before an operation: makers of its inputs, and hazards.
 
-    The others are hazards: who wrote before to memory that it touches, who touched before what it
-    writes to, and who drew random numbers before it.
+    Hazards (`order`) are earlier writers of memory that it touches, earlier users of memory that it
+    writes to, and the random operation before it.
     """
 
     data: set[int]
@@ -145,9 +145,9 @@ class Before(NamedTuple):
 
 
 def before_each(infos: Infos, ops: Sequence[Op]) -> list[Before]:
-    """Return what must run before each of `ops`, if they are to compute what they do in order."""
+    """Return what must run before each of `ops`, so that reordering does not change results."""
     maker: dict[str, int] = {}
-    touched: dict[str, list[int]] = {}  # storage -> who touched it since its last write, that too
+    touched: dict[str, list[int]] = {}  # storage -> its last writer and its users since then
     last_write: dict[str, int] = {}
     last_random: list[int] = []
     found = []
@@ -173,9 +173,9 @@ def before_each(infos: Infos, ops: Sequence[Op]) -> list[Before]:
 def live_ops(
     infos: Infos, ops: Sequence[Op], needed: Iterable[str], stays: Callable[[Op], bool]
 ) -> list[int]:
-    """Return the places of operations that are not dead: those that `needed` values depend on.
+    """Return the places of live operations: those on which `needed` values depend.
 
-    So do writes to memory in which something lies that is read later, and what `stays` anyhow.
+    Writes to storages that are read later are live too, and operations for which `stays` is true.
     """
     names = set(needed)
     roots = roots_of(infos, names)
