@@ -1,9 +1,9 @@
-"""What a training step will need, before anything runs and without memory for the model.
+"""Estimates of a training step before anything runs, without memory for the model.
 
-Gets a module, on the device `meta` if need be, and a sample; gives bytes and a curve of extra time
-over budget. Read costs_from_file.py (costs of another run), sizes.py (one recorded
-step without content, and its bytes), prediction.py (the answer), batch.py (the largest batch for
-some memory).
+Gets a module, which may be on the device `meta`, and a sample; gives bytes and a curve of extra
+time over budget. Read costs_from_file.py (costs of another run), sizes.py (one step recorded
+without content, and its bytes), prediction.py (the estimate), batch.py (the largest batch for some
+memory).
 """
 
 from rockmate.estimate.batch import LargestBatch, largest_batch

@@ -1,4 +1,4 @@
-"""`largest_batch`: how many samples a step can take in the memory that there is."""
+"""`largest_batch`: the largest batch whose training step fits into the memory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _log = logging.getLogger("rockmate")
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """The largest batches that fit into some memory; printing it says so in words.
+    """The largest batches that fit into some memory; printing it shows a sentence.
 
-    `plain` is that of plain PyTorch (0: not even one), `batch` that of Rockmate, whose step takes
-    `overhead` more time than a plain one of that batch would, within `budget_bytes`.
+    `plain` is the largest batch of plain PyTorch (0: not even one sample), `batch` that of Rockmate
+    within `budget_bytes`. `overhead` is its extra time, as a share of a plain step of that batch.
     """
 
     memory_bytes: int
@@ -83,29 +83,29 @@ class ToFill(Settings):
 
 @called_with(ToFill)
 def largest_batch(given: ToFill) -> LargestBatch:
-    """Return the largest batch whose training step fits into `memory`, and at what extra time.
+    """Return the largest batch whose training step fits into `memory`, and its extra time.
 
     Keywords are the fields of `Settings` beside these, as for `estimate`.
 
     Args:
         model: the module, in train mode; it may be on the device `meta`.
-        make_sample: returns a sample of a given batch size, as `estimate` takes it; it may be
-            on `meta` as well. `kwargs` are the same for every size.
-        memory: as for `Rockmate`: what a whole step may take, with all that `rk.memory` names.
+        make_sample: returns a sample of a given batch size, as `estimate` takes it; the sample may
+            be on `meta` too. `kwargs` are the same for every size.
+        memory: as for `Rockmate`: the limit of a whole step, with everything in `rk.memory`.
         optimizer: as for `Rockmate`.
         device: see `estimate`.
-        at_most: no larger batch is looked at.
-        cost: what extra time is counted in: "flops", or costs that were recorded at some batches,
-            as `{8: "net.plan.json"}`; see `estimate`. Those of other batches are in proportion.
+        at_most: the largest batch to try.
+        cost: the unit of extra time: "flops", or costs that were recorded at some batches, as
+            `{8: "net.plan.json"}`; see `estimate`. Those of other batches are in proportion.
 
     Example:
         >>> print(rockmate.largest_batch(model, lambda n: torch.randn(n, 3, 224, 224), "24GB"))
 
     Raises:
-        InfeasibleBudgetError: not even one sample fits; `.minimum_bytes` is what it would take.
+        InfeasibleBudgetError: not even one sample fits; `.minimum_bytes` would suffice for one.
         BudgetFormatError: the memory cannot be read, or is a fraction.
-        UnknownChoiceError: the optimizer or the cost is not known, or the device is not here.
-        PlanMismatchError: the recorded costs are not for the batch that they are said to be for.
+        UnknownChoiceError: the optimizer or the cost is unknown, or there is no such device.
+        PlanMismatchError: recorded costs are not those of their batch.
         PlanFileError, rkgb.InvalidGraphError: a file of costs cannot be read.
     """
     if isinstance(given.optimizer, str):
@@ -147,7 +147,7 @@ def _found(search: _Search, at_most: int, phases: Phases) -> LargestBatch:
 
 
 def _recorded_at(cost: str | Mapping[int, Cost]) -> dict[int, Recorded]:
-    """Return the recorded costs by batch; none where FLOPs count.
+    """Return the recorded costs by batch; {} for FLOPs.
 
     Raises:
         UnknownChoiceError: it is neither "flops" nor costs by batch.
@@ -175,7 +175,7 @@ class _Search:
         self._memories: dict[int, Memory] = {}
 
     def _costs_at(self, batch: int) -> Recorded | InProportion | None:
-        """Return what a step of that batch costs; None where FLOPs count."""
+        """Return the costs of a step of that batch, or None for FLOPs."""
         if not self.recorded or batch in self.recorded:
             return self.recorded.get(batch)
         near = min(self.recorded, key=lambda known: max(known / batch, batch / known))
@@ -189,7 +189,7 @@ class _Search:
         return self._steps[near]
 
     def at(self, batch: int) -> Estimate:
-        """Return the estimate of a batch, recorded once."""
+        """Return the estimate of a batch; each batch is recorded once."""
         if batch not in self._estimates:
             given, costs = self.given, self._costs_at(batch)
             model, optimizer, sample = given.model, given.optimizer, given.make_sample(batch)
@@ -202,7 +202,7 @@ class _Search:
         return self._estimates[batch]
 
     def memory_at(self, batch: int) -> Memory:
-        """Return where each byte of a step of that batch goes, as `Rockmate` would count."""
+        """Return the table of the memory of a step of that batch, as `Rockmate` counts it."""
         if batch not in self._memories:
             given, sizes = self.given, self.at(batch).sizes
             model, sample = given.model, given.make_sample(batch)
@@ -214,11 +214,11 @@ class _Search:
         return self._memories[batch]
 
     def plain_bytes(self, batch: int) -> int:
-        """Return what a plain step takes."""
+        """Return the bytes of a plain step."""
         return self.memory_at(batch).least_bytes(self.at(batch).activations_bytes)
 
     def needed_bytes(self, batch: int) -> int:
-        """Return what a step of least memory takes; it need not be the least where that fits."""
+        """Return the bytes of a step of low memory: the least possible, or any that fit."""
         memory = self.memory_at(batch)
         least = minimum_peak(self.at(batch).problem, max(0, memory.budget_bytes))[1]
         return memory.least_bytes(least)
@@ -226,11 +226,11 @@ class _Search:
     def largest(
         self, needed: Callable[[int], int], at_most: int, phases: Phases, known: int = 0
     ) -> int:
-        """Return the largest batch that needs no more than there is; `known` is one that does.
+        """Return the largest batch that fits into the memory; `known` is one that fits.
 
-        Memory grows with the batch, nearly as a line, so the next guess is where a line through
-        the last two meets what there is; what is returned has been recorded and fits, and one
-        more sample does not.
+        Memory grows nearly linearly with the batch. So the next guess is where a line through the
+        last two batches meets the memory. The returned batch was recorded and fits, and a batch
+        with one more sample does not fit.
         """
         fits, fails = known, at_most + 1
         guess = min(max(2 * known, 1), at_most)

@@ -1,4 +1,4 @@
-"""Where the times of an estimate come from: FLOPs, or costs that were recorded elsewhere."""
+"""The source of an estimate's times: FLOPs, or costs that were recorded elsewhere."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Cost = str | PathLike[str] | RecordedCosts | PlanFile
 
 @dataclass(frozen=True)
 class Recorded:
-    """Costs of another run: what they are, in words, and that of a kind of operation by its key."""
+    """Costs of another run: a description, and a look-up by the key of a kind of operation."""
 
     words: str
     find: Callable[[str], OpCost | None]
 
     def of(self, basic: BasicGraph, ops: Sequence[Op], recording: BasicGraph) -> EstimatedCosts:
-        """Return what each kind among `ops` costs; they are made of a `recording`.
+        """Return what each kind among `ops` costs; `recording` is the step they come from.
 
         Raises:
-            PlanMismatchError: the operations without costs do more than a tenth of the work.
+            PlanMismatchError: operations without a known cost do more than a tenth of the work.
         """
         found = estimate_as_recorded(basic, ops, self.find, recording)
         _refuse_others(found, self.words)
@@ -41,7 +41,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class InProportion:
-    """Costs that are known of one step, for the same step at other sizes."""
+    """Known costs of a step, for the same step at other sizes."""
 
     words: str
     known: EstimatedCosts
@@ -52,7 +52,7 @@ class InProportion:
         """Return what each kind among `ops` costs, in proportion.
 
         Raises:
-            PlanMismatchError: the operations without costs do more than a tenth of the work.
+            PlanMismatchError: operations without a known cost do more than a tenth of the work.
         """
         found = estimate_resized(basic, ops, self.known, self.known_ops, self.known_infos)
         _refuse_others(found, self.words)
@@ -60,7 +60,7 @@ class InProportion:
 
 
 def _refuse_others(estimated: EstimatedCosts, words: str) -> None:
-    """Refuse a step of which the costs say too little; `differences` are all that they lack."""
+    """Refuse a step for which too many costs are missing; the error's `differences` name them."""
     missing = estimated.missing
     if estimated.missing_share > _MOST_MISSING:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -83,7 +83,7 @@ def _of_plans(file: PlanFile) -> Recorded:
 
 
 def recorded_costs(cost: Cost) -> Recorded | None:
-    """Return the costs that `cost` names, or None where FLOPs count.
+    """Return the costs that `cost` names, or None for FLOPs.
 
     Raises:
         UnknownChoiceError: it is neither "flops" nor the path of a file.

@@ -1,4 +1,4 @@
-"""`estimate`: bytes of a training step, and what each budget would cost in time."""
+"""`estimate`: the bytes of a training step, and the extra time of each budget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rockmate.schedules.simulate import simulate
 from rockmate.settings import Budget, Settings, parse_budget
 from rockmate.whole_step import check_optimizer
 
-# Above so many operations the curve is made by the fastest planner alone.
+# Above this number of operations only the fastest planner makes the curve.
 _MOST_NODES = 400
 NOT_ESTIMATED = {  # settings, and why not
     "opaque": "a step without content is recorded to the last operation",
@@ -29,12 +29,12 @@ NOT_ESTIMATED = {  # settings, and why not
     "split": "what pieces of rows take is measured",
     "plan": "costs of a file count with cost=",
 }
-_NOTHING = 5e-4  # extra time that is not printed
+_NOTHING = 5e-4  # smaller extra times are not printed
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A budget, and the extra time of the best plan found for it, as a share of a plain step."""
+    """A budget, and the extra time of the best plan for it, as a share of a plain step."""
 
     budget_bytes: int
     overhead: float
@@ -51,11 +51,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What training a model takes; printing it shows a table. All sizes in bytes.
+    """Memory and time of training a model; printing it shows a table. All sizes are in bytes.
 
     `activations_bytes` is the peak of a plain step above what is resident; budgets are counted
-    the same way. Extra time is counted in FLOPs, or in milliseconds that were recorded; `times`
-    says which.
+    the same way. Extra time is counted in FLOPs or in recorded milliseconds, as `times` says.
     """
 
     sizes: Sizes
@@ -67,7 +66,7 @@ class Estimate:
 
     @property
     def problem(self) -> Problem:
-        """What planners see of the step."""
+        """The step as planners see it."""
         return self.sizes.problem
 
     @property
@@ -97,23 +96,23 @@ class Estimate:
 
     @property
     def step_ms(self) -> float | None:
-        """Time of the operations of a plain step, by recorded costs; None where FLOPs count."""
+        """Time of the operations of a plain step by recorded costs, or None for FLOPs."""
         return None if self.times == "FLOPs" else self.problem.base_time_ms
 
     @cached_property
     def _enough_bytes(self) -> int:
-        """The budget within which nothing is recomputed: what a plain step holds too long goes."""
+        """The budget within which nothing is recomputed; a plain step holds some values longer."""
         peak_bytes = simulate(self.problem, no_recomputation(self.problem)).peak_bytes
         return peak_bytes + self.settings.reserve
 
     @property
     def total_bytes(self) -> int:
-        """Memory that a plain training step takes in all."""
+        """Total memory of a plain training step."""
         return self.sizes.resident_bytes + self.activations_bytes
 
     @cached_property
     def smallest_budget_bytes(self) -> int:
-        """The smallest budget that there is a plan for."""
+        """The smallest budget for which there is a plan."""
         least_bytes = planners.minimum_peak(self.problem)[1] + self.settings.reserve
         return min(self._enough_bytes, least_bytes)
 
@@ -162,7 +161,7 @@ class Estimate:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the figures take for granted, and where they may be off."""
+        """Assumptions of the figures, and where they may be wrong."""
         found = [
             f"extra time is counted in {self.times}",
             "what libraries keep for themselves on the device (cuBLAS, cuDNN) comes on top",
@@ -220,7 +219,7 @@ class Estimate:
 
 @dataclass(frozen=True, eq=False)
 class ToEstimate(OfSample):
-    """What `estimate` takes; it counts no measured time, as nothing is run."""
+    """What `estimate` takes. There are no measured times, because nothing is run."""
 
     _: KW_ONLY
     cost: Cost = "flops"  # type: ignore[assignment]
@@ -238,25 +237,25 @@ class ToEstimate(OfSample):
 
 @called_with(ToEstimate)
 def estimate(given: ToEstimate) -> Estimate:
-    """Return what training `model` on `sample` will take, without running anything.
+    """Return the memory and extra time of training `model` on `sample`, without running anything.
 
-    Model and sample may be on the device `meta`, and need no memory then. One step is recorded by
-    sizes alone, as it would run on `device` (the first GPU, or else the CPU).
+    Model and sample may be on the device `meta` and then need no memory. One step is recorded from
+    sizes alone, as it would run on `device` (default: the first GPU, or else the CPU).
 
-    Keywords are the fields of `Settings` beside these; of several `samples`, the one counts whose
-    plain step takes most. What says how steps are run changes nothing here.
+    Keywords are the fields of `Settings` beside these. Of several `samples`, the one with the
+    largest plain step counts. Settings about running steps change nothing here.
 
     Args:
         model: the module, in train mode.
         sample: the first argument, a tuple of arguments, or a dict of keyword arguments.
         kwargs: keyword arguments of the sample, beside positional ones.
-        optimizer: whose state is counted: "adamw", "sgd", "sgd-momentum", "lion", "none", …, or
-            the optimizer itself.
-        device: where the step is to run; it must exist here.
-        points: how many budgets the curve shows below a plain step's peak.
-        cost: what extra time is counted in: "flops", or costs that were recorded for this call,
-            perhaps on another machine: the path of a file that `rk.save_plan` wrote, an
-            `rkgb.RecordedCosts`, or the path of one. They also say the workspace of every kernel.
+        optimizer: its state is counted: "adamw", "sgd", "sgd-momentum", "lion", "none", …, or the
+            optimizer itself.
+        device: where the step will run; this machine must have it.
+        points: number of budgets of the curve below a plain step's peak.
+        cost: the unit of extra time: "flops", or costs that were recorded for this call, perhaps on
+            another machine: the path of a file that `rk.save_plan` wrote, an `rkgb.RecordedCosts`,
+            or the path of one. Recorded costs also give the workspace of every kernel.
 
     Example:
         >>> with torch.device("meta"):
@@ -265,9 +264,9 @@ def estimate(given: ToEstimate) -> Estimate:
         >>> print(rockmate.estimate(model, {"input_ids": tokens, "labels": tokens}))
 
     Raises:
-        rkgb.DataDependentError: the forward looks at values, which are not there.
+        rkgb.DataDependentError: the forward reads values, and tensors here have none.
         rkgb.TraceError: the step cannot be recorded.
-        UnknownChoiceError: the optimizer or the cost is not known, or the device is not here.
+        UnknownChoiceError: the optimizer or the cost is unknown, or there is no such device.
         PlanMismatchError: the recorded costs are for another call.
         PlanFileError, rkgb.InvalidGraphError: the file of costs cannot be read.
     """
@@ -290,10 +289,10 @@ def estimate(given: ToEstimate) -> Estimate:
 
 
 def usual_device(device: torch.device | str | None) -> torch.device:
-    """Return the device that a step is to run on: the one asked for, the first GPU, or the CPU.
+    """Return the device of a step: the given one, or the first GPU, or the CPU.
 
     Raises:
-        UnknownChoiceError: no device has this name, or there is none here.
+        UnknownChoiceError: no device has this name, or this machine has none.
     """
     there = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     if device is None:

@@ -1,4 +1,4 @@
-"""One step recorded without content: what it holds, and the problem that it makes."""
+"""One step recorded without content: its bytes and its problem."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rockmate.whole_step import OptimizerBytes, optimizer_bytes
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes that training holds between steps, and the problem of one step above them."""
+    """Bytes that training holds between steps, and the problem of one step."""
 
     parameters_bytes: int
     gradients_bytes: int
@@ -36,12 +36,12 @@ class Sizes:
     inputs_bytes: int
     plain_bytes: int  # peak of a plain step above what is resident
     problem: Problem  # times are FLOPs, in units of 10^9, unless costs were recorded
-    uncalled: tuple[str, ...]  # operations whose workspace is not known
+    uncalled: tuple[str, ...]  # operations of unknown workspace
     missing: tuple[str, ...] = ()  # operations without a recorded cost
 
     @property
     def resident_bytes(self) -> int:
-        """What is there whatever the budget."""
+        """Bytes that are in use under every budget."""
         return (
             self.parameters_bytes
             + self.gradients_bytes
@@ -53,14 +53,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class PricedStep:
-    """A step that was recorded without content, and what each of its operations will cost."""
+    """A step recorded without content, with the estimated cost of each operation."""
 
     recording: SizedStep
     graph: SimplifiedGraph
     estimated: EstimatedCosts
 
     def in_proportion(self, words: str) -> InProportion:
-        """Return its costs for the same step at other sizes; `words` say where they are from."""
+        """Return its costs for the same step at other sizes; `words` describe their origin."""
         infos = self.graph.dataflow.infos
         return InProportion(words, self.estimated, operations(self.graph), infos)
 
@@ -73,12 +73,12 @@ def priced_step(
     costs: Recorded | InProportion | None = None,
     phases: Phases | None = None,
 ) -> PricedStep:
-    """Return a step of `model` on `device`, with costs by FLOPs or those that are given.
+    """Return a step of `model` on `device`, with the given costs, or else by FLOPs.
 
     Raises:
         UnsupportedModuleError: nothing requires a gradient.
         PlanMismatchError: the costs are for another call.
-        rkgb.TraceError: the step cannot be recorded without content; it says why and where.
+        rkgb.TraceError: the step cannot be recorded without content; the error says why and where.
     """
     refuse_engines(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -107,7 +107,7 @@ def sizes_of(
     costs: Recorded | InProportion | None = None,
     phases: Phases | None = None,
 ) -> Sizes:
-    """Return what training `model` on `sample` holds on `device`; `costs` may be recorded ones.
+    """Return the bytes of training `model` on `sample` on `device`, and the problem of one step.
 
     Raises:
         UnknownChoiceError: the optimizer is not known.

@@ -1,6 +1,6 @@
-"""Ways to run a block or a module, and the choice of one for each within one budget.
+"""Options of a block or a module, and the choice of one for each within one budget.
 
-Gets problems of single blocks; gives options and what is known of blocks already. Read options.py
-(the front of bytes and time), known_blocks.py (kept between plans), module_choice.py (one option
-for every module of a step, chosen together).
+Gets problems of single blocks; gives options, and keeps known ones. Read options.py (the Pareto
+front of bytes and time), known_blocks.py (kept between plans), module_choice.py (one option for
+every module of a step, chosen together).
 """

@@ -1,4 +1,4 @@
-"""What solvers have found for blocks, kept for blocks of the same structure and other sizes."""
+"""Known options of blocks, kept for blocks of equal structure and other sizes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rockmate.schedules.steps import Steps
 
 _MOST_STRUCTURES = 200
 _MOST_PINNED = 4
-_MOST_WAYS = 60  # of one structure
+_MOST_WAYS = 60  # per structure
 
 
 @dataclass
 class KnownBlocks:
-    """Ways to run blocks that solvers have found, by the structure of the block."""
+    """Steps that solvers have found for blocks, by the structure of the block."""
 
     steps: dict[object, dict[Steps, None]] = field(default_factory=dict)
     pinned: dict[frozenset[int], None] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class KnownBlocks:
         options: Mapping[int, tuple[BlockOption, ...]],
         pinned: frozenset[int],
     ) -> None:
-        """Remember the options of every block, and what was pinned for there to be blocks."""
+        """Add the options of every block, and the storages that were pinned to get these blocks."""
         self.pinned[pinned] = None
         _keep_last(self.pinned, _MOST_PINNED)
         for block in {block.class_id: block for block in blocks}.values():
@@ -39,7 +39,7 @@ class KnownBlocks:
         _keep_last(self.steps, _MOST_STRUCTURES)
 
     def options(self, block: Block) -> tuple[BlockOption, ...] | None:
-        """Return what is known to be worth it for a block; None if it has never been solved."""
+        """Return the known options of a block, or None if it has never been solved."""
         known = self.steps.get(_structure(block.local))
         if known is None:
             return None
@@ -52,7 +52,7 @@ def _keep_last(table: dict[Any, Any], count: int) -> None:
 
 
 def _structure(local: Problem) -> object:
-    """Return what blocks share that the same steps can run."""
+    """Return a value that is equal for blocks that can run the same steps."""
     nodes = tuple((node.has_backward, bool(node.rerun_state_bytes)) for node in local.nodes)
     storages = tuple(
         (s.producer, s.fwd_users, s.bwd_users, s.is_phantom, s.is_output) for s in local.storages

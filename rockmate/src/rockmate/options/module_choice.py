@@ -1,20 +1,19 @@
 """One option for every module of a step, chosen together within one budget.
 
-The modules run one after the other in the forward and in the reverse order in the backward. What
-is between them runs as it is. So at every moment the memory is what was measured there in a step
-with known options, and the difference that other options make: of all modules whose forward has
-run and whose backward has not, what they keep. With K(i) the sum of these differences over the
-first i modules, every bound is one on K(i) or on K(i-1) and the option of module i:
+The modules run one after the other in the forward and in the reverse order in the backward. Code
+between them runs unchanged. Memory was measured at every moment of a step with known options. Other
+options change what modules keep between forward and backward. Let K(i) be the sum of these changes
+over the first i modules. Every limit is then one on K(i), or on K(i-1) and the option of module i:
 
     forward of i     start + K(i-1) + forward peak of the option
     after it         highest + K(i)
     backward of i    base + K(i-1) + backward peak of the option, which counts what it keeps
     after it         highest + K(i-1)
 
-The fastest choice is found by dynamic programming over i, with the pairs (K, time) of which none
-is better in both: exact, in time linear in their number (`_MOST_STATES` bounds it: beyond, K is
-rounded up, which is on the safe side). With micro-batches in flight, what one of them holds between
-its passes counts as often as there are others; for each bound on that the table is made once.
+Dynamic programming over i, on the undominated pairs (K, time), finds the fastest choice. It is
+exact and linear in their number. If there are more than `_MOST_STATES`, K is rounded up, which is
+safe. With several micro-batches in flight, the bytes that one holds between its passes count once
+for each other one. The table is made once for each bound on these bytes.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from typing import Any, NamedTuple
 from rockmate.options.options import BlockOption
 
 _MOST_STATES = 4000
-_SHARES = 48  # bounds that are tried on what a micro-batch in flight holds
+_SHARES = 48  # number of bounds to try on the bytes that a micro-batch in flight holds
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """One module of a step: its options, and the memory around it where `reference` was run.
+    """One module of a step: its options, and the memory around it with the option `reference`.
 
     All bytes are above what was in use before the step.
     """
@@ -41,26 +40,26 @@ class ModuleCall:
     reference: int  # index of the option with which the memory was measured
     more_bytes: tuple[int, ...]  # that each option keeps beyond the reference
     forward_start_bytes: int
-    after_forward_bytes: int  # the highest until the next module's forward, or the turn
-    backward_base_bytes: int  # without what the module keeps, and the gradients of its outputs
-    after_backward_bytes: int  # the highest until the next module's backward, or the end
-    more_forward_bytes: int = 0  # measured in the forward, beyond what the option says
+    after_forward_bytes: int  # peak until the next module's forward, or the turn
+    backward_base_bytes: int  # without the module's kept bytes and its outputs' gradients
+    after_backward_bytes: int  # peak until the next module's backward, or the end
+    more_forward_bytes: int = 0  # measured in the forward beyond the option's peak
     more_backward_bytes: int = 0  # the same in the backward: gathered or summed gradients
 
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """A measured step: its modules in forward order, and what else it takes."""
+    """A measured step: its modules in forward order, and its other memory."""
 
     calls: tuple[ModuleCall, ...]
-    before_bytes: int  # the highest before the first module's forward
-    turn_bytes: int  # the highest between the last forward and the first backward
-    held_bytes: int  # in use when the forward has ended
-    in_flight: int = 1  # forwards that have run and whose backwards have not, at most
+    before_bytes: int  # peak before the first module's forward
+    turn_bytes: int  # peak between the last forward and the first backward
+    held_bytes: int  # in use at the end of the forward
+    in_flight: int = 1  # largest number of micro-batches between forward and backward
 
 
 class _State(NamedTuple):
-    """The first modules with an option each: what they keep beyond what was measured."""
+    """The first modules with an option each: the bytes they keep beyond the measured ones."""
 
     kept_bytes: int
     time_ms: float
@@ -70,7 +69,7 @@ class _State(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An option for every module, by index, and the peak and the extra time that they make."""
+    """An option for every module, by index, and the resulting peak and extra time."""
 
     options: tuple[int, ...]
     peak_bytes: int
@@ -99,10 +98,10 @@ def measured_as(step: StepMemory, other: StepMemory) -> StepMemory:
 
 
 def largest(steps: Sequence[StepMemory]) -> StepMemory:
-    """Return one step that takes, at every moment and for every option, the most that any takes.
+    """Return a step whose bytes, at every moment and for every option, are the largest of all.
 
-    Processes that share a model choose for it: what fits there fits into each of them. The times
-    are the first one's.
+    Processes that share a model choose for this step: a choice that fits it fits each of them. The
+    times are those of the first.
     """
     calls = tuple(map(_largest_call, zip(*(step.calls for step in steps), strict=True)))
     return replace(steps[0], calls=calls, **_most(steps))
@@ -134,7 +133,7 @@ def peak_of(step: StepMemory, options: Sequence[int]) -> int:
 
 
 def choose(step: StepMemory, budget_bytes: int) -> Choice | None:
-    """Return the choice of least extra time whose peak is within the budget; None if none is."""
+    """Return the choice of least extra time whose peak is within the budget, or None."""
     found: tuple[int, ...] | None = None
     for most in _bounds(step):
         others = (step.in_flight - 1) * (step.held_bytes + (most or 0))
@@ -147,7 +146,7 @@ def choose(step: StepMemory, budget_bytes: int) -> Choice | None:
 
 
 def smallest_budget(step: StepMemory) -> int:
-    """Return the smallest budget within which there is a choice."""
+    """Return the smallest budget for which there is a choice."""
     low, high = 0, peak_of(step, [call.reference for call in step.calls])
     while low < high:
         middle = (low + high) // 2
@@ -159,7 +158,7 @@ def smallest_budget(step: StepMemory) -> int:
 
 
 def _is_feasible(step: StepMemory, budget_bytes: int) -> bool:
-    """Whether there is a choice: all bounds are from above, so the least K is enough to know."""
+    """Return whether there is a choice. All limits are upper ones, so the least K decides."""
     for most in _bounds(step):
         others = (step.in_flight - 1) * (step.held_bytes + (most or 0))
         room, kept = budget_bytes - others, 0
@@ -183,7 +182,7 @@ def _is_feasible(step: StepMemory, budget_bytes: int) -> bool:
 def _most_before(
     step: StepMemory, call: ModuleCall, number: int, room: int, most: int | None, *, turns: bool
 ) -> int:
-    """Return the most that modules before this one may keep, where it runs an option."""
+    """Return the most that earlier modules may keep if this one runs option `number`."""
     more = call.more_bytes[number]
     before = min(
         room - _own_peak(call, number),
@@ -197,7 +196,7 @@ def _most_before(
 
 
 def _own_peak(call: ModuleCall, number: int) -> int:
-    """Return the peak of a module's two passes, where all others are as they were measured."""
+    """Return the peak of a module's two passes, with all others as measured."""
     option = call.options[number]
     return max(
         call.forward_start_bytes + option.fwd_peak_bytes + call.more_forward_bytes,
@@ -211,7 +210,7 @@ def _time(step: StepMemory, options: Sequence[int]) -> float:
 
 
 def _bounds(step: StepMemory) -> Sequence[int | None]:
-    """Bounds on what all modules keep beyond what was measured; None: as much as they like."""
+    """Return bounds to try on what all modules keep beyond the measured bytes; None: no bound."""
     if step.in_flight == 1:
         return [None]
     least = sum(min(call.more_bytes) for call in step.calls)
@@ -220,7 +219,7 @@ def _bounds(step: StepMemory) -> Sequence[int | None]:
 
 
 def _fastest(step: StepMemory, room_bytes: int, most: int | None) -> tuple[int, ...] | None:
-    """Return the fastest options of one step within `room_bytes`, keeping `most` more at most."""
+    """Return the fastest options within `room_bytes` that keep at most `most` more bytes."""
     if step.before_bytes > room_bytes:
         return None
     states: list[_State] = [_State(0, 0.0, -1, None)]
@@ -247,13 +246,13 @@ def _fastest(step: StepMemory, room_bytes: int, most: int | None) -> tuple[int, 
 
 
 def _undominated(made: list[_State]) -> list[_State]:
-    """Return the states of which none is better in both, in order of what they keep."""
+    """Return the undominated states, in order of the bytes they keep."""
     if len(made) > _MOST_STATES:
         kept = [state.kept_bytes for state in made]
         grain = max(1, (max(kept) - min(kept)) // _MOST_STATES)
         least = min(
             made, key=lambda state: state[:2]
-        )  # stays exact: there is a choice wherever one is
+        )  # stays exact, so a feasible choice is never lost
         made = [s._replace(kept_bytes=-(-s.kept_bytes // grain) * grain) for s in made]
         made.append(least)
     made.sort(key=lambda state: state[:2])

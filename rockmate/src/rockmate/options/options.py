@@ -1,9 +1,9 @@
-"""Ways to run a block: the Pareto front of saved bytes, forward peak, backward peak and time.
+"""Options of a block: the Pareto front of saved bytes, forward peak, backward peak and time.
 
-Every option is a plan of the block's local problem, found by a solver for a box (at most so many
-bytes at the peak, at most so many saved) and measured by the exact simulator. A box needs no
-constraint of its own: the local problem's last node stands for the end of the forward, so limiting
-what is saved is giving that node a workspace of `peak - save`.
+Every option is a plan of the block's local problem. A solver finds it for a box (a limit of the
+peak and a limit of saved bytes), and the exact simulator measures it. The limit of saved bytes
+needs no separate constraint: the local problem's last node, the end of the forward, gets a
+workspace of `peak - save`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class BlockOption:
 
     saved_bytes: int
     fwd_peak_bytes: int  # above the block's input
-    bwd_peak_bytes: int  # above the block's input; gradients and what is saved included
+    bwd_peak_bytes: int  # above the block's input; includes gradients and saved bytes
     overhead_ms: float
     steps: Steps  # of the local problem
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How finely boxes are laid over a block."""
+    """The number of boxes for a block."""
 
     peaks: int = 5
     saves: int = 8
 
 
 def measure_option(local: Problem, steps: Steps) -> BlockOption:
-    """Return what the steps save, reach and cost, from the exact simulator."""
+    """Return the option of some steps, measured by the exact simulator."""
     timeline = simulate(local, steps)
     closing = len(local.nodes) - 1
     return BlockOption(
@@ -51,16 +51,16 @@ def measure_option(local: Problem, steps: Steps) -> BlockOption:
 
 
 def boxed(local: Problem, peak_bytes: int, save_bytes: int) -> Problem:
-    """Return the local problem in which a peak within `peak_bytes` saves `save_bytes` at most."""
+    """Return the local problem in which plans within `peak_bytes` save at most `save_bytes`."""
     closing = dataclasses.replace(local.nodes[-1], fwd_peak_bytes=peak_bytes - save_bytes)
     return dataclasses.replace(local, nodes=(*local.nodes[:-1], closing))
 
 
 def block_options(local: Problem, solver: Solver, grid: Grid) -> tuple[BlockOption, ...]:
-    """Return the options of a block, none of them dominated, fastest first.
+    """Return the undominated options of a block, fastest first.
 
-    Boxes are tried from large to small. A box is skipped when the optimum of a larger one fits
-    into it, or a larger one held nothing: so far fewer are solved than the grid has.
+    Boxes are tried from large to small. A box is skipped if the optimum of a larger one fits into
+    it, or if a larger one had no plan. So most boxes of the grid are not solved.
     """
     everything = measure_option(local, _keep_everything(local))
     found = [everything]
@@ -104,7 +104,7 @@ def _reach(option: BlockOption) -> int:
 
 
 def _spread(low: int, high: int, count: int) -> list[int]:
-    """`count` numbers from high to low, evenly, both included."""
+    """Return `count` even numbers from high to low, both included."""
     if high <= low or count < 2:
         return [max(low, high)]
     return sorted({low + (high - low) * i // (count - 1) for i in range(count)}, reverse=True)
@@ -116,7 +116,7 @@ def _keep_everything(local: Problem) -> Steps:
 
 
 def _keep_nothing(local: Problem) -> Steps:
-    """Run every node that any backward needs once more, right before the first backward."""
+    """Recompute every node that a backward needs once, right before the first backward."""
     forwards = tuple(Step("F", k) for k in range(len(local.nodes)))
     needed = 0
     for k in local.backward_order:
@@ -134,7 +134,7 @@ def _boundary_bytes(local: Problem) -> int:
 
 
 def _floor_bytes(local: Problem) -> int:
-    """No plan of the block peaks below this: each step needs what it reads, and its own peak."""
+    """Return a lower bound on the block's peak: each step needs its inputs and its own peak."""
     floor = 0
     for k, node in enumerate(local.nodes[:-1]):
         reads = local.bytes_of(local.fwd_input_masks[k])
@@ -146,7 +146,7 @@ def _floor_bytes(local: Problem) -> int:
 
 
 def pareto(options: Iterable[BlockOption]) -> tuple[BlockOption, ...]:
-    """Return the options that no other one beats in everything, fastest first."""
+    """Return the undominated options, fastest first."""
 
     def key(o: BlockOption) -> tuple[float, int, int, int]:
         return o.overhead_ms, o.saved_bytes, o.fwd_peak_bytes, o.bwd_peak_bytes

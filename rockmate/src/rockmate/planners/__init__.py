@@ -1,9 +1,9 @@
 """From a problem and a budget to a plan.
 
-Gets a `Problem`, a budget in bytes and an effort; gives a `Plan`, or the smallest budget that would
-do. Read portfolio.py (the registry, and who is asked when), search.py (one run), chain.py (block
-by block), windows.py (parts of a plan), smallest_budget.py and squeeze.py, effort.py (how much
-work); then module_options.py (one module of several) and resized.py (a plan at other sizes).
+Gets a `Problem`, a budget in bytes and an effort; gives a `Plan`, or the smallest feasible budget.
+Read portfolio.py (the planners and their order), search.py (one run), chain.py (block by block),
+windows.py (parts of a plan), smallest_budget.py and squeeze.py, effort.py (limits of work); then
+module_options.py (one module of several) and resized.py (a plan at other sizes).
 """
 
 from rockmate.planners.effort import EFFORTS

@@ -1,8 +1,8 @@
-"""Block-wise planning: blocks as stages of a chain, rotor over the chain, steps of the whole graph.
+"""Block-wise planning: blocks become stages of a chain, and rotor's schedule becomes steps.
 
-The chain is a model: sizes rounded to slots, every block's peaks counted as if it held all it saves
-to its end. So the schedules that rotor finds above the budget are looked at too (*inflate*): what
-counts is the exact peak of their steps. What they recompute in vain is then dropped (*prune*).
+The chain only approximates the problem: sizes are rounded to slots, and a block is assumed to hold
+all its saved tensors to its end. So schedules above the budget are also tried (*inflate*), and the
+exact peak of their steps decides. Recomputations that are not needed are then dropped (*prune*).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Step, Steps
 from rockmate.solvers.result import Solver
 
-SMALL_BLOCK_NODES = 14  # blocks of at most so many nodes are solved to the optimum in no time
-LARGE_BLOCK_NODES = 24  # from here on a box takes so long that a small graph is better solved whole
+SMALL_BLOCK_NODES = 14  # up to here blocks are solved to the optimum at once
+LARGE_BLOCK_NODES = 24  # from here on a box is so slow that a small graph is better solved whole
 _SLOTS = 500
-_HEADROOM = 1.5  # `reserved_bytes` is on the safe side, so look well above the budget
-_STRIDE = 4  # candidates of which the last is looked at on the way up
-_MISSES = 2  # of these in a row that do not fit, after which no larger one is looked at
+_HEADROOM = 1.5  # `reserved_bytes` is conservative, so schedules well above the budget may fit
+_STRIDE = 4  # on the way up, one of so many candidates is tried
+_MISSES = 2  # after so many misses in a row, no larger candidate is tried
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ class ChainModel:
     def candidates(self, budget_bytes: int, *, slots: int = _SLOTS, count: int = 4) -> list[Steps]:
         """Return the steps of the fastest `count` schedules whose exact peak is within the budget.
 
-        Peaks hardly ever fall where schedules get faster. So a few are looked at on the way up,
-        and every one on the way down from what does not fit.
+        Faster schedules hardly ever have lower peaks. So every `_STRIDE`-th is tried on the way up,
+        and every one on the way down.
         """
         import rotor
 
         inner = max(1, budget_bytes - self.reserved_bytes)
-        # the table reaches up to the budget and beyond even where much is reserved
+        # The table reaches beyond the budget even if many bytes are reserved.
         headroom = max(_HEADROOM, 1.1 * budget_bytes / inner)
         with timed("chain"):
             table = rotor.solve_table(self.chain, inner, slots=slots, headroom=min(headroom, 4.0))
@@ -123,18 +123,18 @@ class ChainModel:
         return steps if fits else None
 
     def plan(self, budget_bytes: int, *, slots: int = _SLOTS, pruned: int = 4) -> Steps | None:
-        """Return the fastest steps found within the budget; None if there are none.
+        """Return the fastest steps found within the budget, or None.
 
-        The fastest few candidates are pruned, because the order may change.
+        Several candidates are pruned, because pruning may change their order.
         """
         found = self.candidates(budget_bytes, slots=slots, count=pruned)
         found = [prune(self.problem, steps, budget_bytes) for steps in found]
         return min(found, key=lambda steps: simulate(self.problem, steps).overhead_ms, default=None)
 
     def quick_plan(self, budget_bytes: int, *, slots: int, looks: int) -> Steps | None:
-        """Return steps within the budget after a few looks at what rotor finds above it.
+        """Return steps within the budget after trying `looks` of rotor's schedules above it.
 
-        Peaks hardly ever fall where slots rise, so the looks halve what is left.
+        More slots hardly ever mean a lower peak, so the tries bisect the range.
         """
         import rotor
 
@@ -160,7 +160,7 @@ class ChainModel:
     def smallest_plans(self) -> list[Steps]:
         """Return steps for the smallest budget that the chain allows, and for a few above it.
 
-        With equal times for all nodes they depend on structure and bytes alone.
+        If all nodes have equal times, they depend only on structure and bytes.
         """
         import rotor
 
@@ -202,10 +202,10 @@ def chain_model(
     max_nodes: int = SMALL_BLOCK_NODES,
     cache: dict[object, tuple[BlockOption, ...]] | None = None,
 ) -> ChainModel | None:
-    """Return the chain of a problem at one of two grains; None if it has no cut.
+    """Return the chain of a problem, or None if it has no cut.
 
-    `merged=False` cuts wherever possible, `merged=True` joins blocks that repeat as neighbours up
-    to `max_nodes` nodes. Neither grain always wins. `cache` shares options between models.
+    `merged=False` cuts wherever possible. `merged=True` merges neighbouring blocks that repeat, up
+    to `max_nodes` nodes. Neither is always better. `cache` shares options between models.
     """
     blocks = _blocks(problem, merged, pinned, max_nodes)
     if len(blocks) < 2:
@@ -238,9 +238,9 @@ def chain_of(
     pinned: frozenset[int] = frozenset(),
     max_nodes: int = SMALL_BLOCK_NODES,
 ) -> ChainModel | None:
-    """Return the chain of a problem whose blocks' options are known; None if those of one are not.
+    """Return the chain of a problem whose blocks have known options, or None if a block has none.
 
-    See `chain_model`, which solves for them.
+    `chain_model` instead solves for the options.
     """
     blocks = _blocks(problem, merged, pinned, max_nodes)
     if len(blocks) < 2:
@@ -276,12 +276,12 @@ def _model(
 
 
 def _grid(nodes: int) -> Grid:
-    # Large blocks cost seconds per box: a few boxes must do.
+    # Large blocks cost seconds per box, so they get few boxes.
     return Grid(5, 8) if nodes <= 16 else Grid(4, 5) if nodes <= 24 else Grid(2, 3)
 
 
 def _forward_peak(local: Problem) -> int:
-    """Peak of the block's forward where nothing but its result is kept."""
+    """Return the peak of the block's forward if only its result is kept."""
     nodes = tuple(
         dataclasses.replace(
             node,
@@ -302,7 +302,7 @@ def _forward_peak(local: Problem) -> int:
 
 
 def _without_tail(steps: Steps) -> Steps:
-    """Drop recomputations after the last backward (of blocks that have none)."""
+    """Drop recomputations after the last backward, due to blocks without a backward."""
     end = len(steps)
     has_backward = any(step.kind == "B" for step in steps)
     while has_backward and end and steps[end - 1].kind == "F":

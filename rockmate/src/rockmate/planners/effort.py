@@ -13,20 +13,20 @@ class Effort:
     """Limits of the planners' work; all but `seconds` are deterministic."""
 
     whole_nodes: int  # graphs of up to so many nodes are solved whole
-    unlike_nodes: int  # the same, where most blocks are unlike each other
-    hinted_nodes: int  # graphs of up to so many nodes, with the best plan of the others as a hint
+    unlike_nodes: int  # the same limit, if most blocks differ
+    hinted_nodes: int  # the same limit, with the best plan so far as a hint
     whole_limit: float  # deterministic seconds, about four to ten of the clock
-    hinted_limit: float  # the same, where a good plan is there already
-    unhinted_limit: float  # the same, from a plan that the solver cannot start from
+    hinted_limit: float  # the same, if there is a good plan already
+    unhinted_limit: float  # the same, if the solver cannot start from the plan
     block_limit: float  # the same, for each block and budget
-    windows: int  # that the search frees and solves again
+    windows: int  # number of windows that the search solves
     window_limit: float  # deterministic seconds for each of them
-    grains: int  # how many sizes of blocks are tried
-    bound_cuts: int  # that the lower bound joins at most
-    close_enough: float  # to the bound, relative to the step: what is left is not searched for
-    whole_enough: float  # gap under which the whole graph is not solved after a search
-    small_enough: float  # gap under which chains, which suit small graphs less, are not tried
-    thorough_minimum: bool = False  # look for minutes before a budget is refused
+    grains: int  # number of block sizes to try
+    bound_cuts: int  # largest number of cuts in the lower bound
+    close_enough: float  # gap to the bound, relative to the step, that ends the search
+    whole_enough: float  # gap below which the whole graph is not solved after a search
+    small_enough: float  # gap below which chains are not tried on small graphs
+    thorough_minimum: bool = False  # search for minutes before a budget is refused
     seconds: float | None = None  # of the clock
 
 
@@ -82,7 +82,7 @@ EFFORTS = {
     ),
 }
 
-_SHORT_SECONDS = 15  # under which blocks get as little as with "fast"
+_SHORT_SECONDS = 15  # below this, blocks get the limits of "fast"
 
 
 def effort_of(effort: str | float) -> Effort:
@@ -93,7 +93,7 @@ def effort_of(effort: str | float) -> Effort:
     """
     if isinstance(effort, str) and effort in EFFORTS:
         return EFFORTS[effort]
-    # Python counts True as the number 1; not a number is not above zero.
+    # In Python True is the number 1. NaN is not above zero.
     is_number = isinstance(effort, Real) and not isinstance(effort, bool)
     if isinstance(effort, str) or not is_number or not effort > 0:
         raise UnknownChoiceError("effort", effort, EFFORTS, "a positive number of seconds")

@@ -1,10 +1,9 @@
-"""Ways to run a module that keeps what it keeps for itself: options within limits on both.
+"""Options of a module that is planned alone, as one layer among others, within two limits.
 
-A module that is planned alone, as one layer among others, is bounded twice: by its peak, and by
-what it holds from the end of its forward to the start of its backward, while other modules run.
-The second limit needs no constraint of its own. A node is added that stands for the end of the
-forward and reads the outputs; giving it a workspace of `peak - kept` limits what may be alive there
-(as in `options.py`). So every planner there is can plan within both.
+One limit is its peak. The other is what it holds from the end of its forward to the start of its
+backward, while other modules run. The second limit needs no separate constraint. An added node
+stands for the end of the forward and reads the outputs. A workspace of `peak - kept` at this node
+limits what may be alive there (as in `options.py`). So every planner can plan within both limits.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _BOX_LIMIT = 0.05  # deterministic seconds for each box
 
 
 def with_end_of_forward(problem: Problem) -> Problem:
-    """Return the problem with one more node, the end of the forward, which reads the outputs."""
+    """Return the problem with an added node, the end of the forward, which reads the outputs."""
     end = len(problem.nodes)
     storages = tuple(
         dataclasses.replace(storage, fwd_users=(*storage.fwd_users, end))
@@ -40,7 +39,7 @@ def with_end_of_forward(problem: Problem) -> Problem:
 
 
 def options_of(problem: Problem, many: Iterable[Steps]) -> tuple[BlockOption, ...]:
-    """Return the options that some steps are, with the bytes of this problem."""
+    """Return these steps as options, with the bytes of this problem."""
     ending = with_end_of_forward(problem)
     end = len(problem.nodes)
     found = []
@@ -51,12 +50,12 @@ def options_of(problem: Problem, many: Iterable[Steps]) -> tuple[BlockOption, ..
 
 
 def module_options(problem: Problem, *, backend: str = "cp-sat") -> tuple[BlockOption, ...]:
-    """Return the ways to run a module, none of them dominated, fastest first.
+    """Return the undominated options of a module, fastest first.
 
-    `saved_bytes` counts the outputs, `bwd_peak_bytes` the gradients of the outputs.
+    `saved_bytes` includes the outputs, `bwd_peak_bytes` the gradients of the outputs.
     """
     count = len(problem.nodes)
-    # A large module costs seconds a box: a few boxes must do.
+    # A large module costs seconds per box, so it gets few boxes.
     grid = Grid(5, 10) if count <= 24 else Grid(4, 6) if count <= 48 else Grid(3, 4)
     found = block_options(with_end_of_forward(problem), block_solver(backend, _BOX_LIMIT), grid)
     without_end = (tuple(s for s in option.steps if s.node != count) for option in found)
@@ -77,8 +76,8 @@ def plan_keeping(
     """Return a plan within the budget that holds at most `most_kept_bytes` between its passes.
 
     Raises:
-        InfeasibleBudgetError: there is none; `minimum_bytes` is the budget that would do where as
-            much of it may be kept.
+        InfeasibleBudgetError: there is none; `minimum_bytes` would suffice as a limit of both peak
+            and kept bytes.
     """
     try:
         plan = plan_within(
@@ -108,7 +107,7 @@ def replan_keeping(
     blocks: KnownBlocks,
     most_kept_bytes: int,
 ) -> Plan | None:
-    """Return a plan as `plan_keeping` does, from plans for other sizes; None if none follows."""
+    """Return a plan like `plan_keeping`, derived from plans for other sizes, or None."""
     others = [
         (with_end_of_forward(other), _with_end(len(other.nodes), steps)) for other, steps in known
     ]

@@ -1,12 +1,12 @@
-"""Planning: several planners on one problem and one budget, each judged by the exact simulator.
+"""Planning: several planners on one problem and one budget, each checked by the exact simulator.
 
 keep everything → fits: done
-budget below a cheap low-memory plan → smallest feasible budget → refuse, or have a fallback
+budget below a cheap low-memory plan → smallest feasible budget → refuse, or take it as fallback
 small graphs: equal segments → search in windows → whole graph, hinted; done if near the bound
 else: equal segments → chain at both grains → search in windows → whole graph, hinted → bound
 long graphs: the same, with equal segments only where chains find nothing
 
-`PLANNERS` at the end holds every planner by name; a new one is written and added there.
+`PLANNERS` at the end holds every planner by name; a new one is added there.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from rockmate.schedules.steps import Steps
 from rockmate.solvers import block_solver, check_backend, solve_whole
 from rockmate.solvers.result import Solver, SolverResult
 
-# Leaves the best plan that it finds in the run. What keeps everything does not fit there, and
-# the budget is feasible.
+# A planner leaves its best plan in the run. It is called only if keeping everything does not fit
+# and the budget is feasible.
 Planner: TypeAlias = Callable[[Search], None]
 
-# Names and sizes of blocks, in nodes; 0: cut wherever possible. Neither of the first two always
-# wins; the third takes long and wins where memory is tight.
+# Names and sizes of blocks, in nodes; 0: cut wherever possible. Neither of the first two is always
+# better. The third is slow, and better if memory is tight.
 GRAINS = (("half blocks", 0), ("blocks", SMALL_BLOCK_NODES), ("double blocks", 26))
 
-_LEAST_BATCH_PERCENT = 5  # below it a smaller batch is no advice
-_FEW_WINDOWS = 100  # nodes up to which two windows at a time would mostly be the same one
-_LONG_CHAIN = 600  # nodes; segments of so many take a second, and lose to chains by points
-_LONG_PLAN = 3000  # steps; a window costs the more, the more of them are its background
-_FOUND_WITHOUT = 50  # nodes; of smaller graphs the solver finds plans without one to start from
-_HINT_WINDOWS = 16  # of each search that goes before solving the whole graph
+_LEAST_BATCH_PERCENT = 5  # below this, a smaller batch is no useful advice
+_FEW_WINDOWS = 100  # nodes; up to here two windows at a time would mostly be equal
+_LONG_CHAIN = 600  # nodes; from here on segments take a second, and lose to chains
+_LONG_PLAN = 3000  # steps; from here on the background makes each window slow
+_FOUND_WITHOUT = 50  # nodes; up to here the solver finds plans without a hint
+_HINT_WINDOWS = 16  # of each search before the whole graph is solved
 
 
 def plan(
@@ -63,15 +63,15 @@ def plan(
 ) -> Plan:
     """Return the fastest plan found whose exact peak is at most the budget.
 
-    `effort` is "fast", "balanced" or "best", which are deterministic, or a number of seconds after
-    which the search stops, which is not. `planner` chooses one planner instead of all; `backend`
-    solves blocks and whole graphs: "cp-sat", "cbc", "highs" or "gurobi". `known` gets what is found
-    for blocks, for `replan`.
+    `effort` is "fast", "balanced" or "best", or the seconds after which the search stops. Only the
+    names are deterministic. `planner` chooses one planner instead of all; `backend` solves blocks
+    and whole graphs: "cp-sat", "cbc", "highs" or "gurobi". Options of blocks are added to `known`,
+    for `replan`.
 
     Raises:
         UnknownChoiceError: there is no such effort, planner or backend.
-        InfeasibleBudgetError: no plan fits; `minimum_bytes` is the smallest budget accepted, and
-            no budget below `bound_bytes` can be. With "best" the search for it is thorough.
+        InfeasibleBudgetError: no plan fits. `minimum_bytes` is the smallest budget that is
+            accepted; "best" searches for it thoroughly. No schedule fits below `bound_bytes`.
         SolverUnavailableError: the backend is not installed.
         SolverError: the chosen planner found nothing although the budget is feasible.
     """
@@ -95,12 +95,12 @@ def plan(
 
 
 def check_planner(planner: str) -> None:
-    """Refuse a name that no planner has.
+    """Refuse an unknown name of a planner.
 
     Raises:
         UnknownChoiceError: there is no such planner.
     """
-    if planner not in tuple(PLANNERS):  # whose elements are compared and not hashed
+    if planner not in tuple(PLANNERS):  # a tuple: the name may not be hashable
         raise UnknownChoiceError("planner", planner, PLANNERS)
 
 
@@ -124,7 +124,7 @@ def _feasible(run: Search) -> Steps:
 
 
 def infeasible(problem: Problem, asked: int, steps: Steps, minimum: int) -> InfeasibleBudgetError:
-    """Return the error for a budget below the smallest feasible one, naming what sets it."""
+    """Return the error for a budget below the smallest feasible one; it names the peak's step."""
     timeline = simulate(problem, steps)
     kind, k = steps[timeline.peak_step]
     node = problem.nodes[k]
@@ -161,14 +161,14 @@ def infeasible(problem: Problem, asked: int, steps: Steps, minimum: int) -> Infe
 
 
 def _auto(run: Search) -> None:
-    """All that suit the graph, until one is near enough to the bound."""
+    """All planners that suit the graph, until a plan is near enough to the bound."""
     problem, effort = run.problem, run.effort
     is_long = len(problem.nodes) > _LONG_CHAIN
     if not is_long:
         _simple(run)
     whole_first = _is_small(run)
     if whole_first:
-        # What a short search finds is a good hint for the whole graph.
+        # The result of a short search is a good hint for the whole graph.
         _search(run, explore, min(effort.windows, _HINT_WINDOWS), 0.1, 0.2)
         run.report(0.2, "whole graph")
         if run.is_within(effort.whole_enough):
@@ -186,16 +186,16 @@ def _auto(run: Search) -> None:
         search = improve if len(problem.nodes) > _FEW_WINDOWS else explore
         _search(run, search, effort.windows, 0.6, 0.9, seed=run.seed + 2)
     if not whole_first and len(problem.nodes) <= effort.hinted_nodes and not run.is_over():
-        # From a good plan the last step is often a small one, in many places at once.
+        # The last improvements of a good plan are often small changes in many places at once.
         run.report(0.9, "whole graph")
         if not run.is_within(effort.whole_enough):
             _solve_whole(run, run.best, effort.hinted_limit, 0.0)
 
 
 def _is_small(run: Search) -> bool:
-    """Whether the whole graph is worth solving before chains are tried.
+    """Return whether to solve the whole graph before chains are tried.
 
-    Chains suit a graph of many like blocks better, which are solved once.
+    For a graph with many equal blocks chains are better, because equal blocks are solved once.
     """
     nodes, effort = len(run.problem.nodes), run.effort
     if nodes <= effort.whole_nodes or nodes > effort.unlike_nodes:
@@ -206,7 +206,7 @@ def _is_small(run: Search) -> bool:
 
 
 def _only(make: Callable[[Problem], Steps]) -> Planner:
-    """Return the planner that has a single plan, whatever the budget is."""
+    """Return a planner with a single plan, which does not depend on the budget."""
 
     def planner(run: Search) -> None:
         steps = make(run.problem)
@@ -225,12 +225,12 @@ def _only(make: Callable[[Problem], Steps]) -> Planner:
 
 
 def _segments(run: Search) -> None:
-    """The best number of equal segments, each run again before its backward."""
+    """The best number of equal segments, each recomputed before its backward."""
     run.attempt("segments", lambda: best_segments(run.problem, run.budget_bytes))
 
 
 def _simple(run: Search) -> None:
-    """Equal segments, or else what takes least memory."""
+    """Equal segments, or else the plan of least memory."""
     _segments(run)
     if run.best is None and run.fallback is not None:
         steps = prune(run.problem, run.fallback, run.budget_bytes)
@@ -238,12 +238,12 @@ def _simple(run: Search) -> None:
 
 
 def _rotor(run: Search) -> None:
-    """A chain of the smallest blocks, each kept whole or not at all."""
+    """A chain of the smallest blocks, each of which saves everything or nothing."""
     _chain(run, "rotor", max_nodes=0, solver=_no_options, cache=None, pruned=1)
 
 
 def _asked_chains(run: Search) -> None:
-    """A chain of blocks with several options each, also where the graph is small."""
+    """A chain of blocks with several options each, also for a small graph."""
     _chains(run, asked=True)
 
 
@@ -265,11 +265,11 @@ def _windows(run: Search) -> None:
     _search(run, improve, run.effort.windows, 0.6, 0.95)
 
 
-# --- what planners are made of --------------------------------------------------------------------
+# --- parts of planners ----------------------------------------------------------------------------
 
 
 def _asked_whole(run: Search, backend: str) -> None:
-    """Solve the whole graph, with simple plans as hints only."""
+    """Solve the whole graph, with only simple plans as hints."""
     start = best_segments(run.problem, run.budget_bytes) or run.fallback
     hint = None if start is None else prune(run.problem, start, run.budget_bytes)
     run.forget()
@@ -284,10 +284,10 @@ def _solve_whole(
     *,
     backend: str = "",
 ) -> bool:
-    """Solve the whole graph at once; say whether the answer is proven the best of its class.
+    """Solve the whole graph at once; return whether the answer is proven the best of its class.
 
-    Without a plan to start from, the solver mostly finds none in any time: a ResNet-50 with nearly
-    too little memory took 20 s.
+    Without a plan to start from, the solver rarely finds one: a ResNet-50 near its smallest budget
+    took 20 s.
     """
     begin, backend = time.perf_counter(), backend or run.backend
     result = solve_whole(
@@ -306,7 +306,7 @@ def _solve_whole(
 
 
 def _chains(run: Search, *, asked: bool = False) -> None:
-    """Chains of blocks of all grains; of small graphs only those that `auto` has use for."""
+    """Chains of blocks of all sizes; for small graphs only those that can help `auto`."""
     problem = run.problem
     solver = block_solver(run.backend, run.effort.block_limit)
     cache: dict[object, tuple[BlockOption, ...]] = {}
@@ -330,7 +330,7 @@ def _chain(
     pinned: frozenset[int] = frozenset(),
     pruned: int = 4,
 ) -> None:
-    """The plan of one chain of blocks, unless the time is over."""
+    """Add the plan of one chain of blocks, unless the time is over."""
     if run.is_over():
         return
     begin = time.perf_counter()
@@ -350,9 +350,9 @@ def _chain(
 
 
 def _pinned_sets(run: Search) -> list[frozenset[int]]:
-    """Sets of storages to keep all the time: none, or the few that make it a chain at all.
+    """Return sets of storages to pin: the empty set, and sets that give more cuts.
 
-    Where next to nothing is pinned, and there are far more cuts for it, only that is worth it.
+    If pinning a few bytes gives far more cuts, only that set is returned.
     """
     sets = pinned_candidates(run.problem, run.budget_bytes // 4)[:3]
     for pinned in reversed(sets[1:]):
@@ -369,7 +369,7 @@ def _search(
     end_at: float,
     seed: int | None = None,
 ) -> None:
-    """Search in windows; `begin_at` and `end_at` are fractions of progress."""
+    """Search in windows, reporting progress from `begin_at` to `end_at` (fractions)."""
     if run.best is None or run.is_within(run.effort.close_enough):
         return
     begin = time.perf_counter()
@@ -396,13 +396,13 @@ def _search(
 
 
 def _affordable(windows: int, steps: int) -> int:
-    """Return fewer windows around a plan of so many steps that each takes seconds."""
+    """Return fewer windows if the plan has so many steps that each window takes seconds."""
     longer = max(1.0, steps / _LONG_PLAN)
     return max(2, int(windows / longer**2))
 
 
 def _no_options(problem: Problem, budget_bytes: int, hint: Steps) -> SolverResult:
-    """The solver of classic rotor: a block is kept whole or not at all."""
+    """The solver of classic rotor: it has no options between saving everything and nothing."""
     return SolverResult("infeasible")
 
 

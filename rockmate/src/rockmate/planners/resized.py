@@ -1,10 +1,11 @@
-"""A plan at other sizes, from plans of the same graph: a solver is hardly asked.
+"""A plan at other sizes, derived from plans of the same graph, mostly without a solver.
 
-Batches of many lengths make problems that differ in bytes and times only. What solvers have found
-for one, steps of the whole and of its blocks, is tried on the others: the exact simulator says what
-it costs there, the chain's dynamic program chooses anew among what blocks can do, and what the
-budget does not need is dropped. So a new size is planned in the time of a few simulations. Where
-nothing that is known fits, the graph is squeezed into the budget, and a few windows are searched.
+Batches of different lengths give problems that differ only in bytes and times. So steps that
+solvers found for one problem, or for its blocks, are tried on the others. The exact simulator gives
+their cost, the chain's dynamic program chooses again among options of blocks, and recomputations
+that the budget does not need are dropped. A new size is thus planned in the time of a few
+simulations. If no known plan fits, the graph is squeezed into the budget, and a few windows are
+searched.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from rockmate.schedules.prune import prune
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Steps
 
-_SLOTS = 100  # of the chain's program: many more would take longer than a training step
-_LOOKS = 8  # at schedules of the chain
+_SLOTS = 100  # of the chain's program; many more would take longer than a training step
+_LOOKS = 8  # schedules of the chain that are tried
 _WINDOWS = 4  # a fraction of a second
-_MOST_PLANS = 4  # of the nearest sizes that are tried
+_MOST_PLANS = 4  # plans of the nearest sizes that are tried
 
 
 def replan(
@@ -37,9 +38,9 @@ def replan(
     known: Sequence[tuple[Problem, Steps]],
     blocks: KnownBlocks,
 ) -> Plan | None:
-    """Return the fastest plan within the budget that follows from what is known, or None.
+    """Return the fastest plan within the budget that known plans lead to, or None.
 
-    `known` are problems of the same structure with the steps of a plan for each, for any budget.
+    `known` are problems of the same structure, each with the steps of a plan for any budget.
     """
     run = Search(problem, budget_bytes, EFFORTS["fast"], "cp-sat", 0, "resized", None)
     everything = no_recomputation(problem)
@@ -67,7 +68,7 @@ def replan(
                 pruned = prune(problem, found, budget_bytes)
                 run.consider(f"chain of known {model.name}", pruned, begin)
                 chained = run.best is not None
-    if not chained:  # it is better wherever there is one
+    if not chained:  # a chain's plan is always better
         _squeeze_and_search(run)
     return None if run.best is None else run.finish(bounded=False)
 

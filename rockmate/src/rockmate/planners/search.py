@@ -1,4 +1,4 @@
-"""One run of the planners: what is asked, the best plan so far, what each of them reached."""
+"""One run of the planners: the question, the best plan so far, and the result of each planner."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ Progress: TypeAlias = Callable[[float, str], None]  # fraction done, what is bei
 
 @dataclass
 class Search:
-    """What planners read, and where they leave what they find; the exact simulator judges it."""
+    """What planners read, and where they leave their plans; the exact simulator checks each."""
 
     problem: Problem
     budget_bytes: int
     effort: Effort
     backend: str
     seed: int
-    planner: str  # as it was asked for
+    planner: str  # the user's choice
     progress: Progress | None
-    known: KnownBlocks = field(default_factory=KnownBlocks)  # gets what is found for blocks
+    known: KnownBlocks = field(default_factory=KnownBlocks)  # gets the options of blocks
     fallback: Steps | None = None  # a plan of little memory
     best: Steps | None = None
     best_ms: float = float("inf")
     best_planner: str = ""
     tried: list[Trial] = field(default_factory=list)
-    bound_ms: float | None = None  # under the overhead of every schedule
+    bound_ms: float | None = None  # lower bound on the overhead of every schedule
     begin: float = field(default_factory=time.perf_counter)
 
     # --- plans ------------------------------------------------------------------------------------
 
     def attempt(self, name: str, make: Callable[[], Steps | None]) -> None:
-        """Make steps, and consider them under `name`."""
+        """Call `make` and consider its steps under `name`."""
         begin = time.perf_counter()
         self.consider(name, make(), begin)
 
     def consider(self, name: str, steps: Steps | None, begin: float, note: str = "") -> None:
-        """Judge the steps of a planner, note what they reach, keep them if they are the best."""
+        """Simulate the steps of a planner, note the result, and keep them if they are the best."""
         seconds = time.perf_counter() - begin
         if steps is None:
             self.tried.append(Trial(name, seconds, note=note or "found nothing"))
@@ -61,16 +61,16 @@ class Search:
             self.best, self.best_ms, self.best_planner = steps, timeline.overhead_ms, name
 
     def take(self, steps: Steps, planner: str) -> None:
-        """Make these steps the result, whatever was found before."""
+        """Make these steps the result, even if a better one was found before."""
         self.best, self.best_planner = steps, planner
         self.best_ms = simulate(self.problem, steps).overhead_ms
 
     def forget(self) -> None:
-        """Drop the best plan, so that what comes next has no rival."""
+        """Drop the best plan, so that the next one is taken in any case."""
         self.best, self.best_ms, self.best_planner = None, float("inf"), ""
 
     def is_within(self, gap: float) -> bool:
-        """Whether there is a plan, and one as near to the bound, relative to the step."""
+        """Return whether there is a plan with at most this gap, as a fraction of the step time."""
         if self.bound_ms is None:
             self.bound_ms = self._lower_bound()
         base = self.problem.base_time_ms
@@ -78,9 +78,9 @@ class Search:
         return base + self.best_ms <= least * (1 + gap)
 
     def finish(self, *, bounded: bool = True) -> Plan:
-        """Return the best steps as a plan, with a bound on the time of every other.
+        """Return the best steps as a plan, with a lower bound on the time of every plan.
 
-        Without `bounded` there is a bound only where it costs nothing.
+        Without `bounded` there is a bound only if it costs nothing.
         """
         assert self.best is not None
         problem = self.problem
@@ -93,7 +93,7 @@ class Search:
         if timeline.overhead_ms == 0:
             bound = base
         if bound is not None:
-            bound = min(bound, base + timeline.overhead_ms)  # rounding of the linear program
+            bound = min(bound, base + timeline.overhead_ms)  # the linear program rounds
         proven = bound is not None and base + timeline.overhead_ms <= bound * (1 + 1e-9)
         self.report(1.0, "done")
         return make_plan(
@@ -113,12 +113,12 @@ class Search:
     # --- time -------------------------------------------------------------------------------------
 
     def report(self, fraction: float, text: str) -> None:
-        """Tell the user what is being done."""
+        """Report progress to the user."""
         if self.progress is not None:
             self.progress(fraction, text)
 
     def seconds_left(self) -> float | None:
-        """Seconds until the search must stop; None where only work is limited."""
+        """Return the seconds until the search must stop, or None if only work is limited."""
         if self.effort.seconds is None:
             return None
         return max(0.0, self.begin + self.effort.seconds - time.perf_counter())

@@ -1,12 +1,12 @@
 """The smallest budget that is accepted, and the plan that proves it.
 
-A budget is feasible once there is a plan for it, and infeasible below what some step needs by
-itself (`floor_bytes`). Between the two nobody knows without a long search; a refusal must not take
-long, so it names both figures, and `thorough=True` (of users: `effort="best"`) narrows the gap.
+A budget is feasible if there is a plan for it. It is infeasible if some step alone needs more
+(`floor_bytes`). Between the two, only a long search could tell. A refusal must be quick, so it
+names both figures; `thorough=True` (for users: `effort="best"`) narrows the gap.
 
-Everything here depends on structure and bytes alone: every node takes one unit of time, every limit
-counts work and not seconds. So the answer is the same at every planning of a network, whatever the
-clock said: a budget is refused exactly when it is below the peak that this procedure reaches.
+Everything here depends only on structure and bytes: every node takes one unit of time, and limits
+count work instead of seconds. So the answer does not depend on the clock: a budget is refused
+exactly if it is below the peak that this procedure reaches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rockmate.schedules.steps import Steps
 from rockmate.solvers.intervals.solve import Window, solve_intervals
 from rockmate.solvers.result import SolverResult, stages_of
 
-WHOLE_NODES = 60  # up to so many nodes the whole graph is searched for its least peak
+WHOLE_NODES = 60  # up to here the whole graph is searched for its least peak
 _WHOLE_LIMIT = 0.05  # deterministic seconds, up to one of the clock
 _BLOCK_LIMIT = 0.05
 _WINDOW_LIMIT = 0.05
@@ -35,7 +35,7 @@ _ROUNDS = 12
 
 
 def low_memory_plan(problem: Problem) -> tuple[Steps, int]:
-    """Return a cheap plan of low peak, and its peak: milliseconds, structure and bytes only."""
+    """Return a plan of low peak and its peak, in milliseconds, from structure and bytes only."""
     count = len(problem.nodes)
     borders = [0, *(c + 1 for c in find_cuts(problem))]
     plans = [no_recomputation(problem)]
@@ -56,12 +56,13 @@ def minimum_peak(
 ) -> tuple[Steps, int]:
     """Return the plan of least peak that this package finds, and its peak.
 
-    Independent of measured times. Graphs of any length are squeezed, which takes a second for
-    hundreds of nodes and ends near the least; short ones are searched as a whole as well. With
-    `thorough` it goes on, for up to minutes, with chains of low-memory blocks and windows around
-    the moment of the peak.
-    For who only asks whether `enough_bytes` are feasible, the search ends between two of its steps
-    once they are; it never takes another way, so that the answer is the same as without.
+    The result does not depend on measured times. Graphs of any length are squeezed, which takes a
+    second for hundreds of nodes and ends near the least peak; short graphs are also searched as a
+    whole. With `thorough` the search goes on for up to minutes, with chains of low-memory blocks
+    and windows around the moment of the peak.
+
+    The search ends early once a peak of at most `enough_bytes` is found. Its order does not depend
+    on that argument, so neither does the answer whether `enough_bytes` are feasible.
     """
     unit = _unit_times(problem)
     bound = floor_bytes(unit)
@@ -85,12 +86,12 @@ def minimum_peak(
 
 
 def floor_bytes(problem: Problem) -> int:
-    """Return a peak that no schedule can go below: what its most demanding step needs alone."""
+    """Return a lower bound on the peak of every schedule: what the most demanding step needs."""
     return max((size for size, _, _ in step_floors(problem)), default=0)
 
 
 def step_floors(problem: Problem) -> list[tuple[int, str, int]]:
-    """Return, for each step that must run, the bytes that it needs by itself: bytes, kind, node."""
+    """Return (bytes, kind, node) for each step that must run: the bytes that it alone needs."""
     floors = []
     outputs = 0
     for k, node in enumerate(problem.nodes):
@@ -113,14 +114,14 @@ def _unit_times(problem: Problem) -> Problem:
 
 
 def _lowest(problem: Problem, plans: list[Steps]) -> tuple[Steps, int]:
-    """The plan of least peak; of equal ones that with the fewest steps, then the first."""
+    """Return the plan of least peak; among equals the one with fewest steps, then the first."""
     peaks = [simulate(problem, steps).peak_bytes for steps in plans]
     best = min(range(len(plans)), key=lambda i: (peaks[i], len(plans[i]), i))
     return plans[best], peaks[best]
 
 
 def _chain_plans(problem: Problem) -> list[Steps]:
-    """Plans of least memory over the chain of blocks, at both grains and with pinned storages."""
+    """Return low-memory plans over chains of blocks, of both sizes and with pinned storages."""
 
     def solver(local: Problem, budget_bytes: int, hint: Steps) -> SolverResult:
         return solve_intervals(local, budget_bytes, hint=hint, deterministic_limit=_BLOCK_LIMIT)
@@ -128,7 +129,7 @@ def _chain_plans(problem: Problem) -> list[Steps]:
     plans = []
     total = sum(problem.sizes)
     for pinned in pinned_candidates(problem, total // 8):
-        small = len(problem.nodes) <= WHOLE_NODES  # has been searched as a whole
+        small = len(problem.nodes) <= WHOLE_NODES  # was searched as a whole
         if small and largest_block(problem, pinned) > LARGE_BLOCK_NODES:
             continue
         for merged in (False, True):
@@ -139,7 +140,7 @@ def _chain_plans(problem: Problem) -> list[Steps]:
 
 
 def _improve_peak(problem: Problem, steps: Steps, peak: int, floor: int) -> tuple[Steps, int]:
-    """Lower the peak by freeing, again and again, what is alive at the moment of the peak."""
+    """Lower the peak by repeatedly solving a window around the moment of the peak."""
     ordered = in_node_order(problem, steps)
     if simulate(problem, ordered).peak_bytes > peak:
         return steps, peak
@@ -169,7 +170,7 @@ def _improve_peak(problem: Problem, steps: Steps, peak: int, floor: int) -> tupl
 
 
 def _peak_window(problem: Problem, steps: Steps, *, wide: bool) -> Window:
-    """Free the producers of what is alive at the peak, and the nodes around it."""
+    """Return the window of the producers of storages alive at the peak, and of nearby nodes."""
     from rockmate.schedules.liveness import live_after
 
     timeline = simulate(problem, steps)

@@ -1,15 +1,15 @@
-"""Plans of least memory for graphs of any length: what every backward must find, and no more.
+"""Plans of least memory for graphs of any length: each backward finds its inputs and no more.
 
-In each stage (the recomputations before one backward, then that backward) all that the backward
-reads can be made from nothing. That takes little memory where few gradients are alive. Where many
-are, some of it is *carried in* from an earlier stage: a cut of the chain of recomputations, whose
-first part runs there. A chain runs in node order; where it does not fit, what is large and not
-read until later is dropped and made once more, in the same stage (*lightened*).
+A stage is the recomputations before one backward, then that backward. A stage can recompute all
+inputs of its backward from the start. That takes little memory if few gradients are alive. If many
+are, some values are *carried in* from an earlier stage: the chain of recomputations is cut, and its
+first part runs there. A chain runs in node order. If it does not fit, large values that are read
+only later are dropped and recomputed in the same stage (*lightened*).
 
-`carried` walks over the stages from last to first and keeps a few cuts that fit into the limit for
+`carried` goes over the stages from last to first and keeps a few cuts that fit into the limit for
 each; it costs about one scan of the nodes per stage, whatever the shape of the graph. `squeeze`
-looks for the least limit under which it succeeds. `follow` makes the steps, and keeps whatever
-there is room for. Everything depends on structure and bytes alone.
+searches for the least limit under which it succeeds. `follow` makes the steps, and keeps what fits
+into the headroom. Everything depends only on structure and bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rockmate.schedules.steps import Step, Steps
 from rockmate.solvers.result import last_useful_stages
 
 _CUTS = 6  # kept for each stage
-_LIGHTER_RUNS = 8  # that one storage may take to be made once more
+_LIGHTER_RUNS = 8  # forwards for the recomputation of one storage
 _ROUNDS = 14  # of the search for the least limit
 _PRECISION = 1e-3  # relative, of that limit
 _NO_LIMIT = 1 << 62
@@ -32,26 +32,26 @@ _NO_LIMIT = 1 << 62
 
 @dataclass
 class _Chain:
-    """Runs of nodes that make what is wanted, last first, as far as they fit."""
+    """Runs of nodes that make the wanted storages, last first, as far as they fit."""
 
     wanted: int
     nodes: list[int] = field(default_factory=list)
-    before: list[int] = field(default_factory=list)  # what must be there before each
-    is_whole: bool = True  # it starts from what is there anyway
+    before: list[int] = field(default_factory=list)  # storages that each needs to be alive
+    is_whole: bool = True  # it needs no storage to be carried in
 
     @property
     def cuts(self) -> list[int]:
-        """What may be carried in."""
+        """Sets of storages that may be carried in."""
         return [self.wanted, *self.before]
 
 
 class Squeezer:
-    """What is asked again and again about one problem; stages count from 0 here."""
+    """Facts about one problem that are needed repeatedly; stages count from 0 here."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.order = problem.backward_order
-        kept = ~problem.output_mask  # an output is there once it is made
+        kept = ~problem.output_mask  # an output stays alive once it is made
         self._reads = [problem.bwd_input_masks[k] & kept for k in self.order]
         self._inputs = [mask & kept for mask in problem.fwd_input_masks]
         self._makes = [mask & kept for mask in problem.product_masks]
@@ -63,7 +63,7 @@ class Squeezer:
             for s in range(stage):
                 states[s] += node.rerun_state_bytes
         self._states_bytes = states[0]
-        # Alive throughout a stage, whatever is recomputed: outputs, gradients, rerun states.
+        # Alive throughout a stage, whatever it recomputes: outputs, gradients, rerun states.
         self._fixed_bytes = [
             self._outputs_bytes + problem.nodes[k].grads_before_bytes + states[s]
             for s, k in enumerate(self.order)
@@ -72,7 +72,7 @@ class Squeezer:
     # --- one stage --------------------------------------------------------------------------------
 
     def _own_bytes(self, k: int, after: int) -> int:
-        """Return the peak of a recomputation of which `after` remains."""
+        """Return the peak of a recomputation after which the set `after` stays alive."""
         records = after & self.problem.phantom_masks[k]
         return (self.problem.forward_peaks if records else self.problem.forward_peaks_nograd)[k]
 
@@ -82,7 +82,7 @@ class Squeezer:
         return self._fixed_bytes[stage] + own + self.problem.bytes_of(held)
 
     def _chain(self, stage: int, wanted: int, there: int, limit_bytes: int) -> _Chain:
-        """Return what makes `wanted` out of `there`, from its end as far as the limit allows."""
+        """Return the chain that makes `wanted` from `there`, from its end as far as it fits."""
         bytes_of = self.problem.bytes_of
         room = limit_bytes - self._fixed_bytes[stage]
         chain = _Chain(wanted)
@@ -114,10 +114,10 @@ class Squeezer:
     def _lighter(
         self, k: int, need: int, held: int, there: int, room: int
     ) -> tuple[list[int], list[int], int] | None:
-        """Return runs to put behind that of node k, so that less must be there before them.
+        """Return runs to add after the run of node k, so that less has to be alive before it.
 
-        The largest storage that others read, and k does not, is made once more out of what is there
-        or small.
+        They recompute the largest storage that k does not read, from storages that are alive or
+        small.
         """
         bytes_of, sizes = self.problem.bytes_of, self.problem.sizes
         waiting = _indices(need & ~there & ~self._inputs[k] & ~self._makes[k])
@@ -150,7 +150,7 @@ class Squeezer:
 
     @cached_property
     def _from_nothing(self) -> list[int]:
-        """Peak of each stage that is handed nothing and hands nothing on."""
+        """Return the peak of each stage if nothing is carried in or out."""
         peaks = []
         for stage, reads in enumerate(self._reads):
             chain = self._chain(stage, reads, 0, _NO_LIMIT)
@@ -163,7 +163,7 @@ class Squeezer:
         return peaks
 
     def _forward_bytes(self, wanted: int) -> int:
-        """Return the peak of the first forward if it leaves a set of storages."""
+        """Return the peak of the first forward if it keeps a set of storages."""
         problem = self.problem
         outputs = self._outputs_bytes
         need = wanted
@@ -180,7 +180,7 @@ class Squeezer:
     # --- all stages -------------------------------------------------------------------------------
 
     def carried(self, limit_bytes: int) -> list[int] | None:
-        """Return what each stage must find when it begins; None if nothing was found that fits."""
+        """Return the storages that each stage needs at its start, or None if none fit."""
         chosen: list[list[tuple[int, int]]] = [[] for _ in self.order]  # set, place at next stage
         states = [0]
         for stage in reversed(range(len(self.order))):
@@ -213,7 +213,7 @@ class Squeezer:
         return needs
 
     def _best(self, cuts: list[int], beside: int) -> list[int]:
-        """Return the cuts that add least to what the stage before reads, none a part of another."""
+        """Return the cuts that add least to the earlier stage's reads; none contains another."""
         bytes_of = self.problem.bytes_of
         best: list[int] = []
         for cut in sorted(cuts, key=lambda cut: (bytes_of(cut & ~beside), bytes_of(cut), cut)):
@@ -226,7 +226,7 @@ class Squeezer:
     # --- steps ------------------------------------------------------------------------------------
 
     def follow(self, needs: Sequence[int], limit_bytes: int) -> Steps:
-        """Return steps within the limit that keep what there is room for, soonest read first."""
+        """Return steps within the limit that keep what fits, the storages read soonest first."""
         steps = [Step("F", k) for k in range(len(self.problem.nodes))]
         there = needs[0] if needs else 0
         for stage, node in enumerate(self.order):
@@ -249,9 +249,9 @@ class Squeezer:
     def _run(
         self, stage: int, chain: _Chain, there: int, limit_bytes: int
     ) -> tuple[list[int], int] | None:
-        """Return the nodes that a stage runs again and what it leaves; None if that does not fit.
+        """Return the nodes that a stage recomputes and what it leaves, or None if it does not fit.
 
-        What is there and not needed stays as long as there is room.
+        Storages that the stage does not need stay alive as long as they fit.
         """
         bytes_of = self.problem.bytes_of
         room = limit_bytes - self._fixed_bytes[stage]
@@ -274,7 +274,7 @@ class Squeezer:
         return None if bytes_of(alive) > left else (again, alive)
 
     def _evicted(self, stage: int, alive: int, needed: int, room: int) -> int:
-        """Return what is left when what is read last goes until the rest fits."""
+        """Evict the storages that are read last until the rest fits; return the rest."""
         excess = self.problem.bytes_of(alive) - room
         if excess <= 0:
             return alive
@@ -294,7 +294,7 @@ class Squeezer:
 
     @cached_property
     def _uses(self) -> list[list[int]]:
-        """Stages that read each storage, or what is made from it."""
+        """Stages that read each storage, or a value made from it."""
         problem = self.problem
         stage_of = {node: stage for stage, node in enumerate(self.order)}
         rows = []
@@ -309,7 +309,7 @@ class Squeezer:
 
 
 def squeeze(problem: Problem, low_bytes: int, high_bytes: int) -> Steps | None:
-    """Return steps of low peak, between two limits; None if none are found within the higher."""
+    """Return steps of low peak between two limits, or None if none fit the higher one."""
     squeezer = Squeezer(problem)
     best = squeezer.carried(low_bytes)
     if best is not None:

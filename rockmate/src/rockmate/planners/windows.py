@@ -1,10 +1,10 @@
-"""Large-neighbourhood search: free a part of the current plan, let CP-SAT put it back better.
+"""Large-neighbourhood search: free a part of the current plan, and let CP-SAT improve it.
 
-A window frees some nodes in some stages; the rest of the plan is a fixed background, so a window of
-a network of any length is a small program. Windows are drawn by a seeded generator: one run of
-neighbouring nodes, or two runs that then can exchange memory with each other. Laying them around
-what the plan recomputes was tried and found no better. Two windows of the same plan are solved at a
-time; where both help, what they do to different nodes is joined.
+A window frees some nodes in some stages. The rest of the plan is a fixed background, so a window of
+a network of any length is a small program. A seeded generator draws the windows: one run of
+neighbouring nodes, or two runs, between which memory can be exchanged. Windows around recomputed
+nodes were tried and are no better. Two windows of the same plan are solved at a time; if both help,
+their changes are combined.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from rockmate.schedules.steps import Steps
 from rockmate.solvers.intervals.solve import Window, solve_intervals
 from rockmate.solvers.result import recomputed_by_stage, stages_of, steps_of_stages
 
-_SIZES = (16, 24, 36)  # nodes of a window: what CP-SAT solves in a fraction of a second
-_ONE_RUN = 0.4  # share of windows that are one run of neighbouring nodes
-_FIRST_WINDOWS = 12  # where so many gain next to nothing, as on chains of equal blocks, no more do
+_SIZES = (16, 24, 36)  # nodes of a window that CP-SAT solves in a fraction of a second
+_ONE_RUN = 0.4  # share of windows with one run of neighbouring nodes
+_FIRST_WINDOWS = 12  # the search ends if these gain almost nothing, as on chains of equal blocks
 _LEAST_GAIN = 1e-4  # of the step
-_AT_ONCE = 2  # windows solved at the same time; the same everywhere, for the same plan everywhere
+_AT_ONCE = 2  # windows solved at the same time; fixed, so that every machine finds the same plan
 
 
 def in_node_order(problem: Problem, steps: Steps) -> Steps:
     """Return the steps with the recomputations of each stage in node order, each at most once.
 
-    That is the form which windows can change. Its peak may differ from the original's.
+    Windows need this form. Its peak may differ from the original's.
     """
     return steps_of_stages(problem, recomputed_by_stage(problem, steps))
 
@@ -48,12 +48,12 @@ def improve(
     seed: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> Steps:
-    """Return steps that are at least as fast, after trying so many windows, or a few in vain.
+    """Return steps that are at least as fast, after trying up to `windows` windows.
 
-    `window_limit` is in deterministic seconds, about four of the clock. Deterministic if `stop` is.
-    `at_once` windows are solved at the same time, from the same plan: as good as one after the
-    other on graphs that are much larger than a window, and worse on small ones.
-    Steps that do not fit the budget in node order are returned as they are.
+    `window_limit` is in deterministic seconds, about four of the clock. The result is deterministic
+    if `stop` is. `at_once` windows are solved at the same time, from the same plan. On graphs much
+    larger than a window this is as good as one after the other; on small graphs it is worse. Steps
+    that do not fit the budget in node order are returned unchanged.
     """
     current = prune(problem, in_node_order(problem, steps), budget_bytes)
     timeline = simulate(problem, current)
@@ -109,7 +109,7 @@ def explore(
     seed: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> Steps:
-    """Return the best of two searches side by side, of so many windows each: for small graphs."""
+    """Return the better result of two parallel searches of `windows` windows; for small graphs."""
 
     def search(own_seed: int) -> Steps:
         return improve(
@@ -135,9 +135,9 @@ def _overhead_ms(problem: Problem, steps: Steps, budget_bytes: int) -> float:
 def _joined(
     problem: Problem, answers: Sequence[tuple[Window, Steps]], budget_bytes: int
 ) -> list[Steps]:
-    """Return the first answer, changed to what the others do with the nodes of their windows.
+    """Return the first answer with the other answers' changes to the nodes of their windows.
 
-    Empty if that is no plan: one may recompute from what the other no longer recomputes.
+    Empty if the combination is no plan: one answer may read what the other no longer recomputes.
     """
     joined = recomputed_by_stage(problem, answers[0][1])
     for window, other in answers[1:]:
@@ -169,7 +169,7 @@ def _draw_nodes(count: int, draw: random.Random) -> frozenset[int]:
 
 
 def _window(problem: Problem, steps: Steps, nodes: frozenset[int]) -> Window | None:
-    """The window of these nodes: the stages of their own backwards and of their recomputations."""
+    """Return the window of these nodes, with the stages of their backwards and recomputations."""
     stage = stages_of(problem)
     own = [stage[k] for k in nodes if k in stage]
     if not own:

@@ -1,5 +1,5 @@
-"""What planners know of a network: nodes, storages, times and sizes, and nothing of tensors.
+"""What planners know of a network: nodes, storages, times and sizes, but no tensors.
 
-Gets facts about nodes from the runtime; gives a frozen `Problem`, and its blocks as problems of
-their own. Read problem.py, then blocks.py: cuts, blocks, and classes of equal ones.
+Gets facts about nodes from the runtime; gives a frozen `Problem`, and its blocks as separate
+problems. Read problem.py, then blocks.py: cuts, blocks, and classes of equal ones.
 """

@@ -1,10 +1,10 @@
 """Cuts of a problem, the blocks between them, and classes of equal blocks.
 
-A cut after node c is an articulation point: of what is made before it, the forward after it reads
-one storage at most, and the backward after it reads nothing else. A block between two cuts is then
-a problem of its own. Outputs and *pinned* storages do not count: they are alive anyway (outputs) or
-are kept all the time by decision (masks, positions, an encoder's memory that every decoder layer
-reads), and their bytes are taken off the budget.
+A cut after node c is an articulation point: of the storages made before it, forward and backward
+after it read at most one. A block between two cuts is then a separate problem. Outputs and *pinned*
+storages do not count. Outputs are alive anyway; pinned storages are kept throughout (masks,
+positions, an encoder's result that every decoder layer reads). Their bytes are subtracted from the
+budget.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def largest_block(problem: Problem, pinned: frozenset[int] = frozenset()) -> int
 
 
 def pinned_candidates(problem: Problem, limit_bytes: int) -> list[frozenset[int]]:
-    """Return sets of long-lived storages that are worth keeping all the time, the empty set first.
+    """Return sets of long-lived storages that are worth pinning, the empty set first.
 
-    Each set holds the storages whose readers span at least some number of nodes and whose bytes
-    are within the limit; a set is returned where pinning it gives more cuts than smaller sets.
+    A set consists of the storages whose readers span at least some number of nodes and whose bytes
+    are within the limit. It is returned if pinning it gives more cuts than smaller sets.
     """
     count = len(problem.nodes)
     span = {}
@@ -76,23 +76,23 @@ def pinned_candidates(problem: Problem, limit_bytes: int) -> list[frozenset[int]
 
 @dataclass(frozen=True)
 class Block:
-    """Nodes `first` to `end` (exclusive) as a problem of their own.
+    """Nodes `first` to `end` (exclusive) as a separate problem.
 
-    `local` has one more node than the block: the last, which stands for the end of the forward. It
-    costs nothing and reads what the block hands on, so whatever is alive while it runs is what the
-    block saves from forward to backward. What comes from outside is resident there; outputs and
-    pinned storages weigh nothing there, because they are taken off the budget as a whole.
+    `local` has an additional last node, the end of the forward. It costs nothing and reads the
+    block's result, so the storages alive at this node are those that the block saves from forward
+    to backward. Inputs of the block are resident in `local`. Outputs and pinned storages have no
+    bytes there, because they are subtracted from the whole budget.
     """
 
     first: int
     end: int
     local: Problem
-    boundary_bytes: int  # what the block hands on to the next
+    boundary_bytes: int  # of the block's result
     class_id: int
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """Equal for blocks of equal structure and bytes; names and times are left out."""
+        """Equal for blocks of equal structure and bytes; names and times do not count."""
         return _signature(self.local)
 
 
@@ -116,7 +116,7 @@ def make_blocks(
 
 
 def reserved_bytes(problem: Problem, pinned: frozenset[int] = frozenset()) -> int:
-    """Return what blocks do not account for: outputs, pinned storages and rerun states."""
+    """Return the bytes outside of blocks: outputs, pinned storages and rerun states."""
     kept = sum(
         storage.size_bytes
         for index, storage in enumerate(problem.storages)
@@ -126,9 +126,9 @@ def reserved_bytes(problem: Problem, pinned: frozenset[int] = frozenset()) -> in
 
 
 def merge_repeated(blocks: Sequence[Block], max_nodes: int) -> list[int]:
-    """Return fewer cuts: the most frequent pairs of neighbouring blocks become one, repeatedly.
+    """Return fewer cuts, by repeatedly merging the most frequent pair of neighbouring blocks.
 
-    Merging what repeats keeps the number of classes small. Stops when no pair fits `max_nodes`.
+    Merging repeated pairs keeps the number of classes small. It stops if no pair fits `max_nodes`.
     """
     parts: list[tuple[int, int, int]] = [(b.class_id, b.first, b.end) for b in blocks]
     fresh = max((part[0] for part in parts), default=0) + 1

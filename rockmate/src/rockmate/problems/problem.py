@@ -1,12 +1,13 @@
 """The frozen rematerialization problem: what the solvers know of a network.
 
-A problem is facts only: how long each node takes, which storages it makes and reads, and what its
-forward and backward need while they run. No tensor, no graph library, no solver: it can be saved
-as JSON, solved on another machine, and compared across commits.
+A problem contains only facts: the time of each node, the storages it makes and reads, and the
+memory that its forward and backward need while they run. It has no tensors and needs no graph
+library or solver. So it can be saved as JSON, solved on another machine, and compared across
+commits.
 
 Memory is counted by *storage*, not by tensor: views and in-place results share one. Gradients need
-no liveness of their own. Backward steps run in the reverse of the forward order, so the gradient
-bytes that are alive before each of them do not depend on the plan (`Node.grads_before_bytes`).
+no liveness analysis. Backward steps run in the reverse of the forward order, so the gradient bytes
+before each of them do not depend on the plan (`Node.grads_before_bytes`).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Storage:
     """One block of memory that a node's forward makes.
 
     `fwd_users` are the nodes whose forward reads it; `bwd_users` are the nodes whose *backward*
-    reads it (possibly the producer itself). A phantom's sole reader is its producer's backward (a
-    mask, statistics, indices). An output is returned to the user: it
-    stays alive from its first production to the end of the step, whatever the plan does.
+    reads it (possibly the producer itself). The only reader of a phantom (a mask, statistics,
+    indices) is its producer's backward. An output is returned to the user: it lives from its first
+    production to the end of the step under every plan.
     """
 
     name: str
@@ -42,18 +43,18 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One forward operation and, where `has_backward`, the backward step that belongs to it.
+    """One forward operation and, if `has_backward`, its backward step.
 
-    Each peak is counted above everything that is alive when the step starts, and includes what the
-    step leaves behind (outputs, phantoms, new gradients).
+    Each peak is counted above everything that is alive at the start of the step, and includes the
+    results of the step (outputs, phantoms, new gradients).
     """
 
     name: str
     fwd_time_ms: float
     bwd_time_ms: float = 0.0
     has_backward: bool = True
-    fwd_peak_bytes: int = 0  # forward that keeps its phantoms ("records")
-    fwd_peak_nograd_bytes: int = 0  # forward that drops them, or a later one of a node without
+    fwd_peak_bytes: int = 0  # of a forward that keeps its phantoms ("records")
+    fwd_peak_nograd_bytes: int = 0  # of any other forward (see `recording_steps`)
     bwd_peak_bytes: int = 0
     grads_before_bytes: int = 0  # activation gradients alive when the backward step starts
     rerun_state_bytes: int = 0  # random state and buffer copies kept from first to last forward
@@ -105,7 +106,7 @@ class Problem:
 
     @cached_property
     def backward_order(self) -> tuple[int, ...]:
-        """Nodes that have a backward step, in the order in which those steps run."""
+        """Nodes with a backward step, in the order of these steps."""
         return tuple(k for k in reversed(range(len(self.nodes))) if self.nodes[k].has_backward)
 
     @cached_property
@@ -165,7 +166,7 @@ class Problem:
 
     @cached_property
     def forward_peaks(self) -> tuple[int, ...]:
-        """Peak of each recording forward; at least what it leaves behind."""
+        """Peak of each recording forward; at least the bytes of its results."""
         return tuple(
             max(node.fwd_peak_bytes, self.bytes_of(self.product_masks[k]))
             for k, node in enumerate(self.nodes)
@@ -173,7 +174,7 @@ class Problem:
 
     @cached_property
     def forward_peaks_nograd(self) -> tuple[int, ...]:
-        """Peak of each forward that records nothing; at least what it leaves behind."""
+        """Peak of each forward that does not record; at least the bytes of its results."""
         return tuple(
             max(
                 node.fwd_peak_nograd_bytes,
@@ -193,7 +194,7 @@ class Problem:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of structure and bytes: what the validity of a plan depends on.
+        """Digest of structure and bytes, on which the validity of a plan depends.
 
         Times are left out, because they differ between two measurements of one network.
         """

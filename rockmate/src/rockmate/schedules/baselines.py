@@ -12,17 +12,17 @@ from rockmate.schedules.steps import Step, Steps
 
 
 def no_recomputation(problem: Problem) -> Steps:
-    """Return the plan that keeps everything: what eager training does."""
+    """Return the plan that keeps everything, as eager training does."""
     forwards = tuple(Step("F", k) for k in range(len(problem.nodes)))
     return forwards + tuple(Step("B", k) for k in problem.backward_order)
 
 
 def checkpoint_segments(problem: Problem, borders: Sequence[int]) -> Steps:
-    """Return the plan that runs each segment of nodes again just before its backward.
+    """Return the plan that recomputes each segment of nodes just before its backward.
 
-    A segment is a range of nodes between two borders (indices of first nodes). What crosses a
-    border is kept; everything else of a segment is made anew, once, as soon as its backward starts.
-    The last segment is not run again: its backward follows at once.
+    A segment is a range of nodes between two borders (indices of first nodes). Storages that cross
+    a border are kept. All others are recomputed once, when the segment's backward starts. The last
+    segment is not recomputed, because its backward follows at once.
     """
     count = len(problem.nodes)
     starts = sorted({0, *(b for b in borders if 0 < b < count)})
@@ -38,9 +38,9 @@ def checkpoint_segments(problem: Problem, borders: Sequence[int]) -> Steps:
 
 
 def rerun_for_each(problem: Problem) -> Steps:
-    """Return the plan that keeps outputs only and runs all that each backward needs before it.
+    """Return the plan that keeps only outputs, and recomputes before each backward what it needs.
 
-    Quadratic in time: of use as a low-memory plan of short graphs only.
+    Its time is quadratic, so it is useful only as a low-memory plan of short graphs.
     """
     steps = [Step("F", k) for k in range(len(problem.nodes))]
     kept = problem.output_mask
@@ -57,7 +57,7 @@ def rerun_for_each(problem: Problem) -> Steps:
 
 
 def recompute_all(problem: Problem) -> Steps:
-    """Return the plan that runs every block between two cuts again: one checkpoint per block."""
+    """Return the plan that recomputes every block between two cuts: one checkpoint per block."""
     return checkpoint_segments(problem, _borders(problem))
 
 
@@ -69,7 +69,7 @@ def chen(problem: Problem) -> Steps:
 
 
 def best_segments(problem: Problem, budget_bytes: int) -> Steps | None:
-    """Return the cheapest pruned plan over all numbers of equal segments; None if none fits."""
+    """Return the cheapest pruned plan over all numbers of equal segments, or None if none fits."""
     from rockmate.schedules.simulate import simulate
 
     borders = [0, *_borders(problem)]
@@ -91,7 +91,7 @@ def best_segments(problem: Problem, budget_bytes: int) -> Steps | None:
 
 
 def _borders(problem: Problem) -> list[int]:
-    """First nodes of the blocks between cuts; of single nodes where the graph has no cut."""
+    """Return the first nodes of the blocks between cuts; all nodes if the graph has no cut."""
     cuts = find_cuts(problem)
     borders = [cut + 1 for cut in cuts]
     if len(borders) < math.isqrt(len(problem.nodes)):
@@ -100,13 +100,13 @@ def _borders(problem: Problem) -> list[int]:
 
 
 def _needed(problem: Problem, nodes: range) -> list[Step]:
-    """Forwards of a segment that its backward needs again: those whose results it reads."""
+    """Return the forwards of a segment whose results its backward reads."""
     needed = 0
     for k in nodes:
         needed |= problem.bwd_input_masks[k]
     steps = []
     for k in reversed(nodes):
-        crossing = 0  # kept across the border: made once
+        crossing = 0  # kept across the border, so made once
         for index in problem.products[k]:
             if any(u >= nodes.stop for u in problem.storages[index].fwd_users):
                 crossing |= 1 << index

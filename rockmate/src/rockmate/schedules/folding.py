@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 
 def fold(groups: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Return, for each (path, op), its path with at most one layer number replaced by `{}`.
+    """Return for each (path, op) its path with at most one layer number replaced by `{}`.
 
-    The number that is replaced is the one in which most paths of the same operation differ.
+    It replaces the number in which most paths of the same operation differ.
     """
     options: dict[tuple[str, str], list[str]] = {}
     members: dict[tuple[str, str], int] = {}
@@ -29,7 +29,7 @@ def fold(groups: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
 
 
 def spell(label: str, paths: Iterable[str]) -> str:
-    """Write the numbers that `{}` stands for: `blocks.{0..11}.mlp`."""
+    """Replace `{}` by the range of its numbers: `blocks.{0..11}.mlp`."""
     if "{}" not in label:
         return label
     position = label.split(".").index("{}")

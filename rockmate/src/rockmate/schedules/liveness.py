@@ -1,8 +1,9 @@
-"""Backward liveness: from a sequence of steps to everything that it implies.
+"""Backward liveness: the live ranges that follow from a sequence of steps.
 
-A plan says only which forwards and backwards run, and in which order. Which storages are alive
-after each step, which forwards record an autograd graph, and when memory is freed all follow, and
-are optimal for that sequence: a storage is kept exactly as long as a later step reads it.
+A plan says only which forwards and backwards run, and in which order. The storages that are alive
+after each step, the forwards that record an autograd graph, and the moments at which memory is
+freed all follow from it. They are optimal for the sequence: a storage lives exactly until its last
+use.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from rockmate.schedules.steps import Step
 def check_order(problem: Problem, steps: Sequence[Step]) -> None:
     """Refuse a sequence that is not one forward phase and then one backward phase.
 
-    With the forward phase whole and the backward steps in their fixed order, every storage that
-    any step reads has been made before: nothing else can be wrong with the order.
+    The forward phase must be complete, and the backward steps in their fixed order. Then every
+    storage is made before a step reads it, and nothing else can be wrong with the order.
 
     Raises:
         InvalidPlanError: names the first step that is out of place.
@@ -61,7 +62,7 @@ def check_order(problem: Problem, steps: Sequence[Step]) -> None:
 
 
 def live_after(problem: Problem, steps: Sequence[Step]) -> list[int]:
-    """Return, for each step, the set of storages (bit mask) that stay alive after it.
+    """Return for each step the set of storages (bit mask) that are alive after it.
 
     The sequence must have passed `check_order`.
     """
@@ -77,7 +78,7 @@ def live_after(problem: Problem, steps: Sequence[Step]) -> list[int]:
         kind, node = steps[t]
         if kind == "B":
             need |= bwd_inputs[node]
-        elif t < first:  # the node's first forward: here its outputs come to life too
+        elif t < first:  # the node's first forward, which also makes its outputs
             need = (need & ~products[node]) | fwd_inputs[node]
         else:
             need = (need & ~kept_products[node]) | fwd_inputs[node]
@@ -85,11 +86,11 @@ def live_after(problem: Problem, steps: Sequence[Step]) -> list[int]:
 
 
 def recording_steps(problem: Problem, steps: Sequence[Step], after: Sequence[int]) -> list[bool]:
-    """Return, for each step, whether it is a forward that keeps all that its node makes.
+    """Return for each step whether it is a recording forward: one that keeps its node's phantoms.
 
-    A node with phantoms keeps them at its last forward before its backward; its other forwards drop
-    them as they go. A node without phantoms has nothing to drop: its first forward counts as
-    recording, its later ones, which put the random state back, as not.
+    That is the node's last forward before its backward; the others drop phantoms as they run. For a
+    node without phantoms the first forward counts as recording. Later ones do not, because they
+    restore the random state.
     """
     phantoms = problem.phantom_masks
     first = len(problem.nodes)

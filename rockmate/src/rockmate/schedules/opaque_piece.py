@@ -1,4 +1,4 @@
-"""What a plan says of submodules that are run whole."""
+"""What a plan says about opaque calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class OpaquePiece:
-    """A submodule that is run whole, and what was assumed for it from the sample."""
+    """A submodule that is an opaque call, with its memory and time on the sample."""
 
     path: str
     kind: str

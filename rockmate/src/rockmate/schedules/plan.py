@@ -1,4 +1,4 @@
-"""A plan: a sequence of steps, what it costs, who found it, and how good it is known to be."""
+"""A plan: a sequence of steps with its costs, its planner, and a bound on the optimum."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rockmate.problems.problem import Problem
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Steps, steps_from_text, steps_to_text
 
-_FORMAT = 1  # raised when a saved plan of an older version can no longer be read
+_FORMAT = 1  # increased when plans of an older version can no longer be read
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What one planner reached for a budget, kept for the report."""
+    """The result of one planner for a budget, kept for the report."""
 
     planner: str
     seconds: float
-    overhead_ms: float | None = None  # None: it found nothing that fits
+    overhead_ms: float | None = None  # None: it found no plan that fits
     peak_bytes: int | None = None
     note: str = ""  # "optimal", "time limit", why it was skipped, …
 
@@ -33,7 +33,7 @@ class Plan:
     """Steps that fit a budget, with their exact predicted peak and overhead.
 
     `bound_ms` is a proven lower bound on the step time (base and overhead) of *every* schedule
-    within the budget; None where none was computed.
+    within the budget, or None if no bound was computed.
     """
 
     steps: Steps
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """How far above the optimum the step time is at most, as a fraction; None if unknown."""
+        """The largest possible excess of the step time over the optimum, as a fraction, or None."""
         if self.bound_ms is None:
             return None
         return max(0.0, self.time_ms / self.bound_ms - 1) if self.bound_ms else 0.0
@@ -116,7 +116,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path, problem: Problem | None = None) -> Plan:
-        """Read a plan from a file, and check it against `problem` where one is given."""
+        """Read a plan from a file, and check it against `problem` if one is given."""
         plan = cls.from_json(Path(path).read_text(encoding="utf-8"))
         if problem is not None:
             plan.check(problem)
@@ -124,7 +124,7 @@ class Plan:
 
 
 def make_plan(problem: Problem, steps: Steps, budget_bytes: int, planner: str, **rest: Any) -> Plan:
-    """Return the plan of some steps, with peak and overhead as the exact simulator gives them.
+    """Return the plan of some steps, with peak and overhead from the exact simulator.
 
     Raises:
         InvalidPlanError: the steps are out of order or above the budget.

@@ -1,8 +1,8 @@
-"""A plan under edit: drop recomputations one by one, with the peak of every step kept up to date.
+"""Drop recomputations from a plan one by one, updating the peak of every step.
 
-Dropping the recomputation of a node at step t changes only a few lifetimes: what it made comes from
-the node's run before it instead, and what it read may die earlier. So a drop costs microseconds
-where a fresh simulation costs milliseconds, and plans of thousands of steps can be pruned.
+Dropping the recomputation of a node at step t changes only a few live ranges. Its results now live
+on from the node's run before, and its inputs may die earlier. So a drop costs microseconds, whereas
+a simulation costs milliseconds, and plans of thousands of steps can be pruned.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rockmate.schedules.steps import Step, Steps
 
 
 class EditablePlan:
-    """The steps of a valid plan, some of which may be dropped; step indices stay as they were."""
+    """The steps of a valid plan, some of which may be dropped; step indices do not change."""
 
     def __init__(self, problem: Problem, steps: Steps) -> None:
         self.problem = problem
@@ -39,11 +39,11 @@ class EditablePlan:
 
     @property
     def steps(self) -> Steps:
-        """The steps that are left."""
+        """The remaining steps."""
         return tuple(step for step in self._steps if step is not None)
 
     def recomputations(self) -> list[int]:
-        """Indices of the recomputations that are left."""
+        """Indices of the remaining recomputations."""
         count = len(self.problem.nodes)
         return [
             t
@@ -58,7 +58,7 @@ class EditablePlan:
         return step.node
 
     def drop(self, t: int, budget_bytes: int) -> bool:
-        """Drop the recomputation at index t if the peak stays within the budget; say whether."""
+        """Drop the recomputation at index t if the peak allows it; return whether it was dropped."""
         step = self._steps[t]
         assert step is not None
         assert step.kind == "F"
@@ -83,7 +83,7 @@ class EditablePlan:
         return True
 
     def _changes_without(self, t: int, k: int) -> list[tuple[int, int, int]]:
-        """Return how peaks change without the run of k at t: from, to (inclusive), bytes."""
+        """Return the changes of peaks without the run of k at t: from, to (inclusive), bytes."""
         problem = self.problem
         changes: list[tuple[int, int, int]] = []
         runs = self._runs[k]
@@ -95,8 +95,8 @@ class EditablePlan:
             if storage.is_output:
                 continue
             uses = self._uses[index]
-            # reads at the step `behind` itself would be of this run's copy (a node never reads
-            # what it makes in its forward, so there are none)
+            # A read at the step `behind` itself would be one of this run's copy. There is none,
+            # because a forward does not read its own results.
             high = bisect_left(uses, behind)
             if high == 0 or uses[high - 1] <= t:
                 continue  # nobody reads this copy
@@ -129,10 +129,10 @@ class EditablePlan:
 
 
 def prune(problem: Problem, steps: Sequence[Step], budget_bytes: int) -> Steps:
-    """Return the steps without every recomputation that the budget does not need.
+    """Return the steps without the recomputations that the budget does not need.
 
-    The dearest first, until none can be dropped: nobody's lifetime is left to chance, because the
-    peak is exact after every drop. Steps above the budget only lose what lowers their peak.
+    The most expensive ones are dropped first, until none can be dropped. The peak is exact after
+    every drop. If the steps exceed the budget, only drops that lower the peak are made.
     """
     plan = EditablePlan(problem, tuple(steps))
     times = [node.fwd_time_ms for node in problem.nodes]
@@ -140,7 +140,7 @@ def prune(problem: Problem, steps: Sequence[Step], budget_bytes: int) -> Steps:
     changed = True
     while changed:
         changed = False
-        # of equal ones the latest first: its copy is the one that is held for the shortest time
+        # Among equals the latest first: its copy lives for the shortest time.
         order = sorted(plan.recomputations(), key=lambda t: (-times[plan.node_at(t)], -t))
         for t in order:
             changed |= plan.drop(t, limit)

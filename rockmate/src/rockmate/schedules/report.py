@@ -1,4 +1,4 @@
-"""A plan as plain text: what it costs, how good it is, and what it recomputes."""
+"""A plan as text: its costs, its gap to the optimum, and its recomputations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def format_bytes(count: int) -> str:
 
 
 def place_in_model(module_path: str) -> str:
-    """Return a module's place for a person: `module '3.0'`, or that it is the model itself."""
+    """Return the words for a module in messages: `module '3.0'`, or `the model itself`."""
     return f"module '{module_path}'" if module_path else "the model itself"
 
 
@@ -46,7 +46,7 @@ def format_ms(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RecomputedRow:
-    """Nodes of one operation in repeated layers, and what running them again costs."""
+    """Nodes of one operation in repeated layers, with the time of their recomputations."""
 
     where: str  # module path, repeated layers folded
     op: str
@@ -56,9 +56,9 @@ class RecomputedRow:
 
 
 def format_plan(problem: Problem, plan: Plan, *, is_timed: bool = True) -> str:
-    """Return a table of a plan: budget, peak, overhead, certificate, and what is recomputed.
+    """Return a table of a plan: budget, peak, overhead, certificate and recomputations.
 
-    Where operations were not timed but counted (`cost="flops"`), no milliseconds are shown.
+    Milliseconds are left out if operations were counted instead of timed (`cost="flops"`).
     """
     from rockmate.schedules.baselines import no_recomputation
 
@@ -85,7 +85,7 @@ def format_plan(problem: Problem, plan: Plan, *, is_timed: bool = True) -> str:
 
 
 def recomputed_rows(problem: Problem, steps: Steps) -> list[RecomputedRow]:
-    """Return what the steps recompute, by module path and operation, dearest first."""
+    """Return the recomputations by module path and operation, the most expensive first."""
     counts = recompute_counts(problem, steps)
     groups: dict[tuple[str, str], list[int]] = {}
     for k, count in enumerate(counts):
@@ -136,7 +136,7 @@ def _where(problem: Problem, steps: Steps, t: int) -> str:
 
 
 def certificate(plan: Plan) -> str:
-    """Return how far from the optimum a plan is at most, in words."""
+    """Return a plan's largest possible distance from the optimum, in words."""
     gap = plan.gap
     if gap is None:
         return "not known: no bound was computed"
@@ -146,7 +146,7 @@ def certificate(plan: Plan) -> str:
 
 
 def round_up(percent: float) -> str:
-    """Two decimals, rounded up: a bound must not look better than it is."""
+    """Format with two decimals, rounded up, so that a bound does not look better than it is."""
     return f"{-(-percent * 100 // 1) / 100:.2f}"
 
 

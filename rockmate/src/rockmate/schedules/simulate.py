@@ -1,7 +1,7 @@
 """The exact simulator: bytes after, and peak during, each step of a plan.
 
-The one judge of every planner, and the source of the printed prediction. It shares no arithmetic
-with the solvers: sizes are bytes as calibrated, nothing is rounded.
+It checks every planner, and makes the printed prediction. It shares no arithmetic with the solvers,
+and rounds nothing: sizes are the bytes of the problem.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rockmate.schedules.steps import Step
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What a sequence of steps does to memory and time.
+    """Memory and time of a sequence of steps.
 
-    Bytes count storages, activation gradients and rerun state: all that the budget bounds.
+    Bytes include storages, activation gradients and rerun states: everything in the budget.
     """
 
     bytes_after: tuple[int, ...]  # alive after each step
@@ -83,7 +83,7 @@ def simulate(
 
 
 def recompute_counts(problem: Problem, steps: Sequence[Step]) -> list[int]:
-    """Return how often each node's forward runs beyond its first time."""
+    """Return the number of recomputations of each node."""
     counts = [-1] * len(problem.nodes)
     for kind, node in steps:
         if kind == "F":
@@ -92,7 +92,7 @@ def recompute_counts(problem: Problem, steps: Sequence[Step]) -> list[int]:
 
 
 def _gradient_bytes(problem: Problem, steps: Sequence[Step]) -> list[int]:
-    """Activation gradients alive at each step: those of the next backward; none in the forward."""
+    """Return the activation gradients alive at each step: those before the next backward."""
     first = len(problem.nodes)
     grads = [0] * len(steps)
     current = 0
@@ -105,9 +105,9 @@ def _gradient_bytes(problem: Problem, steps: Sequence[Step]) -> list[int]:
 
 
 def _rerun_state_bytes(problem: Problem, steps: Sequence[Step]) -> tuple[list[int], list[int]]:
-    """Return the rerun state alive during each step, and that still alive after it.
+    """Return the bytes of rerun states that are alive during each step, and after it.
 
-    It is kept from a node's first forward to its last, both included, if they are not the same.
+    A rerun state lives from a node's first forward to its last, both included, if they differ.
     """
     during = [0] * len(steps)
     after = [0] * len(steps)
@@ -129,6 +129,6 @@ def _rerun_state_bytes(problem: Problem, steps: Sequence[Step]) -> tuple[list[in
         before = current
         current += change[t]
         after[t] = current
-        # a state that starts at this step counts during it; one that ends is still there
+        # A state counts during the step at which it starts and the step at which it ends.
         during[t] = max(before, current) if t < first else before
     return during, after

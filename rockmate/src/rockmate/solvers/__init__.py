@@ -1,9 +1,9 @@
 """Solvers of one problem as a whole: blocks, small graphs and windows of a plan.
 
 Gets a problem, a budget and perhaps steps as a hint; gives a `SolverResult`. `solve_whole` below
-chooses the backend. Read result.py (what all share), intervals/ (CP-SAT, the default), ilp.py (the
-0/1 program for CBC, HiGHS and Gurobi), bound.py (a linear program under every schedule),
-then interrupts.py (Ctrl-C in it).
+chooses the backend. Read result.py (the result), intervals/ (CP-SAT, the default), ilp.py (the
+0/1 program for CBC, HiGHS and Gurobi), bound.py (a lower bound by a linear program), then
+interrupts.py (Ctrl-C in that program).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rockmate.solvers.result import Solver, SolverResult
 
 BACKENDS = ("cp-sat", "cbc", "highs", "gurobi")
 
-# The 0/1 programs count seconds, CBC those of the processor: they have no limit of work in common.
+# The 0/1 programs are limited in seconds (CBC: of CPU time), because they share no measure of work.
 _SECONDS_PER_UNIT = 10.0
 
 
@@ -48,7 +48,7 @@ def solve_whole(
 ) -> SolverResult:
     """Return the best steps that a backend finds for a problem within the budget.
 
-    `unhinted_limit` is the limit of CP-SAT where the hint is none of its schedules.
+    `unhinted_limit` replaces CP-SAT's limit if it cannot start from the hint.
 
     Raises:
         UnknownChoiceError: there is no such backend.
@@ -73,10 +73,10 @@ def solve_whole(
 
 
 def block_solver(backend: str, deterministic_limit: float) -> Solver:
-    """Return a backend as the solver of a block's boxes, which may be called from many threads.
+    """Return a backend as the solver of a block's boxes; many threads may call it.
 
-    The 0/1 programs are solved one at a time: their limit is of the clock, and the libraries
-    promise nothing about threads.
+    The 0/1 programs are solved one at a time: their limit is in seconds, and the libraries do not
+    promise to be thread-safe.
     """
     turn = contextlib.nullcontext() if backend == "cp-sat" else threading.Lock()
 

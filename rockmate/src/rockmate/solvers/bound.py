@@ -1,4 +1,4 @@
-"""A linear program under every schedule: the certificate of a plan.
+"""A lower bound on every schedule, by a linear program: the certificate of a plan.
 
 For any schedule within the budget (one forward phase, then backwards in their fixed order, any
 recomputation in any order and number), cut its backward phase at a few backward steps. Phase c is
@@ -8,7 +8,8 @@ what runs after cut c - 1 up to cut c. Let
     R[c, k] = node k is run again in phase c
     A[c, k] = node k is run again in phase c or later (the aggregate of a suffix of phases)
 
-in [0, 1]. Then all of the following hold, so the least recomputation time under them is a bound:
+in [0, 1]. Every schedule satisfies all of the following, so the least recomputation time is a
+bound:
 
     [read]     S[c, o] + R[c, p(o)] >= 1       o is read by a backward of phase c; p(o) makes o
     [input]    R[c, k] <= S[c, o] + R[c, p(o)]  k reads o
@@ -21,12 +22,12 @@ The suffix rows matter: without them more cuts make the bound weaker, because a 
 in each of several phases would count as little as a fraction recomputed once.
 
 Outputs and phantoms: an output is held from its production on; the phantoms of a node count as one
-storage whose maker is the node. The workspace of recomputations is left out, which keeps the bound
-valid. Solved by CLP with a time limit; GLOP was seen to hang on these programs.
+storage whose maker is the node. Leaving out the workspace of recomputations keeps the bound valid.
+CLP solves the program, with a time limit; GLOP was seen to hang on these programs.
 
-For small graphs with a few huge storages the linear program is loose. There the same rows are
-solved with 0/1 variables (which is what they stand for), and the solver's own bound is taken: it
-holds for every schedule, unlike that of a solver whose class of schedules is smaller.
+For small graphs with a few huge storages the linear program is loose. For these the same rows are
+solved with 0/1 variables, and the bound is the solver's. It holds for every schedule, whereas the
+bounds of the other solvers hold for their own class of schedules.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ from rockmate.solvers.interrupts import heard_interrupts
 from rockmate.solvers.result import stages_of
 
 _TIME_LIMIT_MS = 8000
-_LONG_NODES = 1500  # from here on each program takes half a second, so there is one cut
-_INTEGER_NODES = 70  # up to so many nodes the 0/1 program is tried
+_LONG_NODES = 1500  # from here on each program takes half a second, so there is only one cut
+_INTEGER_NODES = 70  # up to here the 0/1 program is tried
 _INTEGER_LIMIT = 0.3  # its deterministic seconds, for each number of cuts
 _INTEGER_CUTS = (1, 3, 6)
-_SAFETY = 1e-6  # relative: what the linear program's tolerances may add
+_SAFETY = 1e-6  # relative, for the tolerances of the linear program
 
 
 def lower_bound(problem: Problem, budget_bytes: int, *, cuts: int = 2) -> float | None:
-    """Return a bound, in ms, under the overhead of every schedule within the budget.
+    """Return a lower bound, in ms, on the overhead of every schedule within the budget.
 
-    The best without a cut, with single cuts, and with the best of these together, `cuts` at most;
-    of those that are no better than no cut nothing more is to be had.
-    0.0 where nothing better is known, infinity where the program proves that no schedule fits.
+    It is the best bound without a cut, with single cuts, and with the best single cuts together, at
+    most `cuts`. Single cuts that do not help alone are left out. 0.0 means that no bound is known,
+    infinity that no schedule fits.
     """
     with heard_interrupts():
         return _lower_bound(problem, budget_bytes, cuts)
@@ -84,7 +85,7 @@ def _lower_bound(problem: Problem, budget_bytes: int, cuts: int) -> float:
 
 
 def _full_stages(problem: Problem, cuts: int) -> list[int]:
-    """Stages whose backward meets most memory when everything is kept: what a budget cuts first."""
+    """Return stages whose backward finds most memory in use if everything is kept."""
     steps = no_recomputation(problem)
     during = simulate(problem, steps).peak_during
     backwards = [t for t, step in enumerate(steps) if step.kind == "B"]
@@ -94,7 +95,7 @@ def _full_stages(problem: Problem, cuts: int) -> list[int]:
 
 
 def _heavy_stages(problem: Problem, cuts: int) -> list[int]:
-    """Stages whose backward needs most by itself, not too near to each other, heaviest first."""
+    """Return stages whose backward alone needs most memory, at some distance, largest first."""
     needs = []
     for stage, k in enumerate(problem.backward_order, start=1):
         node = problem.nodes[k]
@@ -140,7 +141,7 @@ def _droppable(problem: Problem) -> Iterator[_Droppable]:
 
 
 class _Program:
-    """The linear program of some cuts; S, R and A are those of the module's docstring."""
+    """The linear program for some cuts, with S, R and A of the module's docstring."""
 
     def __init__(
         self, problem: Problem, budget_bytes: int, cut_stages: Sequence[int], *, integer: bool
@@ -172,8 +173,8 @@ class _Program:
         return [self.variable("") for _ in range(count)]
 
     def _row(self, terms: Iterable[tuple[Any, float]], *, least: float) -> None:
-        """Add the row `least <= sum of terms`, of (variable, factor); no variable comes twice."""
-        # Sums written as such take several times as long to build as the program to be solved.
+        """Add the row `least <= sum of terms`, of (variable, factor); each variable occurs once."""
+        # Building expressions would take several times as long as solving the program.
         row = self.solver.Constraint(least, math.inf)
         for variable, factor in terms:
             row.SetCoefficient(variable, factor)
@@ -188,7 +189,7 @@ class _Program:
         return [*suffix, self.again[-1]]
 
     def _add_reads(self) -> None:
-        """What runs finds what it reads: held at the phase's beginning, or made in it."""
+        """Each run finds its inputs: held at the beginning of the phase, or made in it."""
         stage = stages_of(self.problem)
         held, again = self.held, self.again
         for o, storage in enumerate(self.storages):
@@ -210,9 +211,9 @@ class _Program:
                     self._row(kept, least=0)
 
     def _add_room(self, budget_bytes: int) -> None:
-        """Just before the backward at a cut, what is held then and what it takes must fit."""
+        """Before the backward at a cut, held storages and the backward's needs fit the budget."""
         problem = self.problem
-        unit = max(1.0, budget_bytes / 1000)  # bytes in thousandths of the budget: well scaled
+        unit = max(1.0, budget_bytes / 1000)  # thousandths of the budget, for good scaling
         outputs_bytes = sum(row.size_bytes for row in problem.storages if row.is_output)
         room = (budget_bytes - outputs_bytes) / unit
         sizes = [-storage.size_bytes / unit for storage in self.storages]
@@ -221,7 +222,7 @@ class _Program:
             k = problem.backward_order[cut - 1]
             node = problem.nodes[k]
             own = (node.grads_before_bytes + node.bwd_peak_bytes) / unit
-            at_cut = self.held[c + 1]  # by keeping it, or by making it in the phase
+            at_cut = self.held[c + 1]  # kept, or made in the phase
             for o, storage in enumerate(self.storages):
                 if k in storage.bwd_users:
                     self._row([(at_cut[o], 1)], least=1)

@@ -1,8 +1,8 @@
 """The compact 0/1 program, through PuLP: CBC, HiGHS, Gurobi.
 
-Stages are the backward steps only: stage 0 is the forward phase, in stage s some nodes are run
-again in order, then the s-th backward runs. Index ranges: node k, stage s (1 to the last in which k
-can be of use), storage o, event e (a moment at which o may be made or read).
+Stage 0 is the forward phase. In stage s some nodes are recomputed in order, then the s-th backward
+runs. Index ranges: node k, stage s (from 1 to the last in which k can be of use), storage o, event
+e (a moment at which o may be made or read).
 
     R[s, k]   node k is run again in stage s
     Q[s, k]   that run makes the phantoms of k (s = 0: its first forward does)
@@ -16,12 +16,13 @@ can be of use), storage o, event e (a moment at which o may be made or read).
     [state]    U[s, k] >= R[s, k] and U[s, k] >= U[s+1, k]
     [memory]   at every step: what is alive, gradients, rerun states and its own peak <= budget
 
-No creation or deletion variables and no big-M, unlike the programs over all pairs of compute nodes
-(Checkmate, Jain et al. 2020; Rockmate, Zhao et al. 2023). X is declared binary although it would be
-integral anyway: the solvers' cuts then make it faster by two orders of magnitude. Up to about 20
-nodes per problem this takes fractions of a second; from 40 on, use retention intervals.
+Unlike the programs over all pairs of compute nodes (Checkmate, Jain et al. 2020; Rockmate, Zhao et
+al. 2023) this one has no creation or deletion variables and no big-M. X is declared binary although
+it would be integral anyway, because the solvers' cuts then make it faster by two orders of
+magnitude. Problems of up to about 20 nodes take fractions of a second; from 40 on, use retention
+intervals.
 
-`highspy` and `ortools` cannot live in one process, so HiGHS runs in its own.
+`highspy` and `ortools` cannot be loaded into one process, so HiGHS runs in its own.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _MODULES = {"highs": "highspy", "gurobi": "gurobipy"}
 
 
 def check_installed(backend: str) -> None:
-    """Refuse a backend whose library is an extra that is not installed; nothing is loaded.
+    """Refuse a backend whose library is not installed; nothing is loaded.
 
     Raises:
         SolverUnavailableError: the library is not installed.
@@ -87,7 +88,7 @@ def solve_ilp(
         status, values = _run_pulp(program, backend, time_limit_s)
     seconds = time.perf_counter() - begin
     if values is None:
-        # CBC calls a program infeasible, too, that its time limit ended before it found anything.
+        # CBC also says "infeasible" if its time limit ends before it has found a solution.
         ended = time_limit_s is not None and seconds >= time_limit_s
         return SolverResult("unknown" if ended else status, seconds=seconds)
     steps = program.read(values)
@@ -151,7 +152,7 @@ class _ZeroOneProgram:
         row[variable] = row.get(variable, 0) + size
 
     def _add_phantoms(self) -> None:
-        """[Constraint] one run of a node makes its phantoms, which then live to its backward."""
+        """[Constraint] One run of a node makes its phantoms, which then live to its backward."""
         pulp, problem = self.pulp, self.problem
         for k in range(self.count):
             if not problem.phantom_masks[k]:
@@ -170,7 +171,7 @@ class _ZeroOneProgram:
                         self._count(t, self.Q[key], size)
             self._add({self.Q[key]: 1 for key in makers}, pulp.LpConstraintEQ, 1)
             for key in makers[1:]:
-                # a later run before the backward would replace them, so the last one makes them
+                # The last run before the backward makes them: a later one would replace them.
                 earlier = {self.Q[other]: 1 for other in makers if other[0] < key[0]}
                 self._add({**earlier, self.R[key]: 1}, pulp.LpConstraintLE, 1)
 
@@ -184,7 +185,7 @@ class _ZeroOneProgram:
                 self._add_storage(index)
 
     def _add_storage(self, index: int) -> None:
-        """[Constraint] read and keep, along the events of one storage."""
+        """[Constraint] Read and keep, along the events of one storage."""
         pulp, width = self.pulp, self.width
         storage = self.problem.storages[index]
         k = storage.producer
@@ -229,7 +230,7 @@ class _ZeroOneProgram:
             made = run if kind == "make" else None
 
     def _add_states(self) -> None:
-        """[Constraint] a rerun state lives from the first forward to the last."""
+        """[Constraint] A rerun state lives from the first forward to the last."""
         pulp, width = self.pulp, self.width
         for k, node in enumerate(self.problem.nodes):
             size, last = node.rerun_state_bytes, self.last[k]
@@ -246,7 +247,7 @@ class _ZeroOneProgram:
                     self._count(t, later[1 if t < width else stage], size)
 
     def _add_peaks(self) -> None:
-        """What each step needs by itself, and the gradients of its stage."""
+        """Add what each step alone needs, and the gradients of its stage."""
         problem, width = self.problem, self.width
         for node, s in self.stage.items():
             row = problem.nodes[node]
@@ -266,7 +267,7 @@ class _ZeroOneProgram:
                     self._count(t, self.Q[s, k], recording - plain)
 
     def _add_memory(self) -> None:
-        """[Constraint] at every moment, what is alive fits into the budget."""
+        """[Constraint] At every moment, live storages fit into the budget."""
         for t, terms in self.terms.items():
             room = self.budget - self.constant[t]
             if terms:
@@ -284,7 +285,7 @@ class _ZeroOneProgram:
 
 
 def import_pulp() -> Any:
-    """Import PuLP without letting it load highspy, after which ortools could not be imported."""
+    """Import PuLP without highspy: with highspy loaded, ortools could not be imported."""
     hidden = "highspy" not in sys.modules
     if hidden:
         sys.modules["highspy"] = None  # type: ignore[assignment]
@@ -297,10 +298,10 @@ def import_pulp() -> Any:
 
 
 def _cbc(pulp: Any, time_limit_s: float | None) -> Any:
-    """CBC: the one that comes with PuLP 3, else the one on the search path."""
+    """Return CBC: the one that comes with PuLP 3, else the one on the search path."""
     bundled = getattr(pulp, "PULP_CBC_CMD", None)
     path = getattr(bundled, "pulp_cbc_path", None)
-    # Seconds of the processor: where others take the core away, as much work is done within them.
+    # CPU seconds, so that the work does not depend on other processes.
     solver = pulp.COIN_CMD(
         path=path, msg=False, timeLimit=time_limit_s, timeMode="cpu", gapRel=0.0, threads=1
     )
@@ -332,7 +333,7 @@ def _run_pulp(
                 f"small programs only; install a full Gurobi licence, or use backend='cp-sat'"
             ) from error
         raise SolverError(f"ILP backend {backend!r} failed: {text}") from error
-    # LpStatus is "Optimal" for CBC even when its time limit ended it: only sol_status tells
+    # With CBC LpStatus is "Optimal" even after its time limit; only sol_status tells.
     if lp.sol_status == pulp.LpSolutionOptimal:
         status: Status = "optimal"
     elif lp.sol_status == pulp.LpSolutionIntegerFeasible:

@@ -1,7 +1,7 @@
-"""Ctrl-C while a solver runs that takes the signal for itself.
+"""Ctrl-C during a solver that installs its own signal handler.
 
-CLP puts its own handler in the place of Python's for as long as it solves: Ctrl-C then ends that
-one solve, and Python never hears of it. So Python's handler is put back while CLP runs.
+CLP replaces Python's handler while it solves. Ctrl-C would then end only that solve, and Python
+would not notice. So Python's handler is restored while CLP runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOOK_S = 0.01
 
 @contextlib.contextmanager
 def heard_interrupts() -> Iterator[None]:
-    """While active, Ctrl-C is Python's; it is raised when the solver returns."""
+    """While active, Ctrl-C reaches Python: KeyboardInterrupt is raised when the solver returns."""
     try:
         get, put = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
     except AttributeError:  # another Python

@@ -14,16 +14,16 @@ Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class SolverResult:
-    """A status, and steps where some were found.
+    """A status, and steps if some were found.
 
-    `optimal`, `infeasible` and `bound` speak of the solver's own class of schedules (in each stage
-    every node at most once, in order; for retention intervals also a number of runs per node), and
-    of sizes rounded up to the solver's unit.
+    `optimal`, `infeasible` and `bound` refer to the solver's own class of schedules, with sizes
+    rounded up to its unit. In this class every node runs at most once in each stage, in order;
+    retention intervals also limit the number of runs per node.
     """
 
     status: Status
     steps: Steps | None = None
-    objective: float | None = None  # overhead in ms, or peak in bytes where that is minimised
+    objective: float | None = None  # overhead in ms, or peak in bytes if that is minimised
     bound: float | None = None  # lower bound on `objective`
     seconds: float = 0.0
 
@@ -37,9 +37,9 @@ def stages_of(problem: Problem) -> dict[int, int]:
 
 
 def last_useful_stages(problem: Problem) -> list[int]:
-    """Return, for each node, the last stage in which running its forward again can be of use.
+    """Return for each node the last stage in which recomputing it can be of use; 0 for none.
 
-    0 where it never is. An output never needs its node again: it stays alive once made.
+    An output never needs a recomputation: it stays alive once made.
     """
     stage = stages_of(problem)
     last = [0] * len(problem.nodes)
@@ -53,7 +53,7 @@ def last_useful_stages(problem: Problem) -> list[int]:
 
 
 def steps_of_stages(problem: Problem, stages: dict[int, list[int]]) -> Steps:
-    """Return the steps that recompute, in each stage, the given nodes in order."""
+    """Return the steps that recompute the given nodes in each stage, in order."""
     steps = [Step("F", k) for k in range(len(problem.nodes))]
     for stage, node in enumerate(problem.backward_order, start=1):
         steps.extend(Step("F", k) for k in sorted(set(stages.get(stage, ()))))

@@ -1,8 +1,8 @@
 """What occupies memory in a program over retention intervals, and when.
 
-Storages and phantoms are intervals that their readers hold open; workspaces and rerun states
-belong to the runs. Where nothing is to be chosen, the bytes go to the fixed background instead.
-solve.py has the whole picture.
+Storages and phantoms are intervals that last until their readers. Workspaces and rerun states
+belong to the runs. Bytes that do not depend on a choice go to the fixed background instead. See
+solve.py for the overview.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Kept:
 
 
 class Demands:
-    """Adds, family by family, what every run and storage takes from the memory."""
+    """Adds the memory demands of all runs and storages, family by family."""
 
     def __init__(self, line: TimeAxis, memory: Memory) -> None:
         self._line = line
@@ -37,7 +37,7 @@ class Demands:
     # --- storages ---------------------------------------------------------------------------------
 
     def add_storages(self) -> None:
-        """Intervals of the storages that can change, and the demands of those that cannot."""
+        """Add intervals of the storages that can change, and fixed demands of the others."""
         problem = self._problem
         for k in range(self._line.count):
             phantoms = [i for i in problem.products[k] if problem.storages[i].is_phantom]
@@ -48,7 +48,7 @@ class Demands:
                 if storage.is_phantom:
                     continue
                 if storage.is_output:
-                    # an output stays to the end; a run that makes it again pays in its workspace
+                    # An output lives to the end. A run that makes it again counts it as workspace.
                     self._memory.add_fixed(k, self._line.horizon, storage.size_bytes)
                 elif self._line.can_change(index):
                     self._add_storage(index)
@@ -62,7 +62,7 @@ class Demands:
         for i, start in enumerate(starts):
             after = starts[i + 1] if i + 1 < len(starts) else self._line.horizon
             last = max((t for t in times if start < t <= after), default=start)
-            # bytes at the making step are counted here, its other workspace in `add_workspaces`
+            # Bytes at the making step are counted here, its other workspace in `add_workspaces`.
             self._memory.add_fixed(start, last + 1, storage.size_bytes)
 
     def _add_storage(self, index: int) -> None:
@@ -73,7 +73,7 @@ class Demands:
         self._hint_ends(kept)
 
     def _add_phantom(self, k: int, size_bytes: int) -> None:
-        """[Constraint] exactly one run of the node makes its phantoms, and keeps them till B(k)."""
+        """[Constraint] Exactly one run of the node makes its phantoms, which live until B(k)."""
         backward_time = self._line.backward_time(k)
         runs = [run for run in self._line.runs[k] if run.earliest < backward_time]
         if not self._line.open[k]:
@@ -107,7 +107,7 @@ class Demands:
             return
         self._cp.add_exactly_one([item.present for item in kept])
         for run, following in itertools.pairwise(runs):
-            # [Constraint] it is the last run before the backward: a later one would replace them
+            # [Constraint] It is the last run before the backward: a later one would replace them.
             literals = [run.records]
             if not following.fixed:
                 literals.append(following.present)
@@ -118,7 +118,7 @@ class Demands:
                 self._cp.add_hint(item.present, times.get(id(item.run)) == chosen)
 
     def _intervals(self, runs: list[Run], size_bytes: int) -> list[_Kept]:
-        """One interval per run, from its start to a free end, before the next run of the node."""
+        """Add one interval per run, from its start to a free end before the node's next run."""
         kept: list[_Kept] = []
         for run in runs:
             end = self._cp.new_int_var(run.earliest + 1, self._line.horizon, "")
@@ -128,7 +128,7 @@ class Demands:
             else:
                 interval = self._cp.new_optional_interval_var(run.start, size, end, run.present, "")
             self._memory.add(interval, size_bytes)
-            # [Constraint] a run replaces what the runs before it made
+            # [Constraint] A run replaces the results of earlier runs.
             if run.fixed:
                 for item in kept:
                     self._cp.add(item.end <= run.start)
@@ -138,7 +138,7 @@ class Demands:
         return kept
 
     def _add_reader(self, kept: list[_Kept], reader: Run) -> None:
-        """[Constraint] a reader at time t finds an interval that starts before t and ends after."""
+        """[Constraint] A reader at time t finds an interval that starts before t and ends after."""
         candidates = [item for item in kept if item.run.earliest < reader.latest]
         if reader.fixed:
             fixed = [item for item in candidates if item.run.fixed]
@@ -173,7 +173,7 @@ class Demands:
     # --- hints ------------------------------------------------------------------------------------
 
     def _hinted_server(self, kept: list[_Kept], reader: Run) -> _Kept | None:
-        """The interval that serves a reader in the hint; notes the use for the hinted end."""
+        """Return the interval that serves a reader in the hint; note the use for its hinted end."""
         time_of = self._hinted_starts(kept)
         t = self._line.hinted_time(reader)
         if t is None:
@@ -202,7 +202,7 @@ class Demands:
     # --- workspaces and state ---------------------------------------------------------------------
 
     def add_workspaces(self) -> None:
-        """What each step needs beyond the storages that it reads and makes."""
+        """Add what each step needs beyond the storages that it reads and makes."""
         problem = self._problem
         for k in range(self._line.count):
             node = problem.nodes[k]
@@ -220,7 +220,7 @@ class Demands:
                 else:
                     self._add_moment(run, run.records, recording)
                     skips = self._cp.new_bool_var("")
-                    # [Constraint] a run that is present either records or does not
+                    # [Constraint] A run that is present either records or does not.
                     present = 1 if run.present is None else run.present
                     self._cp.add(run.records + skips == present)
                     self._add_moment(run, skips, plain)
@@ -228,7 +228,7 @@ class Demands:
                 self._add_rerun_state(k)
 
     def _add_moment(self, run: Run, present: Any, demand: int) -> None:
-        """A demand during the single step of a run."""
+        """Add a demand during the single step of a run."""
         if not demand:
             return
         if run.fixed and present is None:
@@ -240,7 +240,7 @@ class Demands:
         self._memory.add(interval, demand)
 
     def _add_rerun_state(self, k: int) -> None:
-        """[Constraint] the rerun state lives from the first run to the last, if they differ."""
+        """[Constraint] The rerun state lives from the first run to the last, if they differ."""
         runs = self._line.runs[k]
         size_bytes = self._problem.nodes[k].rerun_state_bytes
         fixed = [run for run in runs if run.fixed]

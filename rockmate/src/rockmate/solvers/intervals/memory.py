@@ -1,7 +1,7 @@
 """The memory of a program over retention intervals: one cumulative resource, the budget.
 
-Collects the demands of the program's intervals and those that are fixed, and counts both in units
-of bytes that keep the solver's integers small. solve.py has the whole picture.
+It collects the demands of the program's intervals and the fixed ones. Both are counted in units of
+bytes that keep the solver's integers small. See solve.py for the overview.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from rockmate.problems.problem import Problem
 from rockmate.solvers.intervals.runs import TimeAxis
 
-_UNITS = 1 << 20  # memory is counted in at most so many units of the budget
+_UNITS = 1 << 20  # largest number of units in the budget
 
 
 class Memory:
-    """Everything that is alive at some time, and the capacity that bounds it."""
+    """All demands over time, and the capacity that bounds them."""
 
     def __init__(self, line: TimeAxis, budget_bytes: int) -> None:
         self._line = line
@@ -29,7 +29,7 @@ class Memory:
 
     @property
     def hopeless(self) -> bool:
-        """Whether what is fixed alone exceeds the budget."""
+        """Whether the fixed demands alone exceed the budget."""
         return self._highest_fixed > self._capacity
 
     def add(self, interval: Any, size_bytes: int) -> None:
@@ -37,11 +37,11 @@ class Memory:
         self._demands.append((interval, self._units(size_bytes)))
 
     def add_fixed(self, begin: int, end: int, size_bytes: int) -> None:
-        """Count bytes from one time to another, the end excluded."""
+        """Count bytes from `begin` to `end` (exclusive)."""
         self._fixed.append((begin, end, size_bytes))
 
     def close(self) -> None:
-        """Turn everything that is fixed into intervals; nothing more can be added after."""
+        """Turn the fixed demands into intervals; nothing can be added afterwards."""
         line, nodes = self._line, self._line.problem.nodes
         for node, stage in line.stage.items():
             begin = stage * line.width
@@ -56,7 +56,7 @@ class Memory:
         level = 0
         position = 0
         borders = sorted(change)
-        # merge moments of equal demand; between two moments nothing runs, so nothing is at stake
+        # Merge moments of equal demand. Nothing runs between two moments.
         merged: list[list[int]] = []
         for moment in moments:
             while position < len(borders) and borders[position] <= moment:
@@ -77,7 +77,7 @@ class Memory:
                 self._demands.append((interval, demand))
 
     def _moments(self) -> tuple[list[int], list[int]]:
-        """Times at which a step runs or may run; those at which an interval may start or end."""
+        """Return times at which a step may run, and times at which an interval may start or end."""
         line, problem = self._line, self._line.problem
         times = {line.backward_time(k) for k in line.stage}
         events: set[int] = set()
@@ -103,7 +103,7 @@ class Memory:
         return sorted(times), sorted(events)
 
     def add_capacity(self, *, minimise_peak: bool) -> Any:
-        """[Constraint] at every time, what is alive fits into the budget; return that bound."""
+        """[Constraint] At every time, demands fit into the budget; return that capacity."""
         cp = self._line.cp
         peak: Any = self._capacity
         if minimise_peak:
@@ -119,12 +119,12 @@ class Memory:
 
 
 def _is_quiet(events: list[int], begin: int, end: int) -> bool:
-    """Whether no interval of the program can start or end in a span, both ends included."""
+    """Return whether no interval can start or end in a span, both ends included."""
     return bisect.bisect_left(events, begin) == bisect.bisect_right(events, end)
 
 
 def _unit_bytes(problem: Problem, budget_bytes: int) -> int:
-    """Return the unit in which memory is counted: exact where the numbers stay small."""
+    """Return the unit in which memory is counted; it is exact if the numbers stay small."""
     exact = math.gcd(
         *problem.sizes,
         *problem.forward_peaks,

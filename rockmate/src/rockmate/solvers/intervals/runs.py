@@ -1,7 +1,7 @@
 """When each node of a program over retention intervals may run.
 
-The line of time, the fixed and optional runs of every node on it, what a window leaves to be
-chosen, and how steps become a hint and a solution becomes steps. solve.py has the whole picture.
+Here are the time axis, the fixed and optional runs of every node, the choices that a window leaves,
+and the conversions of steps to a hint and of a solution to steps. See solve.py for the overview.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Window:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """One run of a node: at a fixed time, or optional with a start to be chosen."""
+    """One run of a node: at a fixed time, or optional with a variable start."""
 
     start: Any  # int or variable
     present: Any = None  # None: always
@@ -45,10 +45,10 @@ class Run:
 
 
 class TimeAxis:
-    """The runs of every node: the first is fixed, later ones have a stage to be chosen.
+    """The runs of every node: the first is fixed, later ones have a variable stage.
 
-    Time is counted as in `intervals`. Only nodes and stages inside the window, if there is one,
-    have optional runs; the runs of its steps outside it are fixed.
+    Time is counted as in `solve`. If there is a window, only nodes and stages inside it have
+    optional runs; all other runs of its steps are fixed.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class TimeAxis:
         return self.stage[k] * self.width + self.count
 
     def readers(self, index: int) -> list[Run]:
-        """Return the runs and backwards (as runs at a fixed time) that read a storage."""
+        """Return the runs that read a storage; a backward is a run at a fixed time."""
         storage = self.problem.storages[index]
         readers = [run for u in storage.fwd_users for run in self.runs[u]]
         for u in storage.bwd_users:
@@ -87,7 +87,7 @@ class TimeAxis:
         return readers
 
     def can_change(self, index: int) -> bool:
-        """Whether a run that makes or reads a storage is to be chosen."""
+        """Return whether an optional run makes or reads a storage."""
         storage = self.problem.storages[index]
         return self.open[storage.producer] or any(self.open[u] for u in storage.fwd_users)
 
@@ -125,7 +125,7 @@ class TimeAxis:
             start = self.cp.new_int_var_from_domain(self._domain(times), "")
             run = Run(start, present, times[0], times[-1])
             if previous is not None:
-                # [Constraint] optional runs are used in order
+                # [Constraint] Optional runs are used in order.
                 self.cp.add_implication(present, previous.present)
                 self.cp.add(start > previous.start).only_enforce_if(present)
             if self.hinted is not None:
@@ -154,7 +154,7 @@ class TimeAxis:
         return times
 
     def hinted_time(self, run: Run) -> int | None:
-        """Return the hinted start of one run; None where the hint leaves it out."""
+        """Return the hinted start of one run, or None if the hint leaves it out."""
         if run.fixed:
             return int(run.start)
         return self.hinted_times(self.runs[run.earliest % self.width]).get(id(run))

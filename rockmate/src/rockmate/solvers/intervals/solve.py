@@ -5,7 +5,7 @@ stage s (the recomputations before the s-th backward, then that backward) covers
 node k can be run again at s*W + k, and the backward is at s*W + n. So recomputations of one stage
 keep the order of the nodes, and each node runs at most once per stage.
 
-* run i of node k: run 0 is fixed; later runs are optional, with a stage to be chosen;
+* run i of node k: run 0 is fixed; later runs are optional, with a variable stage;
 * storage o of run i: an interval from the run's start to a free end, present with the run; a run
   replaces what earlier runs of its node made, so their intervals end before it;
 * a reader at time t needs one run of the producer that starts before t and whose interval ends
@@ -16,11 +16,11 @@ keep the order of the nodes, and each node runs at most once per stage.
 The number of variables is O(n · runs), not O(n²) as in the programs over time × nodes. After
 MOCCASIN (Bartan et al. 2023), with the backward order fixed, phantoms, workspaces and rerun state.
 
-A *window* frees only some nodes, in some stages, around an incumbent: everything else is a fixed
-background. That is how plans of networks too large for one model are improved.
+A *window* frees only some nodes, in some stages, of an incumbent plan; everything else is a fixed
+background. In this way plans of networks that are too large for one program are improved.
 
-`interval_runs` says when each node may run, `interval_demands` what that takes from the memory,
-`interval_memory` how the memory is bounded; here they are put together and solved.
+`runs` says when each node may run, `demands` which memory that takes, `memory` how the memory is
+bounded. Here they are put together and solved.
 """
 
 from __future__ import annotations
@@ -59,16 +59,15 @@ def solve_intervals(
 ) -> SolverResult:
     """Return the best steps found whose peak is at most the budget.
 
-    Deterministic with one worker and no wall-clock limit: `deterministic_limit` counts work, one
-    unit being about a second, and `unhinted_limit` where the hint is no schedule of this class
-    (a node runs too often, or sizes rounded up are too large). `objective="peak"` minimises the
-    peak below the budget instead of the time. With more than one worker results can differ between
-    runs.
+    The result is deterministic with one worker and no wall-clock limit; with more workers it can
+    differ between runs. `deterministic_limit` counts work, one unit being about a second.
+    `unhinted_limit` replaces it if the hint is no schedule of this class: a node runs too often, or
+    rounded sizes do not fit. `objective="peak"` minimises the peak instead of the time.
 
-    `linearization` is CP-SAT's `linearization_level`. The planners leave it at 0, no linear
-    relaxation, for blocks, whole graphs and windows alike: a full one (2) costs more than its
-    bounds give, 2.6 to 7 times the seconds on whole graphs of 26 to 56 nodes; 1 makes no difference
-    there. For speed too, probing and symmetry detection are off and presolve is one round.
+    `linearization` is CP-SAT's `linearization_level`. The planners leave it at 0, without a linear
+    relaxation. Level 2 costs more than its bounds gain: 2.6 to 7 times the seconds on whole graphs
+    of 26 to 56 nodes. Level 1 makes no difference there. Also for speed, probing and symmetry
+    detection are off, and presolve is one round.
     """
     from ortools.sat.python import cp_model
 
@@ -79,10 +78,10 @@ def solve_intervals(
     solver = cp_model.CpSolver()
     parameters = solver.parameters
     parameters.num_workers = workers
-    parameters.catch_sigint_signal = False  # else Ctrl-C ends this search alone, and unheard
+    parameters.catch_sigint_signal = False  # leaves Ctrl-C to Python
     parameters.random_seed = seed
-    # These programs are small and many: most of the time went into presolve, and linear relaxation
-    # is a loss since workspaces and phantoms are in the model (2.7 times and 4 times on blocks).
+    # There are many small programs. Presolve took most of their time, and a linear relaxation slows
+    # models with workspaces and phantoms down (blocks took 2.7 times and 4 times as long).
     parameters.linearization_level = linearization
     parameters.cp_model_probing_level = 0
     parameters.symmetry_level = 0
@@ -106,13 +105,13 @@ def solve_intervals(
     value = program.to_objective(solver.objective_value)
     bound = program.to_objective(solver.best_objective_bound)
     if objective == "time":
-        value = recomputed_ms(problem, found)  # exact, where the program's costs are rounded
+        value = recomputed_ms(problem, found)  # exact; the program's costs are rounded
         bound = value if status == "optimal" else min(bound, value)
     return SolverResult(status, found, value, bound, seconds)
 
 
 def _takes_hint(program: Any, seed: int) -> bool:
-    """Whether the hint of a program is a solution, or part of one that is found at once."""
+    """Return whether the hint of a program is a solution, or is quickly completed to one."""
     from ortools.sat.python import cp_model
 
     solver = cp_model.CpSolver()
@@ -127,7 +126,7 @@ def _takes_hint(program: Any, seed: int) -> bool:
 
 
 class _IntervalProgram:
-    """The constraint program of a problem, and what its numbers mean."""
+    """The constraint program of a problem, and the units of its objective."""
 
     def __init__(
         self,
