@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks: repeated layers, or what the user names."""
+"""Which modules of a model are its blocks: repeated layers, or modules that the user names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ AUTO = "auto"
 
 
 def find_blocks(model: nn.Module, asked: str | Sequence[str]) -> Mapping[str, nn.Module]:
-    """Return the blocks by their paths: those asked for, or the outermost repeated layers.
+    """Return the blocks by their paths.
 
-    `asked` is "auto", or paths and names of classes.
+    `asked` is "auto" for the outermost repeated layers, or paths and names of classes.
 
     Raises:
         UnsupportedModuleError: there are none, a name is unknown, or one block lies in another.
@@ -54,14 +54,14 @@ def find_blocks(model: nn.Module, asked: str | Sequence[str]) -> Mapping[str, nn
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the name of a module's own class, whatever FSDP has put over it."""
+    """Return the name of a module's class as it was before FSDP replaced it."""
     return own_class(type(module)).__name__
 
 
 def _repeated(model: nn.Module, least: int) -> dict[str, nn.Module]:
-    """Layers with modules inside, of a class that stands in one container `least` times.
+    """Return layers with submodules whose class occurs at least `least` times in one container.
 
-    A stage of a pipeline may have a single one: alone in its container.
+    A stage of a pipeline may have a single layer, alone in its container.
     """
     found: dict[str, nn.Module] = {}
 

@@ -1,4 +1,4 @@
-"""Blocks that are equal but for their parameters: recorded once, with ways to run them."""
+"""Kinds of blocks: blocks that differ only in their parameters, recorded once, with options."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from rockmate.settings import Terms
 
 @dataclass
 class Kind:
-    """Blocks that are equal but for their parameters: recorded once, with options."""
+    """Blocks that differ only in their parameters: recorded once, with options."""
 
     recorded: Planned  # keeping everything
     options: tuple[BlockOption, ...]
-    gathered_bytes: int  # gradients that an engine lets wait beside those that are counted
-    is_spread: bool = False  # processes talk to each other inside
+    gathered_bytes: int  # further gradients that an engine holds
+    is_spread: bool = False  # it has collectives inside
     least: int = field(init=False)  # the option that keeps least
-    is_shared: bool = field(init=False, default=False)  # the options are those of the first process
+    is_shared: bool = field(init=False, default=False)  # the options are the first process's
 
     def __post_init__(self) -> None:
         numbers = range(len(self.options))
@@ -55,15 +55,15 @@ class Kind:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """What the steps of an option take for granted."""
+        """The number of nodes and the backward order, which steps of an option depend on."""
         problem = self.recorded.problem
         return len(problem.nodes), problem.backward_order
 
     def take(self, steps: Sequence[Steps], least: int) -> None:
-        """Have these options from now on, of which the first process keeps least with `least`.
+        """Replace the options; with `least` the first process keeps least.
 
-        By the bytes here it may be another: processes differ in sizes, and in what threads that
-        send tensors still held while theirs were measured.
+        This process might choose another one: sizes differ between processes, and so do the bytes
+        that sending threads held during the measurement.
         """
         self.options = options_of(self.recorded.problem, steps)
         self.least, self.is_shared = least, True
@@ -77,7 +77,7 @@ class Kind:
 
 
 def ways_to_run(recorded: Planned, backend: str) -> tuple[BlockOption, ...]:
-    """Return the options of a block that was recorded, without runs again of what is fixed."""
+    """Return the options of a recorded block; must-save nodes are not recomputed."""
     fixed, count = recorded.network.fixed, len(recorded.problem.nodes)
     found = []
     for option in module_options(recorded.problem, backend=backend):
@@ -88,7 +88,7 @@ def ways_to_run(recorded: Planned, backend: str) -> tuple[BlockOption, ...]:
 
 
 def recorded_block(model: nn.Module, call: Call, settings: Terms) -> Planned:
-    """Return a block as it was recorded, keeping everything."""
+    """Return the recording of a block, with a plan that keeps everything."""
     leaves, _ = key_of(*call)
     if any(hasattr(leaf, "device_mesh") for leaf in leaves):
         raise UnsupportedModuleError(
@@ -112,14 +112,14 @@ def refuse_shards_inside(model: nn.Module) -> None:
 def call_of(
     path: str, kind: Kind, number: int, spots: Mapping[str, Mark], place: int
 ) -> ModuleCall:
-    """Return a block of a measured step, `place` in the order of forwards, with its options."""
+    """Return a block of a measured step with its options; `place` is its number in the forward."""
     option = kind.options[number]
     end, start = spots[f"F{place} ends"], spots[f"F{place} begins"]
     back, done = spots[f"B{place} begins"], spots[f"B{place} ends"]
     bottom = back.bytes - option.saved_bytes - kind.arrived_bytes
     more_forward = start.next_peak_bytes - start.bytes - option.fwd_peak_bytes
     more_backward = back.next_peak_bytes - bottom - option.bwd_peak_bytes
-    if more_backward > 0:  # gradients wait; with another option the peak may come after all of them
+    if more_backward > 0:  # with another option the peak may come after all waiting gradients
         more_backward = max(more_backward, kind.gathered_bytes)
     return ModuleCall(
         name=path,

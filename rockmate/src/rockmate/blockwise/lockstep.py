@@ -1,9 +1,9 @@
-"""Planned forwards of blocks inside which processes talk to each other, as in tensor parallelism.
+"""Planned forwards of blocks with collectives inside, as in tensor parallelism.
 
-The collectives of such a block, its recomputation's too, must run in one order on all processes. So
-all have one plan, made while they plan together. A call of another kind runs plain: planned by each
-process for itself, one might run them in another order, and would wait for ever, or add up what
-does not belong together.
+The collectives of such a block, also those of its recomputation, must run in one order on all
+processes. So all processes have the same plan, which they make together. A call of another kind
+runs plain. If each process planned it alone, the orders might differ. Processes would then wait for
+ever, or add up unrelated tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _NotPlannedError(Exception):
 
 
 class LockstepForward(PlannedForward):
-    """Plans until it is sealed; later calls of other kinds run plain, on all processes alike."""
+    """Plans until it is sealed; later calls of other kinds run plain on all processes."""
 
     plans_alone = False
     is_sealed = False
@@ -69,5 +69,5 @@ class LockstepForward(PlannedForward):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        # No plain run after a failure: its collectives would be more than the others'.
+        # No plain run after a failure: it would run collectives that the others do not run.
         return planned.run(self.model, external, leaves, call=(args, kwargs))

@@ -1,17 +1,17 @@
 """From a model and its blocks to a planned forward for each of them, chosen together.
 
-meet     one step: a class of equal blocks is recorded, measured and given options where its first
-         block is called (parameters that an engine gathers are there then); every block runs with
-         the option that keeps least
-measure  one step: the memory at every border of a block, with all that runs between them
+meet     one step: at the first call of each kind of block, it is recorded, measured and gets its
+         options (an engine has gathered its parameters by then); every block runs with the option
+         that keeps least
+measure  one step: the memory at every border of a block, including code between blocks
 choose   an option for every block
-test     one step: each new option against plain PyTorch, bit by bit, where a block is called
-measure  one step: the peak of the whole; chosen anew, by what was seen, if it is over the budget
+test     one step: at the call of a block, each new option against plain PyTorch, bit by bit
+measure  one step: the peak of the whole; if it is over the budget, choose again with this figure
 
-A step of a sharded model is work for all processes. So an error in a block waits until the step is
-over, and is then raised by all of them; one in the middle of what they do together ends the step
-(see team.py). Between the steps they exchange what they have found: the options are those of the
-first, each simulates them on its own sizes, and the largest bytes count.
+All processes take part in a step of a sharded model. So an error in a block is kept until the step
+is over, and all processes then raise it. An error between collectives ends the step (see team.py).
+Between the steps processes exchange their results: the options are the first process's, each one
+simulates them on its own sizes, and the largest bytes count.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ from rockmate.runtime.plain import is_plain, plain
 from rockmate.settings import Terms
 
 _log = logging.getLogger("rockmate")
-_EVERYTHING = 1 << 62  # a budget that keeps everything, to have a block recorded and measured
-_MANY_STEPS = 3  # to measure one by, where threads that send tensors disturb
-_MOST_TRIES = 5  # of choosing anew because the whole step took more than was predicted
+_EVERYTHING = 1 << 62  # a budget that keeps everything, for recording and measuring a block
+_MANY_STEPS = 3  # for one measurement, if sending threads disturb it
+_MOST_TRIES = 5  # to choose again after a step that took more than predicted
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What was planned: forwards by the path of their block, and the choice that they make."""
+    """The result: planned forwards by path of the block, and the choice of options."""
 
     forwards: Mapping[str, PlannedForward]
     kinds: Mapping[str, Kind]
@@ -80,7 +80,7 @@ class Chosen:
 
 
 class _Intercepted(PlannedForward):
-    """Stands in a block while a step is run for planning; what it calls decides what runs."""
+    """Replaces the forward of a block in a step that is run for planning: it calls `call`."""
 
     def __init__(self, path: str, model: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__(model, Terms(_EVERYTHING))
@@ -93,7 +93,7 @@ class _Intercepted(PlannedForward):
 def largest_first(
     model: nn.Module, calls: Sequence[Call], team: Team, device: torch.device
 ) -> list[Call]:
-    """Return calls with the one first whose plain step takes most, in any process."""
+    """Return the calls with the one of the largest plain step, in any process, first."""
     if len(calls) == 1:
         return list(calls)
     with team.in_step(), torch.inference_mode(False), torch.enable_grad():
@@ -117,24 +117,24 @@ class Planner:
         saved: SavedBlocks | None = None,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.note = note  # shows what is being done
-        self.saved = saved  # options and choice of another start
+        self.note = note  # reports progress
+        self.saved = saved  # options and choice from a file
         self.model, self.settings, self.team = model, settings, team
         self.views, self.in_flight = views, in_flight
         self.kinds: dict[Hashable, Kind] = {}
         self.kind_of: dict[str, Kind] = {}
-        self.order: list[str] = []  # blocks as their forwards come
+        self.order: list[str] = []  # blocks in the order of their forwards
         self.numbers: dict[str, int] = {}  # of their options
         self.forwards: dict[str, PlannedForward] = {}
         self.error: Exception | None = None
-        self.is_meeting = False  # in a block, in the middle of what all processes do together
+        self.is_meeting = False  # inside a block, between its collectives
         self.tested: set[tuple[int, int]] = set()
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def plan(self, calls: Sequence[Call], room: Callable[[int], int]) -> Chosen:
-        """Return a planned forward for every block; `room` is the budget for a peak keeping all.
+        """Return a planned forward for every block; `room` maps the peak keeping all to the budget.
 
-        The options are chosen for the first call, and hold for the others.
+        The options are chosen for the first call, and checked with the others.
 
         Raises:
             InfeasibleBudgetError: no choice fits; `minimum_bytes` is the smallest budget that does.
@@ -158,7 +158,7 @@ class Planner:
         return chosen
 
     def _hold(self, call: Call, budget: int) -> None:
-        """Run a step of another call as it is planned now, and hold it to the budget."""
+        """Run a planned step of another call, and check its peak against the budget."""
         self.note("other samples")
         with self._in_place(self.forwards), self.team.in_step():
             peak = trace_step(self.model, call, self.device, Marker())[0]
@@ -172,7 +172,7 @@ class Planner:
             )
 
     def _searched(self, call: Call, room: Callable[[int], int]) -> Chosen:
-        """Return options that are chosen for a call, once steps have shown that they fit."""
+        """Return options chosen for a call, after steps have shown that they fit."""
         self.note("measuring a step")
         self._take({path: self.kind_of[path].least for path in self.order})
         memory = self._measure(call)[1]
@@ -208,7 +208,7 @@ class Planner:
         return Chosen(self.forwards, kinds, memory, choice, measured, keeping_all, budget)
 
     def _followed(self, saved: SavedBlocks, call: Call, room: Callable[[int], int]) -> Chosen:
-        """Return what a file says, once a step has shown that it fits here, on all processes."""
+        """Return the choice of a file, after a step has shown that it fits on all processes."""
         with self.team.together():
             kinds = {path: self.kind_of[path] for path in self.order}
             numbers = numbers_for(saved, kinds, self.in_flight)
@@ -228,7 +228,7 @@ class Planner:
     # ------------------------------------------------------------------ steps
 
     def _run(self, call: Call, work: Callable[..., Any]) -> None:
-        """Run one step in which `work` stands in for every block; raise what has failed in it."""
+        """Run one step in which `work` replaces every block's forward; raise errors of the step."""
         with self._in_place({p: _Intercepted(p, view, work) for p, view in self.views.items()}):
             self._step(call)
         self.team.raise_together(self.error)
@@ -238,7 +238,7 @@ class Planner:
             run_step(self.model, call, self.device)
 
     def _test_once(self, call: Call) -> None:
-        """Hold the options that blocks run now to plain PyTorch, where that is asked for."""
+        """Compare the present options with plain PyTorch, if the user wants a self-test."""
         if not self.settings.self_test:
             return
         self.note("self test")
@@ -246,17 +246,17 @@ class Planner:
             with deterministic_algorithms():
                 self._run(call, self._test)
             self.tested.clear()
-            self._take(self.numbers)  # without what was recorded for these kernels
+            self._take(self.numbers)  # drops recordings for the test's kernels
         self._run(call, self._test)
 
     def _share_options(self) -> None:
-        """Let all processes have the options of the first, each with its own bytes."""
+        """Give all processes the options of the first, each with its own bytes."""
         orders = self.team.gather(self.order)
         self.team.raise_together(self._unlike(any(order != self.order for order in orders)))
         self._share([kind for kind in self.kinds.values() if not kind.is_shared])
 
     def _share(self, kinds: Sequence[Kind]) -> None:
-        """Let these kinds have the options of the first process, and its least of them."""
+        """Give these kinds the options of the first process, and its least one."""
         mine = [(kind.shape, [o.steps for o in kind.options], kind.least) for kind in kinds]
         rows = self.team.gather(mine)
         shapes = [[shape for shape, *_ in row] for row in rows]
@@ -275,7 +275,7 @@ class Planner:
 
     @contextlib.contextmanager
     def _in_place(self, forwards: Mapping[str, PlannedForward]) -> Any:
-        """Let these forwards stand in the blocks, which are dressed."""
+        """Install these forwards in the blocks."""
         for path, forward in forwards.items():
             vars(self.views[path])["_rockmate"] = forward
         yield
@@ -297,7 +297,7 @@ class Planner:
         if self._all_are_well(block):
             try:
                 if kind.is_spread and not kind.is_shared:
-                    self._share([kind])  # now: it runs its collectives in this step already
+                    self._share([kind])  # before it runs its collectives in this step
                 self.kind_of[block.path] = kind
                 self.order.append(block.path)
                 forward = self._forward(block.path, kind, kind.least)
@@ -310,9 +310,9 @@ class Planner:
         return self._go_on(block, args, kwargs)
 
     def _all_are_well(self, block: _Intercepted) -> bool:
-        """Whether nothing has failed: of a block spread over processes, in any of them.
+        """Return whether nothing has failed; for a block with collectives, in any process.
 
-        Asked before whatever runs its collectives, which all of them must run, or none.
+        It is called before collectives of a block, which all processes must run, or none.
         """
         if whole_parts(block.model):
             try:
@@ -322,7 +322,7 @@ class Planner:
         return self.error is None
 
     def _go_on(self, block: _Intercepted, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a block as it is planned; plain once something has failed."""
+        """Run a block as planned, or plain if something has failed."""
         if self._all_are_well(block):
             try:
                 with self._meeting(block.model):
@@ -333,29 +333,30 @@ class Planner:
 
     @contextlib.contextmanager
     def _meeting(self, model: nn.Module) -> Iterator[None]:
-        """While active, a block is run in which processes may meet."""
+        """Mark that a block runs in which processes may wait for each other."""
         self.is_meeting = bool(whole_parts(model))
         yield
-        self.is_meeting = False  # but not after an error, which has left it in the middle
+        self.is_meeting = False  # not after an error, which left it inside
 
     def _remember(self, error: Exception) -> None:
-        """Let an error wait until the step is over, where the others can get there.
+        """Keep an error until the step is over, if the other processes can finish the step.
 
         Raises:
-            Exception: the error, where the others are in the middle of a block.
+            Exception: the error itself, if other processes are inside the block.
         """
         if self.is_meeting:
             raise error
         self.error = error
 
     def _test(self, block: _Intercepted, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Hold the chosen option of a block to plain PyTorch, and run it."""
+        """Compare the chosen option of a block with plain PyTorch, and run it."""
         forward = self.forwards.get(block.path)
         if forward is None or self.error is not None:
             return block.model.forward(*args, **kwargs)
         try:
             planned = forward.known[0]
-            # By number: bytes may be equal here and differ elsewhere, where a test would run.
+            # By number, because bytes may be equal here and differ in other processes, which
+            # would then run the test.
             key = id(self.kind_of[block.path]), self.numbers[block.path]
             if key not in self.tested:
                 self.tested.add(key)
@@ -403,7 +404,7 @@ class Planner:
         return self.kinds[key]
 
     def _opaque_in(self, path: str) -> tuple[str, ...]:
-        """Return what the user runs whole inside a block, by its path there."""
+        """Return the user's opaque submodules inside a block, by their paths there."""
         inside = (p for p in self.settings.opaque if p.startswith(f"{path}."))
         return tuple(p.removeprefix(f"{path}.") for p in inside)
 
@@ -412,7 +413,8 @@ class Planner:
         settings = replace(
             self.settings,
             budget=planned.budget_bytes,
-            self_test=self.settings.self_test and not kind.is_spread,  # `_test` does, on all
+            self_test=self.settings.self_test
+            and not kind.is_spread,  # `_test` compares, on all processes
             most_kept_bytes=option.saved_bytes,
             opaque=self._opaque_in(path),
         )
@@ -422,7 +424,7 @@ class Planner:
         return forward
 
     def _take(self, numbers: Mapping[str, int]) -> None:
-        """Let every block run an option from now on."""
+        """Set the options of all blocks."""
         self.numbers = dict(numbers)
         with self.team.together():
             self.forwards = {
@@ -433,14 +435,14 @@ class Planner:
     # ------------------------------------------------------------------ memory
 
     def _measure(self, call: Call) -> tuple[int, StepMemory]:
-        """Return the peak of a step as it is planned now, and the memory at its borders.
+        """Return the peak of a step with the present options, and the memory at borders of blocks.
 
-        The first is of this process, the second the largest of all.
+        The peak is this process's, the memory the largest of all processes.
         """
         marker, times = Marker(), _MANY_STEPS if self.team.groups else 1
         with self._in_place(self.forwards), contextlib.ExitStack() as stack:
             if any(not forward.plans.families for forward in self.forwards.values()):
-                self._step(call)  # each records its program
+                self._step(call)  # each block records its program
             for place, path in enumerate(self.order):
                 executor = next(iter(self.forwards[path].plans)).executor
                 stack.enter_context(marked(executor, place, marker))

@@ -1,8 +1,8 @@
-"""Whole steps of a model run for planning: nothing stays of them, and memory is marked on the way.
+"""Whole steps of a model that are run for planning: memory is marked, and the model is restored.
 
-Unlike the twin of a single module, a model that is sharded or spread over processes cannot be
-copied. So the steps are run on the model itself, forward and backward, as a user would; gradients,
-buffers, attributes and random numbers are put back afterwards.
+A model that is sharded or spread over processes cannot be copied. So the steps are run on the model
+itself, forward and backward, as in training. Gradients, buffers, attributes and random states are
+restored afterwards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TURN, END = "turn", "end"
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The memory at one point of a step, and the highest from there to the next point."""
+    """The memory at one point of a step, and the peak from there to the next point."""
 
     name: str
     bytes: int
@@ -37,7 +37,7 @@ class Mark:
 
 
 class Marker:
-    """Marks points of a step while its memory is traced; does nothing otherwise."""
+    """Marks points of a step while its memory is traced; otherwise it does nothing."""
 
     def __init__(self) -> None:
         self.span: Span | None = None
@@ -49,7 +49,7 @@ class Marker:
 
 
 def run_step(model: nn.Module, call: Call, device: torch.device) -> None:
-    """Run one step and put back what it changes; no hook of a gradient's owner is called."""
+    """Run one step and restore what it changes; hooks on gradients of leaves are not called."""
     with kept_as_it_is(model, device):
         _run(model, call, Marker())
 
@@ -64,9 +64,9 @@ def trace_step(
 ) -> tuple[int, tuple[Mark, ...]]:
     """Return the peak of one step above what is in use before it, and its marked points.
 
-    Gradients of parameters are there before the step, as the budget is defined. Of several `times`
-    the one of the lowest peak counts: threads that send tensors let go of them a moment late.
-    `restore` puts back what else a step changes.
+    Gradients of parameters exist before the step, as the definition of the budget says. The lowest
+    peak of `times` steps counts, because sending threads release tensors a moment late. `restore`
+    undoes other changes by a step.
     """
 
     def run(span: Span) -> None:
@@ -78,9 +78,9 @@ def trace_step(
 
     with kept_as_it_is(model, device) as lent:
         start, traces = StartOfCall(model, device), []
-        _run(model, call, Marker())  # gradients are there from now on, and buffers of libraries
+        _run(model, call, Marker())  # from now on gradients and buffers of libraries exist
         for _ in range(times):
-            start.restore()  # by other random numbers, it might go another way
+            start.restore()  # with other random numbers it might take other branches
             restore()
             lent.again()
             traces.append(trace_memory(run, device))
@@ -101,15 +101,15 @@ def _run(model: nn.Module, call: Call, marker: Marker) -> None:
     marker(END)
 
 
-# A backward of a program, which may be sent what it receives.
+# The backward of a program, to which gradients can be sent.
 Handing = Generator[list[Tensor], list[Tensor] | None, None]
 
 
 @contextlib.contextmanager
 def kept_as_it_is(model: nn.Module, device: torch.device) -> Iterator[Lent]:
-    """Put gradients, buffers, written parameters, attributes and random numbers back in the end.
+    """Restore gradients, buffers, written parameters, attributes and random states at exit.
 
-    Copies stand in for what changes by being used; for another run these are lent again.
+    Values that change by being used are replaced by copies, anew for each run.
     """
     start, lent = StartOfCall(model, device), Lent(model)
     leaves = [*model.parameters(), *_leaves_kept(model)]
@@ -136,7 +136,7 @@ def _leaves_kept(model: nn.Module) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def marked(executor: Executor, place: int, marker: Marker) -> Iterator[None]:
-    """Mark where the forward and the backward of an executor begin and end."""
+    """Mark the beginning and the end of an executor's forward and backward."""
     expected = executor.expected
     compiled = expected.compiled
 
@@ -167,7 +167,7 @@ def _ending(
     name: str,
     marker: Marker,
 ) -> Callable[[list[Any], list[Tensor]], Handing]:
-    """Return a backward that marks when it gives its last gradients."""
+    """Return a backward that also marks its last gradients."""
 
     def wrapped(saved: list[Any], tangents: list[Tensor]) -> Handing:
         running, number, received = backward(saved, tangents), 0, None

@@ -1,4 +1,4 @@
-"""What planning block by block has found; printed, it says what blocks keep, and the price."""
+"""The report of a plan of blocks; printed, it shows what blocks keep and their extra time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rockmate.whole_step import Memory
 
 @dataclass(frozen=True, slots=True)
 class BlockRow:
-    """One block: what it keeps from its forward to its backward, its peak, and its extra time."""
+    """One block: the bytes that it keeps between forward and backward, its peak, its extra time."""
 
     path: str
     kept_bytes: int  # outputs included
@@ -39,18 +39,18 @@ class BlocksPlan:
     budget_bytes: int
     peak_bytes: int  # predicted
     measured_peak_bytes: int  # of a whole step, the largest of all processes
-    keeping_all_bytes: int  # predicted peak where every block keeps everything
+    keeping_all_bytes: int  # predicted peak if every block keeps everything
     in_flight: int = 1
     free_overhead_ms: float | None = None  # of a plan of the whole model in the same budget
     why_no_free_plan: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
     file: PlanFile | None = field(default=None, repr=False)
-    memory: Memory | None = field(default=None, repr=False)  # where it was given, not a budget
+    memory: Memory | None = field(default=None, repr=False)  # if the user gave it, not a budget
 
     def save_plan(self, path: str | PathLike[str]) -> None:
         """Write the plan to a file, for `apply_to_blocks(..., plan=path)` at another start.
 
-        It is there whole or not at all, whatever process dies meanwhile; one process need write it.
+        The file is written atomically. One process is enough to write it.
         """
         assert self.file is not None
         self.file.save(path)
@@ -72,7 +72,7 @@ class BlocksPlan:
 
     @property
     def restriction_ms(self) -> float | None:
-        """How much longer a step takes than with a plan of the whole model; None if not known."""
+        """Extra time of a step compared with a plan of the whole model, or None if not known."""
         if self.free_overhead_ms is None:
             return None
         return self.overhead_ms - self.free_overhead_ms
@@ -114,7 +114,7 @@ class BlocksPlan:
 
 
 def _runs(rows: Sequence[BlockRow]) -> list[list[BlockRow]]:
-    """Group neighbours that run alike."""
+    """Group neighbours with equal options."""
 
     def worth(row: BlockRow) -> tuple[int, int, int]:
         return row.kept_bytes, row.peak_bytes, round(1000 * row.overhead)

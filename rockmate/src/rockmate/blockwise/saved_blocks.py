@@ -1,4 +1,4 @@
-"""A plan block by block as what a file holds of it, and what holds it to the blocks here."""
+"""Saving a plan of blocks in a file, and checking that a saved one fits the present blocks."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def file_of_blocks(
 def shared_file(
     look: Callable[[], PlanFile | None], team: Team, model: str, device: torch.device
 ) -> PlanFile | None:
-    """Return the file that the first process has, on all of them; None where it has none.
+    """Return the first process's file on all processes, or None if it has none.
 
     Raises:
-        PlanFileError: it cannot be read, or is no such file; on all.
-        PlanMismatchError: it was made with something else than is here; on all.
+        PlanFileError: it cannot be read, or is no such file (on all processes).
+        PlanMismatchError: it was made with another model, device or version (on all processes).
     """
     found: PlanFile | str | None = None
     if team.is_first:
@@ -80,7 +80,7 @@ def shared_file(
 def blocks_key(
     model: nn.Module, calls: Sequence[Call], about: object, device: torch.device, terms: Terms
 ) -> str:
-    """Return the key of a plan of blocks in the cache; `about` is what else was asked."""
+    """Return the key of a plan of blocks in the cache; `about` has the other settings."""
     tensors = [(n, t.shape, t.dtype, t.requires_grad) for n, t in placed_parameters(model)]
     inputs = [key_of(args, in_order(kwargs))[1] for args, kwargs in calls]
     return cache_key(repr((tensors, inputs, ambient(), about)), model, device, terms)
@@ -120,7 +120,7 @@ def numbers_for(saved: SavedBlocks, kinds: Mapping[str, Kind], in_flight: int) -
 
 
 def over_budget(measured_bytes: int, budget_bytes: int) -> PlanMismatchError:
-    """Return the error that a plan from a file takes more than it may."""
+    """Return the error for a plan from a file whose step exceeds the budget."""
     return _mismatch(
         [f"a step takes {measured_bytes} bytes here, and the budget is {budget_bytes}"]
     )

@@ -1,12 +1,12 @@
-"""The processes that share a model, and what they must agree on while they plan it.
+"""The processes that share a model, and their agreement while they plan it.
 
-Every process records, measures and simulates its own part. They exchange plain facts between the
-steps, and what follows from the facts of all is computed by each: so nobody waits for a planner,
-all choose the same, and an error of one is raised by all.
+Every process records, measures and simulates its own part. Between steps they exchange plain facts,
+and each computes the consequences of all facts. So no process waits for a planner, all make the
+same choice, and an error in one is raised by all.
 
-A process that fails in the middle of a step can meet the others no more, who wait in a collective.
-It leaves a word in the store of the process group. Their collective ends with the process, or with
-the time-out of the group, and then they find that word, and raise the same.
+A process that fails in the middle of a step cannot reach the others, which wait in a collective. It
+leaves a message in the store of the process group. The collective of the others ends with the
+process, or with the time-out of the group. They then find the message, and raise the same error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Facts = TypeVar("Facts")
 
 
 class Team:
-    """This process and the others of a model; alone unless its parameters lie in pieces."""
+    """This process and the others of a model; just this one unless parameters are sharded."""
 
     _numbers: ClassVar[Counter[int]] = Counter()  # of teams of the same processes
 
@@ -45,7 +45,7 @@ class Team:
 
     @classmethod
     def of(cls, model: nn.Module, process_group: Any = None) -> Team:
-        """Return the processes over which parameters of a model are spread, or those of a group."""
+        """Return the processes over which a model's parameters are sharded, or those of a group."""
         if process_group is not None:
             return cls([process_group])
         meshes = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
@@ -57,16 +57,16 @@ class Team:
 
     @property
     def is_first(self) -> bool:
-        """Whether what this process has comes first in `gather`."""
+        """Whether this process's facts come first in `gather`."""
         return self.place == 0
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return len(self.gather(None))
 
     def gather(self, facts: Facts) -> list[Facts]:
-        """Return the facts of all processes, in one order everywhere."""
+        """Return the facts of all processes, in the same order on all of them."""
         found = [facts]
         for group in self.groups:
             import torch.distributed as dist
@@ -77,16 +77,16 @@ class Team:
         return found
 
     def anyone(self, is_so: bool) -> bool:
-        """Whether something is so here or in any other process: the same answer in all."""
+        """Return whether `is_so` holds in any process; all get the same answer."""
         return any(self.gather(is_so))
 
     def raise_together(self, error: Exception | None) -> None:
-        """Raise what has failed here or in any other process, the same in all.
+        """Raise an error of this or any other process, the same on all.
 
         Raises:
-            PlanMismatchError: some process cannot follow a saved plan.
-            RockmateError: a process has failed; the text is its error's. Where all have failed
-                alike, each raises its own error.
+            PlanMismatchError: a process cannot follow a saved plan.
+            RockmateError: a process has failed; the text is that of its error. If all have failed
+                in the same way, each raises its own error.
         """
         mismatch = error if isinstance(error, PlanMismatchError) else None
         rows = self.gather((mismatch, None if error is None else _told(error)))
@@ -102,7 +102,7 @@ class Team:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Let all raise what fails inside, where no process may wait for another."""
+        """Raise errors inside on all processes, if no process waits for another inside."""
         error = None
         try:
             yield
@@ -112,9 +112,9 @@ class Team:
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        """Let all raise what fails inside, where processes wait for each other.
+        """Raise errors inside on all processes, if processes wait for each other inside.
 
-        Those that wait learn it when their collective gives up.
+        Waiting processes raise when their collective gives up.
         """
         try:
             yield
@@ -125,7 +125,7 @@ class Team:
                 store = group_store()
                 mine = f"{self.place} {_told(error)}"
                 words = store.compare_set(self._failed, "", mine).decode()  # the first failure
-            except RuntimeError:  # the store has gone with its process
+            except RuntimeError:  # the store ended with its process
                 raise error from None
             place, text = words.split(" ", 1)
             raise _failure(int(place), text) from error

@@ -1,9 +1,10 @@
-"""The folder in which plans lie between two starts of one training.
+"""The folder that keeps plans between two starts of a training.
 
-One file a plan, named by a digest of everything that the plan depends on, so that another torch,
-device, kernel choice, shape or budget is another file. Files are written beside and renamed, which
-is one step for every reader: processes that write at once leave one whole file. What cannot be
-read or written is no error, only no cache. The files used least recently go first.
+Each plan is one file, named by a digest of everything that the plan depends on. So another torch,
+device, kernel choice, shape or budget leads to another file. Files are written under another name
+and renamed, which is atomic: processes that write at once leave one complete file. A file that
+cannot be read or written is no error; the plan is then not cached. The least recently used files
+are removed first.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SUFFIX = ".plan.json"
 
 
 def usual_folder() -> Path:
-    """Return where the platform keeps what can be made anew, for this user."""
+    """Return the platform's cache directory for this user."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "rockmate"
     if sys.platform == "win32":
@@ -40,17 +41,17 @@ def usual_folder() -> Path:
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """Plans by key in one folder, of at most `most_bytes` together."""
+    """Plans by key in one folder, with at most `most_bytes` in total."""
 
     path: Path
     most_bytes: int = 256 << 20
 
     @classmethod
     def chosen(cls, choice: bool | str | os.PathLike[str] | None) -> CacheFolder | None:
-        """Return the folder for a user's choice; None where there is to be none.
+        """Return the folder for a user's choice, or None for no cache.
 
-        A path is that folder. None is what `ROCKMATE_CACHE` says (a path, or "off"), and without
-        it the user's cache directory; True is the same, even where the variable says "off".
+        A path is the folder itself. None means the value of `ROCKMATE_CACHE` (a path, or "off"),
+        or without it the user's cache directory. True means the same, but ignores "off".
         """
         if choice is False:
             return None
@@ -74,17 +75,17 @@ class CacheFolder:
             found = PlanFile.from_json(text)
         except (OSError, UnicodeDecodeError):
             return None
-        except PlanFileError as error:  # of another version, or damaged: it is made anew
+        except PlanFileError as error:  # another version, or damaged: plan anew
             _log.info("a plan in the cache is not used: %s", error)
             return None
         with contextlib.suppress(OSError):
-            os.utime(place)  # used now
+            os.utime(place)  # marks it as used
         return found
 
     def put(self, key: str, plans: PlanFile) -> bool:
-        """Keep plans under a key, in the place of what was kept; return whether that was possible.
+        """Store plans under a key, replacing older ones; return whether that succeeded.
 
-        The oldest go where the folder is too large for all.
+        If the folder becomes too large, the least recently used plans are removed.
         """
         data = plans.to_json().encode()
         if len(data) > self.most_bytes:
@@ -108,7 +109,7 @@ class CacheFolder:
         return self.path / f"{key}{_SUFFIX}"
 
     def _files(self) -> list[tuple[float, int, Path]]:
-        """Return (time of last use, bytes, path) of every plan; what another one removes is not."""
+        """Return (time of last use, bytes, path) of every plan, skipping files that vanish."""
         found = []
         for place in sorted((*self.path.glob(f"*{_SUFFIX}"), *self.path.glob(".*.part"))):
             with contextlib.suppress(OSError):

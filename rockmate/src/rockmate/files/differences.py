@@ -1,4 +1,4 @@
-"""Why a plan in a file does not fit what is here: versions, inputs, or the network, in words."""
+"""Why a plan from a file does not fit: differences of versions, inputs, or network, in words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rockmate.problems.problem import Node, Problem
 from rockmate.schedules.report import format_bytes
 
-_MOST = 6  # differences that are listed; more of them say no more
+_MOST = 6  # differences that are listed
 
 
 def of_mappings(saved: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
@@ -48,7 +48,7 @@ def _of_nodes(saved: Problem, here: Problem) -> Iterator[str]:
     for k, (a, b) in enumerate(zip(saved.nodes, here.nodes, strict=False)):
         if (a.op, a.module_path, a.name) != (b.op, b.module_path, b.name):
             yield f"operation {k}: {_told(a)} in the file, {_told(b)} here"
-            return  # what comes behind is another network
+            return  # the rest differs as well
         for what, ours, theirs in (
             ("makes", _made_bytes(saved, k), _made_bytes(here, k)),
             ("needs in its forward", a.fwd_peak_bytes, b.fwd_peak_bytes),

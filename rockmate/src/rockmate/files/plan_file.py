@@ -1,16 +1,16 @@
-"""What a file of plans holds: for each planned call its problem, its steps, and what was measured.
+"""The content of a plan file: for each planned call its problem, its steps, and its measurements.
 
     {"rockmate_plans": 1, "checksum": "…", "content": {"model": …, "made_with": …, "plans": […]}}
 
-A plan block by block has its options and the choice among them in the place of plans, as "blocks":
-there blocks are recorded anew and a whole step is measured wherever the file is used, and only the
-search and the measurement of times are spared.
+A plan of blocks has an entry "blocks" instead of plans, with the options and the choice among them.
+Wherever such a file is used, blocks are recorded again and a whole step is measured; only the
+search and the measurement of times are skipped.
 
-Sizes and structure of a network are recorded anew wherever a plan is used, and compared with the
-problem here; only times and workspaces of kernels are taken from the file. The checksum finds files
-that were cut or edited; it is no protection against somebody who means harm. Such a person can
-make a plan slower or its predicted peak too small, and nothing else: steps out of order are
-refused, and operations come from the recording.
+Wherever a plan is used, the network is recorded again, and its sizes and structure are compared
+with the problem in the file. Only times and workspaces of kernels are taken from the file. The
+checksum detects files that were truncated or edited, but does not protect against an attacker. An
+attacker can make a plan slower, or its predicted peak too small, and nothing else: steps out of
+order are refused, and operations come from the recording.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from rockmate.schedules.plan import Plan
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Step
 
-FORMAT = 1  # raised when a file of an older version can no longer be read
+FORMAT = 1  # increased when files of an older version can no longer be read
 
 
 @dataclass(frozen=True, slots=True)
 class KindCost:
-    """What one call of one kind of operation takes."""
+    """The cost of one call of one kind of operation."""
 
     time_ms: float
     flops: int
@@ -52,7 +52,7 @@ class KindCost:
 class SavedPlan:
     """One planned call, ready to be used again.
 
-    `recording` is a digest of the recorded step: operations, shapes, and who reads what.
+    `recording` is a digest of the recorded step: operations, shapes, and data flow.
     """
 
     recording: str
@@ -60,7 +60,7 @@ class SavedPlan:
     problem: Problem
     plan: Plan
     costs: Mapping[str, KindCost]  # by digest of the kind of operation
-    unsteady: tuple[str, ...]  # kinds that gave other bits at a second call
+    unsteady: tuple[str, ...]  # nondeterministic kinds: other bits at a second call
     spread: float
     device_ms: float
     host_ms: float
@@ -81,7 +81,7 @@ class SavedPlan:
 
 @dataclass(frozen=True, slots=True)
 class SavedKind:
-    """Equal blocks: what their steps take for granted, and their options."""
+    """Equal blocks: the shape of their problem, and their options."""
 
     nodes: int
     backward_order: tuple[int, ...]
@@ -90,7 +90,7 @@ class SavedKind:
 
 @dataclass(frozen=True, slots=True)
 class SavedBlock:
-    """One block: its kind and its option, by number, and the times that were measured."""
+    """One block: the numbers of its kind and its option, and its measured times."""
 
     path: str
     kind: int
@@ -101,7 +101,7 @@ class SavedBlock:
 
 @dataclass(frozen=True)
 class SavedBlocks:
-    """A plan block by block: the options of each kind of block, and the choice."""
+    """A plan of blocks: the options of each kind of block, and the choice."""
 
     kinds: tuple[SavedKind, ...]
     blocks: tuple[SavedBlock, ...]
@@ -123,7 +123,7 @@ class SavedBlocks:
 
 @dataclass(frozen=True)
 class PlanFile:
-    """Plans of one model, or its plan block by block, and what they were made with.
+    """Plans of one model, or its plan of blocks, and the versions they were made with.
 
     Example:
         >>> rk.save_plan("gpt2.plan.json")
@@ -152,7 +152,7 @@ class PlanFile:
         """Read what `to_json` wrote.
 
         Raises:
-            PlanFileError: the text is anything else.
+            PlanFileError: the text is no such file.
         """
         data = parse(text)
         if not isinstance(data, dict) or "rockmate_plans" not in data:
@@ -179,7 +179,7 @@ class PlanFile:
             raise PlanFileError("the file is nested too deeply for a plan") from None
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the file: all of it, or nothing.
+        """Write the file atomically: all of it, or nothing.
 
         Raises:
             PlanFileError: it cannot be written.
@@ -188,7 +188,7 @@ class PlanFile:
 
     @classmethod
     def load(cls, path: str | PathLike[str], *, by_blocks: bool = False) -> PlanFile:
-        """Read a file: of plans of a module, or of a plan block by block.
+        """Read a file of plans of a module, or with `by_blocks` of a plan of blocks.
 
         Raises:
             PlanFileError: it cannot be read, or is no such file.
@@ -206,10 +206,10 @@ class PlanFile:
 
 
 def _check_plan(problem: Problem, plan: Plan) -> None:
-    """Hold a plan to what the simulator says of its steps.
+    """Check a plan's figures by simulating its steps.
 
     Raises:
-        PlanFileError: the steps are out of order, over their budget, or not what the plan claims.
+        PlanFileError: the steps are out of order or over their budget, or the figures differ.
     """
     try:
         plan.check(problem)
@@ -227,6 +227,6 @@ def _check_plan(problem: Problem, plan: Plan) -> None:
 
 
 def checksum(content: Any) -> str:
-    """Return what tells a content from one that was cut or edited."""
+    """Return the checksum of a content, which detects truncation and edits."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

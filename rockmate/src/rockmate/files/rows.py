@@ -1,7 +1,7 @@
-"""Frozen dataclasses as JSON, and strictly back: a wrong type anywhere is refused with its place.
+"""Frozen dataclasses as JSON, and strictly back: a wrong type is refused, with its place.
 
-Reading makes only the data types that it is asked for, from numbers, text and lists. Nothing is
-looked up by a name that stands in the file, so a hostile file can be refused and nothing else.
+Reading makes only the requested data types, from numbers, text and lists. No name in the file is
+ever looked up, so a hostile file can do no more than be refused.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rockmate.schedules.steps import Step, steps_from_text, steps_to_text
 Row = TypeVar("Row")
 
 _MOST_CHARACTERS = 1 << 28
-_MOST = 1 << 62  # bytes, counts: what is above is no size of anything
+_MOST = 1 << 62  # no size or count is larger
 
 
 def parse(text: str) -> Any:
-    """Return what JSON text says, without numbers that are none.
+    """Return the value of JSON text; NaN and infinities are refused.
 
     Raises:
         PlanFileError: it is no JSON, or too long.
@@ -43,7 +43,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def row_of(value: Any) -> Any:
-    """Return a dataclass as what JSON can hold; steps become one line of text."""
+    """Return a dataclass in the types of JSON; steps become one line of text."""
     if dataclasses.is_dataclass(value):
         return {f.name: row_of(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -59,8 +59,8 @@ def from_row(kind: type[Row], row: Any, place: str) -> Row:
     """Return the dataclass `kind` that a row describes; `place` names it in errors.
 
     Raises:
-        PlanFileError: a field is missing, unknown, or of another type; or the values together
-            are refused by the dataclass itself.
+        PlanFileError: a field is missing, unknown, or of another type; or the dataclass refuses
+            the values.
     """
     if not isinstance(row, dict):
         raise PlanFileError(f"{place}: expected fields, found {_told(row)}")
@@ -126,7 +126,7 @@ def _steps(value: Any, place: str) -> tuple[Step, ...]:
 
 
 def _typed(kind: Any, value: Any, place: str) -> Any:
-    if type(value) is not kind:  # a bool is an int elsewhere
+    if type(value) is not kind:  # isinstance would accept a bool as an int
         raise PlanFileError(f"{place}: expected {kind.__name__}, found {_told(value)}")
     return value
 
@@ -140,5 +140,5 @@ def _told(value: Any) -> str:
 
 
 def all_finite(values: Sequence[float]) -> bool:
-    """Whether none is infinite or no number, nor below zero."""
+    """Return whether all values are finite and not negative."""
     return all(math.isfinite(value) and value >= 0 for value in values)

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside, and renamed, which is one step for readers."""
+"""Atomic files: they are written under another name and renamed, so readers see all or nothing."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rockmate.errors import PlanFileError
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file; what was there stays until the new one is complete.
+    """Write a file atomically; an older one stays until the new one is complete.
 
-    A process that dies in between leaves at most a file of another name, ending in `.part`. A link
-    stays one: what it leads to is written.
+    A process that dies in between leaves at most a file of another name, ending in `.part`. If the
+    path is a link, its target is written.
 
     Raises:
-        OSError: it cannot be written; or something that is no file lies there.
+        OSError: it cannot be written, or the path is not a regular file.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
@@ -39,14 +39,14 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def save_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file that a user has named; what was there stays until the new one is complete.
+    """Write a file that a user has named; an older one stays until the new one is complete.
 
     Raises:
         PlanFileError: it cannot be written.
     """
     try:
         write_whole(Path(path), text.encode())
-    except (OSError, ValueError) as error:  # ValueError: no system has such a path
+    except (OSError, ValueError) as error:  # ValueError: the path is invalid
         raise PlanFileError(
             f"cannot write the plan file {os.fspath(path)!r}: {error}. Nothing was changed there. "
             "Name a file in a folder that exists and that this process may write to."
@@ -57,10 +57,10 @@ def load_text(path: str | os.PathLike[str]) -> str:
     """Read a file that a user has named.
 
     Raises:
-        PlanFileError: it cannot be read, or is no file of text.
+        PlanFileError: it cannot be read, or is no text file.
     """
     try:
-        if Path(path).exists() and not Path(path).is_file():  # reading a device may never end
+        if Path(path).exists() and not Path(path).is_file():  # a device might never end
             raise OSError(errno.EINVAL, "something that is no file lies there")
         return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

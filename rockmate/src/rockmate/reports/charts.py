@@ -1,7 +1,7 @@
-"""Charts as SVG text: areas and lines over axes, small enough to be read on a phone.
+"""Charts as SVG text: areas and lines over axes, readable on a phone.
 
-Text is 11 units high in a chart that is 380 wide, about the width of a phone in pixels. Colours are
-classes, which the page around styles for light and dark.
+Text is 11 units high in a chart of width 380, about the width of a phone in pixels. Colours are
+classes, which the page styles for light and dark.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ Point = tuple[float, float]
 
 @dataclass
 class Chart:
-    """Axes from zero (or `x_from`) to given ends, and what is drawn into them."""
+    """Axes from zero (or `x_from`) to given ends, with lines and areas."""
 
-    label: str  # for who cannot see it
+    label: str  # for screen readers
     x_to: float
     y_to: float
     x_text: Callable[[float], str]
     y_text: Callable[[float], str]
     x_title: str
     x_from: float = 0.0
-    x_unit: float = 1.0  # in which numbers on the axis are round
+    x_unit: float = 1.0  # unit in which ticks are round numbers
     y_unit: float = 1.0
     _parts: list[str] = field(default_factory=list)
 
@@ -57,7 +57,7 @@ class Chart:
     def dot(self, point: Point, kind: str, text: str) -> None:
         """Mark a point, with a text beside it."""
         x, y = self._x(point[0]), self._y(point[1])
-        left = x > 0.65 * WIDTH  # what falls to the right leaves room there
+        left = x > 0.65 * WIDTH  # at the right end the text goes to the left
         anchor, shift = ("end", -8) if left else ("start", 8)
         self._parts.append(f'<circle class="{kind}" cx="{x:.2f}" cy="{y:.2f}" r="5"/>')
         self._parts.append(
@@ -111,14 +111,14 @@ def ticks(begin: float, end: float, count: int, unit: float = 1.0) -> list[float
 
 
 def byte_unit(count: float) -> float:
-    """Return the unit in which so many bytes are spelled: 1, 1024, …"""
+    """Return the unit for so many bytes: 1, 1024, …"""
     return float(next((u for u in (1 << 30, 1 << 20, 1 << 10) if count >= u), 1))
 
 
 def thinned(
     columns: Sequence[tuple[float, float, float]], x_to: float, *, most: int = 600
 ) -> list[tuple[float, float, float]]:
-    """Join columns narrower than a `most`-th of the width to their neighbours; maxima stay."""
+    """Join columns narrower than `x_to / most` with their neighbours, keeping maxima."""
     least = x_to / most
     result: list[tuple[float, float, float]] = []
     for begin, end, high in columns:

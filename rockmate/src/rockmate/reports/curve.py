@@ -1,4 +1,4 @@
-"""Extra time over budget: what other budgets would cost, and what no schedule can go below."""
+"""Extra time over budget: the cost of other budgets, and a lower bound for every schedule."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.simulate import simulate
 
-_QUICK = "segments"  # the planner that takes tenths of a second
+_QUICK = "segments"  # takes tenths of a second
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """One budget: the overhead of a plan for it, and a proven bound under every plan's.
+    """One budget: the overhead of a plan for it, and a proven lower bound for every plan.
 
     Both are fractions of the step without recomputation.
     """
@@ -28,11 +28,11 @@ class CurvePoint:
 
 
 def overhead_curve(problem: Problem, found: Plan, *, points: int = 7) -> list[CurvePoint]:
-    """Return points from a small budget to that which keeps everything, `found`'s among them.
+    """Return points from a small budget to the one that keeps everything, including `found`'s.
 
-    Overheads are those of a quick planner, and of `found` where it fits; a plan for less memory
-    serves for more, and a bound for more memory holds for less. Takes about half a second a point
-    for 150 nodes.
+    Overheads are those of a quick planner, and of `found` if it fits. A plan for less memory also
+    serves for more, and a bound for more memory also holds for less. A point takes about half a
+    second for 150 nodes.
     """
     everything = simulate(problem, no_recomputation(problem)).peak_bytes
     least = min(low_memory_plan(problem)[1], found.peak_bytes)

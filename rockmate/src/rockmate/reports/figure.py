@@ -15,7 +15,7 @@ _MIB = 1 << 20
 
 
 def memory_figure(problem: Problem, plan: Plan) -> Any:
-    """Return memory over the step against the budget, in MiB and ms."""
+    """Return a figure of memory over the step, with the budget, in MiB and ms."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What a plan keeps and recomputes, by module."""
+"""Kept bytes and recomputations of a plan, by module."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from rockmate.schedules.steps import Steps
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """One module, or equal ones in repeated layers: what of it stays from forward to backward."""
+    """One module, or equal ones in repeated layers, with its saved bytes and recomputations."""
 
     where: str  # module path, repeated layers folded
     kept_bytes: int  # held between forward and backward by the plan
     plain_bytes: int  # held there if nothing is recomputed
-    runs: int  # forwards of its nodes beyond the first
+    runs: int  # recomputations of its nodes
     recompute_ms: float
 
 
 def module_rows(problem: Problem, steps: Steps) -> list[ModuleRow]:
-    """Return a row per module that makes what the backward reads, those that hold most first."""
+    """Return a row for each module with saved tensors, those with most bytes first."""
     last = len(problem.nodes) - 1
     if last < 0:
         return []
@@ -55,7 +55,7 @@ def module_rows(problem: Problem, steps: Steps) -> list[ModuleRow]:
 
 
 def phases(problem: Problem, steps: Steps) -> Iterator[tuple[str, float]]:
-    """Yield for each step what it is ("forward", "recomputation", "backward") and its ms."""
+    """Yield for each step its phase ("forward", "recomputation", "backward") and its ms."""
     for t, (kind, k) in enumerate(steps):
         node = problem.nodes[k]
         if kind == "B":

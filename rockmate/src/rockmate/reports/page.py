@@ -1,4 +1,4 @@
-"""One self-contained page that shows a plan: no script, no font, no file beside it."""
+"""One self-contained page that shows a plan, without scripts, fonts or other files."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ border-radius:3px;overflow:hidden}
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a planned module beside its problem and plan."""
+    """Facts about a planned module beside its problem and plan."""
 
     name: str = "the module"
     seconds: Mapping[str, float] = field(default_factory=dict)  # of planning, by phase
     measured_peak_bytes: int | None = None
-    pieces: Sequence[tuple[str, str]] = ()  # paths that run whole, and what is known of them
+    pieces: Sequence[tuple[str, str]] = ()  # paths of opaque calls, and a description
 
 
 def page(problem: Problem, plan: Plan, facts: Facts, curve: Sequence[CurvePoint]) -> str:
@@ -85,7 +85,7 @@ def page(problem: Problem, plan: Plan, facts: Facts, curve: Sequence[CurvePoint]
 
 
 def snippet(problem: Problem, plan: Plan, facts: Facts) -> str:
-    """Return what a notebook shows: the figures and memory over the step."""
+    """Return the HTML for a notebook: the figures and memory over the step."""
     return (
         f'<style>{STYLE}</style><div class="rockmate"><main>{_facts(problem, plan, facts)}'
         f'<div class="charts">{memory_section(problem, plan)}</div></main></div>'
@@ -143,7 +143,7 @@ def memory_section(problem: Problem, plan: Plan) -> str:
     for (kind, ms), peak in zip(phases(problem, plan.steps), timeline.peak_during, strict=True):
         columns[kind].append((now, now + ms, float(peak)))
         now += ms
-    # The plain step on the same clock: it ends earlier.
+    # The plain step, on the same time axis; it ends earlier.
     line, then = [], 0.0
     steps = no_recomputation(problem)
     for (_, ms), peak in zip(phases(problem, steps), plain.peak_during, strict=True):
@@ -196,7 +196,7 @@ def _modules_section(rows: Sequence[ModuleRow]) -> str:
     shown = []
     for row in rows[:_MOST_ROWS]:
         share = row.kept_bytes / row.plain_bytes if row.plain_bytes else 0.0
-        # A plan may keep here what plain PyTorch does not, in the place of more elsewhere.
+        # A plan may keep more here than plain PyTorch, and less elsewhere.
         word = "of" if row.kept_bytes <= row.plain_bytes else "plain:"
         shown.append(
             [

@@ -1,4 +1,4 @@
-"""A plan together with the problem it solves: what `rk.plan` is, and prints."""
+"""The report of a plan and its problem, which is `rk.plan`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CompiledPart:
-    """What of a plan is compiled, and what is not: node by node (module path, operations, why)."""
+    """The compiled part of a plan; `eager` has (module path, operations, why) of other nodes."""
 
     nodes: int
     compiled: int
     classes: int
-    compiled_now: int  # classes that no earlier plan of this process had
-    seconds: float  # of compiling, or of finding out that all is known
+    compiled_now: int  # classes that are new in this process
+    seconds: float  # of compilation, or of looking classes up
     eager: tuple[tuple[str, str, str], ...]
-    agreement: str  # how near to eager the self-test found a step; '' without one
-    keeping: int = 0  # nodes that keep what others compute again in their backward
+    agreement: str  # result of the comparison with eager in the self-test; '' without one
+    keeping: int = 0  # nodes that save what others recompute in their backward
 
     def __str__(self) -> str:
         lines = [
@@ -48,7 +48,7 @@ class CompiledPart:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The plan of a module; attributes are the plan's own."""
+    """The plan of a module; it also has the attributes of its `Plan`."""
 
     problem: Problem
     plan: Plan
@@ -58,12 +58,12 @@ class PlanReport:
     seconds: Mapping[str, float] = field(default_factory=dict)  # of planning, by phase
     measured_peak_bytes: int | None = None
     compiled: CompiledPart | None = None  # with compile=True
-    cut: tuple[str, ...] = ()  # what runs in pieces of rows, and how near to eager that is
-    is_timed: bool = True  # False with cost="flops": what is called milliseconds are FLOPs
+    cut: tuple[str, ...] = ()  # parts that run in pieces of rows, and their agreement with eager
+    is_timed: bool = True  # False with cost="flops": milliseconds are then FLOPs
 
     @property
     def opaque(self) -> tuple[str, ...]:
-        """Paths of the submodules that are run whole, because they could not be recorded."""
+        """Paths of the submodules that are opaque calls, because they could not be recorded."""
         return tuple(dict.fromkeys(piece.path for piece in self.pieces))
 
     def source(self) -> str:
@@ -80,7 +80,7 @@ class PlanReport:
         self.plan.save(path)
 
     def summary(self) -> str:
-        """Return one line: the peak (measured where it was), the budget, and the extra time.
+        """Return one line: the peak (measured if it was), the budget, and the extra time.
 
         Examples:
             >>> print(rk.plan.summary())
@@ -102,9 +102,9 @@ class PlanReport:
     def html(self, path: str | Path, *, points: int = 7) -> Path:
         """Write one self-contained page about the plan, and return its path.
 
-        Memory over the step against the budget, what is kept and recomputed by module, extra time
-        over budget (at `points` budgets, about half a second each for 150 nodes; 0 leaves it out)
-        with the bound below it, planning by phase, and submodules that run whole.
+        It shows memory over the step, kept bytes and recomputations by module, extra time over
+        budget with its lower bound, planning by phase, and opaque calls. `points` is the number of
+        budgets of the curve (about half a second each for 150 nodes); 0 leaves it out.
 
         Examples:
             >>> rk.plan.html("plan.html")
@@ -119,7 +119,7 @@ class PlanReport:
         return path
 
     def plot(self) -> Any:
-        """Return a figure of matplotlib (an extra: `rockmate[plot]`): memory over the step.
+        """Return memory over the step as a figure of matplotlib (extra: `rockmate[plot]`).
 
         Examples:
             >>> rk.plan.plot().savefig("plan.png")
@@ -140,7 +140,7 @@ class PlanReport:
         return Facts(self.name, self.seconds, self.measured_peak_bytes, pieces)
 
     def __getattr__(self, name: str) -> Any:
-        # A copy asks for special methods before it has a plan, and the plan's would not fit here.
+        # copy.copy asks for special methods before there is a plan; the plan's would be wrong.
         if name.startswith("__") or "plan" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.plan, name)

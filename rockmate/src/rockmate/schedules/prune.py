@@ -58,7 +58,7 @@ class EditablePlan:
         return step.node
 
     def drop(self, t: int, budget_bytes: int) -> bool:
-        """Drop the recomputation at index t if the peak allows it; return whether it was dropped."""
+        """Drop the recomputation at index t if the budget allows it; return whether it did."""
         step = self._steps[t]
         assert step is not None
         assert step.kind == "F"
