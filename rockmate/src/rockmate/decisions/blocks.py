@@ -1,9 +1,10 @@
-"""The blocks of a root: submodules that it calls in a sample's step, and ways to run each call.
+"""The blocks of a root: submodules that it calls in a sample's step, and the options of each call.
 
-A block is recorded where it is called, and has the options of a module among others. One that
-decides by values itself is looked into: what it calls are blocks instead, unless these would save
-little of what it holds; then its calls keep everything or nothing. So do those of blocks that are
-called with tensors of many sizes (experts that get some of the tokens), which come otherwise again.
+A block is recorded at its call, and gets the options of a planned module. If a block itself has
+value-dependent control flow, the submodules that it calls become blocks instead. If these could
+save little of its memory, the block remains, and its calls keep everything or nothing. Calls of
+blocks with tensors of many sizes (experts that get some of the tokens) also keep everything or
+nothing, because later sizes differ.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from rockmate.options.options import BlockOption
 from rockmate.runtime.plain import plain
 from rockmate.settings import Terms
 
-KEEP, AGAIN = "keep", "again"  # a plain call; one that keeps nothing and runs again
+KEEP, AGAIN = "keep", "again"  # a plain call; a call that saves nothing and is recomputed
 EVERYTHING = 1 << 62  # a budget that keeps everything
 _DIGITS = re.compile(r"\d+")
-_MUCH = 0.5  # of what a block holds, that its parts must be able to save to stand for it
+_MUCH = 0.5  # share of a block's memory that its parts must be able to save to replace it
 _TORCH = "torch.nn.modules."
 
 
@@ -46,7 +47,7 @@ class NotPlannedHereError(Exception):
 
 
 class WrittenOutsideError(Exception):
-    """What a block reads changes after its call, before the forward of its root has ended."""
+    """The root's forward writes to a tensor after a block has read it."""
 
     def __init__(self, path: str, name: str) -> None:
         super().__init__(path, name)
@@ -62,7 +63,7 @@ class WrittenOutsideError(Exception):
 
 
 class BlockForward(PlannedForward):
-    """Plans until it is sealed; later calls of other kinds are left to the caller."""
+    """Plans until it is sealed; for later calls of other kinds it raises `NotPlannedHereError`."""
 
     is_sealed = False
 
@@ -73,7 +74,7 @@ class BlockForward(PlannedForward):
         return key, family.variants[0]
 
     def as_planned(self, key: Key, planned: Planned) -> BlockForward:
-        """Return a forward of the same block for calls of one key, which run as planned."""
+        """Return a forward of the same block that runs calls of one key as planned."""
         forward = BlockForward(self.model, self.settings)
         forward.watch = self.watch
         row = self.plans.families[key].row
@@ -108,7 +109,7 @@ class BlockForward(PlannedForward):
 
 
 def group_of(path: str) -> str:
-    """Return what is equal for layers in the same place."""
+    """Return a path that is equal for repeated layers."""
     return _DIGITS.sub("#", path)
 
 
@@ -117,11 +118,11 @@ Run = BlockForward | str  # or `KEEP`, or `AGAIN`
 
 @dataclass(eq=False)
 class Block:
-    """One submodule, its recordings, and what a step of it was seen to write."""
+    """One submodule, its recordings, and its observed writes."""
 
     path: str
     module: nn.Module
-    view: nn.Module  # the same state, never led elsewhere
+    view: nn.Module  # the same state, never redirected
     base: BlockForward
     writes_buffers: bool = False
     can_run_again: bool = True  # it changes nothing but buffers and attributes
@@ -129,13 +130,13 @@ class Block:
 
     @property
     def group(self) -> str:
-        """Equal for layers in the same place."""
+        """Equal for repeated layers."""
         return group_of(self.path)
 
 
 @dataclass(eq=False)
 class SeenCall:
-    """One call of a block in the sample's step, and the ways to run it."""
+    """One call of a block in the sample's step, with its options."""
 
     block: Block
     shapes: tuple[Any, ...]
@@ -145,7 +146,7 @@ class SeenCall:
 
     @property
     def options(self) -> tuple[BlockOption, ...]:
-        """What the ways take, the fastest first."""
+        """The options, the fastest first."""
         if not self.runs_whole:
             return self.kind.options
         options = self.kind.options
@@ -176,29 +177,29 @@ class SeenCall:
         return min(range(len(rows)), key=lambda n: (rows[n].saved_bytes, rows[n].bwd_peak_bytes))
 
     def reads(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters and buffers that it reads, and their names."""
+        """Yield the parameters and buffers that it reads, with their names."""
         view, planned = self.block.view, self.kind.recorded
         own: dict[str, Tensor] = dict(placed_parameters(view, remove_duplicate=False))
         own.update(view.named_buffers(remove_duplicate=False))
         basic = planned.network.graph.dataflow.basic
         names = {**basic.parameters, **basic.buffers}
         read = {names.get(name) for name in planned.executor.expected.program.externals}
-        whole = bool(planned.network.opaque)  # a part that runs so reads what it likes
+        whole = bool(planned.network.opaque)  # an opaque call may read any of them
         yield from ((name, tensor) for name, tensor in own.items() if whole or name in read)
 
     @property
     def savable_bytes(self) -> int:
-        """What the options differ by at most."""
+        """The largest difference between kept bytes of two options."""
         kept = [option.saved_bytes for option in self.options]
         return max(kept) - min(kept)
 
 
 class Meeting:
-    """Stands in all submodules during one step, records blocks where they are called, and runs them
-    with what keeps least.
+    """Replaces the forward of all submodules for one step: records blocks and their options.
 
-    Calls of blocks in `written` groups stay plain: a backward reads what lies in their parameters
-    by then, and no recomputation would find what their forward has read.
+    It runs each block with the option that keeps least. Calls of blocks in `written` groups stay
+    plain. The root writes to their parameters after the call, so a recomputation would not find the
+    values that their forward has read.
     """
 
     def __init__(
@@ -223,18 +224,18 @@ class Meeting:
         self.views = {path: view_of(module) for path, module in self.modules.items()}
         self.dressing = Dressing(self.modules)
         self.open = {p for p in self.modules if any(is_inside(w, p) for w in whole if w)}
-        self.plain = {p for p in self.modules if group_of(p) in written}  # nothing to choose
+        self.plain = {p for p in self.modules if group_of(p) in written}  # no options
         self.blocks: dict[str, Block] = {}
         self.calls: list[SeenCall] = []
         self.samples: dict[str, Call] = {}  # by group
-        self.kinds: dict[str, list[Kind]] = {}  # by group: what is known of one serves its like
+        self.kinds: dict[str, list[Kind]] = {}  # by group
         self._inside = False
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward of the root.
 
         Raises:
-            WrittenOutsideError: it has written to what a block reads, after the block's call.
+            WrittenOutsideError: it has written to a tensor after a block has read it.
         """
         with self.dressing.led_to(self):
             result = model.forward(*args, **kwargs)
@@ -244,7 +245,7 @@ class Meeting:
         return result
 
     def _changed(self, path: str) -> str:
-        """Return what has changed since the last call of a block, which reads it, or ''."""
+        """Return a tensor that a block reads and that has changed since its last call, or ''."""
         rows = self.read.get(path, ())
         return next((n for n, t, before in rows if self.fingerprints.of(t) != before), "")
 
@@ -274,7 +275,7 @@ class Meeting:
             return self._run(path, seen.run(seen.least), args, kwargs)
 
     def _decides(self, seen: SeenCall) -> bool:
-        """Whether a part with modules inside runs whole in the recording of a block."""
+        """Return whether a block's recording has an opaque call of a module with submodules."""
         model = seen.block.view
         opaque = seen.kind.recorded.network.opaque
         return any(next(model.get_submodule(p).children(), None) is not None for p in opaque)
@@ -292,7 +293,7 @@ class Meeting:
     def _observed(
         self, seen: SeenCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Iterator[None]:
-        """See what a call of a block writes, and what others have written since the last."""
+        """Note what a call of a block writes, and what others have written since its last call."""
         block = seen.block
         if name := self._changed(block.path):
             raise WrittenOutsideError(block.path, name)
@@ -309,7 +310,7 @@ class Meeting:
     # ------------------------------------------------------------------ recordings
 
     def _seen(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SeenCall | None:
-        """Return a call with its ways; None where there is nothing to choose or to record."""
+        """Return a call with its options, or None if it has none or cannot be recorded."""
         block = self.blocks.get(path)
         if block is None:
             base = BlockForward(self.views[path], self.settings)
@@ -336,7 +337,7 @@ class Meeting:
         return seen
 
     def _kind(self, planned: Planned, kinds: list[Kind]) -> Kind:
-        """Return the options of a recording; those of an equal one, if there is any."""
+        """Return the options of a recording, or of an equal earlier one."""
         for kind in kinds:
             if kind.recorded.problem is planned.problem:
                 return Kind(planned, kind.options, 0)
@@ -347,7 +348,7 @@ class Meeting:
     # ------------------------------------------------------------------ afterwards
 
     def settle(self) -> None:
-        """Let calls of blocks that come with many sizes keep everything or nothing."""
+        """Reduce calls of blocks that come with many sizes to: keep everything, or nothing."""
         shapes: dict[tuple[str, int], set[Any]] = {}
         for call in self.calls:
             shapes.setdefault((call.block.group, len(call.shapes)), set()).add(call.shapes)
@@ -358,7 +359,7 @@ class Meeting:
         self.blocks = {path: block for path, block in self.blocks.items() if path in used}
 
     def unseen(self) -> list[SeenCall]:
-        """Return calls that did not come, of layers in the places of those that did."""
+        """Return calls of repeated layers that did not run in this step."""
         found = []
         groups = {block.group: block for block in self.blocks.values()}
         whole = {call.block.group for call in self.calls if call.runs_whole}
@@ -376,7 +377,7 @@ class Meeting:
 
 
 def _is_worth_it(view: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call is trained, and of more than one operation."""
+    """Return whether a call has a backward and more than one operation."""
     kind = type(view).__module__
     is_one = kind.startswith(_TORCH) and not kind.endswith(".rnn")
     if is_one and next(view.children(), None) is None:

@@ -1,13 +1,13 @@
-"""From a root, a call and a budget to a step plan: blocks are met, a way for each call is chosen.
+"""From a root, a call and a budget to a step plan: find blocks, and choose an option for each call.
 
-meet     one step: blocks are recorded where they are called, and run with what keeps least
-measure  one step: the memory where each call of a block begins and ends, all keeping least
-choose   a way for each call, by what they keep and where they are called; what runs between them,
-         and gradients on their way, are what the step took beyond that
-test     one step against plain PyTorch, in bits and bytes; chosen anew by what was seen, until
-         little of the budget is left or nothing faster fits
+meet     one step: blocks are recorded at their calls, and run with the option that keeps least
+measure  one step: the memory at the begin and end of each call, with the options that keep least
+choose   an option for each call, from kept bytes and positions of calls; the rest of the measured
+         memory belongs to code between blocks and to gradients
+test     one step against plain PyTorch, in bits and bytes; then choose again with these figures,
+         until the budget is nearly used or nothing faster fits
 
-Whole steps are run on the model itself, and nothing stays of them.
+Whole steps are run on the model itself, which is restored afterwards.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from rockmate.settings import Terms
 
 _log = logging.getLogger("rockmate")
 _MOST_TRIES = 8
-_NEAR = 0.98  # of the budget: nothing better is looked for
-_STEP = 0.005  # of the budget: nothing finer is tried
+_NEAR = 0.98  # of the budget; a choice above it is good enough
+_STEP = 0.005  # of the budget; the search ends at this resolution
 
 
 class NoBlocksError(RockmateError):
-    """Nothing that the root calls can keep less."""
+    """No submodule that the root calls could save less."""
 
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """A step plan, and what is known of it."""
+    """A step plan with its report."""
 
     step: StepPlan
     report: DecidedPlan
@@ -61,10 +61,10 @@ def plan_step(
     whole: Sequence[str],
     why: str,
 ) -> Chosen:
-    """Return a plan for a root of which the submodules `whole` cannot be recorded.
+    """Return a plan for a root whose submodules `whole` cannot be recorded.
 
     Raises:
-        NoBlocksError: there is nothing to plan in it.
+        NoBlocksError: no submodule could save less.
         InfeasibleBudgetError: no choice fits; `minimum_bytes` is the smallest budget that does.
         SelfTestError: the step disagrees with plain PyTorch.
     """
@@ -89,13 +89,13 @@ def plan_step(
 
 
 class _Parameters:
-    """What is in the parameters, which a forward may write to; copies lie on the host."""
+    """The values of parameters that a forward may write to, copied to the host."""
 
     def __init__(self, model: nn.Module) -> None:
         self.rows = [(p, p.data, p.detach().to("cpu", copy=True)) for p in model.parameters()]
 
     def restore(self) -> None:
-        """Put it back where it has changed."""
+        """Restore the values that have changed."""
         for parameter, own, content in self.rows:
             if parameter.data_ptr() != own.data_ptr():
                 parameter.data = own
@@ -104,7 +104,7 @@ class _Parameters:
 
     @contextlib.contextmanager
     def kept(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        """Let nothing stay of the steps that are run while active."""
+        """Undo everything that steps inside change."""
         try:
             with kept_as_it_is(model, device):
                 yield
@@ -113,7 +113,7 @@ class _Parameters:
 
 
 def _eager_step(bare: nn.Module, sample: Sample, parameters: _Parameters) -> StepResult | None:
-    """Run one plain step; None where the device has too little memory for it."""
+    """Run one plain step; None if the device has too little memory for it."""
     try:
         with parameters.kept(bare, sample.device):
             return run_step(bare, bare, sample, keep="fingerprints")
@@ -135,14 +135,14 @@ class _Planner:
         plans: bool,
     ) -> None:
         self.bare, self.name, self.sample, self.parameters = bare, name, sample, parameters
-        own = sample.detached()  # whose gradients nobody sees
+        own = sample.detached()  # with private gradients
         self.call: Call = own.args, own.keywords
         self.settings, self.eager, self.plans = settings, eager, plans
-        self.written: list[str] = []  # what blocks read, and why they keep everything
+        self.written: list[str] = []  # why blocks keep everything
         self.tested: dict[tuple[int, ...], StepResult] = {}
 
     def meet(self, whole: Sequence[str]) -> None:
-        """Find the blocks and their ways.
+        """Find the blocks and their options.
 
         Raises:
             NoBlocksError: there is none.
@@ -173,7 +173,7 @@ class _Planner:
         """Return the fastest plan that was found within the budget.
 
         Raises:
-            InfeasibleBudgetError: none was; `minimum_bytes` is what would do.
+            InfeasibleBudgetError: none was; `minimum_bytes` would suffice.
         """
         room = budget_bytes - self.settings.reserve
         least = [call.least for call in self.calls]
@@ -213,10 +213,10 @@ class _Planner:
     def _search(
         self, memory: StepMemory, room: int, beyond: int, known: Sequence[Sequence[int]]
     ) -> Sequence[int] | None:
-        """Return the fastest options that were seen to stay within `room` bytes.
+        """Return the fastest options that a test has shown to stay within `room` bytes.
 
-        A step takes `beyond` more than is known of its memory; how much more with other options,
-        the steps that test them show.
+        A step takes `beyond` bytes more than the model of its memory says. With other options this
+        may differ, so each choice is tested.
         """
         fitting = [n for n in known if self._test(n).allocated_peak_bytes <= room]
         best = min(fitting, key=self._time, default=None)
@@ -260,7 +260,7 @@ class _Planner:
         return StepPlan(self.name, blocks, fixed, budget_bytes)
 
     def _measure(self, numbers: Sequence[int]) -> tuple[StepMemory, int]:
-        """Return the memory of a step, and what blocks that did not run would add to it."""
+        """Return the memory of a step, and the bytes that blocks which did not run would add."""
         step, marker = self._step_plan(numbers), Marker()
         root = _Root(self.bare, step)
         step.marker = marker
@@ -290,7 +290,7 @@ class _Planner:
         return memory, self._more_bytes(spots)
 
     def _more_bytes(self, spots: Mapping[str, Mark]) -> int:
-        """Return what blocks that did not run keep, and the root around each at most."""
+        """Return the bytes that blocks which did not run would keep, and the root around each."""
         around: dict[str, int] = {}
         for place, call in enumerate(self.calls[:-1]):
             grown = spots[f"F{place + 1} begins"].bytes - spots[f"F{place} ends"].bytes
@@ -302,10 +302,10 @@ class _Planner:
         )
 
     def _test(self, numbers: Sequence[int]) -> StepResult:
-        """Run a step, and hold it to plain PyTorch.
+        """Run a step, and compare it with plain PyTorch.
 
         Raises:
-            SelfTestError: it has other bits.
+            SelfTestError: the bits differ.
         """
         known = self.tested.get(tuple(numbers))
         if known is not None:
@@ -328,7 +328,7 @@ class _Planner:
 
 
 class _Root(nn.Module):
-    """A root that runs by a step plan, or meets its blocks."""
+    """A root that runs with a step plan, or with a `Meeting`."""
 
     def __init__(self, bare: nn.Module, step: StepPlan | Meeting) -> None:
         super().__init__()

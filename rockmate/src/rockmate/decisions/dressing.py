@@ -1,7 +1,7 @@
-"""Submodules whose calls are led elsewhere while a call of their root runs, in its thread only.
+"""Redirects calls of submodules while a call of their root runs, only in its thread.
 
-A submodule gets another class for that time, of the same name, and stays the same object: whoever
-holds it, calls it, or looks at its attributes finds it. Nothing of it is left after the call.
+For that time a submodule gets another class of the same name. It stays the same object, so other
+code that holds it, calls it, or reads its attributes is not affected. The call restores the class.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rockmate.keys.module_state import UNDRESSED
 
 
 class Lead(Protocol):
-    """What calls of submodules are led to."""
+    """The target of redirected calls: it returns the forward for the submodule at a path."""
 
     def __call__(self, path: str, /, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -31,12 +31,12 @@ class _Here(threading.local):
 
 _here = _Here()
 _lock = threading.Lock()
-_worn: Counter[int] = Counter()  # calls in which a module is dressed, by its id
+_worn: Counter[int] = Counter()  # number of calls in which a module is dressed, by its id
 _classes: dict[type, type] = {}
 
 
 class _LedForward:
-    """`forward` of a dressed module: before whatever it has as its own in its attributes."""
+    """`forward` of a dressed module; it takes precedence over a `forward` in its attributes."""
 
     kind: Any  # the class of the module while it is dressed
 
@@ -45,7 +45,7 @@ class _LedForward:
 
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is None:
-            return self.base.forward  # classes are asked while they are made
+            return self.base.forward  # read on the class
         lead, path = _here.lead, _here.paths.get(id(module))
         if lead is None or path is None:
             own = vars(module).get("forward")
@@ -70,14 +70,14 @@ def _dressed(base: Any) -> type:
 
 
 def view_of(module: nn.Module) -> nn.Module:
-    """Return another object with the state of a module, of the class that it has by itself."""
+    """Return another object that shares a module's state, of its original class."""
     view: nn.Module = object.__new__(type(module))
     object.__setattr__(view, "__dict__", vars(module))
     return view
 
 
 class Dressing:
-    """Some submodules of a model by their paths."""
+    """Submodules of a model whose calls can be redirected, by path."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.paths = {id(module): path for path, module in modules.items()}
@@ -85,10 +85,9 @@ class Dressing:
 
     @contextlib.contextmanager
     def led_to(self, lead: Lead) -> Iterator[None]:
-        """Lead their calls to `lead` while active.
+        """Redirect their calls to `lead` while active.
 
-        Checkpoints around them would call them once more than they are planned for: what is
-        recomputed is the plan's to decide.
+        Checkpoints around them are switched off, because only the plan decides on recomputation.
         """
         self._put_on()
         before = _here.lead, _here.paths
@@ -102,7 +101,7 @@ class Dressing:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Have them as they are by themselves, in the midst of a call that is led."""
+        """Undo the redirection while active, inside a redirected call."""
         before = _here.lead, _here.paths
         _here.lead = None
         self._take_off()

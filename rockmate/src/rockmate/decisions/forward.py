@@ -1,4 +1,4 @@
-"""The forward of a planned module, whether it is recorded as a whole or decides by values."""
+"""The forward of a planned module, which is planned as a whole or by its blocks."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ _log = logging.getLogger("rockmate")
 
 
 class _ByBlocksError(HandedOverOtherwiseError):
-    """The module is planned block by block from now on."""
+    """From now on the module is planned by blocks."""
 
 
 class DecidingForward(PlannedForward):
-    """Runs a module as a whole where a plan of the whole fits, or else by its blocks."""
+    """Runs a module by a plan of the whole if one fits, or else by its blocks."""
 
-    losses = True  # it is what is trained: gradients of its losses are all that come
+    losses = True  # it is the trained module: only its losses get gradients
 
     def __init__(self, model: nn.Module, settings: Terms) -> None:
         super().__init__(model, settings)
         self.whole: tuple[str, ...] = ()  # submodules that cannot be recorded
-        self.steps = OrderedDict[Hashable, Chosen]()  # by the kinds of calls that they are for
+        self.steps = OrderedDict[Hashable, Chosen]()  # by kind of call
 
     def _run_by_blocks(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        # By no key: attributes may change at every step of a root that decides.
+        # Without the key of attributes, which such a root may change at every step.
         if not any(module.training for module in self.model.modules()):
             return self.model.forward(*args, **kwargs)
         leaves = flatten((args, dict(kwargs)))[0]
@@ -105,13 +105,13 @@ class DecidingForward(PlannedForward):
         raise _ByBlocksError
 
     def _reason(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """Say why the module is not recorded as a whole."""
+        """Return why the module is not recorded as a whole."""
         bare = without_hooks(self.model, type(self.model))
         try:
             with unseen():
                 record(bare, Sample.of(bare, tuple(args), kwargs), guards=False)
         except RkgbError as error:
-            return str(error).partition(". ")[0] + "."  # what to do instead is done here
+            return str(error).partition(". ")[0] + "."  # without the advice, which is followed here
         return "parts of it are run whole: " + ", ".join(f"'{path}'" for path in self.whole) + "."
 
     def _step_for(self, call: Call) -> Chosen:
@@ -150,11 +150,11 @@ class DecidingForward(PlannedForward):
 
     @property
     def by_blocks(self) -> Chosen | None:
-        """The plan by blocks for the sample, where there is one."""
+        """The plan by blocks for the sample, if there is one."""
         return next(iter(self.steps.values()), None) if self.why else None
 
     def rows(self) -> PlanRows:
-        """Return what was planned, by kinds of calls."""
+        """Return the plans by kind of call."""
         rows = [_row(key, chosen.report) for key, chosen in self.steps.items()]
         return PlanRows([*self.plans.rows(), *rows])
 
@@ -166,7 +166,7 @@ class DecidingForward(PlannedForward):
 
 @contextlib.contextmanager
 def _told(memory: Memory | None) -> Iterator[None]:
-    """Say where the bytes of a step go, where too few are left of them."""
+    """Add the table of a step's memory to errors about a budget that is too small."""
     try:
         yield
     except InfeasibleBudgetError as error:
@@ -184,7 +184,7 @@ def _row(key: Hashable, plan: DecidedPlan) -> PlanRow:
 
 
 def _kind_of(call: Call) -> Hashable:
-    """Return what a plan by blocks is for: sizes of tensors, and torch's state; no numbers."""
+    """Return the kind of a call for plans by blocks: sizes and torch's state, without numbers."""
     args, kwargs = call
     leaves, structure = flatten((tuple(args), in_order(kwargs)))
     kinds = tuple(

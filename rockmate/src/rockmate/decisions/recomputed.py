@@ -1,9 +1,9 @@
-"""A call of a submodule that keeps nothing for its backward but its arguments, and runs again then.
+"""A call of a submodule that keeps only its arguments and is recomputed in its backward.
 
-Autograd's graph is that of the plain call: only what it saves is dropped, and made again by another
-run when the first of it is asked for. That run finds the random numbers, attributes and buffers as
-the first one found them, and leaves them as it finds them. What it reads must not have changed
-since: parameters, buffers, attributes and arguments are held to their versions.
+Autograd's graph is that of the plain call. Saved tensors are dropped; when the first one is needed,
+a second run makes them again. That run starts from the random states, attributes and buffers of the
+first one, and restores the present ones. Its inputs must not have changed meanwhile: the versions
+of parameters, buffers, attributes and arguments are compared.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def run_recomputed(
     writes_buffers: bool = False,
     compares: bool = False,
 ) -> Any:
-    """Run the forward of `view` so that its backward runs it again; plain where that cannot be.
+    """Run the forward of `view` so that its backward recomputes it, or plain if that is impossible.
 
-    Its backward `compares` what is read with what was read, if it is told to.
+    With `compares`, the backward also compares the contents of what it reads.
     """
     leaves, structure = flatten((args, dict(kwargs)))
     others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
@@ -59,7 +59,7 @@ def run_recomputed(
 
 
 def has_hooks_inside(module: nn.Module) -> bool:
-    """Whether modules inside have hooks, which a second run would call again."""
+    """Return whether modules inside have hooks, which a second run would call again."""
     return any(
         part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
         for path, part in module.named_modules()
@@ -68,7 +68,7 @@ def has_hooks_inside(module: nn.Module) -> bool:
 
 
 def tensors_read(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, buffers and other attributes of a module and those inside, with names."""
+    """Yield all tensors of a module and its submodules (also plain attributes), with names."""
     for path, part in module.named_modules():
         for table in (part._parameters, part._buffers, vars(part)):
             for name, tensor in table.items():
@@ -77,7 +77,7 @@ def tensors_read(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Dropped:
-    """Stands in autograd's graph for a tensor that is made again."""
+    """Replaces a dropped saved tensor in autograd's graph."""
 
     __slots__ = ("call", "number")
 
@@ -86,7 +86,7 @@ class _Dropped:
 
 
 class _Call:
-    """One call, as long as its backward may come."""
+    """One call, which lives as long as its backward may come."""
 
     def __init__(
         self,
@@ -107,19 +107,19 @@ class _Call:
         self.versions = [(name, t, t._version) for name, t in read if id(t) not in written]
         self.held = {storage_id(t): name for name, t in reversed(read)}
         self.contents: Contents | None = None
-        self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # of what was dropped
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # of the dropped tensors
         self.made: dict[int, tuple[Tensor, int]] = {}
         self.is_running = True
 
     def pack(self, tensor: Tensor) -> Any:
-        """Drop what autograd saves, unless it is an argument or parameter, which is held anyway."""
+        """Drop a tensor that autograd saves; arguments and parameters are kept, as they live on."""
         if storage_id(tensor) in self.held:
             return tensor.detach(), tensor._version
         self.kinds.append((tensor.shape, tensor.dtype))
         return _Dropped(self, len(self.kinds) - 1)
 
     def unpack(self, saved: Any) -> Tensor:
-        """Return what autograd has saved, made again."""
+        """Return a saved tensor, recomputed if it was dropped."""
         if not isinstance(saved, _Dropped):
             return self._unchanged(*saved)
         if saved.number not in self.made:
@@ -171,7 +171,7 @@ class _Call:
 
     @contextlib.contextmanager
     def _as_then(self) -> Iterator[None]:
-        """Be where the call began, and put everything back afterwards."""
+        """Set the state at the beginning of the call, and restore the present one at exit."""
         generators, state = self.start
         now = KeptGenerators.keep(self.device), ModuleState(self.view)
         contents = BufferContents(self.view) if self.buffers is not None else None
@@ -190,6 +190,6 @@ class _Call:
 
 
 def _put_back(contents: BufferContents) -> None:
-    """Put the content of buffers back; for whoever has saved them, nothing has changed."""
+    """Restore the content of buffers without raising their versions, so that graphs stay valid."""
     for buffer, content in contents.copies:
         buffer.data.copy_(content)

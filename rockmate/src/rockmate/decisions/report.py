@@ -1,4 +1,4 @@
-"""What was planned for a root that decides by values; printed, it says what its blocks keep."""
+"""The report of a plan by blocks; printed, it shows what the blocks keep."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from rockmate.schedules.report import format_bytes
 
 @dataclass(frozen=True)
 class DecidedPlan(BlocksPlan):
-    """The ways of all calls of blocks in the sample's step, chosen within one budget.
+    """The options of all calls of blocks in the sample's step, chosen within one budget.
 
-    `rows` are the calls in their order; blocks that are called more than once have several.
+    `rows` are the calls in order; a block that is called several times has several rows.
     """
 
     name: str = ""  # of the root's class
-    why: str = ""  # it is not recorded as a whole
+    why: str = ""  # why it is not recorded as a whole
     unseen: tuple[str, ...] = ()  # blocks that did not run in the sample's step
 
     @property
     def opaque(self) -> tuple[str, ...]:
-        """Paths of what runs whole: the root, whose own Python runs at every step."""
+        """Paths of opaque calls: the root, whose Python runs at every step."""
         return ("",)
 
     @property
@@ -47,11 +47,11 @@ class DecidedPlan(BlocksPlan):
         )
 
     def save_plan(self, path: str | PathLike[str]) -> None:
-        """Refuse to: a plan of a root that decides by values has no file."""
+        """Raise PlanFileError: a plan by blocks of such a root has no file."""
         raise no_file(self.name)
 
     def html(self, path: str | PathLike[str], *, points: int = 7) -> Path:
-        """Write the same text as a page of its own, and return its path; no curve is drawn."""
+        """Write the text of the report as a page, without a curve, and return its path."""
         path = Path(path)
         title = f"Plan of {escape(self.name)}"
         text = f"<!doctype html><title>{title}</title><pre>{escape(str(self))}</pre>\n"
@@ -95,7 +95,7 @@ def report(
     step: StepResult,
     eager: StepResult | None,
 ) -> DecidedPlan:
-    """Return the report of a choice, by the step that tested it."""
+    """Return the report of a choice with the figures of its tested step."""
     counts = Counter(call.block.path for call in calls)
     seen: Counter[str] = Counter()
     rows = []

@@ -1,4 +1,4 @@
-"""One way for every call of a block in a step, and the step that runs so."""
+"""One option for every call of a block in a step, and the step that runs with them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rockmate.runtime.backwards import compares_contents
 
 @dataclass(eq=False)
 class StepPlan:
-    """Runs a root whose blocks keep what is chosen for each of their calls.
+    """Runs a root with the chosen option for each call of its blocks.
 
-    A call that the sample's step did not have keeps nothing. `name` is that of the root's class.
+    A call that the sample's step did not have saves nothing. `name` is the root's class.
     """
 
     name: str
     blocks: Mapping[str, Block]
-    ways: Mapping[str, tuple[Run, ...]]  # of the calls of a block, in their order
+    ways: Mapping[str, tuple[Run, ...]]  # for the calls of each block, in order
     budget_bytes: int
     marker: Marker | None = None
     told: set[str] = field(default_factory=set)
-    count: int = 0  # steps
+    count: int = 0  # number of steps
     dressing: Dressing = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class StepPlan:
             return model.forward(*args, **kwargs)
 
     def tell_of_more(self, path: str, count: int) -> None:
-        """Warn, once for each block, that a step calls it more often than the sample's."""
+        """Warn once per block that a step calls it more often than the sample's step."""
         if path in self.told:
             return
         self.told.add(path)
@@ -69,7 +69,7 @@ def _at(model: nn.Module, path: str) -> nn.Module | None:
 
 
 class _Step:
-    """One call of the root: what its blocks are led to."""
+    """One call of the root, to which calls of its blocks are redirected."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan, self.counts = plan, dict[str, int]()

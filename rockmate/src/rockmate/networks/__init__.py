@@ -1,10 +1,10 @@
-"""From a recorded step to a network that is measured, and a plan that runs and was tested.
+"""From a recorded step to a measured network, and to a plan that runs and was tested.
 
 Gets a recording and a plan; gives a `Network`, whose problem planners solve, and a `Planned`, whose
-`run` is a forward within the budget. Read network.py (recorded and measured), network_problem.py
-(as a problem), executables.py (the program of a plan), planned.py (how a step runs it), variants.py
-with likely.py (programs for other gradients), keeping.py (what compiled pieces may keep more),
-cutting.py (what runs in pieces of rows) and self_test.py (one step against plain PyTorch).
+`run` is a forward within the budget. Read network.py (recording and costs), network_problem.py (the
+problem), executables.py (the program of a plan), planned.py (running a step), variants.py with
+likely.py (programs for other gradients), keeping.py (compiled pieces that save more), cutting.py
+(parts in pieces of rows) and self_test.py (one step against plain PyTorch).
 """
 
 from rockmate.networks.planned import Planned, compiled_part, cut_parts

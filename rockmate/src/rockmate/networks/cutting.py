@@ -1,10 +1,10 @@
-"""Networks of which the widest parts run piece by piece, for budgets that others do not fit.
+"""Networks whose largest parts run in pieces of rows, for budgets below the largest operation.
 
-A plan is made for the step as it is. Where it fits and nothing runs twice, nothing is cut. Else
-plans are made with the widest part, or all wide parts, in 2, 4, 8 … pieces, and the fastest plan
-that fits is taken. More pieces take longer, so the search ends once that is seen. A call of many
-pieces takes long to measure: its bytes are looked at first, and its time only where these fit.
-With `split="exact"`, only pieces serve that make the bits of the whole on this machine.
+First a plan is made for the step as it is. If it fits without recomputation, nothing is cut.
+Otherwise plans are made with the largest part, or all large parts, in 2, 4, 8 … pieces, and the
+fastest plan that fits is taken. More pieces take longer, so the search ends once plans get slower.
+Measuring the time of many pieces is slow, so it is measured only if the bytes fit. With
+`split="exact"`, only pieces are used that give the bits of the whole on this machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Planner = Callable[[Problem], Plan]
 
 @dataclass
 class Cutting:
-    """A network, and the same with parts that run piece by piece."""
+    """A network, and versions of it with parts in pieces of rows."""
 
     whole: Network
     basic: BasicGraph
@@ -45,10 +45,10 @@ class Cutting:
     _made: dict[tuple[int, int | None, bool], Network | None] = field(default_factory=dict)
 
     def chosen(self, planner: Planner) -> tuple[Network, Plan]:
-        """Return the network and the plan that take least time.
+        """Return the fastest plan with its network.
 
         Raises:
-            InfeasibleBudgetError: there is no plan, with or without pieces; it names both minima.
+            InfeasibleBudgetError: no plan fits with or without pieces; the error names both minima.
         """
         best: tuple[Network, Plan] | None = None
         refusal: InfeasibleBudgetError | None = None
@@ -86,7 +86,7 @@ class Cutting:
         raise _refused(refusal, least)
 
     def _network(self, count: int, most: int | None, *, times: bool) -> Network | None:
-        """Return the network with so many pieces; None where nothing can be cut so."""
+        """Return the network with `count` pieces, or None if nothing can be cut like this."""
         key = (count, most, times)
         if key not in self._made:
             self._made[key] = self._cut(count, most, times=times)
@@ -94,7 +94,7 @@ class Cutting:
 
     def _cut(self, count: int, most: int | None, *, times: bool) -> Network | None:
         cut = cut_in_rows(B_to_D(self.basic), count, most, self.same_bits)
-        if not cut.nodes or (most is None and len(cut.nodes) == 1):  # that has been tried
+        if not cut.nodes or (most is None and len(cut.nodes) == 1):  # was tried before
             _log.debug("nothing is cut in %d pieces: %s", count, "; ".join(cut.refused))
             return None
         recorded = runnable(cut.graph)

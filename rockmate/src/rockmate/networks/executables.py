@@ -1,4 +1,4 @@
-"""Compile the program of a plan, as what a step runs."""
+"""Compile the program of a plan to an `Executable`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rockmate.schedules.steps import Step
 
 
 def without_reruns(network: Network, plan: Plan) -> Plan:
-    """Return the plan without running nodes again whose results are kept anyway."""
+    """Return the plan without recomputations of nodes whose results are kept anyway."""
     count = len(network.problem.nodes)
     steps = tuple(
         step
@@ -46,9 +46,9 @@ def planned_executable(network: Network, plan: Plan) -> Executable:
 
 
 def spare_bytes_of(network: Network, steps: Sequence[Step]) -> list[int]:
-    """Return how much gradients that wait may take in each step.
+    """Return the headroom of each step for waiting gradients.
 
-    They must not move a peak that was predicted: in blocks, and as asked for.
+    They must not raise the predicted peaks, in blocks and in requested bytes.
     """
     problems = {id(problem): problem for problem in (network.problem, network.asked)}
     timelines = [simulate(problem, steps) for problem in problems.values()]
@@ -57,7 +57,7 @@ def spare_bytes_of(network: Network, steps: Sequence[Step]) -> list[int]:
 
 
 def unplanned_executable(network: Network) -> Executable:
-    """Compile the program that keeps everything: no budget, nothing run again."""
+    """Compile the program that keeps everything: no budget, no recomputation."""
     return executable(
         network.graph,
         without_idle_steps(network.graph, no_recomputation(network.problem)),
@@ -73,9 +73,10 @@ def executable(
     like: Executable | None = None,
     spare_bytes: Sequence[int] = (),
 ) -> Executable:
-    """Compile the program of some steps, with the hand-overs of `like`, for other gradients.
+    """Compile the program of some steps.
 
-    Without it, `spare_bytes` says for each step how much more memory may be in use during it.
+    For other gradients, `like` gives the places of hand-overs. Without it, `spare_bytes` is the
+    headroom of each step.
     """
     infos, chosen = graph.dataflow.infos, measured.callees
     alike = {call_kind(key): callee for key, callee in chosen.items()}
@@ -85,7 +86,7 @@ def executable(
         key = keys.get(op.name, "")
         if key in chosen:
             return chosen[key]
-        # Another backward has gradients of other strides, which bindings do not look at.
+        # Gradients of another backward differ in strides, which bindings do not depend on.
         is_plain = not op.flags and getattr(op.target, "namespace", "") == "aten"
         return (alike.get(call_kind(key)) if is_plain else None) or plain_callee(op)
 

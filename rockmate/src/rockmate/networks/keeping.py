@@ -1,11 +1,10 @@
-"""Compiled pieces that keep more for their backward, where that makes a step faster.
+"""Compiled pieces that save more for their backward, if that makes a step faster.
 
-A piece computes norms and what works element by element again in its backward. Its other form
-keeps them: the same bits, a faster backward, more bytes from forward to backward. A plan is made
-for the first form, which fits wherever anything does. Then plans are made in which the pieces keep
-more whose other form gains most time for its bytes, kind by kind, as long as each is faster than
-the last: a few bytes kept may be worth more than what they cost elsewhere. What a plan leaves of
-the budget goes to further pieces; the simulator judges every choice.
+A piece recomputes norms and elementwise results in its backward. Its other form saves them: the
+bits are the same, the backward is faster, and more bytes live from forward to backward. The first
+plan uses the first form, which fits whenever any plan does. Further plans change kinds of pieces to
+the other form, in order of gained time per byte, as long as each plan is faster than the last.
+Headroom that a plan leaves in the budget goes to further pieces. The simulator checks every choice.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from rockmate.problems.problem import Problem
 from rockmate.schedules.plan import Plan, make_plan
 from rockmate.schedules.simulate import simulate
 
-_LEAST_GAIN = 0.01  # of the time of a piece: less is noise of the measurement
-_LEAST_STEP = 0.002  # of the time of a step: for less, no further plan is made
+_LEAST_GAIN = 0.01  # of the time of a piece; less is noise of the measurement
+_LEAST_STEP = 0.002  # of the time of a step; for less, no further plan is made
 
 
 @dataclass
@@ -34,13 +33,13 @@ class Keeping:
     """A compiled network, and its pieces' costs in both forms."""
 
     network: Network
-    measured: Measured  # grows: what a node can free depends on what others keep
+    measured: Measured  # grows: donations of a node depend on what others save
     external: Mapping[str, Tensor]
 
     def chosen(self, plan: Plan, planner: Callable[[Problem], Plan]) -> tuple[Network, Plan]:
-        """Return the fastest network and plan of those in which more and more pieces keep more.
+        """Return the fastest plan with its network, after trying pieces that save more.
 
-        `plan` is one in which none does, and `planner` makes others within the same budget.
+        In `plan` no piece saves more; `planner` makes other plans within the same budget.
         """
         best = self.filled(self.network, plan)
         kept = self.network.kept
@@ -60,7 +59,7 @@ class Keeping:
         return best
 
     def filled(self, network: Network, plan: Plan) -> tuple[Network, Plan]:
-        """Let more pieces of a network keep more, as far as its plan leaves room."""
+        """Let more pieces save more, as far as the plan leaves headroom."""
         if not self._worth_it:
             return network, plan
         best = self._trial(plan, (network, plan), self._worth_it)
@@ -82,7 +81,7 @@ class Keeping:
     def _trial(
         self, plan: Plan, before: tuple[Network, Plan], nodes: Collection[int]
     ) -> tuple[Network, Plan] | None:
-        """Let more nodes keep more than before; None where it does not fit, or gains nothing."""
+        """Let more nodes save more; return None if that does not fit or gains nothing."""
         network = self._with(before[0].kept | {*nodes})
         if simulate(network.problem, plan.steps).peak_bytes > plan.budget_bytes:
             return None
@@ -90,9 +89,9 @@ class Keeping:
         return (network, found) if found.time_ms < before[1].time_ms else None
 
     def _kinds(self) -> list[list[int]]:
-        """Return the nodes of each kind, most gain for a byte first.
+        """Return the nodes of each kind, with the largest gain per byte first.
 
-        The last ones come first, as what they keep is kept for the shortest time.
+        Within a kind the last nodes come first, because their live ranges are the shortest.
         """
         codes = self.network.compiled.classes if self.network.compiled is not None else ()
         kinds: dict[str, list[int]] = {}
@@ -127,7 +126,7 @@ class Keeping:
         }
 
     def _worth(self, index: int) -> float:
-        """Return the milliseconds that a node gains for each byte that it keeps more."""
+        """Return the milliseconds that a node gains per additional saved byte."""
         kept = [
             sum(s.size_bytes for s in problem.storages if s.producer == index)
             for problem in (self._every.problem, self.network.problem)
@@ -144,7 +143,7 @@ class Keeping:
 
 
 def keeping_of(network: Network, model: nn.Module, sample: Sample) -> Keeping | None:
-    """Measure both forms of a network's pieces side by side; None where there is one only."""
+    """Measure both forms of a network's pieces; return None if there is only one."""
     compiled = network.compiled
     if compiled is None or not compiled.keeping:
         return None
@@ -167,7 +166,7 @@ def measured_too(
     times: bool = True,
     timing: Timing | None = None,
 ) -> Measured:
-    """Return what is known, and what operations of a graph cost about which nothing is."""
+    """Return the known costs, extended by measurements of a graph's other kinds of operation."""
     basic = graph.dataflow.basic
     missing = [op for op in operations(graph) if op_key(op, basic.infos) not in known.costs]
     if not missing:
@@ -185,10 +184,10 @@ def _together(known: Measured, more: Measured) -> Measured:
 
 
 def _plan_of(network: Network, plan: Plan) -> Plan:
-    """Return the plan of the same steps where pieces keep more."""
+    """Return the plan of the same steps for a network whose pieces save more."""
     problem = network.problem
     found = make_plan(problem, plan.steps, plan.budget_bytes, plan.planner)
-    # Without recomputation nothing is faster; else what was proven was of other pieces.
+    # Without recomputation nothing is faster. Otherwise the bound was proven for other pieces.
     bound_ms = None if found.overhead_ms else found.base_time_ms
     return replace(
         found,

@@ -1,17 +1,17 @@
-"""How gradients are likely to arrive, so that it is recorded while nothing is held."""
+"""Likely kinds of backwards, which are recorded in advance, while no step holds memory."""
 
 from __future__ import annotations
 
 from rkgb.graphs import BackwardKind, BasicGraph
 from rockmate.runtime.executable import plain_strides
 
-_FEW = 3  # outputs, so that the backward of each alone is recorded beforehand
+_FEW = 3  # up to here the backward of each single output is recorded in advance
 
 
 def likely_kinds(basic: BasicGraph) -> list[BackwardKind]:
-    """Return how gradients may well come, besides to all outputs: to the first loss alone.
+    """Return likely kinds besides gradients at all outputs: only the first loss gets a gradient.
 
-    Where there is none, to one output alone; of many, to the first or the last.
+    Without a loss: only one of the outputs; if there are many, only the first or the last.
     """
     roots = [place for place, strides in enumerate(basic.kind.tangents) if strides is not None]
     losses = [place for place in roots if not basic.infos[basic.roots[place]].shape]
@@ -20,7 +20,7 @@ def likely_kinds(basic: BasicGraph) -> list[BackwardKind]:
 
 
 def kinds_of_sums(basic: BasicGraph) -> list[BackwardKind]:
-    """Return the same for gradients of a sum or a mean: one number for all elements."""
+    """Return the same kinds for gradients of a sum or a mean, whose strides are all 0."""
     places = [place for place, strides in enumerate(basic.kind.tangents) if strides is not None]
     alone = likely_kinds(basic) or [_alone(basic, place) for place in places]
     strides = ([None if t is None else (0,) * len(t) for t in kind.tangents] for kind in alone)
@@ -28,7 +28,7 @@ def kinds_of_sums(basic: BasicGraph) -> list[BackwardKind]:
 
 
 def _alone(basic: BasicGraph, place: int) -> BackwardKind:
-    """Return the kind of a backward from one output, in the form that arriving gradients have."""
+    """Return the kind of a backward from one output, with strides as in arriving gradients."""
     strides = [None if i != place else t for i, t in enumerate(basic.kind.tangents)]
     shapes = [basic.infos[name].shape for name in basic.roots]
     return BackwardKind(tuple(map(plain_strides, shapes, strides)), basic.kind.autocast)

@@ -1,4 +1,4 @@
-"""A recorded module with what its nodes cost: the facts that planning starts from."""
+"""A recorded module with the costs of its nodes: the input of planning."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ from rockmate.settings import Terms
 
 @dataclass(frozen=True)
 class Network:
-    """A recorded module, what its nodes cost, and the problem that they make."""
+    """A recorded module, the costs of its nodes, and the resulting problem."""
 
     recorded: RunnableGraph
     graph: SimplifiedGraph
     measured: Measured
     facts: tuple[NodeFacts, ...]
     problem: Problem  # in blocks of the allocator
-    asked: Problem  # in bytes that are asked of it
-    fixed: frozenset[int] = frozenset()  # nodes that are never run again: other bits would come
-    compiled: CompiledGraph | None = None  # where pieces of it are
-    kept: frozenset[int] = frozenset()  # of these, what keeps more for its backward
-    rebuilding: Network | None = None  # the same where nothing does
-    cut: CutGraph | None = None  # where parts of it run piece by piece
+    asked: Problem  # in requested bytes
+    fixed: frozenset[int] = frozenset()  # must-save nodes: a recomputation would have other bits
+    compiled: CompiledGraph | None = None  # if it has compiled pieces
+    kept: frozenset[int] = frozenset()  # compiled nodes that save more for their backward
+    rebuilding: Network | None = None  # the same network in which none does
+    cut: CutGraph | None = None  # if it has parts in pieces of rows
 
     @property
     def has_pieces(self) -> bool:
-        """Whether parts of it are compiled or cut."""
+        """Whether it has compiled parts, or parts in pieces of rows."""
         return self.compiled is not None or self.cut is not None
 
     @property
     def is_rounded(self) -> bool:
-        """Whether parts of it compute otherwise than eager, so that bits are its up to rounding."""
+        """Whether results equal eager's only up to rounding."""
         return self.compiled is not None or (self.cut is not None and not self.cut.is_exact)
 
     @property
     def opaque(self) -> tuple[str, ...]:
-        """Submodules that are run whole."""
+        """Paths of submodules that are opaque calls."""
         return self.graph.dataflow.basic.opaque
 
     @property
     def pieces(self) -> tuple[OpaquePiece, ...]:
-        """What was assumed for each call of them."""
+        """Memory and time on the sample of each opaque call."""
         targets = (op.target for op in self.graph.dataflow.basic.ops)
         pieces = (target.piece for target in targets if isinstance(target, RunPiece))
         return tuple(
@@ -75,9 +75,9 @@ def network_of(
     like: tuple[Measured, SimplifiedGraph] | None = None,
     compiled: CompiledGraph | None = None,
 ) -> Network:
-    """Measure a recording and make the problem of it; `like` is one at other sizes.
+    """Measure a recording and make its problem; `like` is a network at other sizes.
 
-    Where pieces of it are `compiled`, so is what is recorded.
+    `compiled` is the recording with compiled pieces, if there are any.
     """
     graph = recorded.graph
     basic = graph.dataflow.basic
@@ -104,7 +104,7 @@ def assembled(
     external: Mapping[str, Tensor],
     compiled: CompiledGraph | None = None,
 ) -> Network:
-    """Return the network of a recording whose kinds of operation cost so much."""
+    """Return the network of a recording with measured kinds of operation."""
     facts = node_facts(graph, measured.costs)
     fixed = _unsteady_nodes(graph, measured) | _readers_of_written(graph) | _runs_once(graph)
     fixed |= _written_by_backwards(graph, facts)
@@ -125,9 +125,9 @@ def _unsteady_nodes(graph: SimplifiedGraph, measured: Measured) -> frozenset[int
 
 
 def _readers_of_written(graph: SimplifiedGraph) -> frozenset[int]:
-    """Return the nodes that read what the step writes to, and that no copy of it can serve.
+    """Return the nodes that read memory to which the step writes, and of which no copy is kept.
 
-    An argument is written to in the end.
+    Arguments are left out, because they are written at the end of the step.
     """
     basic, infos = graph.dataflow.basic, graph.dataflow.infos
     written = {basic.inputs[e.place] for e in basic.effects if isinstance(e, InputMutation)}
@@ -140,9 +140,10 @@ def _readers_of_written(graph: SimplifiedGraph) -> frozenset[int]:
 
 
 def _written_by_backwards(graph: SimplifiedGraph, facts: Sequence[NodeFacts]) -> frozenset[int]:
-    """Return the nodes that make or read what a backward writes to while others are to read it.
+    """Return the nodes that make or read memory to which a backward writes before its last read.
 
-    Run again after that, they would make what was there before, or read what was not there then.
+    After that write, a recomputed maker would restore the old content, and a reader would get the
+    new one.
     """
     written = graph.uses_behind.writes
     found: set[int] = set()
@@ -156,7 +157,7 @@ def _written_by_backwards(graph: SimplifiedGraph, facts: Sequence[NodeFacts]) ->
 
 
 def _runs_once(graph: SimplifiedGraph) -> frozenset[int]:
-    """Return the nodes with submodules that run whole and change or use up what is outside."""
+    """Return the nodes with opaque calls that change or consume outside state."""
     targets = ([op.target for op in node.ops] for node in graph.nodes)
     return frozenset(
         index
@@ -166,7 +167,7 @@ def _runs_once(graph: SimplifiedGraph) -> frozenset[int]:
 
 
 def first_unsteady(network: Network) -> str:
-    """Return the operation that comes first, of those that gave other bits at a second call."""
+    """Return the first nondeterministic operation, in words."""
     infos, unsteady = network.graph.dataflow.infos, network.measured.unsteady
     for op in operations(network.graph):
         if op_key(op, infos) in unsteady:
@@ -175,7 +176,7 @@ def first_unsteady(network: Network) -> str:
 
 
 def by_flops(graph: SimplifiedGraph, measured: Measured) -> Mapping[str, OpCost]:
-    """Return the costs of the operations of a graph, with times that follow from FLOPs."""
+    """Return the costs of a graph's operations, with times derived from FLOPs."""
     infos, source = graph.dataflow.infos, FlopCost()
     kinds = {op_key(op, infos): op for op in operations(graph)}
     return {

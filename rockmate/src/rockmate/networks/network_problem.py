@@ -1,4 +1,4 @@
-"""From the facts about a recorded network to the problem that planners solve."""
+"""From the facts of a recorded network to the problem that planners solve."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rkgb.engine import device_of
 from rkgb.graphs import SimplifiedGraph, SimplifiedNode
 from rockmate.problems.problem import Node, Problem, Storage
 
-_SPARSE = "_sparse_coo_tensor_with_dims_and_tensors"  # places and values made one
+_SPARSE = "_sparse_coo_tensor_with_dims_and_tensors"  # joins indices and values
 
 
 def problem_of(
@@ -23,10 +23,10 @@ def problem_of(
     in_blocks: bool = True,
     fixed: Collection[int] = (),
 ) -> Problem:
-    """Return the problem of a graph; `external` says which leaves are one, and which parameters.
+    """Return the problem of a graph; `external` identifies equal leaves and parameters.
 
-    `in_blocks` must be as the facts were gathered. What the nodes `fixed` make is kept, since they
-    would make something else the next time.
+    `in_blocks` must be that of the facts. The results of `fixed` nodes must be saved, because a
+    recomputation would give other bits.
     """
     device = device_of(graph.dataflow.basic.device)
     waiting = _waiting_gradients(graph, external, device.block_bytes if in_blocks else int)
@@ -78,10 +78,10 @@ def problem_of(
 def _waiting_gradients(
     graph: SimplifiedGraph, external: Mapping[str, Tensor], taken: Callable[[int], int]
 ) -> list[int]:
-    """Return, per node, the bytes of handed-over gradients that wait while its backward runs.
+    """Return for each node the bytes of gradients that wait in autograd during its backward.
 
     Autograd sums all gradients of a tied weight before it accumulates them, so the first waits for
-    the last; the gradient of an input waits for the end.
+    the last. The gradient of an input waits for the end.
     """
     uses: dict[int, tuple[Tensor, list[int]]] = {}
     for index, node in enumerate(graph.nodes):
@@ -101,9 +101,9 @@ def _waiting_gradients(
 def _sparse_sums(
     graph: SimplifiedGraph, external: Mapping[str, Tensor]
 ) -> Iterator[tuple[int, int]]:
-    """Return what sums of sparse gradients take beyond a gradient that waits: (node, bytes).
+    """Return (node, bytes) that sums of sparse gradients take beyond the waiting gradient.
 
-    Autograd strings the parts together in new memory, part by part. A sum has every part, and so
+    Autograd concatenates the parts in new memory, one by one. The sum contains every part, so it
     may be larger than the parameter.
     """
     sums: dict[int, int] = {}
@@ -119,7 +119,7 @@ def _sparse_sums(
 
 
 def _sparse_bytes(graph: SimplifiedGraph, node: SimplifiedNode, value: str) -> int:
-    """Return the bytes of a sparse gradient, values and places, or 0 where it is dense."""
+    """Return the bytes of a sparse gradient's values and indices, or 0 if it is dense."""
     info = graph.dataflow.infos[value]
     if len(info.stride) == len(info.shape):
         return 0

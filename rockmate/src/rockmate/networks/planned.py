@@ -1,4 +1,4 @@
-"""A planned module: the plan of a network, compiled, and how a step runs it."""
+"""A planned module: the compiled plan of a network, and how a step runs it."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ _log = logging.getLogger("rockmate")
 class Planned:
     """A module planned for one kind of input.
 
-    `how` says what it took: "planned" from nothing; "recorded" only, with the steps of a plan whose
-    program differs in numbers; "resized" from plans whose programs differ in sizes.
+    `how` is its origin: "planned" anew; "recorded", with the steps of a plan whose program differs
+    only in numbers; "resized" from plans whose programs differ only in sizes.
     """
 
     network: Network
@@ -66,34 +66,34 @@ class Planned:
     eager_peak_bytes: int | None
     measured_peak_bytes: int | None
     how: Literal["planned", "recorded", "resized"] = "planned"
-    blocks_bytes: int = 0  # set aside for what the allocator hands out in whole blocks
-    family: object = field(default_factory=object)  # one for all that differ in sizes only
-    comparison: str = ""  # what the self-test found, where bits could not be demanded
-    other_gradients: Replan | None = None  # of a plan for fewer than all outputs, or other ones
+    blocks_bytes: int = 0  # reserved for rounding by the allocator to whole blocks
+    family: object = field(default_factory=object)  # shared by plans that differ only in sizes
+    comparison: str = ""  # result of the self-test, if bits cannot be equal
+    other_gradients: Replan | None = None  # of a plan for gradients at only some outputs
 
     @property
     def problem(self) -> Problem:
-        """What was planned."""
+        """The problem that was planned."""
         return self.network.problem
 
     @cached_property
     def outcomes(self) -> Outcomes:
-        """What the recorded forward has looked at."""
+        """The guards of the recorded forward."""
         return Outcomes(self.network.graph.dataflow.basic)
 
     @property
     def is_for_losses(self) -> bool:
-        """Whether it was planned for gradients of scalars alone."""
+        """Whether it was planned for gradients of losses only."""
         return self.network.graph.dataflow.basic.kind.is_of_losses
 
     @property
     def numbers(self) -> Numbers | None:
-        """What follows from a call's numbers, where the plan is for all of them."""
+        """The unspecialised numbers of a call, if the plan has any."""
         return self.network.graph.dataflow.basic.numbers
 
     @property
     def effects(self) -> tuple[Effect, ...]:
-        """What a step leaves behind besides its result."""
+        """The side effects of a step."""
         return self.network.graph.dataflow.basic.effects
 
     @property
@@ -102,7 +102,7 @@ class Planned:
         return self.network.graph.dataflow.basic.written_parameters
 
     def writes_buffer(self, name: str) -> bool:
-        """Whether the forward writes to a buffer; what runs whole may write to all of its own."""
+        """Return whether the forward writes to a buffer; an opaque call may write to all of its."""
         found, parts = self._written_buffers
         return name in found or any(is_inside(name, path) for path in parts)
 
@@ -115,7 +115,7 @@ class Planned:
 
     @cached_property
     def may_go_another_way(self) -> bool:
-        """Whether a step may find that its recording does not hold for it."""
+        """Whether a step may find that a guard fails."""
         checks = any(isinstance(effect, (Assertion, InputMutation)) for effect in self.effects)
         ops = self.network.graph.dataflow.basic.ops
         return checks or any(isinstance(op.target, RunPiece) for op in ops)
@@ -126,22 +126,22 @@ class Planned:
         return tuple((e.path, e.name) for e in self.effects if isinstance(e, Assign))
 
     def foresee(self, model: nn.Module, leaves: Sequence[Any]) -> None:
-        """Record the backwards that are likely to be asked for, while nothing of a step is held.
+        """Record likely backwards in advance, while no step holds memory.
 
-        A model that returns its loss and its logits is trained on the loss: a recording for that in
-        the midst of the first backward would come on top of what the step holds.
+        For example, a model that returns its loss and its logits is trained on the loss. A
+        recording during the first backward would need memory on top of the step's.
         """
-        if self.network.compiled is not None:  # what is held goes first, and it takes long
+        if self.network.compiled is not None:  # slow; such a step recomputes its forward instead
             return
         basic = self.network.graph.dataflow.basic
         variants = self.executor.variants
-        # A sum's gradient is recorded when it comes, where that fits into the budget.
+        # The gradient of a sum is recorded when it arrives, if that fits into the budget.
         sums = (kind for kind in kinds_of_sums(basic) if not fits_into_a_step(self, kind))
         for kind in (*likely_kinds(basic), *sums):
             try:
                 if kind not in variants:
                     variants[kind] = variant_of(self, model, leaves, kind, in_a_step=False)
-            except RkgbError as error:  # it may never be asked for
+            except RkgbError as error:  # it may never be needed
                 _log.debug("cannot record the backward for %s: %s", kind, error)
 
     def run(
@@ -153,17 +153,17 @@ class Planned:
         looks: bool = True,
         call: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
     ) -> Any:
-        """Run the planned forward; `model` and `leaves` serve to record other gradients.
+        """Run the planned forward; `model` and `leaves` are needed to record other gradients.
 
-        Without `looks`, hooks of submodules that only look are not called, and contents are not
-        compared. Of a `call` with these arguments, those are changed that the forward changes.
+        Without `looks`, observer hooks of submodules are not called, and contents are not compared.
+        The arguments of `call` are mutated as the forward mutates them.
         """
 
         def variant(kind: BackwardKind) -> Executable:
             return variant_of(self, model, leaves, kind)
 
         names = self.executor.expected.program.outputs
-        # Not the tensors, which the step would keep alive.
+        # Without the tensors, which the step would keep alive.
         numbers = (
             () if self.numbers is None else [x if type(x) in (float, int) else None for x in leaves]
         )
@@ -192,7 +192,7 @@ class Planned:
 
 
 def compiled_part(planned: Planned) -> CompiledPart | None:
-    """Return what is compiled in a plan, for its report; None where nothing was to be."""
+    """Return the compiled part of a plan, for its report, or None without compilation."""
     compiled = planned.network.compiled
     if compiled is None:
         return None
@@ -209,7 +209,7 @@ def compiled_part(planned: Planned) -> CompiledPart | None:
 
 
 def cut_parts(planned: Planned) -> tuple[str, ...]:
-    """Return what of a plan runs in pieces of rows, in words, and how near to eager that is."""
+    """Return the parts of a plan in pieces of rows, and their agreement with eager, in words."""
     cut = planned.network.cut
     if cut is None:
         return ()
@@ -220,7 +220,7 @@ def cut_parts(planned: Planned) -> tuple[str, ...]:
 def compiled_plan(
     network: Network, plan: Plan, sample: Sample, budget_bytes: int, phases: Phases
 ) -> Planned:
-    """Return a plan with its program, of which nothing has run yet."""
+    """Return a plan with its compiled program, which has not run yet."""
     program, room_bytes = planned_executable(network, plan), 0
     if program.leaving_outputs:
         during = simulate(network.problem, plan.steps).peak_during
@@ -246,9 +246,9 @@ def with_other_numbers(
     sample: Sample,
     phases: Phases,
 ) -> Planned:
-    """Return a plan with the program of another recording, and everything else as planned.
+    """Return a plan with the program of another recording, and everything else unchanged.
 
-    `graph` is the one of the plan that the recording differs from in numbers only.
+    `graph` is the plan's graph; the recording differs from it only in numbers.
     """
     old = planned.network
     basic = recorded.graph.dataflow.basic
@@ -270,7 +270,7 @@ def with_other_numbers(
     )
     if graph is old.graph:
         program = planned_executable(network, planned.plan)
-    else:  # the problem is one of other gradients, and says nothing of these
+    else:  # the plan's problem is for other gradients
         steps = without_idle_steps(recorded.graph, planned.plan.steps)
         program = executable(recorded.graph, steps, measured)
     return replace(

@@ -1,4 +1,4 @@
-"""One step of plain PyTorch, and the planned step that must be like it: in bits and in bytes."""
+"""One step of plain PyTorch, and the planned step that must agree with it in bits and bytes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from rockmate.runtime.execute import Executor
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.simulate import simulate
 
-# Whether something is so in any of the processes that must run the same steps.
+# Returns whether a condition holds in any of the processes that run the same steps.
 Anyone = Callable[[bool], bool]
 
 _log = logging.getLogger("rockmate")
-_USABLE_SHARE = 0.9  # of free memory: the rest is lost between blocks
+_USABLE_SHARE = 0.9  # of free memory; the rest is lost to fragmentation
 
 
 def eager_step(
@@ -44,14 +44,15 @@ def eager_step(
     written: Collection[str] = (),
     losses: bool = True,
 ) -> StepResult | None:
-    """Run one step of the eager twin; None if the device has too little memory for it.
+    """Run one eager step of a copy; None if the device has too little memory for it.
 
-    The forward writes to the parameters that are `written`. With `losses`, only scalars among the
+    `written` are the parameters to which the forward writes. With `losses`, only scalars among the
     outputs get gradients.
     """
     free = device_of(sample.device).free_bytes()
     needed = 0 if problem is None else simulate(problem, no_recomputation(problem)).peak_bytes
-    # A step that fails on a GPU dumps memory, evicts neighbours, and is not always recognised.
+    # Checked beforehand: running out of memory on a GPU disturbs other processes, and is not always
+    # recognised.
     if not anyone(free is not None and needed > _USABLE_SHARE * free):
         twin = without_looks(_twin(model, sample, written), effects)
         try:
@@ -69,14 +70,14 @@ def eager_step(
 
 
 def own_copy(leaf: Any) -> Any:
-    """Return a copy of a tensor, in memory of its own, and anything else as it is."""
+    """Return a copy of a tensor in separate memory; return any other value unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
 def _own_copies(sample: Sample, effects: Sequence[Effect]) -> Sample:
-    """Return the sample with copies of the arguments that a step writes to."""
+    """Return the sample with copies of the arguments that a step mutates."""
     written = {effect.place for effect in effects if isinstance(effect, InputMutation)}
     copies = {id(sample.leaves[place]): own_copy(sample.leaves[place]) for place in written}
     leaves = (copies.get(id(leaf), leaf) for leaf in sample.leaves)
@@ -90,7 +91,7 @@ def _twin(model: nn.Module, sample: Sample, written: Collection[str]) -> nn.Modu
 
 
 def without_looks(twin: nn.Module, effects: Sequence[Effect]) -> nn.Module:
-    """Take the hooks off that only look: a step of a copy is none of theirs."""
+    """Remove observer hooks from a copy: they are for steps of the model."""
     for effect in effects:
         if isinstance(effect, ObserverHook):
             getattr(twin.get_submodule(effect.path), effect.table).pop(effect.key)
@@ -98,17 +99,17 @@ def without_looks(twin: nn.Module, effects: Sequence[Effect]) -> nn.Module:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # The CPU's allocator raises a plain RuntimeError. Python and the profiler, which then finds no
-    # memory to write down what it has seen, raise a MemoryError.
+    # The CPU's allocator raises a plain RuntimeError. Python raises a MemoryError, and so does the
+    # profiler, which then has no memory for its events.
     texts = ("allocate memory", "out of memory", "ALLOC_FAILED")
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return known or any(text in str(error) for text in texts)
 
 
 def peak_of(eager: StepResult | None, problem: Problem) -> int:
-    """Return what a fraction as budget refers to: measured where eager fits, else simulated.
+    """Return the peak that a fraction as budget refers to: measured if eager fits, else simulated.
 
-    It is measured in whole blocks of the allocator, as the budget and `measured_peak_bytes` are.
+    It counts whole blocks of the allocator, like the budget and `measured_peak_bytes`.
     """
     if eager is not None:
         return eager.allocated_peak_bytes
@@ -125,7 +126,7 @@ def self_test(
     """Run one planned step and compare it with the eager one, if any.
 
     Raises:
-        SelfTestError: they differ; or another thread draws random numbers meanwhile.
+        SelfTestError: they differ, or another thread draws random numbers at the same time.
     """
     try:
         return _tested(planned, model, sample, eager, anyone)
@@ -160,7 +161,7 @@ def _tested(
             *(twin, twin, _own_copies(sample, planned.effects)), losses=planned.is_for_losses
         )
 
-    if why_bits_may_differ():  # the search for algorithms takes memory, at a first run only
+    if why_bits_may_differ():  # at a first run the search for algorithms takes memory
         run_ours("nothing")
     ours = run_ours("nothing" if eager is None else "fingerprints")
     if eager is None:
@@ -190,7 +191,7 @@ def _planned_step(planned: Planned, model: nn.Module, sample: Sample, keep: Keep
 def _test_of_pieces(
     planned: Planned, model: nn.Module, sample: Sample, eager: StepResult | None
 ) -> tuple[StepResult, str]:
-    """Hold a planned step to the bits of the same pieces without budget, and to eager's values."""
+    """Compare a planned step with its pieces without budget (bits), and with eager (values)."""
     name, network = type(model).__name__, planned.network
     ours = _planned_step(planned, model, sample, "nothing" if eager is None else "fingerprints")
     if eager is None:
@@ -211,7 +212,7 @@ def _test_of_pieces(
             *(twin, twin, _own_copies(sample, planned.effects)), losses=planned.is_for_losses
         )
 
-    if planned.network.cut is not None:  # nobody knew that values would be compared
+    if planned.network.cut is not None:  # this eager step was run without keeping values
         eager = run_eager(lambda twin: twin)
 
     found = compare_rounded(
@@ -226,7 +227,7 @@ def _test_of_pieces(
 
 
 def refuse_wrong_prediction(planned: Planned, model: nn.Module, ours: StepResult) -> None:
-    """On a CPU nothing may be over the budget: there are no blocks, and sizes were predicted."""
+    """Refuse a step over its budget on a CPU, which has no blocks: predicted sizes must hold."""
     device = device_of(planned.signature.device)
     if device.block_bytes(1) == 1:
         raise over_budget(planned, model)
@@ -241,7 +242,7 @@ def refuse_wrong_prediction(planned: Planned, model: nn.Module, ours: StepResult
 
 
 def over_budget(planned: Planned, model: nn.Module) -> SelfTestError:
-    """Return the error that a step took more than its budget."""
+    """Return the error for a step that exceeded its budget."""
     return SelfTestError(
         f"the planned {type(model).__name__} peaked at {planned.measured_peak_bytes} bytes with a "
         f"budget of {planned.budget_bytes} and a prediction of {planned.plan.peak_bytes}. Please "

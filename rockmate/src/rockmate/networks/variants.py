@@ -1,4 +1,4 @@
-"""The program of a plan for gradients that arrive otherwise than when it was made."""
+"""The program of a plan for kinds of backwards other than the planned one."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ from rockmate.schedules.steps import Step
 _log = logging.getLogger("rockmate")
 
 
-_STATES = 4  # of the CPU's generator that a recording keeps
+_STATES = 4  # random states of the CPU that a recording holds
 
-# Makes a plan for a problem within the budget of another plan, whose steps need not fit, less some
-# bytes.
+# Makes a plan for a problem within the budget of another plan minus some bytes; the other plan's
+# steps need not fit.
 Replan = Callable[[Problem, int], Plan]
 
 
 class PlannedFor(Protocol):
-    """A plan, and the calls and gradients that it is for."""
+    """A plan with its signature and executor."""
 
     @property
     def network(self) -> Network: ...
@@ -87,12 +87,13 @@ def variant_of(
     *,
     in_a_step: bool = True,
 ) -> Executable:
-    """Return the executable for gradients that arrive otherwise, from a recording of their own.
+    """Return the executable for another kind of backward, from another recording.
 
-    Where that would not fit beside what a step holds, it is made without content, if it can be.
+    If a recording on real tensors would not fit beside the step, it is made without content, if
+    that is possible.
 
     Raises:
-        UnsupportedModuleError: the module is not any more what it was in the forward.
+        UnsupportedModuleError: the module has changed since the forward.
     """
     sample = planned.signature.sample_of(leaves)
     _log.info("recording another backward: %s", kind)
@@ -104,14 +105,14 @@ def variant_of(
     ):
         bare = without_hooks(model, type(model))
         known = planned.network.graph.dataflow.basic
-        if in_a_step:  # else nothing has happened since
+        if in_a_step:  # otherwise nothing can have changed
             stack.enter_context(_wanting_as(known, bare))
         is_tight = in_a_step and not fits_into_a_step(planned, kind)
         basic = record_other_backward(bare, sample, known, kind) if is_tight else None
         if basic is None:
             if is_tight:
                 _log.warning(
-                    "gradients have come as never before, and their backward has to be recorded on "
+                    "gradients have arrived in a new way, and their backward has to be recorded on "
                     "real tensors: this step may take about %d bytes, and the budget is %d",
                     *(_recording_bytes(known, kind), planned.budget_bytes),
                 )
@@ -141,7 +142,7 @@ def _in_pieces(
     """Return the same pieces with the backward of another recording.
 
     Raises:
-        UnsupportedModuleError: what is cut cannot be cut so for these gradients.
+        UnsupportedModuleError: parts in pieces of rows cannot be cut for these gradients.
     """
     if network.compiled is not None:
         return compile_variant(network.compiled, basic)
@@ -159,7 +160,7 @@ def _in_pieces(
 
 @contextlib.contextmanager
 def _wanting_as(known: BasicGraph, model: nn.Module) -> Iterator[None]:
-    """Let parameters want gradients as in the forward; whoever froze one since gets none of it."""
+    """Restore the forward's requires_grad of parameters; frozen ones still get no gradient."""
     parameters = dict(placed_parameters(model, remove_duplicate=False))
     wanting = {leaf for leaf, _ in known.edges}
     found = [(parameters[path], name in wanting) for name, path in known.parameters.items()]
@@ -185,16 +186,16 @@ def _check_forward(known: BasicGraph, found: BasicGraph, leaves: Sequence[Any]) 
 
 
 def fits_into_a_step(planned: PlannedFor, kind: BackwardKind) -> bool:
-    """Whether another backward can be recorded on real tensors in the midst of a step."""
+    """Return whether another backward can be recorded on real tensors during a step."""
     basic = planned.network.graph.dataflow.basic
     return _recording_bytes(basic, kind) <= planned.budget_bytes
 
 
 def _recording_bytes(known: BasicGraph, kind: BackwardKind) -> int:
-    """Return about what is held while another backward is recorded in the midst of a step.
+    """Return an estimate of the bytes held while another backward is recorded during a step.
 
-    Outputs and their gradients, of the step and of the recording, what its widest nodes use, and
-    states of random generators.
+    These are outputs and their gradients, of the step and of the recording, the memory of the
+    largest nodes, and random states.
     """
     infos = known.infos
     outputs = {infos[name].alias_of: infos[name].storage_bytes for name in known.output_names}
@@ -213,7 +214,7 @@ def _within_budget(
     model: nn.Module,
     leaves: Sequence[Any],
 ) -> Executable:
-    """Return the program for gradients that were not foreseen; they may need a plan of their own.
+    """Return the program for unexpected gradients; they may need another plan.
 
     Raises:
         InfeasibleBudgetError: there is none within the budget.
@@ -226,7 +227,7 @@ def _within_budget(
     steps = _steps_of(graph, planned.plan)
     is_apart = not _fits(network, planned.plan, steps, like)
     less_bytes = 0
-    while is_apart:  # at most twice: the second time with room for gradients that wait
+    while is_apart:  # at most twice: then with headroom for waiting gradients
         plan = without_reruns(network, replan(network.problem, less_bytes))
         steps = _steps_of(graph, plan)
         if less_bytes or _fits(network, plan, steps, like):
@@ -237,9 +238,10 @@ def _within_budget(
 
 
 def _hands_over_like(planned: PlannedFor, kind: BackwardKind) -> Executable | None:
-    """Return the executable that hands over where one of this kind is to, if there is any yet.
+    """Return an executable with the same places of hand-overs, if there is one.
 
-    In a split backward, gradients of leaves go before those of hidden states that come after them.
+    In a split backward, gradients of leaves must reach autograd before those of later hidden
+    states.
     """
     executor = planned.executor
     if not kind.is_split:
@@ -252,7 +254,7 @@ def _steps_of(graph: SimplifiedGraph, plan: Plan) -> tuple[Step, ...]:
 
 
 def _fits(network: Network, plan: Plan, steps: Sequence[Step], like: Executable | None) -> bool:
-    """Whether these steps are a plan, with gradients that wait for each other as in another one."""
+    """Return whether these steps fit the budget, with waiting gradients as in `like`."""
     try:
         peak_bytes = simulate(network.problem, steps).peak_bytes
     except RockmateError:
@@ -271,7 +273,7 @@ def _measured_within(
     """Measure pieces that were compiled for other gradients, and simulate the plan with them.
 
     Raises:
-        InfeasibleBudgetError: they keep more, and the plan would not fit any more.
+        InfeasibleBudgetError: they save more, and the plan no longer fits.
     """
     basic = graph.dataflow.basic
     external = external_values(basic, model, tuple(leaves))

@@ -1,8 +1,8 @@
 """Run planned steps under autograd.
 
-Gets a compiled step program of rkgb and gives what `Rockmate.forward` returns. Read execute.py (a
-forward), running_step.py (its backward) with executable.py and backwards.py (what runs), rails.py
-(how gradients reach autograd), hung_step.py, joint_step.py and split_step.py (several outputs, some
-computed from others), shared_uses.py (gradients of what a step uses several times), and plain.py
-(planned modules run as plain ones).
+Gets a compiled step program of rkgb; gives the result of `Rockmate.forward`. Read execute.py (a
+forward), running_step.py (its backward) with executable.py and backwards.py (the programs),
+rails.py (how gradients reach autograd), hung_step.py, joint_step.py and split_step.py (several
+outputs, some of which others use), shared_uses.py (gradients of leaves with several uses), and
+plain.py (running planned modules without their plans).
 """

@@ -1,4 +1,4 @@
-"""The executables of one forward: one for each way in which gradients may arrive."""
+"""The executables of one forward, one for each kind of backward."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from torch import nn
 from rkgb.graphs import BackwardKind
 from rockmate.runtime.executable import Executable
 
-# Makes the executable for other gradients, from what the step was called with.
+# Makes the executable for another kind of backward of a step.
 Variant = Callable[[BackwardKind], Executable]
 
 
 def compares_contents(step: int) -> bool:
-    """Whether contents are compared in a step, counted from 1: the 1st, 2nd, 4th, 8th, ..."""
+    """Return whether contents are compared in a step, counted from 1: the 1st, 2nd, 4th, 8th, …"""
     return not step & (step - 1)
 
 
 class Backwards:
-    """What was made for backwards of each kind, and which is expected next."""
+    """The executables for each kind of backward, and the kind expected next."""
 
     def __init__(self, planned: Executable, room_bytes: int = 0) -> None:
         self.planned = self.expected = planned
-        self.latest = planned  # whose backward ran last
+        self.latest = planned  # the one whose backward ran last
         self.variants = {planned.kind: planned}
-        # Of the budget, for outputs beside the losses that are still held in the backward.
+        # Headroom in the budget for outputs beside the losses that are still held in the backward.
         self.room_bytes, self.has_warned = room_bytes, False
-        # By what has begun a backward of a step with hidden states: of which kind it turned out.
+        # For steps with hidden states: the kind of backward that each beginning has led to.
         self.came: dict[Hashable, BackwardKind] = {}
-        self._looked = dict[int, int]()  # steps, by the module that they are of
+        self._looked = dict[int, int]()  # number of steps by module
 
     def is_due(self, model: nn.Module) -> bool:
-        """Whether contents are compared in this step of a module."""
+        """Return whether contents are compared in this step of a module."""
         count = self._looked[id(model)] = self._looked.get(id(model), 0) + 1
         return compares_contents(count)
 
     def look_at(self, model: nn.Module) -> None:
-        """Compare contents in the next step of this module, whichever it is."""
+        """Let the next step of this module compare contents."""
         self._looked[id(model)] = 0
 
     def for_backward(self, kind: BackwardKind, variant: Variant) -> Executable:
-        """Return the executable for such a backward, and expect it from now on.
+        """Return the executable for a kind of backward, and expect that kind from now on.
 
-        Unless its forward would not keep what other backwards need: the outputs that a loss is
-        made of may alternate.
+        It is not expected if its forward would not save what other backwards need: a training loop
+        may alternate between losses.
         """
         if kind not in self.variants:
             made = variant(kind)
             if made.numbers is None and self.planned.numbers is not None:
-                return made  # for the numbers of this call alone
+                return made  # only for the numbers of this call
             self.variants[kind] = self.variants[made.kind] = made
         found = self.variants[kind]
         runs_again = found.keeps_by_backward or found.is_apart

@@ -1,4 +1,4 @@
-"""A compiled step, and what running it under autograd needs to know of it."""
+"""A compiled step, with the facts that are needed to run it under autograd."""
 
 from __future__ import annotations
 
@@ -22,34 +22,36 @@ from rkgb.torch_api import current_dispatch_modes, dispatch_mode_stack
 from rockmate.runtime.rails import Rail, RailPlaces, reader
 from rockmate.runtime.shared_uses import Arrivals, FirstsWatch, RunningSums, SharedUses
 
-_SPARE_RAILS = 4  # of steps that are between forward and backward at once
+_SPARE_RAILS = 4  # for steps that are between forward and backward at the same time
 _hooks_before = operator.attrgetter("_backward_hooks")
 _hooks_after = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """How an output hangs on the rail and on others, if some were computed from others."""
+    """How an output is connected to the rail and to other outputs, if outputs use each other."""
 
     place: int  # among the roots
-    output: int  # and among the outputs
+    output: int  # position among the outputs
     reaches: tuple[int, ...]  # the roots that it was computed from
-    after: int  # how many places of the rail come before its own gradient
-    # For each time at which parts of its gradient are given: places before, and how many at most.
+    after: int  # number of places of the rail before its own gradient
+    # For each time at which parts of its gradient are given: places before, largest number of
+    # parts.
     knots: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Executable:
-    """A compiled step, made for gradients that lie in memory in one way."""
+    """A compiled step for one kind of backward."""
 
     graph: SimplifiedGraph
     compiled: CompiledStep
-    # Where every kind of backward hands over; with hooks on leaves, each part by itself.
+    # The places of hand-overs, for every kind of backward. `singles` have one part each, as hooks
+    # on leaves need them.
     places: Places
     singles: Places
-    lower: Callable[[Places], StepProgram]  # the same steps with hand-overs at other places
-    is_apart: bool = False  # by a plan of its own: its forward keeps other values
+    lower: Callable[[Places], StepProgram]  # the same steps with other hand-overs
+    is_apart: bool = False  # made by another plan: its forward saves other values
     arrivals: Arrivals = field(default_factory=Arrivals)
     _rails: list[Rail] = field(default_factory=list)
     _waiting: dict[SharedUses, Executable] = field(default_factory=dict)
@@ -57,16 +59,16 @@ class Executable:
 
     @property
     def program(self) -> StepProgram:
-        """What is run."""
+        """The program that runs."""
         return self.compiled.program
 
     @cached_property
     def numbers(self) -> Numbers | None:
-        """What follows from the numbers of a call, where the program serves for all of them."""
+        """The unspecialised numbers of the program, if it has any."""
         return self.graph.dataflow.basic.numbers
 
     def taken(self, leaves: Sequence[Any]) -> tuple[tuple[float, ...], ...]:
-        """Return what the program takes besides values, of a call with these leaves."""
+        """Return the numbers that the program takes for a call with these leaves."""
         if self.numbers is None:
             return ()
         found = self.numbers.of(leaves)
@@ -75,12 +77,12 @@ class Executable:
 
     @cached_property
     def has_pieces(self) -> bool:
-        """Whether the user's own Python runs in it."""
+        """Whether it has opaque calls, which run the user's Python."""
         return any(isinstance(op.target, RunPiece) for op in self.graph.dataflow.basic.ops)
 
     @cached_property
     def cast_leaves(self) -> tuple[str, ...]:
-        """The weights that autocast would cast once a region."""
+        """The weights that autocast would cast once per region."""
         basic = self.graph.dataflow.basic
         leaves = {leaf for leaf, _ in basic.edges}
         found = {op.inputs[0] for op in basic.ops if op.target is CAST and op.inputs}
@@ -92,16 +94,16 @@ class Executable:
 
     @cached_property
     def casts_once(self) -> frozenset[str]:
-        """The weights among these of whose cast one gradient comes, which the program hands over.
+        """The weights among these whose cast gets a single gradient in this step.
 
-        The rounds of a step's own sums would differ from those of all steps.
+        If a step summed several itself, rounding would differ from autograd's sum over all steps.
         """
         given = Counter(leaf for slots in self.casts_given for _, leaf, _ in slots)
         return frozenset(leaf for leaf, count in given.items() if count == 1)
 
     @cached_property
     def casts_given(self) -> tuple[tuple[tuple[int, str, torch.dtype], ...], ...]:
-        """Of each hand-over, in which slots there are gradients of casts, and of which type."""
+        """For each hand-over, the slots with gradients of casts, the weights and the types."""
         basic = self.graph.dataflow.basic
         casts = {op.results[0]: op for op in basic.ops if op.target is CAST}
         uses = Counter(name for op in basic.ops for name in op.inputs if name in casts)
@@ -118,7 +120,7 @@ class Executable:
 
     @cached_property
     def given_leaves(self) -> frozenset[str]:
-        """The leaves that the program gives gradients of."""
+        """The leaves whose gradients the program computes."""
         gives = self.program.gives
         return frozenset(leaf for give in gives for leaf, value in give.gradients if value)
 
@@ -128,7 +130,7 @@ class Executable:
 
     @cached_property
     def kind(self) -> BackwardKind:
-        """How the gradients of the roots lie in memory, and the region of the backward."""
+        """The strides of the roots' gradients, and the autocast region of the backward."""
         kind = self.graph.dataflow.basic.kind
         tangents = tuple(map(plain_strides, self._shapes, kind.tangents))
         return BackwardKind(tangents, kind.autocast, kind.outside)
@@ -140,12 +142,12 @@ class Executable:
 
     @cached_property
     def shared_uses(self) -> SharedUses:
-        """Which gradients may be added to earlier ones of the same leaf."""
+        """The gradients that may be added to earlier ones of the same leaf."""
         return SharedUses.of(self.graph, self.program)
 
     @cached_property
     def summed(self) -> Executable:
-        """The executable whose backward adds later gradients of a leaf to its first.
+        """The executable whose backward adds later gradients of a leaf to its first one.
 
         Its forward is the same.
         """
@@ -153,7 +155,7 @@ class Executable:
 
     @cached_property
     def single(self) -> Executable:
-        """The executable that hands over each part by itself, as eager does.
+        """The executable that hands each part over separately, as eager does.
 
         Its forward is the same.
         """
@@ -165,7 +167,7 @@ class Executable:
         )
 
     def on_rail_of(self, laid: Executable, form: Executable) -> Executable:
-        """Return the one whose backward hands over along a rail that was laid for another one."""
+        """Return the executable whose backward uses a rail that was laid for another one."""
         if self.kind.is_split != laid.kind.is_split:
             return self._at_places_of(laid)._on_rail_of(laid, form)
         return self._on_rail_of(laid, form)
@@ -189,12 +191,12 @@ class Executable:
 
     @property
     def backs(self) -> Executable:
-        """The one whose backward runs after the next forward: this one, or the one in sums."""
+        """The executable whose backward follows the next forward: this one, or the one in sums."""
         return self.summed if self.arrivals.expect_none and self._has_many_sums else self
 
     @cached_property
     def _has_many_sums(self) -> bool:
-        # A piece may give no gradient where one is to be added.
+        # An opaque call may give no gradient although one is to be added.
         return self.shared_uses.are_many and not self.has_pieces
 
     @cached_property
@@ -207,11 +209,11 @@ class Executable:
         return RailPlaces(tuple(leaves), self.program.has_sums)
 
     def sums(self) -> tuple[RunningSums, ...]:
-        """Return what a program takes that adds up gradients of a backward."""
+        """Return the sums that a program with sums takes as arguments."""
         return (RunningSums(self.arrivals, _sees_all()),) if self.program.has_sums else ()
 
     def watch(self) -> FirstsWatch | None:
-        """Return what sees whether sums could be made; None where that is known, or none can."""
+        """Return the watch that finds out whether sums are possible; None if that is known."""
         known = self.program.has_sums or self.arrivals.noisy or self.arrivals.expect_none
         if known or not self._has_many_sums or not _sees_all():
             return None
@@ -219,47 +221,47 @@ class Executable:
 
     @cached_property
     def lasting(self) -> bool:
-        """Whether all leaves are parameters, which stay the same from step to step."""
+        """Whether all leaves are parameters, which are the same in every step."""
         inputs = set(self.graph.dataflow.basic.inputs)
         return inputs.isdisjoint(leaf for leaf, _ in self.graph.dataflow.basic.edges)
 
     @cached_property
     def _roots(self) -> Mapping[str, str]:
-        """Of every value of the program, the value that made its memory."""
+        """For every value of the program, the maker of its memory."""
         infos = self.graph.dataflow.infos
         roots = {name: info.alias_of for name, info in infos.items()}
         for op in self.program.calls:
-            if op.target is torch.ops.aten.as_strided.default:  # such views have names of their own
+            if op.target is torch.ops.aten.as_strided.default:  # the program adds such views
                 roots.setdefault(op.results[0], roots.get(op.inputs[0], ""))
         return roots
 
     @cached_property
     def held(self) -> tuple[str, ...]:
-        """Externals in whose memory the backward reads: they must be then as they are now."""
+        """Externals whose memory the backward reads, so that they must not change meanwhile."""
         roots = self._roots
         read = {roots.get(name, name) for name in self.program.saved}
         return tuple(name for name in self.program.externals if roots[name] in read)
 
     def told(self, name: str) -> str:
-        """Return how a user calls an external: a parameter or buffer by its path."""
+        """Return the user's name of an external: the path of a parameter or buffer."""
         basic = self.graph.dataflow.basic
         return basic.parameters.get(name) or basic.buffers.get(name) or name
 
     @cached_property
     def reads_again(self) -> tuple[str, ...]:
-        """Externals from which the backward computes again, but those that the forward writes."""
+        """Externals from which the backward recomputes, without those that the forward writes."""
         roots = self._roots
         read = {roots.get(name, name) for name in self.program.read_again}
         return tuple(n for n in self.held if roots[n] in read and n not in self.written)
 
     @cached_property
     def holds_written(self) -> bool:
-        """Whether the forward writes to what the backward reads later."""
+        """Whether the forward writes to memory that the backward reads."""
         return not self.written.isdisjoint(self.held)
 
     @cached_property
     def written(self) -> frozenset[str]:
-        """Externals in whose memory the forward writes: buffers."""
+        """Externals to which the forward writes: buffers."""
         roots, written = self._roots, self.graph.written_roots
         return frozenset(name for name in self.program.externals if roots[name] in written)
 
@@ -270,7 +272,7 @@ class Executable:
 
     @cached_property
     def seen_writes(self) -> tuple[str, ...]:
-        """Of these, those whose versions plain PyTorch moves, too: no statistics of BatchNorms."""
+        """Of these, those whose versions plain PyTorch raises too: no statistics of BatchNorms."""
         infos, ops = self.graph.dataflow.infos, self.graph.dataflow.basic.ops
         names = {n for op in ops if op.target_name not in BATCH_NORMS for n in op.writes}
         roots = {infos[name].alias_of for name in names}
@@ -278,34 +280,34 @@ class Executable:
 
     @cached_property
     def unrepeatable(self) -> str:
-        """A buffer by whose content, which the forward changes, its results are decided, or ''."""
+        """A buffer that the forward changes and on which its results depend, or ''."""
         return next((n for k in self.graph.nodes for n in rerun_state(self.graph, k)), "")
 
     def missing_for(self, other: Executable) -> list[str]:
-        """Return what the backward of another executable reads and this forward does not keep."""
+        """Return the values that another backward reads and this forward does not save."""
         kept = {*self.program.saved, *self.graph.dataflow.basic.externals}
         return [name for name in other.program.saved if name not in kept]
 
     @cached_property
     def is_random(self) -> bool:
-        """Whether the forward moves the random stream."""
+        """Whether the forward draws random numbers."""
         return any(node.is_random for node in self.graph.nodes)
 
     @cached_property
     def keeps_by_backward(self) -> bool:
-        """Whether what the forward keeps depends on which backward it was compiled with."""
+        """Whether the saved tensors depend on the backward with which it was compiled."""
         ops = (op for node in self.graph.nodes for op in node.ops)
         return any(isinstance(op.target, (CompiledCall, InPieces)) for op in ops)
 
     @cached_property
     def saved_outputs(self) -> tuple[tuple[int, str], ...]:
-        """Outputs of the user that the backward reads: (place in saved, name)."""
+        """Outputs that the backward reads: (position in `saved`, name)."""
         outputs = set(self.program.outputs)
         return tuple((i, name) for i, name in enumerate(self.program.saved) if name in outputs)
 
     @cached_property
     def aliased_outputs(self) -> tuple[int, ...]:
-        """Places of outputs of which the backward reads only what shares memory with them."""
+        """Positions of outputs that the backward does not read but whose memory it reads."""
         infos = self.graph.dataflow.basic.infos
         saved = self.program.saved
         roots = {infos[name].alias_of for name in saved if name in infos}
@@ -317,7 +319,7 @@ class Executable:
 
     @cached_property
     def leaving_outputs(self) -> tuple[int, ...]:
-        """Places of outputs that are taken to be let go before the backward, one of each memory."""
+        """Positions of outputs assumed to be dropped before the backward, one per storage."""
         infos, basic = self.graph.dataflow.infos, self.graph.dataflow.basic
         saved = {infos[name].alias_of for name in self.program.saved if name in infos}
         left = (basic.leaving_roots & self.graph.producer.keys()) - saved
@@ -327,13 +329,13 @@ class Executable:
 
     @cached_property
     def saved_values(self) -> tuple[int, ...]:
-        """Places of what the forward has saved that did not exist before it."""
+        """Positions of saved values that did not exist before the forward."""
         known = set(self.program.externals)
         return tuple(i for i, name in enumerate(self.program.saved) if name not in known)
 
     @cached_property
     def plain_outputs(self) -> tuple[int, ...]:
-        """Places of the outputs that no gradient comes back to."""
+        """Positions of outputs that get no gradient."""
         roots, outputs = self.graph.dataflow.basic.roots, self.program.outputs
         return tuple(place for place, name in enumerate(outputs) if name not in roots)
 
@@ -341,12 +343,12 @@ class Executable:
 
     @property
     def flows(self) -> tuple[Flow, ...]:
-        """Which outputs were computed from which others."""
+        """The outputs from which each output was computed."""
         return self.graph.dataflow.basic.flows
 
     @cached_property
     def outputs_given(self) -> tuple[int | None, ...]:
-        """For each hand-over, the root that it gives parts to; None where it gives to leaves."""
+        """For each hand-over, the root that gets parts, or None if leaves get them."""
         roots = self.graph.dataflow.basic.roots
         return tuple(
             roots.index(give.output) if give.output else None for give in self.program.gives
@@ -359,15 +361,14 @@ class Executable:
         return tuple(place if give.receives else None for give, place in pairs)
 
     def rail_place(self, give: int) -> int:
-        """Return how many places of a rail come before a hand-over."""
+        """Return the number of places of a rail before a hand-over."""
         return self.outputs_given[:give].count(None)
 
     @cached_property
     def joints(self) -> tuple[tuple[int, int, tuple[int, ...], bool], ...]:
-        """For each root, after those that it was computed from: its place, and among the outputs.
+        """(position, position among outputs, used outputs, whether others use it) of each root.
 
-        Then the outputs that it was computed from, as often as they are used, and whether others
-        were computed from itself.
+        Used outputs are repeated once for each use. A root comes after the roots that it uses.
         """
         basic, outputs = self.graph.dataflow.basic, self.program.outputs
         at = [outputs.index(root) for root in basic.roots]
@@ -379,7 +380,7 @@ class Executable:
 
     @cached_property
     def below(self) -> tuple[tuple[int, ...], ...]:
-        """For each root, all that it was computed from, by way of others, too."""
+        """For each root, all roots that it was computed from, directly or not."""
         found: dict[int, frozenset[int]] = {}
         for tie in self.ties:
             found[tie.place] = frozenset(tie.reaches).union(*(found[to] for to in tie.reaches))
@@ -387,7 +388,7 @@ class Executable:
 
     @cached_property
     def ties(self) -> tuple[Tie, ...]:
-        """How outputs hang on one another, each after those that it was computed from."""
+        """The ties of all outputs, each after those that it was computed from."""
         basic, outputs = self.graph.dataflow.basic, self.program.outputs
         order: dict[int, None] = {}
 
@@ -405,7 +406,7 @@ class Executable:
             flow = self.flows[place]
             gives = [give for give, to in enumerate(self.outputs_given) if to == place]
             knots = [(self.rail_place(g), len(self.program.gives[g].gradients)) for g in gives]
-            # The last takes whatever is left: another backward may have other parts.
+            # The last one takes all remaining parts: another backward may have other parts.
             last = (knots[-1][0] if knots else 0, flow.uses)
             after = self.rail_place(gives[-1]) if gives else 0
             is_tied = flow.uses > 0
@@ -416,7 +417,7 @@ class Executable:
         return tuple(found)
 
     def is_separated(self, give: int) -> bool:
-        """Whether all gradients that are read after a hand-over go by way of what it receives."""
+        """Return whether later gradients depend only on the one that a hand-over receives."""
         return self._separated[give]
 
     @cached_property
@@ -435,14 +436,14 @@ class Executable:
         return tuple(found)
 
     def usual_tangent(self, place: int) -> Tangent:
-        """Return how the gradient of a root lies if an elementwise operation computes it."""
+        """Return the strides of a root's gradient if an elementwise operation computes it."""
         info = self.graph.dataflow.infos[self.graph.dataflow.basic.roots[place]]
         like = torch.empty_strided(info.shape, info.stride, device="meta")
         return plain_strides(info.shape, torch.empty_like(like).stride())
 
     @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
-        """For each hand-over, which of `held` are read on the way to it."""
+        """For each hand-over, the indices in `held` of values that are read before it."""
         roots = self._roots
         places: dict[str, list[int]] = {}
         for place, name in enumerate(self.held):
@@ -474,7 +475,7 @@ class Executable:
 
     @cached_property
     def pick_held(self) -> Callable[[Sequence[int]], Sequence[int]]:
-        """Picks what belongs to `held` from what belongs to the externals, in order."""
+        """Picks the entries of `held` from a sequence with one entry per external."""
         places = {name: place for place, name in enumerate(self.program.externals)}
         return reader([places[name] for name in self.held])
 
@@ -484,13 +485,13 @@ class Executable:
         return reader(list(dict.fromkeys(leaf for leaf, _ in self.graph.dataflow.basic.edges)))
 
     def for_hooks(self, external: Mapping[str, Tensor]) -> Executable:
-        """Return the one whose rail is laid: hooks of leaves are called in eager's order."""
+        """Return the executable whose rail calls hooks of leaves in eager's order."""
         leaves = self.read_leaves(external)
         has_hooks = any(map(_hooks_before, leaves)) or any(map(_hooks_after, leaves))
         return self.single if has_hooks or self.arrivals.in_parts else self.backs
 
     def rail(self, external: Mapping[str, Tensor]) -> Rail:
-        """Return a rail to the leaves among the external values that no other step is using."""
+        """Return a rail to these leaves that no other step is using."""
         layout = self.layout
         leaves = layout.read_leaves(external)
         while self._rails:
@@ -501,15 +502,15 @@ class Executable:
         return Rail(layout, leaves, self.graph.dataflow.basic.device, self.arrivals)
 
     def give_back(self, rail: Rail) -> None:
-        """Take a rail back whose step has ended."""
+        """Take back the rail of a step that has ended."""
         if self.lasting and not rail.has_hooks and len(self._rails) < _SPARE_RAILS:
             self._rails.append(rail)
 
 
 def _sees_all() -> bool:
-    """Whether a tensor that is alive is one that autograd keeps.
+    """Return whether autograd is the only one that can keep a handed-over tensor alive.
 
-    A mode that watches operations may keep what they make.
+    A mode that watches operations may also keep their results.
     """
     if not current_dispatch_modes():
         return True
@@ -517,7 +518,7 @@ def _sees_all() -> bool:
 
 
 def plain_strides(shape: Sequence[int], strides: Sequence[int] | None) -> Tangent:
-    """Return strides in which dimensions of one element, whose stride means nothing, agree."""
+    """Return strides in a normal form: those of dimensions of size 1 have no meaning."""
     if strides is None:
         return None
     return tuple(0 if size <= 1 else stride for size, stride in zip(shape, strides, strict=True))

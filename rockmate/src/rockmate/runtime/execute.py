@@ -1,7 +1,7 @@
 """Run a compiled step under autograd: the user writes `loss.backward()` and nothing else.
 
-The forward runs at once, below autograd. Its outputs hang on a rail of small Functions whose
-backwards advance the backward program.
+The forward runs at once, below autograd. Its outputs are connected to a rail, a chain of small
+Functions whose backwards advance the backward program.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from rockmate.runtime.running_step import RunningStep, refuse_create_graph
 from rockmate.runtime.shared_casts import note_casts
 from rockmate.runtime.split_step import SplitStep
 
-# Gets tensors by name; gives what returns the name of one that holds something else by then, or ''.
+# Gets tensors by name; gives a function that returns the name of one whose content has changed, or
+# ''.
 Keep = Callable[[Mapping[str, Tensor]], Callable[[], str]]
 
 
 class Executor(Backwards):
-    """Runs forwards with the executable for the gradients that came last, or are expected."""
+    """Runs forwards with the executable for the expected kind of backward."""
 
     def __call__(
         self,
@@ -39,9 +40,9 @@ class Executor(Backwards):
     ) -> list[Tensor]:
         """Run the forward and return the outputs, connected to autograd.
 
-        `variant` is called in the backward where gradients arrive that lie otherwise. `numbers` are
-        the leaves of the call, without its tensors, where a plan serves for all numbers. With
-        `keep`, the backward looks whether what it computes from again is what the forward found.
+        `variant` is called in the backward if it is of another kind. `numbers` are the leaves of
+        the call without its tensors, for unspecialised numbers. With `keep`, the backward checks
+        the contents of the tensors from which it recomputes.
         """
         executable = self.expected
         kind: type[RunningStep] = RunningStep
@@ -56,10 +57,10 @@ class Executor(Backwards):
             step.contents = keep({n: external[n] for n in executable.reads_again})
         with straight_to_kernels(), step.on_model():
             outputs, step.saved = executable.compiled.forward(values, *executable.taken(numbers))
-        if executable.seen_writes:  # below autograd, kernels do not count them
+        if executable.seen_writes:  # kernels below autograd do not count writes
             increment_version(executable.read_seen_writes(external))
         step.remember_versions(external)
-        if keep is not None and executable.has_pieces:  # which may write to it
+        if keep is not None and executable.has_pieces:  # they may write to it
             step.contents = keep({n: external[n] for n in executable.reads_again})
         if executable.leaving_outputs and not self.has_warned:
             step.outputs_held = OutputsHeld(executable, outputs)
@@ -75,7 +76,7 @@ class Executor(Backwards):
 
 
 class _Outputs(torch.autograd.Function):
-    """Returns the outputs; its backward hands their gradients to the step."""
+    """Returns the outputs; its backward passes their gradients to the step."""
 
     @staticmethod
     def forward(
@@ -85,8 +86,8 @@ class _Outputs(torch.autograd.Function):
         if passed:
             ctx.save_for_backward(*passed)
         ctx.step, ctx.token = step, token.detach()
-        # Fresh views of the tensors: autograd marks what is returned here, and a marked tensor
-        # among what is saved would keep this very function, and so the step, alive for ever.
+        # Fresh views, because autograd attaches this Function to returned tensors. A saved tensor
+        # with it would keep the Function, and so the step, alive for ever.
         outputs = tuple([tensor.detach() for tensor in made])
         made.clear()
         if plain := step.executable.plain_outputs:

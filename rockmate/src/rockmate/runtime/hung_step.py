@@ -1,4 +1,4 @@
-"""A step with several outputs, each of which hangs on a Function of its own."""
+"""A step with several outputs, each of which is the result of its own Function."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rockmate.runtime.running_step import RunningStep, refuse_create_graph
 
 
 class HungStep(RunningStep):
-    """A forward and its backward, to which gradients of outputs come one by one."""
+    """A forward and its backward, which gets gradients of outputs one by one."""
 
-    keeper: Any = None  # what has saved for hooks on saved tensors
-    is_noted = False  # whether somebody has hooked the Function of an output
-    come: dict[int, Tensor]  # gradients of outputs that were not used yet, by place of the root
+    keeper: Any = None  # the node that saved tensors, for hooks on saved tensors
+    is_noted = False  # whether the Function of an output has a hook
+    come: dict[int, Tensor]  # gradients of outputs that were not used yet, by position of the root
     nodes: dict[int, weakref.ref[Any]]
 
     def hang(self, outputs: list[Tensor], passed: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs, each connected to autograd by itself."""
+        """Return the outputs, each connected to autograd separately."""
         self.come, self.nodes = {}, {}
         assert self.rail is not None
         if passed:
@@ -33,29 +33,29 @@ class HungStep(RunningStep):
         return found
 
     def connect(self, found: list[Tensor]) -> None:
-        """Put in the place of each output what hangs on a Function of its own."""
+        """Replace each output by the result of its own Function."""
         raise NotImplementedError
 
     def arrive(self, place: int, grad: Tensor | None) -> Sequence[Tensor | None]:
-        """Take the gradient of an output; return parts of those that it was computed from."""
+        """Take the gradient of an output; return parts for the outputs that it uses."""
         raise NotImplementedError
 
     def carried(self) -> None:
-        """Be what the rail runs; refuse a second backward that was not told of."""
+        """Attach this step to its rail; refuse a second backward without retain_graph."""
         if self.rail is None:
             self.refuse_twice()
         assert self.rail is not None
         self.rail.carry(self)
 
     def take_back_kept(self) -> None:
-        """Go on with what hooks on saved tensors give back, if there are any."""
+        """Continue with the tensors that hooks on saved tensors return, if there are any."""
         if self.keeper is not None:
             self.take_back(self.keeper.saved_tensors)
             self.keeper = None
 
 
 class Output(torch.autograd.Function):
-    """Returns an output; its backward hands the gradient to the step."""
+    """Returns an output; its backward passes the gradient to the step."""
 
     @staticmethod
     def forward(
@@ -73,7 +73,7 @@ class Output(torch.autograd.Function):
 
 
 class _OutputNode(Output._backward_cls):  # type: ignore[name-defined, misc]
-    """A node that tells its step of hooks on it."""
+    """A node that notes hooks on it in its step."""
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
         self.step.is_noted = True
@@ -88,7 +88,7 @@ Output._backward_cls = _OutputNode
 
 
 class _Keeper(torch.autograd.Function):
-    """Saves tensors as autograd does, for hooks on what it saves."""
+    """Saves tensors in autograd, so that hooks on saved tensors are called."""
 
     @staticmethod
     def forward(ctx: Any, passed: Sequence[Tensor], token: Tensor) -> Tensor:

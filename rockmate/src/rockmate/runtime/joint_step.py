@@ -1,10 +1,11 @@
-"""A step with hidden states beside its result, of which nobody has asked for a gradient so far.
+"""A step with hidden states beside its result whose gradients have not been needed so far.
 
-Its backward runs in one, from the gradients of all outputs. Every output hangs on a Function of its
-own, and on those that it was computed from. So where the first gradient arrives, hidden states have
-not been come to: whether one has hooks, keeps its gradient or is asked for shows in time. Then the
-backward is split after all, and so are those of later steps (split_step.py): here, gradients of
-leaves wait until those of all outputs are there.
+A hidden state is an output that other outputs use. The backward of this step runs as one, from the
+gradients of all outputs. Every output is the result of its own Function, which is connected to
+those of the outputs it uses. So the first gradient arrives before autograd reaches hidden states.
+If one of them has hooks, retains its gradient or is an input of `torch.autograd.grad`, the backward
+is split after all, also in later steps (split_step.py). In this step, gradients of leaves wait
+until those of all outputs have arrived.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from rockmate.runtime.split_step import SplitStep
 
 
 class JointStep(HungStep):
-    """A forward and its backward, which begins once the gradients of all outputs have come."""
+    """A forward and its backward, which begins once the gradients of all outputs have arrived."""
 
-    number = -1  # of autograd's backward in which gradients have come
-    # Hidden states, by place of the root: hooks, which the node has even where the tensor is gone.
+    number = -1  # of autograd's backward in which gradients have arrived
+    # Hidden states by position of the root: hooks (the node keeps them), and the tensor.
     hidden: dict[int, tuple[dict[int, Any], weakref.ref[Tensor]]]
 
     def connect(self, found: list[Tensor]) -> None:
-        """Put in the place of each output what hangs on a Function, and on those below it."""
+        """Replace each output by the result of a Function, connected to those of used outputs."""
         self.hidden = {}
         assert self.rail is not None
         token = self.rail.token
@@ -50,7 +51,7 @@ class JointStep(HungStep):
                 self.hidden[place] = hooks, weakref.ref(made)
 
     def arrive(self, place: int, grad: Tensor | None) -> Sequence[Tensor | None]:
-        """Take the gradient of an output; return parts of those that it was computed from."""
+        """Take the gradient of an output; return parts for the outputs that it uses."""
         self.carried()
         number = current_backward()
         if number != self.number:
@@ -64,9 +65,9 @@ class JointStep(HungStep):
         return ()
 
     def _shows(self, places: Sequence[int]) -> bool:
-        """Whether the gradient of one of these hidden states is asked for."""
+        """Return whether the gradient of one of these hidden states is needed."""
         assert self.rail is not None
-        if self.is_noted or not is_to_run(self.rail.end):  # a backward for some tensors alone
+        if self.is_noted or not is_to_run(self.rail.end):  # a backward for only some tensors
             return True
         for place in places:
             hooks, tensor = self.hidden[place]
@@ -102,7 +103,7 @@ class JointStep(HungStep):
 
 
 class LateSplitStep(SplitStep):
-    """A step whose backward is split though its forward did not count on it."""
+    """A step whose backward is split although its forward did not expect it."""
 
     hidden: Any
     number = -1
@@ -126,7 +127,7 @@ class LateSplitStep(SplitStep):
         return found
 
     def refuse_late(self) -> None:
-        """Refuse to split a backward that several results begin.
+        """Refuse to split a backward that starts at several results.
 
         Raises:
             UnsupportedModuleError: always.

@@ -1,7 +1,7 @@
-"""Outputs beside the loss that a step is trained by: whether they are gone in its backward.
+"""Outputs beside the loss: whether the caller still holds them during the backward.
 
-A plan for losses alone takes it that logits and hidden states are let go by then, as they are in
-`model(**batch).loss.backward()`. Who holds them takes their bytes on top of the budget.
+A plan for losses only assumes that logits and hidden states are dropped before the backward, as in
+`model(**batch).loss.backward()`. If the caller holds them, their bytes exceed the budget.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rockmate.runtime.executable import Executable
 
 
 class OutputsHeld:
-    """Watches the outputs of a step, without holding them."""
+    """Watches the outputs of a step by weak references."""
 
     def __init__(self, executable: Executable, outputs: Sequence[Tensor]) -> None:
         self._names = [executable.program.outputs[place] for place in executable.leaving_outputs]
@@ -24,7 +24,7 @@ class OutputsHeld:
         self._rows = [(StorageWeakRef(storage), storage.nbytes()) for storage in found]
 
     def warn_above(self, room_bytes: int, model_name: str) -> bool:
-        """Warn, and say so, if more bytes of them are held than there is room for."""
+        """Warn, and return True, if the held outputs exceed the headroom."""
         held = [
             (name, size)
             for name, (storage, size) in zip(self._names, self._rows, strict=True)

@@ -1,4 +1,4 @@
-"""`with rockmate.plain():` planned modules run as the plain ones that they are."""
+"""`with rockmate.plain():` runs planned modules without their plans."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _depth = _Depth()
 
 @contextlib.contextmanager
 def plain() -> Iterator[None]:
-    """Run planned modules without their plans: forwards in here are plain PyTorch's, unbounded.
+    """Run planned modules without their plans: forwards inside are plain PyTorch, without a budget.
 
-    For what a plan cannot serve, such as gradients of gradients. It holds in this thread; the
-    backward of such a forward may come later.
+    This is for steps that a plan cannot run, such as gradients of gradients. It affects only this
+    thread. The backward of such a forward may run later.
 
     Examples:
         >>> with rockmate.plain():
@@ -38,14 +38,14 @@ def plain() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
-    """Run planned modules plain, out of sight of hooks that see what is saved or every module.
+    """Run planned modules plain, without hooks on saved tensors and global module hooks.
 
-    Planning runs copies: a checkpoint or a profiler around it has not asked for them.
+    Planning runs copies, which a checkpoint or a profiler around it must not see.
     """
     with plain(), without_saved_hooks(), without_global_hooks():
         yield
 
 
 def is_plain() -> bool:
-    """Whether planned modules run plain in this thread."""
+    """Return whether planned modules run plain in this thread."""
     return _depth.value > 0

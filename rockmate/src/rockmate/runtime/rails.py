@@ -1,10 +1,11 @@
-"""How gradients leave a planned step: small autograd Functions, joined by an empty token.
+"""How gradients leave a planned step: a rail, which is a chain of autograd Functions.
 
-The Functions stand between the outputs and the leaves. Each advances the backward program to its
-next hand-over and gives autograd what comes out: hooks, accumulation, optimizers inside backward
-and DDP's overlap see what they always see, in eager's order. A rail is laid once and used by step
-after step, because making its Functions costs as much as many small operations; only what is laid
-to inputs, which change, is laid anew.
+The Functions lie between the outputs and the leaves, and an empty tensor, the token, connects them.
+Each one is a place of the rail. Its backward advances the backward program to the next hand-over
+and returns the resulting gradients. So hooks, accumulation, optimizers inside backward and DDP's
+overlap work as usual, in eager's order. Making the Functions costs as much as many small
+operations, so a rail is made once and used by step after step; only places of inputs, which change,
+are made anew.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ OUT_OF_ORDER = (
 
 
 class Advancing(Protocol):
-    """A step whose backward can be run from one hand-over to the next."""
+    """A step whose backward runs from one hand-over to the next."""
 
     def advance(self, place: int) -> Sequence[Tensor | None]:
         """Return the gradients of hand-over number `place`."""
@@ -43,14 +44,14 @@ class Advancing(Protocol):
 
 @dataclass(frozen=True)
 class RailPlaces:
-    """To which leaves the places of a rail lead: one for each hand-over of a program."""
+    """The leaves of each place of a rail; a place is a hand-over of a program."""
 
     leaves: tuple[tuple[str, ...], ...]
     in_sums: bool  # whether later uses of a leaf are added to its first
 
     @cached_property
     def is_mixed(self) -> str:
-        """A leaf with parts at several places, one of which has parts of others, too; or ''."""
+        """A leaf with parts at several places, one of which also serves other leaves; or ''."""
         parts = [set(part) for part in self.leaves]
         uses = Counter(leaf for part in parts for leaf in part)
         mixed = (leaf for part in parts if len(part) > 1 for leaf in part if uses[leaf] > 1)
@@ -58,7 +59,7 @@ class RailPlaces:
 
     @cached_property
     def read_leaves(self) -> Callable[[Mapping[str, Tensor]], Sequence[Tensor]]:
-        """Picks the leaves of all places, one after the other, from the external values."""
+        """Picks the leaves of all places, in order, from the external values."""
         return reader([leaf for part in self.leaves for leaf in part])
 
 
@@ -76,7 +77,7 @@ class Rail:
         self.step: weakref.ref[Advancing] | None = None
         self.has_hooks = False
         self.token = torch.empty(0, device=device, requires_grad=True)
-        self.tokens = [self.token]  # the way in at each place, and at last behind all
+        self.tokens = [self.token]  # the token before each place, and after the last one
         self._nodes: list[Any] = []
         end = len(leaves)
         for place in reversed(range(len(layout.leaves))):
@@ -85,36 +86,36 @@ class Rail:
             self.tokens.insert(0, self.token)
             self._nodes.insert(0, self.token.grad_fn)
             end = start
-        # What adds up for the first token: only backwards that are for all leaves come to it.
+        # Accumulates for the first token. Only backwards for all leaves reach it.
         self.end = self._nodes[-1].next_functions[0][0] if self._nodes else None
 
     @property
     def start(self) -> Any:
-        """The node that a backward comes to first."""
+        """The node that a backward reaches first."""
         return self._nodes[0] if self._nodes else self.end
 
     def fits(self, leaves: Sequence[Tensor]) -> bool:
-        """Whether the rail leads to just these tensors, part after part."""
+        """Return whether the rail leads to exactly these tensors, in order."""
         return all(map(operator.is_, leaves, self.leaves))
 
     def renew(self, first: int = 0, end: int | None = None) -> None:
-        """Let the engine see places of the rail as made now: what was made later runs before."""
+        """Give places of the rail new sequence numbers: the engine runs later nodes first."""
         number = latest_sequence_nr() + 1
         for node in self._nodes[first:end]:
             set_sequence_nr(node, number)
 
     def carry(self, step: Advancing) -> None:
-        """Serve this step from now on."""
+        """Use the rail for this step."""
         self.step = weakref.ref(step)
         for node in self._nodes if self.has_hooks else ():
             node.given = None
 
     def give_all(self) -> None:
-        """Let the step run to its end, and each place keep what it will hand over.
+        """Run the step to its end, and store at each place the gradients that it will return.
 
-        Who has put hooks on places and keeps the graph may run them one by one, in any order, and
-        after the outputs are gone: this is how a backward is split into one for the inputs and one
-        for the weights.
+        Code that has hooks on places and retains the graph may run them one by one, in any order,
+        and after the outputs are gone. In this way a backward is split into one for the inputs and
+        one for the weights.
         """
         assert self.step is not None
         step = self.step()
@@ -142,7 +143,7 @@ class _HandOver(torch.autograd.Function):
 
 
 class _HandOverNode(_HandOver._backward_cls):  # type: ignore[name-defined, misc]
-    """A node that tells its rail of hooks on it: another step must not call them."""
+    """A node that notes hooks on it in its rail, because another step must not call them."""
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
         self._note()
@@ -171,9 +172,9 @@ _HandOver._backward_cls = _HandOverNode
 
 @functools.cache
 def firing_order(count: int, *, is_last: bool) -> tuple[int, ...]:
-    """Return in which order the engine comes to the leaves of one place, all of which are complete.
+    """Return the order in which the engine visits the leaves of one place.
 
-    They are of one priority, and it keeps them in a heap: no order of its own. So it is tried out.
+    They have equal priority in the engine's heap, so the order is found by a trial.
     """
     fired: list[int] = []
     with torch.inference_mode(False), torch.enable_grad():
@@ -200,9 +201,9 @@ class _Trial(torch.autograd.Function):
 
 
 def fired_in_order(places: Places, edges: Sequence[tuple[str, int]]) -> Places:
-    """Return the same places, each with its edges so that leaves are come to in eager's order.
+    """Return the same places with edges ordered so that the engine visits leaves in eager's order.
 
-    Hooks that are put on leaves after the forward see this order, where nothing else runs beside.
+    Hooks that are put on leaves after the forward see this order, if nothing else runs in between.
     """
     last = {edges[edge][0]: edge for place in places for edge in sorted(place)}
     found = []
@@ -216,7 +217,7 @@ def fired_in_order(places: Places, edges: Sequence[tuple[str, int]]) -> Places:
 
 
 def reader(keys: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:
-    """Return what picks the values of many keys at once."""
+    """Return a function that picks the values of all keys at once."""
     if len(keys) > 1:
         return operator.itemgetter(*keys)
     return lambda values: tuple([values[key] for key in keys])

@@ -1,7 +1,7 @@
-"""One forward and its backward, under way: what it has saved, and how far the backward has come.
+"""One forward and its backward, while they run: the saved tensors and the state of the backward.
 
-Nothing is decided here but which program fits the gradients that arrive: their number and how they
-lie in memory were recorded with the step, and other ones get a recording of their own.
+The only decision here is which program fits the arriving gradients. Their number and strides were
+recorded with the step; another kind of backward gets another recording.
 """
 
 from __future__ import annotations
@@ -45,27 +45,28 @@ _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class RunningStep:
-    """One forward and its backward: what it has saved, and how far the backward has come."""
+    """One forward and its backward: the saved tensors and the state of the backward."""
 
-    # What every step begins with: making it anew takes as long as a small operation.
+    # Initial values are class attributes: setting them in each step takes as long as a small
+    # operation.
     rail: Rail | None = None
     started = False
-    sent: list[Tensor] | None = None  # what the program gets where it goes on
+    sent: list[Tensor] | None = None  # gradients that the program gets when it continues
     program: Generator[list[Tensor], list[Tensor] | None, None] | None = None
-    place = 0  # of the rail, which is next
+    place = 0  # the next place of the rail
     held: Sequence[Tensor] = ()
     watch: FirstsWatch | None = None
-    kept: Mapping[str, Tensor] | None = None  # for another backward, if asked for
-    aliases: Sequence[tuple[str, Tensor, int]] = ()  # of what is saved: outputs and their versions
+    kept: Mapping[str, Tensor] | None = None  # for another backward, with retain_graph
+    aliases: Sequence[tuple[str, Tensor, int]] = ()  # outputs that share saved memory, and versions
     outputs_held: OutputsHeld | None = None
-    passed: Sequence[int] | None = None  # places in `saved` of what hooks have taken, if any
+    passed: Sequence[int] | None = None  # positions in `saved` that hooks on saved tensors hold
     start_random: KeptGenerators | None = None
-    contents: Callable[[], str] | None = None  # names what has changed though no version tells
+    contents: Callable[[], str] | None = None  # names a tensor with changed content and old version
     choice: KernelChoice | None = None
-    region: Any = None  # what tells the autocast region whose casts plain PyTorch would share
+    region: Any = None  # identifies the autocast region, in which plain PyTorch shares casts
     shared: SharedCasts | None = None
     rerunning: AbstractContextManager[None] = _NOTHING
-    model: nn.Module | None = None  # of a step with pieces that run its submodules
+    model: nn.Module | None = None  # for opaque calls of its submodules
     saved: list[Any]
     versions: list[int]
     storages: list[int]
@@ -82,15 +83,15 @@ class RunningStep:
     ) -> None:
         self.backwards, self.executable, self.numbers = backwards, executable, numbers
         self.laid_for = executable
-        self.laid = self.runs = executable.for_hooks(external)  # whose rail is laid, and what runs
+        self.laid = self.runs = executable.for_hooks(external)  # owner of the rail, and what runs
         self.external: Mapping[str, Tensor] | None = external
         self.variant: Variant | None = variant
-        # Reading the flags takes as long as some small operations: only where they are used.
+        # Reading the flags takes as long as some small operations, so only if they are used.
         if executable.program.runs_again:
             self.choice = KernelChoice.now()
 
     def on_model(self) -> AbstractContextManager[None]:
-        """Say to pieces which model's submodules they run."""
+        """Tell opaque calls which model's submodules they run."""
         return _NOTHING if self.model is None else running_on(self.model)
 
     def __del__(self) -> None:
@@ -100,9 +101,9 @@ class RunningStep:
     # ------------------------------------------------------------------ the user's own tensors
 
     def remember_start(self, values: Sequence[Tensor]) -> None:
-        """Remember what a second backward needs to run the forward again."""
+        """Store what a second backward needs to run the forward again."""
         self.start_versions = _versions(values)
-        for place in self.executable.written_places:  # whoever writes them, nothing depends on it
+        for place in self.executable.written_places:  # results do not depend on them
             self.start_versions[place] = -1
         if self.executable.is_random:
             self.start_random = KeptGenerators.keep(self._device)
@@ -114,7 +115,7 @@ class RunningStep:
     def remember_versions(self, external: Mapping[str, Tensor]) -> None:
         saved, executable = self.saved, self.executable
         held = self.held = executable.read_held(external)
-        if executable.has_pieces or executable.holds_written:  # pieces may write to what is held
+        if executable.has_pieces or executable.holds_written:  # opaque calls may write to them
             self.versions = _versions(held)
         else:
             self.versions = [*executable.pick_held(self.start_versions)]
@@ -122,17 +123,17 @@ class RunningStep:
         self.output_versions = [saved[place]._version for place, _ in executable.saved_outputs]
 
     def remember_aliases(self, outputs: Sequence[Tensor], places: Sequence[int]) -> None:
-        """Remember outputs that share memory with what is saved; views have versions of their own.
+        """Store versions of outputs that share memory with saved tensors.
 
-        What holds the memory is saved anyway.
+        Views have their own versions. The memory itself is saved anyway.
         """
         names = self.executable.program.outputs
         self.aliases = [(names[p], outputs[p].detach(), outputs[p]._version) for p in places]
 
     def pass_to_hooks(self) -> list[Tensor]:
-        """Return the saved tensors, to be saved by autograd: hooks decide what becomes of them.
+        """Return the saved tensors for autograd to save, so that hooks on saved tensors get them.
 
-        What exists before the step stays here: the backward looks whether it has changed.
+        Tensors from before the step stay here; the backward checks whether they have changed.
         """
         own = self.executable.saved_values
         self.aliases = ()
@@ -140,19 +141,19 @@ class RunningStep:
         found = [self.saved[place] for place in self.passed]
         for place in self.passed:
             self.saved[place] = None
-        # Without any, a checkpoint would not run the forward again, as plain PyTorch makes it do.
+        # Without any, a checkpoint would not run the forward again, as it does with plain PyTorch.
         return found or [torch.empty(0)]
 
     def take_back(self, tensors: Sequence[Tensor]) -> None:
-        """Go on with what the hooks have given for the saved tensors."""
+        """Continue with the tensors that the hooks return."""
         for place, tensor in zip(self.passed or (), tensors, strict=False):
             self.saved[place] = tensor
         self.passed = None
-        # They are the values as they were saved: nothing done to an output since shows in them.
+        # They have the values at the time of saving, without later changes of outputs.
         self.output_versions = [self.saved[p]._version for p, _ in self.executable.saved_outputs]
 
     def _check_storages(self) -> None:
-        # Not addresses: FSDP frees and fills the memory of the same storage.
+        # Storages, not addresses: FSDP frees and refills the memory of a storage.
         storages = [t.untyped_storage()._cdata for t in self.held]
         if storages != self.storages:
             differ = list(map(operator.ne, storages, self.storages))
@@ -202,7 +203,7 @@ class RunningStep:
         self.begin(kind, [grad for grad in arrived if grad is not None])
 
     def begin(self, kind: BackwardKind, given: list[Tensor]) -> None:
-        """Begin a backward of some kind, with the gradients that its program takes."""
+        """Begin a kind of backward, with the gradients that its program takes."""
         self.refuse_twice()
         if self.region is not None and (shared := shared_casts(self)) is not None:
             shared.begin(self)
@@ -214,7 +215,7 @@ class RunningStep:
                 "True."
             )
         again, self.started = self.started, True
-        self.program = self.watch = None  # of a backward that has ended on its way
+        self.program = self.watch = None  # of a backward that was aborted
         self.rerunning = _NOTHING
         if self.choice is not None and (now := KernelChoice.now()) != self.choice:
             self.rerunning = RecomputingAs(self.choice, now)
@@ -236,15 +237,15 @@ class RunningStep:
         self.run_backward_of(executable, given)
 
     def casts(self) -> dict[str, int]:
-        """Return the weights that are cast, with their identity."""
+        """Return the weights that are cast, with their ids."""
         assert self.external is not None
         return {name: id(self.external[name]) for name in self.laid_for.cast_leaves}
 
     def refuse_twice(self) -> None:
-        """Refuse a second backward if the first was not told of it.
+        """Refuse a second backward if the first ran without retain_graph.
 
         Raises:
-            BackwardTwiceError: it was not.
+            BackwardTwiceError: it ran without retain_graph.
         """
         if self.started and self.kept is None:
             raise BackwardTwiceError(
@@ -254,7 +255,7 @@ class RunningStep:
             )
 
     def run_backward_of(self, executable: Executable, given: list[Tensor]) -> None:
-        """Begin the backward of an executable, for which everything is there."""
+        """Begin the backward of an executable whose saved tensors are all present."""
         if self.kept is None:
             self.let_go()
         assert self.rail is not None
@@ -275,12 +276,12 @@ class RunningStep:
         self.outputs_held = None
 
     def give_all(self) -> None:
-        """Let every place of the rail keep what it will hand over."""
+        """Compute the gradients of all places of the rail now, and store them there."""
         assert self.rail is not None
         self.rail.give_all()
 
     def let_go(self) -> None:
-        """Hold nothing any more that only another backward would need."""
+        """Drop everything that only another backward would need."""
         self.external = self.variant = None
 
     def _refuse_second(self, kind: BackwardKind) -> None:
@@ -300,9 +301,9 @@ class RunningStep:
             )
 
     def _go_on_as(self, kind: BackwardKind) -> Executable:
-        """Return the executable for a backward that was not expected, with what it needs saved.
+        """Return the executable for an unexpected kind of backward, with its tensors saved.
 
-        A recording on top of what is saved would not fit into the budget: what is saved goes, and
+        A recording beside the saved tensors would not fit into the budget. So they are dropped, and
         the forward runs again.
         """
         assert self.variant is not None
@@ -323,7 +324,7 @@ class RunningStep:
         external = self.external
         self.run_again_as(kind, executable)
         names = self.executable.program.saved
-        # The user holds the outputs already.
+        # The caller holds the outputs already.
         self.saved[:] = [outputs.get(n, t) for n, t in zip(names, self.saved, strict=True)]
         self.remember_versions(external)
         return self.executable
@@ -332,7 +333,7 @@ class RunningStep:
         """Run the forward again for the backward of another executable.
 
         Raises:
-            UnsupportedModuleError: it cannot be.
+            UnsupportedModuleError: it cannot run again.
         """
         assert self.external is not None
         if executable.has_pieces or executable.unrepeatable:
@@ -345,7 +346,7 @@ class RunningStep:
         self._run_again(kind, self.external)
 
     def _can_run_again(self) -> bool:
-        """Whether the forward gives the same once more: no piece, and nothing has changed since."""
+        """Return whether a second forward gives the same: no opaque calls, and no changes since."""
         assert self.external is not None
         ran = self.executable
         if ran.has_pieces or ran.unrepeatable:
@@ -354,7 +355,7 @@ class RunningStep:
         return all(version < 0 or self.external[n]._version == version for n, version in pairs)
 
     def _run_again(self, kind: BackwardKind, external: Mapping[str, Tensor]) -> None:
-        """Run the forward again, for another backward: the same results, and no traces of it."""
+        """Run the forward again for another backward: with equal results and no side effects."""
         assert self.variant is not None
         ran = self.laid_for
         names = ran.program.externals
@@ -379,7 +380,7 @@ class RunningStep:
         self.remember_versions(external)
 
     def _change_to(self, executable: Executable) -> None:
-        """Go on with the backward of another executable, from what this forward has saved."""
+        """Continue with the backward of another executable, from this forward's saved tensors."""
         names = self.executable.program.saved
         values = dict(zip(names, self.saved, strict=True))
         assert self.external is not None
@@ -420,13 +421,13 @@ class RunningStep:
         return found
 
     def run(self, give: int) -> tuple[Tensor | None, ...]:
-        """Run the program to its next hand-over; return what that gives."""
+        """Run the program to its next hand-over; return its gradients."""
         assert self.program is not None
         self._check_reads(give)
         with straight_to_kernels(), self.on_model(), self.rerunning:
             given = self.program.send(self.sent)
         found = tuple(given)
-        given.clear()  # the program holds it, and autograd keeps what nobody else holds
+        given.clear()  # autograd keeps gradients without a copy only if no one else holds them
         if self.shared is not None:
             return self.shared.pass_on(self, self.runs.casts_given[give], found)
         return found
@@ -438,13 +439,13 @@ class RunningStep:
                 self._changed(self.executable.held[index])
 
     def finish(self) -> None:
-        """End: the last hand-over has been."""
+        """End the step, after its last hand-over."""
         self.program = None
         self.held = ()
         if self.shared is not None:
             self.shared.finish(self)
             self.shared = None
-        if self.kept is not None:  # its rail may be needed again
+        if self.kept is not None:  # the rail may be needed again
             return
         if self.rail is not None:
             self.laid.give_back(self.rail)
@@ -452,10 +453,10 @@ class RunningStep:
 
 
 def refuse_create_graph() -> None:
-    """Refuse to make gradients that could be differentiated again.
+    """Refuse a backward with create_graph=True.
 
     Raises:
-        DoubleBackwardError: they are asked for.
+        DoubleBackwardError: create_graph is set.
     """
     if torch.is_grad_enabled():  # autograd enables it in a backward for create_graph=True only
         raise DoubleBackwardError(

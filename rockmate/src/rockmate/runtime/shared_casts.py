@@ -1,9 +1,9 @@
-"""Casts of weights that autocast keeps for a region, and that the calls in it share.
+"""Casts of weights that autocast caches for a region, so that all calls in it share them.
 
-Plain PyTorch casts a weight once a region. Gradients of all its uses there are added up in the
-lower precision, and their sum is cast back. A planned step casts for itself. Where a backward comes
-to several steps of one region, the gradients of such weights are taken back to the lower precision,
-which loses nothing, added up from step to step, and handed over by the last.
+Plain PyTorch casts a weight once per region. Gradients of all its uses there are summed in the
+lower precision, and their sum is cast back. A planned step makes its own casts. If a backward
+reaches several steps of one region, gradients of such weights are converted back to the lower
+precision (without loss), summed from step to step, and handed over by the last step.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class CastingStep(Protocol):
     shared: SharedCasts | None
 
     def casts(self) -> dict[str, int]:
-        """Return the weights that are cast, with their identity."""
+        """Return the weights that are cast, with their ids."""
 
 
 _steps: weakref.WeakSet[CastingStep] = weakref.WeakSet()
 
 
 def note_casts(step: CastingStep) -> None:
-    """Let a step whose forward runs now know the region whose casts it would share."""
+    """Store in a step, during its forward, the autocast region whose casts it would share."""
     autocast = ambient_autocast()
     if autocast is None or not torch.is_autocast_cache_enabled():
         return
     probe = _probe(autocast[0])
     with torch.enable_grad():
         made: Any = torch.mm(probe, probe)
-    step.region = made.grad_fn.next_functions[0][0]  # of the cast, which is made once a region
+    step.region = made.grad_fn.next_functions[0][0]  # of the cast, which is made once per region
     _steps.add(step)
 
 
@@ -59,10 +59,10 @@ def _probe(device: str) -> Tensor:
 
 
 def shared_casts(step: CastingStep) -> SharedCasts | None:
-    """Return what adds up the gradients of weights that others cast, too, if a backward meets any.
+    """Return the sums for weights that several steps of the present backward cast, or None.
 
     Raises:
-        UnsupportedModuleError: a step uses such a weight several times, or runs parts whole.
+        UnsupportedModuleError: a step uses such a weight several times, or has opaque calls.
     """
     own = step.shared
     if own is not None and own.is_awaited(step):
@@ -107,16 +107,16 @@ def _refusal(name: str) -> UnsupportedModuleError:
 
 
 class SharedCasts:
-    """The sums of one backward, of gradients of weights that its steps cast in common."""
+    """The sums of gradients, in one backward, of weights that several of its steps cast."""
 
     def __init__(self, casts: dict[CastingStep, dict[str, int]], shared: set[int]) -> None:
         keys = {one: {n: k for n, k in own.items() if k in shared} for one, own in casts.items()}
-        self._waiting = weakref.WeakKeyDictionary(keys)  # weights whose gradients are to come
+        self._waiting = weakref.WeakKeyDictionary(keys)  # steps -> weights still to come
         self._begun: weakref.WeakSet[CastingStep] = weakref.WeakSet()
         self._sums: dict[int, Tensor] = {}
 
     def is_awaited(self, step: CastingStep) -> bool:
-        """Whether a step has not begun in this backward."""
+        """Return whether a step has not begun in this backward."""
         return step in self._waiting and step not in self._begun
 
     def begin(self, step: CastingStep) -> None:
@@ -126,7 +126,7 @@ class SharedCasts:
     def pass_on(
         self, step: CastingStep, slots: Iterable[tuple[int, str, Any]], found: Sequence[Any]
     ) -> tuple[Any, ...]:
-        """Return what a step hands over, whose casts' gradients are in these slots."""
+        """Return what a step hands over; `slots` have the gradients of casts."""
         given, own = list(found), self._waiting[step]
         for slot, leaf, low in slots:
             key = own.pop(leaf, None)
@@ -149,8 +149,8 @@ class SharedCasts:
         """End a step.
 
         Raises:
-            UnsupportedModuleError: it has not come to a weight, whose sum would be lost, or has
-                handed its gradient over otherwise.
+            UnsupportedModuleError: it has not reached a weight, whose sum would be lost, or has
+                handed over the gradient in another way.
         """
         left = self._waiting.pop(step, {})
         waiting = {key for other in self._waiting.values() for key in other.values()}

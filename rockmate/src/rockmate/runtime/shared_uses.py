@@ -1,11 +1,11 @@
-"""Sums of the gradients of leaves that a step uses several times, made where autograd keeps them.
+"""In-place sums of the gradients of leaves that a step uses several times.
 
-Autograd keeps the first gradient of a leaf and adds the others to it, one by one, until all have
-come. Handing each over by itself costs as much as several small operations, so here the later ones
-are added to the first, in place: the same sum in the same order. This holds as long as the tensor
-that was handed over is the one that autograd keeps. If the leaf is used outside of the module too,
-and that gradient came first, autograd has added the tensor to the other one and let it go. A weak
-reference tells. Then the later ones wait, and are handed over one by one in the end.
+Autograd keeps the first gradient of a leaf and adds the others to it, one by one. Handing each one
+over separately costs as much as several small operations. So the later ones are added in place to
+the first, which gives the same sum in the same order. This is correct only if autograd keeps the
+tensor that was handed over. If the leaf is also used outside of the module, and that gradient came
+first, autograd has added the tensor to the other one and dropped it. A weak reference shows this.
+Then the later ones wait, and are handed over one by one at the end.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from rkgb.elements import TensorInfo
 from rkgb.graphs import SimplifiedGraph
 from rkgb.run import Call, Drop, Give, Statement, StepProgram, Sum, read_by
 
-# Backwards in which nothing came from outside, before that is expected: in those that are wrong
-# about it, gradients that wait take memory that no plan knows.
+# Number of backwards without gradients from outside after which none are expected. If that turns
+# out wrong, waiting gradients take memory that is not planned.
 _QUIET_BACKWARDS = 3
-# Sums are a program of its own, which takes time to make: at least one in so many statements.
+# Sums need another program, which takes time to make. They pay if there is one in so many
+# statements.
 _OTHERS_PER_SUM = 40
 
 
@@ -34,17 +35,17 @@ Late = Callable[[Tensor], None]
 
 @dataclass(frozen=True)
 class SharedUses:
-    """What becomes of each gradient of each hand-over, by number and place in it."""
+    """The use of each gradient of each hand-over in sums, by number of the hand-over."""
 
     leaves: tuple[tuple[str, ...], ...]
-    firsts: tuple[tuple[int, ...], ...]  # gradients that others are added to
+    firsts: tuple[tuple[int, ...], ...]  # gradients to which others are added
     later: tuple[tuple[str, ...], ...]  # the leaf to whose sum a gradient is added, or ""
-    ends: tuple[tuple[tuple[str, int], ...], ...]  # sums that are whole, and what was added to them
+    ends: tuple[tuple[tuple[str, int], ...], ...]  # completed sums, and the number of added ones
     statements: int  # of the whole backward
 
     @classmethod
     def of(cls, graph: SimplifiedGraph, program: StepProgram) -> SharedUses:
-        """Find the leaves to whose first gradient the others may be added."""
+        """Find the leaves whose later gradients may be added to the first."""
         infos = graph.dataflow.infos
         gives = [give for give in program.gives if not give.output]
         leaves = tuple(tuple(leaf for leaf, _ in give.gradients) for give in gives)
@@ -73,14 +74,14 @@ class SharedUses:
 
     @property
     def are_many(self) -> bool:
-        """Whether sums of them are worth a program of their own."""
+        """Whether there are enough sums for another program."""
         added = sum(many for ends in self.ends for _, many in ends)
         return added * _OTHERS_PER_SUM >= self.statements > 0
 
     def in_sums(self, program: StepProgram) -> StepProgram:
-        """Return the program that hands later gradients of a leaf over in its first.
+        """Return the program that adds later gradients of a leaf to its first.
 
-        A sum has as many edges at its end as gradients that are added to it: they may have to wait.
+        A sum has one edge at its end for each added gradient, because these may have to wait.
         """
         lines: list[Statement] = []
         i = -1
@@ -93,14 +94,15 @@ class SharedUses:
         return replace(program, backward=tuple(lines))
 
     def serves(self, other: SharedUses) -> bool:
-        """Whether another backward, of the same places, gives all that is added up in this one."""
+        """Return whether another backward with the same places has the same sums."""
         mine = self.firsts, self.later, self.ends
         return mine == (other.firsts, other.later, other.ends)
 
     def waiting(self, program: StepProgram) -> StepProgram:
-        """Return another program with the hand-overs of the one in sums, and without sums.
+        """Return the program with the hand-overs of the one in sums, but without sums.
 
-        What would be added to a first gradient waits, and is handed over by itself in the end.
+        Gradients that would be added to a first one wait, and are handed over separately at the
+        end.
         """
         lines: list[Statement] = []
         waiting: dict[str, list[str]] = {}
@@ -157,10 +159,10 @@ class SharedUses:
 
 
 def _alone_once_given(graph: SimplifiedGraph, program: StepProgram) -> set[tuple[int, int]]:
-    """Return the gradients whose memory only autograd reads and holds once they are given."""
+    """Return the gradients whose memory belongs to autograd alone once they are handed over."""
     basic, infos = graph.dataflow.basic, graph.dataflow.infos
     made = {infos[name].alias_of for op in basic.backward for name in op.results if name}
-    passed = (*basic.externals, *program.tangents, *program.saved)  # random states have no facts
+    passed = (*basic.externals, *program.tangents, *program.saved)  # random states have no info
     others = {infos[name].alias_of for name in passed if name in infos}
     given = Counter(infos[v].alias_of for give in program.gives for _, v in give.gradients if v)
     read_later: set[str] = set()
@@ -185,8 +187,8 @@ def _layout(info: TensorInfo) -> tuple[Any, ...]:
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether every place of the memory belongs to just one element."""
-    if len(stride) != len(shape):  # of a sparse gradient, whose sums autograd strings together
+    """Return whether every address of the memory belongs to exactly one element."""
+    if len(stride) != len(shape):  # a sparse gradient: autograd concatenates its parts
         return False
     expected = 1
     for step, size in sorted(zip(stride, shape, strict=True)):
@@ -198,21 +200,21 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 @dataclass
 class Arrivals:
-    """Whether gradients from outside came before those of a program, as far as was seen."""
+    """Observations whether gradients from outside arrive before those of a program."""
 
     quiet: int = 0
     noisy: bool = False
-    in_parts: bool = False  # backwards are split, and need each part by itself
+    in_parts: bool = False  # backwards are split, and need each part separately
 
     @property
     def expect_none(self) -> bool:
-        """Whether enough backwards have shown that the first gradient is the program's."""
+        """Whether the first gradient was the program's in enough backwards."""
         return not self.noisy and self.quiet >= _QUIET_BACKWARDS
 
 
 @dataclass
 class FirstsWatch:
-    """Sees in a backward whose gradients go one by one whether autograd keeps the first ones."""
+    """Observes, in a backward without sums, whether autograd keeps the first gradients."""
 
     uses: SharedUses
     arrivals: Arrivals
@@ -220,7 +222,7 @@ class FirstsWatch:
     _found: set[str] = field(default_factory=set)
 
     def look(self, give: int, given: Sequence[Tensor | None]) -> None:
-        """Look at what the program gives; a piece may give no gradient."""
+        """Observe the gradients of a hand-over; an opaque call may give none."""
         for slot in self.uses.firsts[give]:
             first = given[slot]
             if first is not None:
@@ -229,29 +231,30 @@ class FirstsWatch:
         self._found.update(leaf for leaf in kept if self._first[leaf]() is not None)
 
     def finish(self) -> None:
-        """Remember of a whole backward whether other gradients came first."""
+        """Store, after a complete backward, whether other gradients came first."""
         summed = {leaf for part in self.uses.ends for leaf, _ in part}
         self.arrivals.noisy |= not summed <= self._found
         self.arrivals.quiet += 1
 
 
 class RunningSums:
-    """The sums of one backward; `watched` if it can be known whether autograd keeps a tensor."""
+    """The sums of one backward; `watched`: weak references show what autograd keeps."""
 
     def __init__(self, arrivals: Arrivals, watched: bool) -> None:
         self.arrivals, self.watched = arrivals, watched
         self._late: dict[str, list[Tensor]] = {}
 
     def first(self, leaf: str, gradient: Tensor) -> tuple[Callable[[], Tensor | None], Late]:
-        """Return what gives the sum of a leaf if autograd keeps it in this, which it gets first.
+        """Start the sum of a leaf with the first gradient, which autograd gets.
 
-        And what takes gradients that are to be added, if it does not.
+        Return a function that gives the sum if autograd has kept that tensor, else None, and a list
+        for the gradients that then have to wait.
         """
         late = self._late[leaf] = []
         return weakref.ref(gradient) if self.watched else _nothing, late.append
 
     def end(self, leaf: str, added: int) -> list[Tensor | None]:
-        """Return what goes along the edges of a leaf to whose sum so many were to be added."""
+        """Return the gradients for the edges at the end of a leaf's sum: the waiting ones."""
         late = self._late.pop(leaf)
         self.arrivals.noisy |= bool(late)
         return [*late, *[None] * (added - len(late))]

@@ -1,10 +1,11 @@
-"""A step some of whose outputs were computed from others of them: hidden states beside a result.
+"""A step with hidden states: outputs that other outputs use, whose gradients pass through autograd.
 
-The user may ask for the gradient of a hidden state, hook it, change it, start a backward from it
-or end one there. So its gradient is autograd's, as in plain PyTorch: every output hangs on a
-Function of its own. Where the program comes to a hidden state, a knot gives autograd the parts of
-its gradient, along edges to the tensor itself. Autograd adds what comes from outside, runs hooks,
-and hands the whole to the tensor's own Function; the program goes on with that.
+The user may need the gradient of a hidden state, hook it, change it, start a backward from it or
+end one there. So its gradient belongs to autograd, as in plain PyTorch, and every output is the
+result of its own Function. When the program reaches a hidden state, a Function called a knot gives
+autograd the parts of its gradient, along edges to the tensor itself. Autograd adds gradients from
+outside, runs hooks, and passes the sum to the tensor's Function. The program continues with that
+sum.
 """
 
 from __future__ import annotations
@@ -27,30 +28,30 @@ from rockmate.runtime.rails import OUT_OF_ORDER
 
 
 class SplitStep(HungStep):
-    """A forward and its backward, whose gradients of hidden states go by way of autograd."""
+    """A forward and its backward, with gradients of hidden states that pass through autograd."""
 
-    at: int | None = None  # the hidden state that the program waits for the gradient of
-    taken = 0  # how many hand-overs of the program have been
-    backward = -1  # number of autograd's backward that has started it
-    key: Key  # of what has begun the backward
-    kind: BackwardKind  # and of which kind it is expected to be
-    early: dict[int, tuple[Tensor | None, ...]]  # what places of the rail will give
-    seen: dict[int, Tangent]  # how the gradients of hidden states have come
-    noisy: set[int]  # those that have come from outside, too
-    parts: dict[int, list[Tensor | None]]  # of gradients, which are to be given
-    given: dict[int, set[int]]  # storages of all that were, by place of the root
+    at: int | None = None  # the hidden state for whose gradient the program waits
+    taken = 0  # number of completed hand-overs of the program
+    backward = -1  # number of the backward of autograd's that has started it
+    key: Key  # the gradients that have started the backward
+    kind: BackwardKind  # the expected kind of this backward
+    early: dict[int, tuple[Tensor | None, ...]]  # gradients for later places of the rail
+    seen: dict[int, Tangent]  # strides of arrived gradients of hidden states
+    noisy: set[int]  # hidden states with a gradient from outside
+    parts: dict[int, list[Tensor | None]]  # parts of gradients that are still to be given
+    given: dict[int, set[int]]  # storages of given parts, by position of the root
 
     # ------------------------------------------------------------------ forward
 
     def connect(self, found: list[Tensor]) -> None:
-        """Put in the place of each output what hangs on a Function of its own, with its knots."""
+        """Replace each output by the result of its own Function, and make its knots."""
         self.early, self.parts = {}, {}
         rail = self.rail
         assert rail is not None
         knots: list[tuple[Tensor, ...]] = [()] * len(self.executable.flows)
         end = len(rail.tokens)
 
-        def come_to(place: int) -> None:  # what is made later runs before, and so on
+        def come_to(place: int) -> None:  # the engine runs nodes that are made later first
             nonlocal end
             if place < end:
                 rail.renew(place, end)
@@ -75,7 +76,7 @@ class SplitStep(HungStep):
     # ------------------------------------------------------------------ backward
 
     def arrive(self, place: int, grad: Tensor | None) -> Sequence[Tensor | None]:
-        """Take the gradient of an output; its parts for others go by way of knots."""
+        """Take the gradient of an output; parts for other outputs pass through knots."""
         self.carried()
         if grad is not None:
             self.come[place] = settled(grad)
@@ -83,13 +84,13 @@ class SplitStep(HungStep):
 
     @property
     def is_over(self) -> bool:
-        """Whether the program has handed over all."""
+        """Whether the program has made all hand-overs."""
         return self.taken == len(self.runs.received)
 
     def reach(self, place: int, many: int, *, is_last: bool) -> Sequence[Tensor | None]:
-        """Run the program to a hidden state; return as many parts of its gradient, or what is left.
+        """Run the program to a hidden state; return `many` parts of its gradient, or the rest.
 
-        All of them have been given once the program waits for the whole.
+        All parts have been given once the program waits for their sum.
         """
         self.go_on()
         found = self.parts.setdefault(place, [])
@@ -115,7 +116,7 @@ class SplitStep(HungStep):
         return found
 
     def go_on(self) -> None:
-        """Look at what has come: the program waits for it, or it begins another backward."""
+        """Handle arrived gradients: the program waits for them, or they start another backward."""
         if not self.come:
             return
         number = current_backward()
@@ -125,7 +126,7 @@ class SplitStep(HungStep):
             if is_same and self.come.keys() <= waits:
                 self._compare()
                 return
-            # The parts of a hidden state were asked for, and a backward begins from there.
+            # The parts of a hidden state have been given, and a backward starts from there.
             if self.come.keys() == {self.at} and runs.is_separated(self.taken - 1):
                 self.backward = number
                 self._compare()
@@ -144,9 +145,9 @@ class SplitStep(HungStep):
         self.kind = self.executable.kind
 
     def _expected(self, strides: Mapping[int, Tangent]) -> tuple[Key, BackwardKind]:
-        """Return what backward these gradients begin, by what came last in such a one."""
+        """Return the key and the expected kind of the backward that these gradients start."""
         tops = {place for place, flow in enumerate(self.executable.flows) if not flow.uses}
-        called = None  # hidden states that this backward comes to; None: all that are there
+        called = None  # hidden states that this backward reaches; None: all
         if not tops <= strides.keys():
             nodes = {place: node() for place, node in self.nodes.items()}
             called = frozenset(
@@ -163,9 +164,9 @@ class SplitStep(HungStep):
         return key, next((kind for kind in fits if outside <= {*(kind.outside or ())}), last)
 
     def _known_kinds(self) -> list[BackwardKind]:
-        """Return kinds of split backwards, that which this forward was made for first.
+        """Return known kinds of split backwards, the one of this forward first.
 
-        Also because it may have room for more.
+        It is preferred also because its plan may have headroom for more gradients.
         """
         kinds = (self.executable.kind, *self.backwards.variants)
         return [kind for kind in kinds if kind.is_split]
@@ -173,7 +174,7 @@ class SplitStep(HungStep):
     def _kind_for(
         self, strides: Mapping[int, Tangent], called: frozenset[int] | None
     ) -> BackwardKind:
-        """Return a kind of backward that these gradients may begin, a known one if there is any."""
+        """Return a kind of backward that these gradients may start, preferably a known one."""
         flows, autocast = self.executable.flows, ambient_autocast()
         outside = {place for place in strides if flows[place].uses}
         gets = _reached(flows, strides) | (called or frozenset()) | strides.keys()
@@ -197,7 +198,7 @@ class SplitStep(HungStep):
         return BackwardKind(found, autocast, tuple(sorted(outside)))
 
     def _compare(self) -> None:
-        """Compare what has come with what the program was made for."""
+        """Compare arrived gradients with those for which the program was made."""
         for place, grad in list(self.come.items()):
             strides = plain_strides(grad.shape, grad.stride())
             if place == self.at and grad.untyped_storage()._cdata not in self.given[place]:
@@ -210,7 +211,7 @@ class SplitStep(HungStep):
             self._begin_at(place, strides)
 
     def _begin_at(self, place: int, strides: Tangent) -> None:
-        """Go on with a backward that begins from a hidden state, as it lies otherwise."""
+        """Continue with a backward from a hidden state whose gradient has other strides."""
         kind = self._kind_for({place: strides}, frozenset())
         self.program, self.at = None, None
         assert self.variant is not None
@@ -226,7 +227,7 @@ class SplitStep(HungStep):
         )
 
     def _learn(self) -> None:
-        """Expect next time what has come this time."""
+        """Expect the same kind of backward next time."""
         pairs = enumerate(self.kind.tangents)
         tangents = tuple(self.seen.get(place, tangent) for place, tangent in pairs)
         outside = tuple(sorted({*(self.kind.outside or ()), *self.noisy}))
@@ -235,12 +236,12 @@ class SplitStep(HungStep):
     # ------------------------------------------------------------------ the program
 
     def run_backward_of(self, executable: Executable, given: list[Tensor]) -> None:
-        """Begin the backward of an executable, for which everything is there."""
+        """Begin the backward of an executable whose saved tensors are all present."""
         self.taken, self.at, self.sent = 0, None, None
         super().run_backward_of(executable, given)
 
     def let_go(self) -> None:
-        """Keep what is needed while gradients of hidden states may come otherwise."""
+        """Drop nothing, because gradients of hidden states may still arrive in another way."""
 
     def run(self, give: int) -> tuple[Tensor | None, ...]:
         """Run the program to its next hand-over; return what that gives."""
@@ -260,15 +261,15 @@ class SplitStep(HungStep):
         return found
 
     def may_take(self) -> bool:
-        """Whether the program can run on by itself: not without the gradient that it waits for."""
+        """Return whether the program can continue: it may be waiting for a gradient."""
         return self.at is None or self.at in self.come
 
     def found_at(self, place: int) -> tuple[Tensor | None, ...]:
-        """Return what the program gives at a place of the rail."""
+        """Return the program's gradients for a place of the rail."""
         while place not in self.early and not self.is_over:
             if not self.may_take():
                 assert self.at is not None
-                self.seen[self.at] = None  # nothing has come
+                self.seen[self.at] = None  # no gradient has arrived
                 self._refuse()
             self.take()
         return self.early.pop(place, ())
@@ -281,15 +282,15 @@ class SplitStep(HungStep):
         place = self.runs.rail_place(give)
         if self.watch is not None:
             self.watch.look(place, found)
-        if before := self.early.get(place):  # of a program that was left on its way
+        if before := self.early.get(place):  # of a program that was abandoned
             found = tuple([b if b is not None else f for b, f in zip(before, found, strict=True)])
         self.early[place] = found
 
     def give_all(self) -> None:
-        """Give nothing beforehand: what comes after a hidden state's gradient is made with that."""
+        """Store nothing in advance: later gradients depend on those of hidden states."""
 
     def finish(self) -> None:
-        """Remember how gradients came, and end."""
+        """Store the kind of this backward, and end."""
         self._learn()
         super().finish()
         if self.kept is None:
@@ -300,7 +301,7 @@ Key = tuple[Region | None, tuple[tuple[int, Tangent], ...], frozenset[int] | Non
 
 
 def _reached(flows: Sequence[Flow], starts: Iterable[int]) -> set[int]:
-    """Return the outputs that others, which a backward begins from, were computed from."""
+    """Return the outputs from which the starting outputs of a backward were computed."""
     found: set[int] = set()
     waiting = list(starts)
     while waiting:
@@ -311,7 +312,7 @@ def _reached(flows: Sequence[Flow], starts: Iterable[int]) -> set[int]:
 
 
 class _Knot(torch.autograd.Function):
-    """Leads to a hidden state: its backward returns the parts of its gradient."""
+    """A node before a hidden state: its backward returns parts of that state's gradient."""
 
     @staticmethod
     def forward(ctx: Any, step: SplitStep, place: int, is_last: bool, *edges: Tensor) -> Tensor:
