@@ -23,7 +23,7 @@ from rkgb.engine import bind_inputs
 from rkgb.torch_api import is_optimized
 from rockmate.errors import ArgumentsError, UnsupportedModuleError
 from rockmate.settings import Budget, Settings, Terms, parse_budget, parse_memory
-from rockmate.whole_step import WholeStep, check_optimizer
+from rockmate.whole_step import Loss, WholeStep, check_optimizer
 
 _PER_CALL = 1  # budget: each call gets its own
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -42,6 +42,8 @@ class OfSample(Settings):
         sample: the first argument, a tuple of arguments, or a dict of keyword arguments.
         kwargs: keyword arguments of the sample, beside positional ones.
         samples: more samples to plan for at once. A fraction as budget is one of the largest.
+        loss: a function of the outputs, and of targets that calls have behind the model's arguments
+            or by name, to be planned with the module: `loss, outputs = rk(x, target)`.
     """
 
     model: nn.Module
@@ -49,6 +51,7 @@ class OfSample(Settings):
     _: KW_ONLY
     kwargs: Mapping[str, Any] | None = None
     samples: Sequence[Any] = ()
+    loss: Loss | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,6 +155,19 @@ def refuse_no_module(model: Any) -> nn.Module:
         f"the model comes first, as in Rockmate(model, sample, budget); a {type(model).__name__} "
         f"was given instead of a torch.nn.Module. {hint}"
     )
+
+
+def refuse_loss(given: OfSample, function: str) -> None:
+    """Refuse a loss where the module stays what it is to others.
+
+    Raises:
+        ArgumentsError: one is given.
+    """
+    if given.loss is not None:
+        raise ArgumentsError(
+            f"{function} takes no loss=: the model's own forward would return something else. Use "
+            "rockmate.Rockmate(model, sample, budget, loss=loss), or return the loss from forward"
+        )
 
 
 def refuse(given: Settings, function: str, whys: Mapping[str, str]) -> None:

@@ -13,7 +13,14 @@ from torch import nn
 
 from rkgb import RkgbError
 from rkgb.elements import is_inside
-from rockmate.arguments import Arguments, Call, called_with, refuse, refuse_no_module
+from rockmate.arguments import (
+    Arguments,
+    Call,
+    called_with,
+    refuse,
+    refuse_loss,
+    refuse_no_module,
+)
 from rockmate.blockwise.blocks import AUTO, class_name, find_blocks
 from rockmate.blockwise.planning import Chosen, Planner, largest_first
 from rockmate.blockwise.report import BlockRow, BlocksPlan
@@ -66,6 +73,7 @@ class ToBlocks(Arguments):
         """
         super().__post_init__()
         self.check_amount("rockmate.apply_to_blocks")
+        refuse_loss(self, "rockmate.apply_to_blocks")
         refuse(self, "apply_to_blocks", _NOT_BY_BLOCKS)
         if not self.share and team.groups:
             raise ArgumentsError(

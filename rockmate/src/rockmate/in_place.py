@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rockmate.arguments import Arguments, called_with
+from rockmate.arguments import Arguments, called_with, refuse_loss
 from rockmate.decisions import DecidingForward
 from rockmate.errors import ArgumentsError, RockmateError
 from rockmate.module import (
@@ -50,6 +50,7 @@ def apply(given: InPlace) -> nn.Module:
     """
     model, is_sampled = given.model, given.sample is not _FIRST_STEP
     given.check_amount("rockmate.apply")
+    refuse_loss(given, "rockmate.apply")
     if not is_sampled and (given.kwargs is not None or given.samples):
         raise ArgumentsError("rockmate.apply takes kwargs and samples beside a sample only")
     if not is_applied(model):
@@ -80,6 +81,7 @@ def in_trainer(
 @called_with(InPlace)
 def _check(given: InPlace) -> None:
     given.check_amount("rockmate.apply")
+    refuse_loss(given, "rockmate.apply")
 
 
 def meet_optimizer(model: nn.Module | None, optimizer: Any, options: Mapping[str, Any]) -> None:

@@ -28,6 +28,7 @@ from rockmate.keys.sharded import own_class, refuse_engines
 from rockmate.networks import compiled_part, cut_parts
 from rockmate.reports.plan_report import PlanReport
 from rockmate.settings import Terms
+from rockmate.whole_step import with_loss, without_loss
 
 _log = logging.getLogger("rockmate")
 # What a Rockmate module offers beside the model; a model's own attribute of that name goes first.
@@ -80,6 +81,8 @@ class Rockmate(nn.Module):
             or dict of them where each steps in the backward.
         kwargs: keyword arguments of the sample, beside positional ones.
         samples: more samples to plan for at once. A fraction as budget is one of the largest.
+        loss: a function of the outputs, and of targets that calls have behind the model's arguments
+            or by name, to be planned with the module: `loss, outputs = rk(x, target)`.
 
     Examples:
         >>> rk = Rockmate(model, x, "2GiB")
@@ -110,7 +113,7 @@ class Rockmate(nn.Module):
         plain = plain_of(given.model)
         if plain is not given.model and not isinstance(given.model, Rockmate):
             _log.info("torch.compile around %s is taken off: %s", type(plain).__name__, INSTEAD)
-        planned = DecidingForward(plain, given.terms())
+        planned = DecidingForward(with_loss(plain, given.loss), given.terms())
         planned.prepare(given.calls())
         refuse_no_output(planned)
         object.__setattr__(self, "_rockmate", planned)
@@ -155,7 +158,7 @@ class Rockmate(nn.Module):
     @property
     def original(self) -> nn.Module:
         """The plain module: the same parameters and attributes, without plans."""
-        return self._rockmate.model
+        return without_loss(self._rockmate.model)
 
     @property
     def plan(self) -> PlanReport | DecidedPlan:
@@ -320,7 +323,7 @@ def plain_of(model: Any) -> nn.Module:
     if is_optimized(model):
         model = model._orig_mod
     if isinstance(model, Rockmate):
-        return model._rockmate.model
+        return without_loss(model._rockmate.model)
     plain = refuse_no_module(model)
     whole = "_modules" in vars(model)  # of a copy that is being made, nothing may be there yet
     for path, module in plain.named_modules() if whole else [("", plain)]:

@@ -295,6 +295,54 @@ def test_the_largest_batch_trains_and_the_next_is_refused(case: str, rules: str)
         assert max(peaks_of_steps(rk, stepper, x, loss_of, none=False)) <= memory
 
 
+WEIGHT = torch.linspace(0.5, 2.0, 64)
+
+
+def weighted(y: Tensor, target: Tensor, scale: float = 0.5) -> Tensor:
+    return scale * ((y - target).square() * WEIGHT).mean()
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), weighted], ids=["module", "function"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_loss_is_planned_with_the_module(loss: Any, by_name: bool) -> None:
+    torch.manual_seed(0)
+    model, x, target = Mlp(), torch.randn(256, 64), torch.randn(256, 64)
+    twin = copy.deepcopy(model)
+    args, kwargs = ((x,), {"target": target}) if by_name else ((x, target), {})
+    stepper = torch.optim.AdamW(model.parameters())
+    how: dict[str, Any] = {"optimizer": stepper, "cost": "flops", "loss": loss, "kwargs": kwargs}
+    with pytest.raises(rockmate.InfeasibleBudgetError, match="too little") as refused:
+        rockmate.Rockmate(model, args, memory=1000, **how)
+    least = refused.value.minimum_bytes
+    rk = rockmate.Rockmate(model, args, memory=least, **how)
+    assert "loss outside" not in str(rk.memory)
+    assert isinstance(rk, Mlp)
+    found, expected = rk(*args, **kwargs)[0], loss(twin(x), target)
+    found.backward()
+    expected.backward()
+    assert torch.equal(found, expected)
+    assert_same_gradients(model, twin)
+    for again in (copy.deepcopy(rk), pickle.loads(pickle.dumps(rk))):
+        assert torch.equal(again(*args, **kwargs)[1], twin(x))
+    held = held_bytes(model, stepper, x, target)
+    peak = trace_memory(lambda _: rk(*args, **kwargs)[0].backward(), HOST).peak_bytes
+    assert held + peak <= least
+    assert torch.equal(rk.original(x), twin(x))
+
+
+def test_a_loss_that_cannot_be_planned_is_refused() -> None:
+    model, x = Mlp(), torch.randn(8, 64)
+    loss = nn.MSELoss()
+    for call in (rockmate.apply, rockmate.apply_to_blocks):
+        with pytest.raises(rockmate.RockmateError, match="takes no loss="):
+            call(model, (x, x), "1MB", loss=loss)
+    with pytest.raises(rockmate.RockmateError, match="Linear has parameters to train"):
+        rockmate.Rockmate(model, (x, x), "1MB", loss=nn.Linear(64, 1))
+    rk = rockmate.Rockmate(model, (x, x), "1MB", loss=loss, cost="flops")
+    with pytest.raises(TypeError, match=r"the loss takes \['target'\]"):
+        rk()
+
+
 def test_the_first_batch_is_planned_for_in_place() -> None:
     model, x = Mlp(), torch.randn(256, 64)
     stepper = torch.optim.AdamW(model.parameters())

@@ -20,7 +20,7 @@ from rockmate.progress import Phases
 from rockmate.runtime.plain import plain
 from rockmate.schedules.report import format_bytes
 from rockmate.settings import Budget, Settings, parse_memory
-from rockmate.whole_step import Memory, WholeStep, check_optimizer
+from rockmate.whole_step import Loss, Memory, WholeStep, check_optimizer, with_loss
 
 _log = logging.getLogger("rockmate")
 
@@ -70,6 +70,7 @@ class ToFill(Settings):
     cost: str | Mapping[int, Cost] = "flops"  # type: ignore[assignment]
     kwargs: Mapping[str, Any] | None = None
     optimizer: Any = "adamw"
+    loss: Loss | None = None
     device: torch.device | str | None = None
     at_most: int = 1 << 16
 
@@ -93,6 +94,7 @@ def largest_batch(given: ToFill) -> LargestBatch:
             be on `meta` too. `kwargs` are the same for every size.
         memory: as for `Rockmate`: the limit of a whole step, with everything in `rk.memory`.
         optimizer: as for `Rockmate`.
+        loss: as for `Rockmate`.
         device: see `estimate`.
         at_most: the largest batch to try.
         cost: the unit of extra time: "flops", or costs that were recorded at some batches, as
@@ -173,6 +175,7 @@ class _Search:
         self._estimates: dict[int, Estimate] = {}
         self._steps: dict[int, InProportion] = {}
         self._memories: dict[int, Memory] = {}
+        self._model = with_loss(self.given.model, self.given.loss)
 
     def _costs_at(self, batch: int) -> Recorded | InProportion | None:
         """Return the costs of a step of that batch, or None for FLOPs."""
@@ -182,7 +185,7 @@ class _Search:
         if near not in self._steps:
             costs, given = self.recorded[near], self.given
             step = priced_step(
-                given.model, given.make_sample(near), given.kwargs, self.device, costs
+                self._model, given.make_sample(near), given.kwargs, self.device, costs
             )
             words = f"{costs.words}, in proportion to a batch of {near}"
             self._steps[near] = step.in_proportion(words)
@@ -192,7 +195,7 @@ class _Search:
         """Return the estimate of a batch; each batch is recorded once."""
         if batch not in self._estimates:
             given, costs = self.given, self._costs_at(batch)
-            model, optimizer, sample = given.model, given.optimizer, given.make_sample(batch)
+            model, optimizer, sample = self._model, given.optimizer, given.make_sample(batch)
             sizes = sizes_of(model, sample, given.kwargs, optimizer, self.device, costs)
             times = "FLOPs" if costs is None else costs.words
             self._estimates[batch] = Estimate(
@@ -205,7 +208,7 @@ class _Search:
         """Return the table of the memory of a step of that batch, as `Rockmate` counts it."""
         if batch not in self._memories:
             given, sizes = self.given, self.at(batch).sizes
-            model, sample = given.model, given.make_sample(batch)
+            model, sample = self._model, given.make_sample(batch)
             whole = replace(self.whole, optimizer=sizes.optimizer)
             with plain():
                 call = whole.call_bytes(model, sample, given.kwargs, self.device)

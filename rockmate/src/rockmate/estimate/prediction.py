@@ -19,7 +19,7 @@ from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.report import format_bytes
 from rockmate.schedules.simulate import simulate
 from rockmate.settings import Budget, Settings, parse_budget
-from rockmate.whole_step import check_optimizer
+from rockmate.whole_step import check_optimizer, with_loss
 
 # Above this number of operations only the fastest planner makes the curve.
 _MOST_NODES = 400
@@ -270,7 +270,8 @@ def estimate(given: ToEstimate) -> Estimate:
         PlanMismatchError: the recorded costs are for another call.
         PlanFileError, rkgb.InvalidGraphError: the file of costs cannot be read.
     """
-    model, optimizer, where = given.model, given.optimizer, usual_device(given.device)
+    model, optimizer = with_loss(given.model, given.loss), given.optimizer
+    where = usual_device(given.device)
     recorded = recorded_costs(given.cost)
     if isinstance(optimizer, str):
         check_optimizer(optimizer)

@@ -2,10 +2,12 @@
 
 Gets the memory that a step may take in all, an optimizer, a module and a call of it; gives a
 `Memory`. Read optimizers.py (what an optimizer keeps, and takes while it steps), outputs.py (what a
-call hands out, and a loss outside makes of it), device.py (what is not tensors) and memory.py (the
-table, its least, its refusal); whole_step.py puts them together.
+call hands out, and a loss outside makes of it), loss.py (one that is planned with the module),
+device.py (what is not tensors) and memory.py (the table, its least, its refusal); whole_step.py
+puts them together.
 """
 
+from rockmate.whole_step.loss import Loss, with_loss, without_loss
 from rockmate.whole_step.memory import Memory, Part
 from rockmate.whole_step.optimizers import (
     OPTIMIZERS,
@@ -19,10 +21,13 @@ from rockmate.whole_step.whole_step import WholeStep
 __all__ = [
     "OPTIMIZERS",
     "CallBytes",
+    "Loss",
     "Memory",
     "OptimizerBytes",
     "Part",
     "WholeStep",
     "check_optimizer",
     "optimizer_bytes",
+    "with_loss",
+    "without_loss",
 ]
