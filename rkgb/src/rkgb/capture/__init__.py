@@ -1,11 +1,11 @@
-"""From a module and a sample to one recorded step, or to a refusal that says where and why.
+"""From a module and a sample to one recorded step, or to an error that says where and why not.
 
-Gets a module and a `Sample`; gives a `BasicGraph`. Read record.py (which submodules run whole),
-then step.py (one step from start to end) with twin.py and held.py (the copy that runs),
-saved_by_autograd.py, flows.py, backward.py, pieces.py, functions.py and hooks.py; sizes.py records
-without memory, and numbered.py once more, so that numbers of the call need not be recorded anew;
-look.py compares another recording with the one that a plan was made from;
-live_bytes.py counts what operations without content would hold.
+Gets a module and a `Sample`; gives a `BasicGraph`. Read record.py (which submodules become opaque
+calls), then step.py (one step from start to end) with twin.py and held.py (the copy that runs),
+saved_by_autograd.py, flows.py, backward.py, pieces.py, functions.py and hooks.py. sizes.py records
+without memory. numbered.py records a second time to make numbers of the call unspecialised. look.py
+compares another recording with the one that a plan was made from. live_bytes.py counts the bytes of
+operations without content.
 """
 
 from rkgb.capture.backward import AskedKind

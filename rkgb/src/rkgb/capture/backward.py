@@ -1,4 +1,4 @@
-"""The backward of a step while it is recorded, and the parts of gradients that it hands over."""
+"""Recording the backward of a step, and the parts of gradients that it hands over."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rkgb.safeguards.explain import explained
 from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.torch_private import run_backward
 
-# A kind of backward, or what tells it from the usual one; None is the usual one.
+# A kind of backward, or a function that changes the usual kind; None is the usual kind.
 AskedKind = BackwardKind | Callable[[BackwardKind], BackwardKind] | None
 
 
@@ -34,16 +34,18 @@ class RecordedBackward:
         self.recorder, self.twin, self.leaves = recorder, twin, leaves
         self.keep_content = keep_content
         self.hand_overs: list[HandOver] = []
-        self.totals: set[str] = set()  # gradients of outputs that have come back
+        self.totals: set[str] = set()  # gradients of outputs, as autograd returns them
         self._edges: list[tuple[int, int, str]] = []  # number of a node, which edge, to which leaf
-        self._complete: list[str] = []  # leaves, in the order in which their gradients were whole
+        self._complete: list[
+            str
+        ] = []  # leaves, in the order in which their gradients were complete
 
     @property
     def leaf_edges(self) -> tuple[tuple[str, int], ...]:
-        """The edges to leaves of all nodes of the forward, in the order in which they are run.
+        """The edges to leaves of all nodes of the forward, in the order of eager's backward.
 
-        Of one node that has several, the engine decides which leaf comes first, and has shown it.
-        What runs whole has shown its own order, in which the leaves are there.
+        The engine decides the order of the leaves of one node; the recorded backward has shown it.
+        For an opaque call, its trial has shown the order.
         """
         ranks = {leaf: rank for rank, leaf in enumerate(self._complete)}
         whole = {op.sequence_nr for op in self.recorder.backward if hasattr(op.target, "piece")}
@@ -56,17 +58,17 @@ class RecordedBackward:
         return tuple((leaf, number) for number, _, leaf in order)
 
     def roots(self, outputs: Sequence[Any]) -> list[Tensor]:
-        """Return the outputs that a gradient can flow back from; leaves are handed through."""
+        """Return the outputs from which gradients can flow; leaves are excluded."""
         found = [t for t in tensors_of(outputs) if t.requires_grad and t.grad_fn is not None]
         return list({self.recorder.name_of(t): t for t in found}.values())
 
     def kind(
         self, asked: AskedKind, roots: Sequence[Tensor], returned: Sequence[Any]
     ) -> BackwardKind:
-        """Return the kind of backward that is asked for.
+        """Return the requested kind of backward.
 
         Raises:
-            TraceError: it is for other outputs than those that a gradient can flow back from.
+            TraceError: it is for other outputs than those from which gradients can flow.
         """
         if isinstance(asked, BackwardKind):
             if len(asked.tangents) != len(roots):
@@ -79,9 +81,9 @@ class RecordedBackward:
         return usual if asked is None else asked(usual)
 
     def usual_kind(self, roots: Sequence[Tensor], returned: Sequence[Any]) -> BackwardKind:
-        """Say that gradients lie as an elementwise operation on the outputs computes them.
+        """Return the usual kind: strides of gradients as elementwise operations compute them.
 
-        They come to what the forward has returned; nobody trains on what it only leaves behind.
+        Only returned outputs get gradients, not tensors that the forward leaves in attributes.
         """
         with self.recorder.paused(), torch.no_grad():
             likes = [torch.empty_like(root, device="meta") for root in roots]
@@ -97,10 +99,10 @@ class RecordedBackward:
     def run(
         self, roots: list[Tensor], kind: BackwardKind, flows: Sequence[Flow]
     ) -> tuple[tuple[str | None, ...], BackwardKind]:
-        """Run it; return the names of the gradients that it was given, one a root, and its kind.
+        """Run it; return the names of its tangents, one per root, and its kind.
 
-        The gradient of an output that others were computed from lies as `kind` says, or where that
-        says nothing, as its parts do.
+        The gradient of an output that other outputs use has the strides in `kind`, or else those of
+        its parts.
 
         Raises:
             TraceError: it raised; see `record`.
@@ -128,7 +130,7 @@ class RecordedBackward:
                 names[place] = recorder.add_external(f"tangent_{place}", content, "tangent")
             given.append(content)
             starts.append(root)
-        # Edges to leaves are those of the whole forward, whatever this backward comes to.
+        # Edges to leaves are those of the whole forward, whichever this backward reaches.
         hooks += self._watch_leaves(roots, wholes)
         roots[:] = starts
         del starts
@@ -140,14 +142,14 @@ class RecordedBackward:
             except RkgbError:
                 raise
             except Exception as error:
-                if not self.keep_content:  # perhaps it has looked at what stands in
+                if not self.keep_content:  # it may have read a stand-in
                     raise recorder.reads_data("what a backward does") from error
                 refusal = explained(self.twin, recorder.model_name, error)
                 refusal.module_path = getattr(error, "module_path", None)
                 raise refusal from error
             finally:
                 recorder.in_backward = False
-                roots.clear()  # a graph that has not run to its end holds on to the recorder
+                roots.clear()  # an unfinished graph would hold the recorder
                 for hook in hooks:
                     hook.remove()
         if not kind.is_split:
@@ -160,7 +162,7 @@ class RecordedBackward:
         return tuple(names), found
 
     def _content(self, like: Tensor, strides: Sequence[int]) -> Tensor:
-        """Return a gradient of an output that lies in memory so."""
+        """Return a gradient for an output, with these strides."""
         self.recorder.claim(like.nbytes)
         with self.recorder.paused(), torch.no_grad():
             content = torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
@@ -169,10 +171,10 @@ class RecordedBackward:
         return content
 
     def _passing(self, whole: Whole, root: Tensor) -> Callable[[Tensor | None], Tensor | None]:
-        """Return the hook that takes what comes to an output that others were computed from.
+        """Return the hook for the gradient of an output that other outputs use.
 
-        The backward goes on with another tensor, which nothing is known of: autograd adds up what
-        comes at run time, and the user's hooks may change it.
+        The backward continues with another tensor of unknown value: at run time autograd sums the
+        gradients, and the user's hooks may change the sum.
         """
         recorder, number = self.recorder, root.grad_fn._sequence_nr()  # type: ignore[union-attr]
 
@@ -184,7 +186,7 @@ class RecordedBackward:
             whole.total = grad if whole.from_outside else self._content(grad, strides)
             name = recorder.add_external(f"total_{whole.place}", whole.total, "tangent")
             self.totals.add(name)
-            if whole.given:  # the last part goes where the whole comes back
+            if whole.given:  # the last part is handed over where the sum comes back
                 at = whole.given[-1]
                 recorder.backward[at] = replace(recorder.backward[at], sequence_nr=number)
             args = (Ref(whole.held),) if whole.held else ()
@@ -195,17 +197,18 @@ class RecordedBackward:
         return passing
 
     def _sum_strides(self, parts: Sequence[str], first: Tensor) -> tuple[int, ...]:
-        """Return how autograd lays out the sum of the parts of a gradient."""
+        """Return the strides of autograd's sum of the parts of a gradient."""
         infos = [self.recorder.infos[name] for name in parts]
         likes = [torch.empty_strided(i.shape, i.stride, device="meta") for i in infos]
         return sum(likes[1:], start=likes[0]).stride() if len(likes) > 1 else first.stride()
 
     def _watch_leaves(self, roots: Sequence[Tensor], wholes: Mapping[Edge, Whole]) -> list[Any]:
-        """Let each part of a leaf's gradient be noted and dropped where it is made.
+        """Register hooks that note and drop each part of a leaf's gradient at the node that makes
+        it.
 
-        Autograd would add the parts of a leaf that is used more than once; each is handed over by
-        itself instead, and autograd adds them at run time, together with those from outside. So are
-        the parts of the gradient of an output that others were computed from.
+        Otherwise autograd would add the parts of a leaf with several uses. Each part is handed over
+        separately, and autograd adds them at run time, together with gradients from outside. The
+        same holds for outputs that other outputs use.
         """
         hooks = []
         accumulators = {}
@@ -238,10 +241,10 @@ class RecordedBackward:
         return hooks
 
     def _refuse_foreign(self, leaf: Tensor) -> None:
-        """Refuse a leaf from elsewhere: it would get no gradient of ours, and got one of this step.
+        """Refuse a leaf from elsewhere: a planned step would give it no gradient.
 
-        A function in the place of a forward reads such: it holds on to the module that it was made
-        for, also in a copy of it. A leaf that the forward itself makes is none.
+        Such leaves are read by a function that replaces a module's forward: in a copy it still
+        refers to the original module. Leaves that the forward itself makes are allowed.
         """
         name = self.recorder.name_of(leaf)
         if name in self.recorder.kinds:
@@ -254,7 +257,7 @@ class RecordedBackward:
             )
 
     def _in_words(self, leaf: Tensor) -> str:
-        """Return what a leaf from elsewhere is."""
+        """Return the description of a leaf from elsewhere."""
         for module in self.recorder.places.outside.values():
             for name, parameter in placed_parameters(module):
                 if parameter is leaf:
@@ -265,10 +268,10 @@ class RecordedBackward:
         return f"a tensor ({'x'.join(map(str, leaf.shape))}{where})"
 
     def _give(self, whole: Whole, part: str, sequence_nr: int) -> None:
-        """Note that a part of an output's gradient is handed to autograd.
+        """Note that a part of an output's gradient is handed over to autograd.
 
-        What comes from outside is there before, and the part is added to it. If nothing does,
-        autograd keeps the first part, and adds the others to that if it can.
+        A gradient from outside exists before, and the part is added to it. Otherwise autograd keeps
+        the first part and adds the others to it, in place if it can.
         """
         recorder, infos = self.recorder, self.recorder.infos
         info = infos[part]
@@ -310,7 +313,7 @@ class RecordedBackward:
                 else:
                     self._give(to, value, sequence_nr)
                     if to.from_outside or len(to.parts) > 1:
-                        kept[index] = None  # the first goes on, and brings no other with it
+                        kept[index] = None  # only the first continues
             return tuple(kept)
 
         return note
@@ -318,13 +321,13 @@ class RecordedBackward:
 
 @dataclass
 class Whole:
-    """The gradient of an output that others were computed from, and the parts that they give."""
+    """The gradient of an output that other outputs use, and its parts."""
 
     place: int
     name: str
-    strides: Tangent  # as it is known to lie
+    strides: Tangent  # if known
     from_outside: bool
     parts: list[str] = field(default_factory=list)
-    given: list[int] = field(default_factory=list)  # places of the operations that hand them over
-    held: str = ""  # what stands for their sum so far
+    given: list[int] = field(default_factory=list)  # positions of the hand-over operations
+    held: str = ""  # name of the sum so far
     total: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Python's search for reference cycles, put off while it would cost much or do harm."""
+"""Switches Python's garbage collection off while it would be slow or harmful."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _lock = threading.Lock()
-_active = [0, False]  # how many captures run, and whether the search was on before the first
+_active = [0, False]  # number of captures, and whether collection was on before the first
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """While active, Python looks for no cycles.
+    """While active, Python's garbage collection is off.
 
-    A capture makes a hundred objects an operation and drops few, and none of its own in a cycle.
-    Each search walks over all that there are, so that they take a third of a long capture. While
-    memory is metered, what a search frees would look like memory that the step gave back. What is
-    made in the meantime stays young, so that `Device.give_back` finds the cycles among it.
+    A capture makes a hundred objects per operation, drops few, and has none in cycles. Each
+    collection visits all objects, so collections would take a third of a long capture. While memory
+    is metered, memory freed by a collection would count as released by the step. Objects made
+    meanwhile stay young, so `Device.give_back` still finds cycles among them.
     """
     with _lock:
         if not _active[0]:

@@ -1,4 +1,4 @@
-"""Which outputs were computed from which others, as autograd's graph says after a forward."""
+"""The outputs from which each output was computed, according to autograd's graph."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 from rkgb.graphs.basic import Flow
 
-# Where an edge of autograd's graph leads: a node, and which of its results the gradient is for.
+# The end of an edge of autograd's graph: a node, and the index of its result.
 Edge = tuple[Any, int]
 
 
 def edge_of(root: Tensor) -> Edge:
-    """Return the edge by which gradients come to a tensor."""
+    """Return the edge at which gradients enter for a tensor."""
     return root.grad_fn, root.output_nr
 
 
 def flows_of(roots: Sequence[Tensor]) -> tuple[Flow, ...]:
-    """Return what flows from each output to the others; nothing where there are no others."""
+    """Return the flow of each output, or () if there is only one output."""
     if len(roots) < 2:
         return ()
     places = {edge_of(root): place for place, root in enumerate(roots)}
@@ -34,7 +34,7 @@ def flows_of(roots: Sequence[Tensor]) -> tuple[Flow, ...]:
 
 
 def _reached(starts: Sequence[Any], places: dict[Edge, int]) -> dict[Any, frozenset[int]]:
-    """Return for every node which outputs it reaches before any other."""
+    """Return for every node the outputs that it reaches directly, not through other outputs."""
     found: dict[Any, frozenset[int]] = {}
     waiting = list(starts)
     nothing = frozenset[int]()
@@ -44,7 +44,7 @@ def _reached(starts: Sequence[Any], places: dict[Edge, int]) -> dict[Any, frozen
             waiting.pop()
             continue
         edges = [edge for edge in node.next_functions if edge[0] is not None]
-        # What a node in between reaches is looked for first; also behind outputs, for their own.
+        # Nodes below come first; also nodes below outputs, for the outputs' own flows.
         unknown = [source for source, _ in edges if source not in found]
         if unknown:
             waiting += unknown

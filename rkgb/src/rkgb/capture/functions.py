@@ -1,8 +1,8 @@
-"""Functions of the user's with a backward of their own, where torch's operations do not show both.
+"""Autograd Functions of the user's that compute outside of torch's operations.
 
-What such a Function computes in torch's operations is recorded like everything else. One that
-computes in numpy or in kernels of its own is one operation, forward and backward, as its `apply`
-runs it.
+A Function that uses torch's operations is recorded like everything else. A Function that computes
+in numpy or in its own kernels becomes an opaque call, with its forward and backward as `apply` runs
+them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Function = torch.autograd.Function
 
 
 def function_of(error: BaseException) -> type[Function] | None:
-    """Return the Function in whose forward or backward an error arose, if it is one's fault."""
+    """Return the Function in whose forward or backward an error arose, or None."""
     seen: BaseException | None = error
     codes = set()
     while seen is not None:
@@ -53,7 +53,7 @@ def _functions(kind: type[Function]) -> Iterator[type[Function]]:
 def run_functions_whole(
     pieces: PieceRecorder, functions: Sequence[type[Function]]
 ) -> list[tuple[Any, str, Any]]:
-    """Return the replacements that let calls of these Functions be recorded as one operation."""
+    """Return replacements that record each call of these Functions as one operation."""
     found: list[tuple[Any, str, Any]] = []
     plain = Function.setup_context
     for kind in functions:
@@ -62,13 +62,13 @@ def run_functions_whole(
             forward.elsewhere = _with_context(kind)
         found.append((kind, "forward", staticmethod(forward)))
         found.append((kind, "backward", staticmethod(_backward(pieces))))
-        if kind.setup_context is not plain:  # a forward that gets the context does without
+        if kind.setup_context is not plain:  # a forward that gets the context has none
             found.append((kind, "setup_context", ForAll(staticmethod(plain))))
     return found
 
 
 def _with_context(kind: type[Function]) -> Any:
-    """Return the forward of another thread, which gets the context while there is no other way."""
+    """Return the forward for other threads, which gets the context during replacements."""
     compute: Any = kind.forward
     setup: Any = kind.setup_context
 
@@ -82,7 +82,7 @@ def _with_context(kind: type[Function]) -> Any:
 
 def _forward(pieces: PieceRecorder, kind: type[Function]) -> Any:
     def forward(ctx: Any, *args: Any) -> Any:
-        number = latest_sequence_nr()  # of the node that this call is
+        number = latest_sequence_nr()  # of this call's node
         if any(_leads_to_module(arg) for arg in args):
             error = SideEffectError(
                 f"cannot run {kind.__name__} as one operation: it is given a module, which every "
@@ -104,7 +104,7 @@ def _forward(pieces: PieceRecorder, kind: type[Function]) -> Any:
 
 
 def _leads_to_module(value: Any, depth: int = 4) -> bool:
-    """Whether an argument is, or calls, a module: here that of a copy, at a step the user's."""
+    """Return whether an argument is or calls a module: each step would need another one."""
     if isinstance(value, nn.Module):
         return True
     if depth == 0 or isinstance(value, (Tensor, type, int, float, str)):
@@ -134,7 +134,7 @@ def _is_full(cell: types.CellType) -> bool:
 
 
 def _own_places(args: Sequence[Any]) -> list[int | None]:
-    """Return for each argument that is a tensor which one it is of all, also those in lists."""
+    """Return for each argument its number among all tensors (also in lists), or None."""
     found: list[int | None] = []
     count = 0
     for arg in args:

@@ -1,9 +1,9 @@
-"""Functions that hold on to a module, made anew to hold on to its copy.
+"""Rebuilds functions that refer to a module, so that they refer to its copy.
 
-A copy of a function is the function itself. One that is set as the forward of a module, or as a
-hook, often holds the module that it was written for, in its closure, its defaults, or as what a
-method is bound to: `own = m.forward; m.forward = lambda x: 2 * own(x)`. Functions that assign to
-variables around them are left as they are: the step of a copy would change what the user's sees.
+Copying a function returns the function itself. A function that replaces a module's forward, or a
+hook, often refers to the module in its closure, its defaults, or as the object of a bound method:
+`own = m.forward; m.forward = lambda x: 2 * own(x)`. Functions that assign to outer variables are
+not rebuilt, because a step of the copy would then not affect the user's function.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 def hold_copies(twin: nn.Module, copies: Mapping[int, Any]) -> None:
-    """Let the functions among the attributes of `twin` hold copies; compiled ones as written.
+    """Let functions among the attributes of `twin` refer to copies; compiled ones as written.
 
-    `copies` gives what is a copy of an object, by the object's identity.
+    `copies` maps the id of an object to its copy.
     """
     for module in twin.modules():
         for name, value in vars(module).items():
-            if isinstance(value, dict):  # hooks, for one
+            if isinstance(value, dict):  # for example hooks
                 for key, held in list(value.items()):
                     made = _with_copies(held, copies)
-                    if made is not held:  # a dict of a kind of its own may refuse to be written
+                    if made is not held:  # a special dict may refuse to be written
                         value[key] = made
             elif not is_optimized(module):
                 vars(module)[name] = _with_copies(value, copies)
@@ -44,7 +44,7 @@ def _with_copies(value: Any, copies: Mapping[int, Any]) -> Any:
 
 
 def _leads_to(value: Any, copies: Mapping[int, Any]) -> bool:
-    """Whether a function holds something that has a copy, and no function in it assigns outside."""
+    """Return whether a function refers to a copied object, and none in it assigns outside."""
     stack, seen, found = [value], {id(value)}, False
     while stack:
         function = stack.pop()
@@ -60,7 +60,7 @@ def _leads_to(value: Any, copies: Mapping[int, Any]) -> bool:
 
 
 def _assigns_outside(code: types.CodeType) -> bool:
-    """Whether a function assigns to a variable of the one around it, or to a global one."""
+    """Return whether a function assigns to an outer or global variable."""
     return any(
         call.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
         or (call.opname in ("STORE_DEREF", "DELETE_DEREF") and call.argval in code.co_freevars)
@@ -82,21 +82,21 @@ def _held_by(function: Any) -> Iterator[Any]:
 def _full(cells: tuple[types.CellType, ...]) -> Iterator[types.CellType]:
     for cell in cells:
         try:
-            cell.cell_contents  # noqa: B018  (raises where nothing has been assigned yet)
+            cell.cell_contents  # noqa: B018  (raises if nothing has been assigned yet)
         except ValueError:
             continue
         yield cell
 
 
 class _Maker:
-    """Makes functions anew; those that lead to each other are made once."""
+    """Rebuilds functions; functions that refer to each other are rebuilt once."""
 
     def __init__(self, copies: Mapping[int, Any]) -> None:
         self.copies = copies
         self.made: dict[int, Any] = {}
 
     def copy_of(self, value: Any) -> Any:
-        """Return the copy of what has one, a function that holds copies, or the value itself."""
+        """Return the copy of a value, a rebuilt function, or the value itself."""
         if not self._is_made_anew(value):
             return self.copies.get(id(value), value)
         if id(value) not in self.made:
@@ -117,7 +117,7 @@ class _Maker:
     def _make(self, function: types.FunctionType) -> None:
         cells = function.__closure__ or ()
         full = {id(cell): cell for cell in _full(cells)}
-        # Other variables are shared: functions that are not made anew may assign to them.
+        # Other variables are shared, because functions that are not rebuilt may assign to them.
         changed = {
             place: types.CellType()
             for place, cell in full.items()
@@ -130,7 +130,7 @@ class _Maker:
             tuple(map(self.copy_of, function.__defaults__ or ())) or None,
             tuple(changed.get(id(cell), cell) for cell in cells),
         )
-        self.made[id(function)] = made  # before what it leads to, which may lead back
+        self.made[id(function)] = made  # before its references, which may refer back
         made.__dict__.update(function.__dict__)
         made.__module__, made.__qualname__ = function.__module__, function.__qualname__
         named = function.__kwdefaults__

@@ -1,7 +1,7 @@
-"""Forward hooks of submodules while a step is recorded: which compute, and which only look.
+"""Forward hooks of submodules while a step is recorded: computing hooks, and observer hooks.
 
-What a hook computes is recorded like the forward itself. A hook that computes nothing and returns
-nothing is called with the real tensors of every step instead.
+The operations of a hook are recorded like the forward itself. A hook that computes nothing and
+returns nothing is an observer hook: it is called with the real tensors of every step.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rkgb.guards.code_watch import CodeWatch
 from rkgb.recording.recorder import Recorder
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks")
-# Hooks of libraries that compute a weight, collect what the module around returns, or let a result
-# require a gradient: they may run again, and hand nothing to others.
+# Hooks of libraries that compute a weight, collect a module's result, or set requires_grad on a
+# result. They may run again, and pass nothing to other code.
 _HARMLESS = ("torch.nn.utils", "torch.ao", "torch.distributed.tensor", "transformers.")
 
 
 class HookWatch:
-    """The forward hooks in the submodules of a copy of a model, each watched."""
+    """Watches the forward hooks in the submodules of a copy of a model."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class HookWatch:
         known: Sequence[Effect] = (),
     ) -> None:
         self.recorder, self.codes = recorder, codes
-        self.known = frozenset(known)  # hooks among them are not called any more
+        self.known = frozenset(known)  # observer hooks among them are not called again
         self.looks: list[tuple[ObserverHook, tuple[Any, ...]]] = []
         for path, module in twin.named_modules():
             for table in _TABLES if path else ():
@@ -55,7 +55,7 @@ class HookWatch:
             same = len(now) == len(attributes) and all(now[n] is v for n, v in attributes.items())
             if result is None and self.recorder.count == count and same and not may_run_again(hook):
                 self.looks.append((look, args))
-            else:  # what a hook reads that only looks is nothing of the recording
+            else:  # reads of an observer hook are not part of the recording
                 self.codes.add(ran)
             return result
 
@@ -63,18 +63,18 @@ class HookWatch:
 
 
 def may_run_again(hook: Any) -> bool:
-    """Whether a hook is a library's that computes a weight, or collects what is returned."""
+    """Return whether a hook is one of a library that may run again."""
     origins = (type(hook).__module__, getattr(hook, "__module__", ""))
     return any(str(origin).startswith(_HARMLESS) for origin in origins)
 
 
 def refuse_hooks_inside(twin: nn.Module, paths: Sequence[str]) -> None:
-    """Refuse to run submodules whole that have forward hooks of the user's inside.
+    """Refuse opaque calls of submodules with forward hooks of the user's inside.
 
-    A hook there would see tensors of another graph than the step's, and be called again.
+    A hook there would get tensors of another graph than the step's, and be called again.
 
     Raises:
-        SideEffectError: one has such hooks.
+        SideEffectError: a submodule has such hooks.
     """
     for path in paths:
         for own, module in twin.get_submodule(path).named_modules():

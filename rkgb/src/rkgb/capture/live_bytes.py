@@ -1,4 +1,4 @@
-"""Bytes that operations on tensors without content would hold, counted as they run."""
+"""Counts the bytes that operations on tensors without content would hold."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from rkgb.torch_api.torch_private import DispatchMode, pytree
 
 
 class LiveBytes(DispatchMode):
-    """Counts the memory of what operations make while active, on `meta` in place of a device.
+    """While active, counts the memory of operations' results, on `meta` in place of a device.
 
-    What they make on the `device` itself counts as well. Numbers that are asked of tensors without
-    content are one. `now_bytes` is held at this moment, above what was `known` before;
-    `peak_bytes` is the most that was.
+    Results on the `device` itself count as well. Python numbers of tensors without content are 1.
+    `now_bytes` are held at present above the `known` storages; `peak_bytes` is their maximum.
     """
 
     def __init__(

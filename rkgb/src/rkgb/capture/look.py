@@ -1,8 +1,9 @@
-"""A second look: a step recorded once more, and held against the recording that its plan is for.
+"""A second look: a step is recorded again and compared with the recording of its plan.
 
-What a forward reads outside of its arguments and its module may be such that nobody sees it change.
-Two recordings of one call show it: whatever differs between them, Python has decided otherwise. The
-look computes next to nothing (each kernel runs once, no content is kept) and leaves no trace.
+A forward may read values outside of its arguments and its module that no guard covers. Two
+recordings of one call show their changes, because every difference is another decision of Python's.
+The second recording computes little (each kernel runs once, no content is kept), and its effects
+are undone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rkgb.module_state.start_of_call import PythonRandom
 from rkgb.recording.bounded import TooLargeError
 
 _log = logging.getLogger("rkgb")
-_STATES = 6  # of generators that a recording keeps
+_STATES = 6  # random states that a recording holds
 
 
 def look_again(
@@ -37,17 +38,17 @@ def look_again(
     *,
     within: tuple[Sequence[int], int] | None = None,
 ) -> list[Difference] | None:
-    """Return what a step of `model` on `sample` has otherwise than its `known` recording.
+    """Return the differences of a step of `model` on `sample` from its `known` recording.
 
-    `numbers` are what the program of `known` takes from the numbers of this call. The look holds no
-    more bytes than those it is to stay `within`, where operations need so much; if need be it is
-    made without content, which takes several times as long. None where it was not possible.
+    `numbers` are the unspecialised numbers of `known` for this call. The recording stays `within` a
+    memory limit, given the bytes that operations need. If necessary it is made without content,
+    which takes several times as long. None if it was not possible.
     """
     if within is not None:
         needs, most_bytes = within
         most_bytes -= _STATES * device_of(torch.device("cpu")).random_state_bytes
         most_bytes -= sum(buffer.nbytes for buffer in model.buffers())
-        if most_bytes < 0:  # putting the states back, and a copy of the buffers, take as much again
+        if most_bytes < 0:  # restoring states, and a copy of the buffers, take as much again
             return None
         within = needs, most_bytes
     stream, python = KeptGenerators.keep(sample.device), PythonRandom()
@@ -56,7 +57,7 @@ def look_again(
     finally:
         stream.restore()
         python.restore()
-        gc.collect(1)  # what was recorded lies in cycles, and the step comes on top of it
+        gc.collect(1)  # the recording is in cycles; free it before the step
 
 
 def _differences(
@@ -84,7 +85,7 @@ def _differences(
         _log.debug("a step was not recorded once more: %s", error)
         return None
     others = differences(known, found, numbers)
-    # Without content, assignments to parts of a tensor run other views: nobody has decided that.
+    # Without content, assignments to parts of a tensor run other views; this is no difference.
     return others if with_content or not others else None
 
 
@@ -94,7 +95,7 @@ def _recorded_again(
     known: BasicGraph,
     within: tuple[Sequence[int], int] | None,
 ) -> BasicGraph | None:
-    """Return another recording, in which nothing runs whole; None if it takes too much memory.
+    """Return another recording, without running opaque calls; None if it takes too much memory.
 
     Raises:
         RkgbError: it cannot be recorded now.
@@ -109,5 +110,5 @@ def _recorded_again(
         )
     except TooLargeError as error:
         let_go(error)
-    gc.collect()  # what was recorded lies in cycles, and another recording comes on top of it
+    gc.collect()  # the recording is in cycles; free it before the next one
     return None

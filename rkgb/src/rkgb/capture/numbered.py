@@ -1,10 +1,10 @@
-"""Make one recording serve for all numbers of a call that only enter arithmetic.
+"""Makes numbers of a call unspecialised, if they only enter arithmetic.
 
-The step is recorded once more, with other numbers, which are followed (`NumberTrace`). Both
-recordings must be one program but for scalars. A scalar that differs must be what Python computed
-for that operation, bit for bit in both, or one of the few things that torch's own code makes of it.
-What Python computed must differ, too: a number that is the same in both looks like a constant.
-Otherwise the numbers remain what the recording takes for granted.
+The step is recorded a second time, with other numbers, which are tracked (`NumberTrace`). Both
+recordings must be the same program apart from scalars. Each scalar that differs must equal, bit for
+bit in both recordings, a number that Python computed for that operation, or one of a few known
+functions of it in torch's code. The computed numbers must also differ between the recordings,
+because otherwise they look like constants. If any of this fails, the numbers stay specialised.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rkgb.opaque.piece import RunPiece
 from rkgb.recording.numbers import NumberTrace, types_watched
 
 _log = logging.getLogger("rkgb")
-_STEP = 0.7310585786300049e-3  # how far the other numbers are away: to no round number
+_STEP = 0.7310585786300049e-3  # distance of the other numbers, which are not round
 # Steps from a number to a scalar: (operation, constant, whether the constant comes first).
 _Form = tuple[tuple[str, float, bool], ...]
-# What torch's own code makes of a number.
+# Functions of a number in torch's own code.
 _FORMS: tuple[_Form, ...] = (
     (),
     (("sub", 1.0, True),),  # of dropout, lerp
@@ -41,7 +41,7 @@ _FORMS: tuple[_Form, ...] = (
 
 @dataclass(frozen=True)
 class FollowedNumbers:
-    """A recording in which the numbers of the call were followed."""
+    """A recording in which the numbers of the call were tracked."""
 
     basic: BasicGraph
     trace: NumberTrace
@@ -56,7 +56,7 @@ class FollowedNumbers:
         whole: frozenset[int],
         own: nn.Module,
     ) -> FollowedNumbers | None:
-        """Record a step with numbers near those of a call; None where one of them decides more."""
+        """Record a step with numbers near a call's; None if one enters more than arithmetic."""
         kind = known.kind
         other = sample.with_leaves(_others(sample.leaves, whole))
         trace = NumberTrace(whole, (model, own))
@@ -65,7 +65,7 @@ class FollowedNumbers:
                 basic = record(
                     *(model, other, kind), opaque=known.opaque, known=known, numbers=trace
                 )
-        except Exception as error:  # what a model does with what is no number is not its fault
+        except Exception as error:  # a model may not work with tracked numbers
             _log.debug("numbers are not followed: %s", error)
             return None
         finally:
@@ -78,9 +78,9 @@ class FollowedNumbers:
         return cls(basic, trace, other.leaves)
 
     def numbered(self, basic: BasicGraph, leaves: Sequence[Any]) -> BasicGraph | None:
-        """Return a recording that was made for a call with these leaves, for all other numbers.
+        """Return a recording for these leaves with its numbers unspecialised.
 
-        None where anything differs that does not follow from the numbers as Python computes them.
+        None if there is a difference that does not follow from the numbers by Python's arithmetic.
         """
         ours = self.basic
         if basic.numbers is not None or basic.reads:
@@ -101,7 +101,7 @@ class FollowedNumbers:
         except _UnknownScalarError:
             return None
         numbers = Numbers(tuple(match.tape), tuple(self.trace.compared), tuple(match.slots))
-        if numbers.of(leaves) is None:  # these go another way
+        if numbers.of(leaves) is None:  # these numbers fail a guard
             return None
         return replace(basic, ops=ops, backward=backward, numbers=numbers)
 
@@ -109,7 +109,7 @@ class FollowedNumbers:
         return [self.trace.uses.get(place, ()) for place in range(len(self.basic.ops))]
 
     def _uses_backward(self) -> list[tuple[int, ...]]:
-        """Return for each operation of the backward what its node's forward has taken."""
+        """Return for each operation of the backward the numbers that its node's forward took."""
         taken: dict[int, dict[int, None]] = {}
         for place, numbers in self.trace.uses.items():
             node = self.basic.ops[place].sequence_nr
@@ -124,11 +124,10 @@ def for_any_number(
     whole: frozenset[int] = frozenset(),
     own: nn.Module | None = None,
 ) -> BasicGraph:
-    """Return a recording, made on `sample`, for all numbers that may stand in the place of its own.
+    """Return a recording, made on `sample`, with its numbers unspecialised if possible.
 
-    These are its floats, and of its ints the leaves `whole`. It remains one for these alone where
-    they decide more than scalars. Where `model` has its root only in common with what others know,
-    `own` is that root.
+    The numbers are its floats, and the ints at the positions `whole`. If they decide more than
+    scalars, the recording stays specialised. If `model` is a copy of a root, `own` is that root.
     """
     followed = FollowedNumbers.of(model, sample, basic, whole, own or model)
     made = None if followed is None else followed.numbered(basic, sample.leaves)
@@ -138,9 +137,10 @@ def for_any_number(
 def for_same_numbers(
     basic: BasicGraph, numbers: Numbers, model: nn.Module, sample: Sample, own: nn.Module
 ) -> BasicGraph:
-    """Return a recording of another backward, made on `sample`, for all that `numbers` are for.
+    """Return a recording of another backward, made on `sample`, with the same `numbers`
+    unspecialised.
 
-    It remains one for the numbers of the sample where that cannot be said.
+    If that is not possible, it stays specialised to the numbers of the sample.
     """
     whole = frozenset(made.parts[0] for made in numbers.tape if made.how == "int leaf")
     made = for_any_number(basic, model, sample, whole, own)
@@ -149,12 +149,12 @@ def for_same_numbers(
 
 
 class _UnknownScalarError(Exception):
-    """A scalar differs, and nobody knows why."""
+    """A scalar differs for an unknown reason."""
 
 
 @dataclass(frozen=True)
 class _Match:
-    """The numbers of both recordings on one tape, and which of them programs take."""
+    """The numbers of both recordings on one tape, and those that the program takes."""
 
     tape: list[TapeEntry]
     ours: list[Any]
@@ -169,15 +169,15 @@ class _Match:
             return None
         match = cls(tape, ours, theirs, [])
         used = {place for places in followed.trace.uses.values() for place in places}
-        # What is one number in both could not be told from a constant.
+        # A number that is equal in both could not be distinguished from a constant.
         differ = (match.values(form, place) for place in used for form in _FORMS)
         return match if all(v is None or not _is_same(*v) for v in differ) else None
 
     def number(self, ours: float, theirs: float, taken: Sequence[int]) -> float:
-        """Return what stands for a scalar that is `ours` and `theirs`: a number, or a constant.
+        """Return the number or constant for a scalar with the values `ours` and `theirs`.
 
         Raises:
-            _UnknownScalarError: it is neither, or might be either of two numbers.
+            _UnknownScalarError: it is neither, or it could be one of two numbers.
         """
         pairs = ((form, place) for place in taken for form in _FORMS)
         found = [pair for pair in pairs if self._is(pair, ours, theirs)]
@@ -188,7 +188,7 @@ class _Match:
         return theirs
 
     def values(self, form: _Form, place: int) -> tuple[Any, Any] | None:
-        """Return a form of a number in both recordings; None where there is none."""
+        """Return a function of a number in both recordings, or None if it is undefined."""
         try:
             return _run(form, self.ours[place]), _run(form, self.theirs[place])
         except ArithmeticError:
@@ -199,7 +199,7 @@ class _Match:
         return values is not None and _is_same(values[0], ours) and _is_same(values[1], theirs)
 
     def _slot(self, form: _Form, place: int) -> int:
-        """Return which number of the program a form of one is; it goes on the tape if it is new."""
+        """Return the index among the program's numbers of a function of one, adding it if new."""
         for how, constant, swapped in form:
             kept = self._put(TapeEntry("constant", (constant,)), constant)
             parts = (kept, place) if swapped else (place, kept)
@@ -228,7 +228,7 @@ def _step(how: str, constant: float, swapped: bool, x: float) -> Any:
 
 
 def _others(leaves: Sequence[Any], whole: frozenset[int]) -> tuple[Any, ...]:
-    """Return leaves with other numbers, each another one, near those that are finite."""
+    """Return leaves with other numbers, all different, near the given ones if these are finite."""
 
     def other(place: int, leaf: Any) -> Any:
         if place in whole:
@@ -244,7 +244,7 @@ def _others(leaves: Sequence[Any], whole: frozenset[int]) -> tuple[Any, ...]:
 def _matched(
     match: _Match, ours: Sequence[Op], theirs: Sequence[Op], uses: Sequence[Sequence[int]]
 ) -> tuple[Op, ...]:
-    """Return their operations with numbers for the scalars that differ."""
+    """Return `theirs` with unspecialised numbers for the scalars that differ."""
 
     def op(a: Op, b: Op, taken: Sequence[int]) -> Op:
         args = _tree(a.args, b.args, lambda x, y: match.number(x, y, taken))
@@ -256,14 +256,14 @@ def _matched(
 
 
 def _takes_the_same(ours: Op, theirs: Op) -> bool:
-    """Whether two calls that run whole differ in nothing but numbers; so do other operations."""
+    """Return whether two opaque calls differ only in numbers; True for other operations."""
     if not isinstance(ours.target, RunPiece) or not isinstance(theirs.target, RunPiece):
         return True
     return ours.target.piece.call.like(theirs.target.piece.call, but_for_numbers=True)
 
 
 def _tree(ours: Any, theirs: Any, number: Callable[[float, float], float]) -> Any:
-    """Return their arguments with what stands for every number; theirs if that is all the same."""
+    """Return `theirs` with unspecialised numbers; the same object if nothing differs."""
     kind = type(theirs)
     if kind is tuple or kind is list:
         made = kind([_tree(a, b, number) for a, b in zip(ours, theirs, strict=True)])

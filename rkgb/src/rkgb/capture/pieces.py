@@ -1,4 +1,4 @@
-"""Calls of submodules that are recorded as one operation each, forward and backward."""
+"""Recording opaque calls of submodules: one operation each for forward and backward."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rkgb.torch_api.torch_private import (
 
 
 class PieceRecorder:
-    """Runs the calls of some submodules whole, each as one operation of the recording."""
+    """Records the calls of some submodules as opaque calls."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class PieceRecorder:
         self.recorder, self.twin, self.paths = recorder, twin, tuple(paths)
         self.trials = Trials(twin, recorder.device)
         self.count = 0
-        self.left: dict[tuple[str, str], None] = {}  # attributes that calls leave tensors in
-        self.runs = runs  # else what a `known` call makes only has the kind of what it made then
+        self.left: dict[tuple[str, str], None] = {}  # attributes in which calls leave tensors
+        self.runs = runs  # otherwise stand-ins replace the results of `known` calls
 
     def close(self) -> None:
-        """Let go of what watches the forward: autograd may hold this longer than the step."""
+        """Drop references to the watchers: autograd may hold this object longer than the step."""
         del self.codes, self.must_run_once
 
     def call(
@@ -65,7 +65,7 @@ class PieceRecorder:
 
         Raises:
             SideEffectError: the call changes its arguments, or depends on a tensor that it does
-                not take; only a larger piece can be run whole.
+                not take; only a larger submodule can be an opaque call.
         """
         own = dict.fromkeys(
             self.trials.names[id(p)] for p in module.parameters() if p.requires_grad
@@ -87,7 +87,7 @@ class PieceRecorder:
     def function(
         self, kind: Any, args: tuple[Any, ...], number: int
     ) -> tuple[Piece, list[Tensor], Link]:
-        """Record one call of a Function, whose node of autograd has this number."""
+        """Record one call of a Function, whose autograd node has this number."""
         recorder = self.recorder
         path, _ = recorder.places.here()
         tensors, followed, call = self._call(path, kind.__name__, args, {}, (), kind)
@@ -105,7 +105,7 @@ class PieceRecorder:
         parameters: tuple[str, ...],
         function: Any = None,
     ) -> tuple[list[Tensor], list[int], Call]:
-        """Return the tensors of a call, which numbers that are followed it takes, and the call."""
+        """Return (tensors of a call, tracked numbers that it takes, the call)."""
         leaves, structure = flatten((args, dict(kwargs)))
         trace, followed = self.recorder.numbers, list[int]()
         if trace is not None:
@@ -133,15 +133,15 @@ class PieceRecorder:
         )
 
     def refuse_shared_writes(self, ops: Sequence[Op], parameters: Mapping[str, str]) -> None:
-        """Refuse a parameter that is written to where others read it, and a piece does either.
+        """Refuse a parameter that is used inside and outside of an opaque call, and written by one.
 
-        A piece that runs again finds as it was what it writes to itself, and nothing else.
+        A recomputed opaque call restores only parameters that it writes itself.
 
         Raises:
-            SideEffectError: only the whole module can be run whole.
+            SideEffectError: only the whole module can be an opaque call.
         """
         infos = self.recorder.infos
-        first: dict[int, str] = {}  # names of one parameter in several places
+        first: dict[int, str] = {}  # parameters with several names
         every = placed_parameters(self.twin, remove_duplicate=False)
         own = {name: first.setdefault(id(p), name) for name, p in every}
         uses: dict[str, set[object]] = {}
@@ -170,12 +170,12 @@ class PieceRecorder:
             raise error
 
     def refuse_shared_casts(self, ops: Sequence[Op], parameters: Mapping[str, str]) -> None:
-        """Refuse that a piece casts a parameter for itself that others cast, too.
+        """Refuse a parameter that autocast casts both inside and outside of an opaque call.
 
-        Autocast casts it once a region, and adds up the gradients of all uses before it casts back.
+        Autocast casts it once per region, and sums the gradients of all uses before it casts back.
 
         Raises:
-            SideEffectError: a larger piece is to be run whole.
+            SideEffectError: a larger submodule has to be an opaque call.
         """
         uses: dict[str, list[str]] = {}
         for op in ops:
@@ -200,8 +200,8 @@ class PieceRecorder:
         self, call: Call, module: nn.Module, tensors: Sequence[Tensor]
     ) -> tuple[Piece, list[Tensor]]:
         try:
-            # torch.cond compiles, and a compiler takes along what it finds. What autograd saves in
-            # a backward inside is the call's own too: under a recording's hooks it would stay.
+            # torch.cond compiles, and a compiler would capture the recording's modes. Tensors that
+            # autograd saves in an inner backward would stay alive under the recording's hooks.
             with self.recorder.unwatched(), without_saved_hooks():
                 found = self._run(call, module, tensors)
         except RkgbError:
@@ -241,10 +241,10 @@ class PieceRecorder:
     def _stood_in(
         self, known: Piece | None, call: Call, tensors: Sequence[Tensor]
     ) -> tuple[Piece, list[Tensor]]:
-        """Return what stands for the results of a known call, with the plain values of this one.
+        """Return stand-ins for the results of a known call, with the plain values of this one.
 
         Raises:
-            SideEffectError: it was never made so.
+            SideEffectError: no known call is of this kind.
         """
         if known is None or not known.call.is_of_kind(call):
             error = SideEffectError(f"module {call}, which runs whole, is called otherwise.")
@@ -280,7 +280,7 @@ class PieceRecorder:
 
 
 class Link:
-    """A recorded call, and what its backward needs to be recorded."""
+    """A recorded call, with what is needed to record its backward."""
 
     def __init__(
         self,
@@ -299,7 +299,7 @@ class Link:
         self.since = 0
 
     def named(self, outputs: Sequence[Tensor]) -> None:
-        """Write the forward down, which has made these."""
+        """Record the forward operation with these outputs."""
         recorder, piece = self.owner.recorder, self.piece
         path, source = recorder.places.here()
         names = recorder.results_of(piece.call.kind.lower(), outputs)
@@ -321,7 +321,7 @@ class Link:
                 module_path=path,
                 source=source,
                 sequence_nr=latest_sequence_nr() if self.number is None else self.number,
-                is_random=True,  # at another step it may be
+                is_random=True,  # at another step it may draw
                 flags=recorder.flags(),
             )
         )
@@ -370,9 +370,9 @@ class Link:
         if place >= count:
             name = self.piece.call.parameters[place - count]
             parameter = self.owner.twin.get_parameter(name)
-            # At another step it may get one: an expert that the sample did not reach.
+            # At another step it may get one, for example an expert that the sample did not use.
             if kind is None and not self.piece.call.path:
-                # But beside the whole module there is nothing that could make room for it.
+                # If the whole module is one opaque call, there is no headroom for it.
                 return parameter.detach()
             if kind is None or memory_of(parameter) is not parameter:
                 return torch.full_like(parameter, 0.5)

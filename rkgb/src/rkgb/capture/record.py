@@ -1,6 +1,7 @@
 """Record one step of a module: its forward and its backward, operation by operation.
 
-What stops a recording is run whole instead, the smallest submodule around it, until nothing does.
+If something stops the recording, the smallest submodule around it becomes an opaque call, and the
+step is recorded again.
 """
 
 from __future__ import annotations
@@ -80,22 +81,24 @@ def record(
 ) -> BasicGraph:
     """Return the recording of one step of `model` on `sample` in the mode the model is in.
 
-    `kind` says how the gradients of the outputs will lie in memory, and in which autocast region
-    the backward will run; without it they lie like the outputs, and it runs in none. It may be
-    what tells the kind from that usual one. Buffers,
-    attributes, gradients and the random stream are as before afterwards.
+    Buffers, attributes, gradients and the random state are restored.
 
-    The submodules `opaque` run whole; unless `strict`, so does the smallest one around whatever
-    stops the recording. Python may look at values that follow from inputs and buffers alone: the
-    recording holds for calls that see the same (see `Outcomes`); without `guards` it may not.
-    Hooks that were found to only look are not called again, and what runs whole is not tried again,
-    where a recording of the same call is `known`. With `held_bytes`, which is
-    filled, tensors have no content (see `record_sizes`). With `numbers`, which is filled, those of
-    the call are followed (see `numbered`). Unless it `runs_pieces`, what runs whole does not run:
-    something like what the `known` calls have made stands for it. With a `bound`, which is what
-    each operation needs and the most bytes, it stops with a `TooLargeError` before it takes more.
-    If it `is_metered`, the recording says what memory its kernels took, where they ran once for
-    equal arguments.
+    Args:
+        kind: strides of the gradients of outputs, and the autocast region of the backward. The
+            default is strides like the outputs', and no region. It may also be a function that
+            changes that usual kind.
+        opaque: paths of submodules that become opaque calls.
+        strict: raise an error instead of making further submodules opaque calls.
+        guards: allow Python to read values that follow from inputs and buffers. The recording then
+            holds for calls with the same values (see `Outcomes`).
+        known: an earlier recording of the same call: its observer hooks are not called again, and
+            its opaque calls are not tried again.
+        held_bytes: if given, tensors have no content, and it is filled (see `record_sizes`).
+        numbers: if given, numbers of the call are tracked, and it is filled (see `numbered`).
+        runs_pieces: False to replace opaque calls by stand-ins for the results of `known` ones.
+        bound: bytes needed by each operation, and a memory limit; the recording stops with a
+            `TooLargeError` before it exceeds the limit.
+        is_metered: record the memory of kernels; each runs once for equal arguments.
 
     Raises:
         DataDependentError: control flow, a size or a Python number depends on the input's values.
@@ -150,7 +153,7 @@ def record(
 
 
 def _functions_of(known: BasicGraph | None) -> list[type[Function]]:
-    """Return the Functions that are one operation in a recording of the same call."""
+    """Return the Functions that are opaque calls in a recording of the same call."""
     targets = [op.target for op in known.ops] if known is not None else []
     calls = (target.piece.call for target in targets if isinstance(target, RunPiece))
     return list(dict.fromkeys(call.function for call in calls if call.function is not None))
@@ -173,12 +176,12 @@ def _recorded(
     runs_pieces: bool = True,
     bound: tuple[Sequence[int], int] | None = None,
 ) -> BasicGraph:
-    """Record once; `places` gets what the attempt has seen of the module.
+    """Record once; `places` is filled by the attempt.
 
-    What a first call sets is `settled` meanwhile.
+    Values that a first call sets are `settled` for this time.
     """
     stream = RngState.save(sample.device)
-    # Without content there is nothing to give up.
+    # Without content, saved tensors need not be given up.
     keep_content, hidden = held_bytes is not None, frozenset[tuple[str, str]]()
     if known is not None and not runs_pieces:
         hidden |= {(e.path, e.name) for e in known.effects if isinstance(e, Assign)}
@@ -189,7 +192,7 @@ def _recorded(
         make = functools.partial(BoundedRecorder, *bound)
     written, settling = frozenset[str](), frozenset[tuple[str, str]]()
     refused: ReadsBeforeError | None = None
-    # What runs whole is tried out on what it gets.
+    # Opaque calls are tried on their real arguments.
     repeats = not runs_pieces or (not opaque and not functions)
     while True:
         step = RecordedStep(
@@ -214,8 +217,7 @@ def _recorded(
             return basic
         except ReadsDataError:
             assert held_bytes is None, "it has been explained"
-            # A backward has looked at a value: with what it really computes it may take its usual
-            # way.
+            # A backward has read a value. With real contents it may take its usual branch.
             keep_content = True
         except SettlesError as settles:
             try:
@@ -229,7 +231,7 @@ def _recorded(
             refused = reads
             settling, hidden = settling | {reads.target}, hidden - {reads.target}
         except AssignsError as assigns:
-            if assigns.names & settling:  # it is no plain value
+            if assigns.names & settling:  # not a plain value
                 assert refused is not None
                 raise refused from None
             hidden |= assigns.names
@@ -238,7 +240,7 @@ def _recorded(
         except NeedsContentError:
             repeats = False
         except RkgbError as error:
-            # A kernel may refuse what stands for the results of those that were not run.
+            # A kernel may refuse the stand-ins for results of skipped kernels.
             repeated = step.recorder.repeated
             was_kernel = isinstance(error.__cause__, RuntimeError)
             if repeated is None or not repeated.has_repeated or not was_kernel:
@@ -251,10 +253,10 @@ def _recorded(
 def _writable(
     model: nn.Module, sample: Sample, inputs: Sequence[str | None], writes: WritesInputError
 ) -> set[str]:
-    """Return the argument that is written to, if a copy in its place does for the step.
+    """Return the argument that is mutated, if the step can use a copy of it.
 
     Raises:
-        SideEffectError: it shares its memory with another one, or with itself.
+        SideEffectError: it shares its memory with another argument, or overlaps itself.
     """
     own = sample.leaves[inputs.index(writes.name)]
     sharing = len({id(t) for t in sample.tensors if storage_id(t) == storage_id(own)})
@@ -271,26 +273,26 @@ def _writable(
 
 
 def _wider(opaque: Sequence[str], error: RkgbError, places: Places) -> str | None:
-    """Return the submodule to run whole instead, or None where that would not help."""
+    """Return the submodule to make an opaque call, or None if that would not help."""
     path: str | None = error.module_path
     if isinstance(error, BrokenPieceError) or "" in opaque:
         return None
-    if path is None:  # nobody in particular is to blame
+    if path is None:  # no particular submodule
         return "" if places.called else None
     inside = next((p for p in opaque if is_inside(path, p)), None)
-    if inside is not None:  # not even that can be run whole: the call around it
+    if inside is not None:  # it cannot be an opaque call either: take the call around it
         calls = places.raised_in
         path = calls[calls.index(inside) - 1] if inside in calls[1:] else ""
-    while path and places.called and path not in places.called:  # a list of modules never is
+    while path and places.called and path not in places.called:  # a ModuleList is never called
         path = path.rpartition(".")[0]
     return path
 
 
 def let_go(error: BaseException) -> None:
-    """Let an error hold no frames.
+    """Clear the frames of an error.
 
-    The tensors in them lead to graphs of autograd that lead back to the frames, by hooks that
-    Python's search for cycles does not see: nothing of the attempt would ever be freed.
+    Tensors in the frames refer to autograd graphs, which refer back to the frames by hooks that
+    Python's garbage collection does not see. So nothing of the attempt would ever be freed.
     """
     seen: BaseException | None = error
     while seen is not None:
@@ -299,7 +301,7 @@ def let_go(error: BaseException) -> None:
 
 
 def _alike(model: nn.Module, path: str) -> list[str]:
-    """Return the paths of a submodule and of those that other layers have in its place."""
+    """Return the paths of a submodule and of its counterparts in other layers."""
     kind, place = type(model.get_submodule(path)), _DIGITS.sub("#", path)
     return [
         other

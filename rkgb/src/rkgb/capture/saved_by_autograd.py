@@ -1,8 +1,8 @@
-"""What autograd saves while a step is recorded: given up at once, as kernels do not choose by it.
+"""Saved tensors while a step is recorded: their content is given up at once.
 
-Fresh memory of the same shape stands in when the backward asks for it, and so a step is recorded
-whose activations would not fit. Only small tensors, integers and booleans keep their content,
-because indices must be valid.
+New memory of the same layout replaces a saved tensor when the backward needs it. Kernels do not
+depend on the content. So a step can be recorded whose activations would not fit. Only small
+tensors, integers and booleans keep their content, because indices must be valid.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from rkgb.recording.blanks import Blanks
 from rkgb.recording.recorder import Recorder
 
-# Contents of up to so many elements are kept: scalars that autograd wraps, scales, small tables.
+# Tensors of up to so many elements keep their content: scalars that autograd wraps, scales, tables.
 _SMALL = 16
 
 
 @contextlib.contextmanager
 def saving(recorder: Recorder) -> Iterator[None]:
-    """While active, what autograd saves is given up; fresh memory stands in for it later."""
+    """While active, saved tensors are given up, and later replaced by new memory."""
     blanks = Blanks() if recorder.repeated is None else recorder.repeated.blanks
 
     def pack(tensor: Tensor) -> tuple[str | None, int, Tensor | tuple[Any, ...]]:
@@ -35,7 +35,7 @@ def saving(recorder: Recorder) -> Iterator[None]:
 
     def unpack(packed: tuple[str | None, int, Tensor | tuple[Any, ...]]) -> Tensor:
         name, since, content = packed
-        if name is not None:  # autograd itself does not look where there are hooks
+        if name is not None:  # with hooks, autograd itself does not check versions
             recorder.refuse_overwritten(name, since)
         if isinstance(content, Tensor):
             return content

@@ -1,4 +1,4 @@
-"""Record a step of a model without its memory: parameters on `meta` will do, or real ones."""
+"""Record a step of a model without its memory; parameters may be on `meta`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("rkgb")
 
 @contextlib.contextmanager
 def _without_log() -> Iterator[None]:
-    """Let torch not log tracebacks of errors that are raised, and explained, anyway."""
+    """Keep torch from logging tracebacks of errors that are raised and explained anyway."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -44,7 +44,7 @@ class SizedStep:
 
     basic: BasicGraph
     external: Mapping[str, Tensor]  # parameters and inputs by name, without content
-    held_bytes: Mapping[str, int]  # by plain PyTorch after each operation, by its name
+    held_bytes: Mapping[str, int]  # of plain PyTorch after each operation, by its name
 
 
 def record_sizes(
@@ -56,16 +56,16 @@ def record_sizes(
 ) -> SizedStep:
     """Return the recording of a step as it would run on `device`; see `record` for the `kind`.
 
-    Model and inputs may be anywhere, `meta` included. Nothing of them is read but shapes, strides
-    and types. `device` must exist, since torch asks it things.
+    Model and inputs may be on any device, also `meta`. Only their shapes, strides and types are
+    read. `device` must exist, because torch queries it.
 
     Raises:
-        DataDependentError: the forward looks at values.
-        TraceError: anything else that stops the recording; no part of the model is run whole.
+        DataDependentError: the forward reads values.
+        TraceError: anything else that stops the recording; there are no opaque calls here.
     """
     with _bare_call(model, inputs, kwargs, device) as (twin, sample):
         held_bytes: dict[str, int] = {}
-        with sample.device:  # what the forward makes, wherever this was called
+        with sample.device:  # for tensors that the forward makes
             basic = record(twin, sample, kind, strict=True, held_bytes=held_bytes)
     parameters = dict(placed_parameters(twin, remove_duplicate=False))
     external: dict[str, Tensor] = {n: parameters[t] for n, t in basic.parameters.items()}
@@ -80,10 +80,10 @@ def outputs_without_content(
     kwargs: Mapping[str, Any] | None,
     device: torch.device | str,
 ) -> list[Tensor]:
-    """Return the tensors that a forward of `model` on `device` gives, for next to no memory.
+    """Return the outputs of a forward of `model` on `device`, without content.
 
     Raises:
-        Exception: whatever stops a forward without content.
+        Exception: any error of a forward without content.
     """
     with _bare_call(model, inputs, kwargs, device) as (twin, sample), sample.device:
         found = flatten(twin(*sample.args, **sample.keywords))[0]
@@ -93,14 +93,14 @@ def outputs_without_content(
 def record_other_backward(
     model: nn.Module, sample: Sample, known: BasicGraph, kind: BackwardKind
 ) -> BasicGraph | None:
-    """Return a recording of the step of a `known` one with another backward, for next to no memory.
+    """Return a recording of the `known` step with another backward, without content.
 
-    It is made without content. None where anything in it differs from what is known of real
-    tensors: an operation of the forward, or a kind of operation that the backward did not have.
+    None if it differs from the recording on real tensors: by an operation of the forward, or by a
+    kind of operation that the known backward did not have.
     """
     try:
         found = record_without_content(model, sample, known, kind)
-    except Exception as error:  # whatever it is, real tensors will say it again
+    except Exception as error:  # a recording on real tensors will raise it again
         _log.debug("no recording without content: %s", error)
         return None
     if not _is_same_forward(found, known) or not _knows_backward(found, known):
@@ -111,9 +111,9 @@ def record_other_backward(
 def record_without_content(
     model: nn.Module, sample: Sample, known: BasicGraph, kind: BackwardKind
 ) -> BasicGraph:
-    """Return another recording of the step of a `known` one, for next to no memory.
+    """Return another recording of the `known` step, without content.
 
-    Nothing runs whole in it.
+    Opaque calls are not run.
 
     Raises:
         RkgbError: it cannot be recorded now, or not without content.
@@ -143,7 +143,7 @@ def _is_same_forward(found: BasicGraph, known: BasicGraph) -> bool:
 
 
 def _knows_backward(found: BasicGraph, known: BasicGraph) -> bool:
-    """Whether each operation has run on real tensors, and its results lay in memory so."""
+    """Return whether each operation was recorded on real tensors with the same layouts."""
     seen = {_in_and_out(known, op) for op in known.backward}
     return all(_in_and_out(found, op) in seen for op in found.backward)
 
@@ -164,9 +164,9 @@ def _geometry(basic: BasicGraph, name: str) -> tuple[Any, ...]:
 def _bare_call(
     model: nn.Module, inputs: Any, kwargs: Mapping[str, Any] | None, device: torch.device | str
 ) -> Iterator[tuple[nn.Module, Sample]]:
-    """Give copies of a model and a sample without content; what runs inside has none either."""
+    """Yield copies of a model and a sample without content; results inside have none either."""
     where = device_of(device).where
-    # Torch warns of copies of what has no content.
+    # Torch warns about copies of tensors without content.
     with without_content() as mode, without_warnings(), _without_log():
         made: dict[int, Any] = {id(mode): mode}
 

@@ -1,8 +1,7 @@
-"""One step of a copy of a model: what runs, in which surroundings, and the recording that it gives.
+"""One recorded step of a copy of a model.
 
-The step is a real one, with eager's own kernels, on the sample's real values. It runs on a copy of
-the module whose parameters are new leaves on the same memory, so that nothing of the user's is
-touched.
+The step is a real one, with eager's kernels, on the sample's real values. The copy's parameters are
+new leaves on the same memory, so that the user's module is not affected.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class RecordedStep:
         twin = twin_of(model)
         self.twin, self.originals, self.own_tensors = twin.module, twin.originals, twin.tensors
         self.copies_made = twin.copies
-        # Python may ask whether two inputs are one object, which is in the keys of plans.
+        # Python may test whether two inputs are one object; keys of plans contain that.
         self.sample = sample.detached()
         if numbers is not None:
             self.sample = self.sample.with_leaves(numbers.begin(self.sample.leaves))
@@ -96,7 +95,7 @@ class RecordedStep:
         self.outside = Outside(self.twin)
         places = self.places
         self.codes = CodeWatch(lambda: places.path, self.outside.note)
-        # What Functions of the user's, and hooks, run in the backward.
+        # Code of the user's Functions and hooks that runs in the backward.
         self.backward_codes = CodeWatch(
             lambda: places.path, elsewhere=lambda: current_autograd_node() is not None
         )
@@ -116,14 +115,14 @@ class RecordedStep:
         self.inputs: list[str | None] = []
         self._name_externals()
         self.written = [self.inputs.index(name) for name in sorted(written)]
-        self.copies: list[Tensor] = []  # of the arguments that are written to
+        self.copies: list[Tensor] = []  # of mutated arguments
         self.hidden, self.settling = Hidden(self.twin, hidden), settling
         self.hooks = HookWatch(
             self.recorder, self.codes, self.twin, () if known is None else known.effects
         )
 
     def run(self, asked: AskedKind) -> BasicGraph:
-        """Return the recording; what kernels take is in it where that is metered."""
+        """Return the recording, with the memory of kernels if it is metered."""
         if not self.is_metered:
             return self._run(asked)
         found: list[BasicGraph] = []
@@ -133,7 +132,7 @@ class RecordedStep:
             self.recorder.repeated.span = span
             found.append(self._run(asked))
 
-        # What is freed there has to be made there: else torch warns that it cannot be counted.
+        # Tensors must be made and freed inside, or torch warns that it cannot count them.
         before = self.recorder.random_state
         spans = trace_memory(run, self.device).spans
         del before
@@ -152,12 +151,12 @@ class RecordedStep:
             no_reading(self.recorder),
             self.recorder.patched(self.functions),
             self.recorder,
-            contextlib.closing(self.outside),  # before what is patched is put back
+            contextlib.closing(self.outside),  # before patches are undone
         ):
-            # Not a mode beside the recorder: it would be seen in what kernels take.
+            # Not a second mode, whose memory would be metered.
             self.recorder.kept_writes = KeptWrites(placed_parameters(self.twin))
             stack.callback(self.recorder.kept_writes.restore)
-            stack.callback(before.restore)  # Python's random numbers, if it is refused
+            stack.callback(before.restore)  # Python's random state, if the step is refused
             stack.callback(self.pieces.close)
             with contextlib.nullcontext() if self.keep_content else saving(self.recorder):
                 result = self._forward_or_refusal()
@@ -200,7 +199,7 @@ class RecordedStep:
         )
 
     def _graph(self, *, roots: tuple[str, ...], **found: Any) -> BasicGraph:
-        """Return the recording, of what the recorder has seen and what the step has `found`."""
+        """Return the recording, from the recorder's operations and the step's results."""
         recorder = self.recorder
         if self.pieces.paths:
             ops = (*recorder.forward, *recorder.backward)
@@ -227,14 +226,14 @@ class RecordedStep:
         )
 
     def _users(self, constant: Tensor) -> Tensor:
-        """Return the user's tensor that the forward would read, where it has read a copy of it."""
+        """Return the user's tensor for a constant that is a copy of it, or the constant itself."""
         own = self.originals.get(id(constant))
-        if not isinstance(own, Tensor):  # it may be another object for the same memory
+        if not isinstance(own, Tensor):  # another object on the same memory
             own = self.own_tensors.get(geometry_of(constant))
         return constant if own is None else own.detach() if own.requires_grad else own
 
     def _sources(self) -> Sources:
-        """Return what the forward's Python has read, besides its arguments."""
+        """Return the sources that the forward's Python has read, besides its arguments."""
         seen = [*self.codes.seen.values(), *self.backward_codes.seen.values()]
         found = Sources.of(seen, self.originals)
         for key, module in self.places.outside.items():
@@ -269,7 +268,7 @@ class RecordedStep:
             name = add(f"b_{_identifier(target)}", buffer, "buffer")
             if name not in self.parameters:
                 self.buffers.setdefault(name, target)
-                if buffer.requires_grad:  # trained though it is no parameter
+                if buffer.requires_grad:  # it is trained although it is no parameter
                     self.leaves[id(buffer)] = name
         for place, leaf in enumerate(self.sample.leaves):
             if not isinstance(leaf, Tensor):
@@ -310,7 +309,7 @@ class RecordedStep:
         return result
 
     def _settings(self, attributes: Mapping[str, Mapping[str, Any]]) -> list[Setting]:
-        """Return what it has set and looked at before; none where that is not all plain."""
+        """Return the values that it has read and then set, or [] if some are not plain."""
         paths = {path for one in self.codes.seen.values() for path in one.paths}
         found: list[list[Setting] | None] = []
         for owner, content, path in self.outside.changed_of_module():
@@ -327,7 +326,7 @@ class RecordedStep:
         return all_settings(found)
 
     def _effects(self) -> list[tuple[Effect, Any]]:
-        """Return what the step does besides returning, with the values; what may fail first."""
+        """Return the side effects of the step with their values, those that may fail first."""
         found: list[tuple[Effect, Any]] = []
         for path, source, seen in self.recorder.checks:
             with self.recorder.paused():
@@ -347,7 +346,7 @@ class RecordedStep:
         return [*found, *self.hidden.effects(), *self.hooks.looks]
 
     def _sample(self) -> Sample:
-        """Return the sample as the forward gets it: with copies of what it writes to."""
+        """Return the sample for the forward, with copies of mutated arguments."""
         leaves = list(self.sample.leaves)
         self.copies = [leaves[place].clone() for place in self.written]
         for place, copy in zip(self.written, self.copies, strict=True):
@@ -356,7 +355,7 @@ class RecordedStep:
         return self.sample.with_leaves(tuple(leaves)) if self.written else self.sample
 
     def _must_run_once(self, ran: list[Seen]) -> bool:
-        """Whether functions that ran in a piece change or use up what is outside of it."""
+        """Return whether functions that ran in an opaque call change or consume outside state."""
         return any(True for _ in self.outside.reasons(ran, self.originals, of_piece=True))
 
     def _call(self) -> Any:
@@ -375,7 +374,7 @@ class RecordedStep:
 
     @contextlib.contextmanager
     def _following(self, codes: CodeWatch) -> Iterator[None]:
-        """While active, note which functions of the user's run."""
+        """While active, note the user's functions that run."""
         with codes:
             self.recorder.trace = codes.trace
             try:

@@ -1,4 +1,4 @@
-"""A copy of a module to run a step on, so that nothing of the user's is touched."""
+"""A copy of a module for running a step, so that the user's module is not affected."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from rkgb.torch_api.torch_private import mode_of
 
 @dataclass(frozen=True)
 class Twin:
-    """A copy of a module, and which objects of the module its parts are copies of."""
+    """A copy of a module, with the originals of its parts."""
 
     module: nn.Module
-    originals: Mapping[int, Any]  # identity of a copy -> what it is a copy of
-    tensors: Mapping[Hashable, Tensor]  # where a copy of a tensor lies -> that tensor
-    # Kept, although the forward may set others in their places: no new object gets their identity.
+    originals: Mapping[int, Any]  # id of a copy -> its original
+    tensors: Mapping[Hashable, Tensor]  # geometry of a copy of a tensor -> the tensor
+    # Kept alive although the forward may replace them, so that no new object gets their id.
     copies: tuple[Any, ...]
 
 
 def twin_of(model: nn.Module, own: Collection[str] = ()) -> Twin:
-    """Return a copy whose parameters are new leaves on the same memory, and buffers clones.
+    """Return a copy whose parameters are new leaves on the same memory, and whose buffers are
+    clones.
 
-    The parameters that are its `own` are clones too: its forward writes to them.
-
-    Locks, process groups and the like among its attributes are shared with the model. For open
-    files and generators stand-ins are there, which refuse to be used.
+    The parameters `own` are clones too, because the forward writes to them. Locks, process groups
+    and the like among the attributes are shared with the model. Open files and generators are
+    replaced by objects that refuse to be used.
 
     Raises:
         TraceError: the module cannot be copied.
@@ -48,7 +48,7 @@ def twin_of(model: nn.Module, own: Collection[str] = ()) -> Twin:
         parameter = model.get_parameter(name)
         clone = parameter.detach().clone()
         memo[id(parameter)] = nn.Parameter(clone, parameter.requires_grad)
-    buffers = {id(buffer) for buffer in model.buffers()}  # to which a step may write
+    buffers = {id(buffer) for buffer in model.buffers()}  # a step may write to them
 
     def without_history(tensor: Tensor) -> Tensor:
         return tensor.detach().clone() if id(tensor) in buffers else tensor.detach()
@@ -59,7 +59,7 @@ def twin_of(model: nn.Module, own: Collection[str] = ()) -> Twin:
     except Exception as error:
         raise cannot_copy(model, memo, error) from error
     hold_copies(twin, memo)
-    kept_alive = memo.get(id(memo), [])  # by deepcopy itself: everything that has a copy
+    kept_alive = memo.get(id(memo), [])  # deepcopy's own list of everything copied
     pairs = [(memo[id(old)], old) for old in kept_alive if id(old) in memo]
     tensors = {geometry_of(new): old for new, old in pairs if isinstance(new, Tensor)}
     originals = {id(new): old for new, old in pairs}
@@ -67,7 +67,7 @@ def twin_of(model: nn.Module, own: Collection[str] = ()) -> Twin:
 
 
 def geometry_of(tensor: Tensor) -> Hashable:
-    """Return in which memory a tensor lies, and how."""
+    """Return the memory, offset, shape and strides of a tensor, as a key."""
     if tensor.layout is not torch.strided:
         return id(tensor)
     place = storage_id(tensor), tensor.storage_offset(), tensor.is_conj()
@@ -75,9 +75,9 @@ def geometry_of(tensor: Tensor) -> Hashable:
 
 
 def _memo(model: nn.Module) -> dict[int, Any]:
-    """Return the copies of tensors that are not deepcopy's to make."""
+    """Return copies, by id, that deepcopy must not make itself."""
     mode = mode_of(next(model.parameters(), None))
-    memo: dict[int, Any] = {id(mode): mode}  # of tensors without content, which copies share
+    memo: dict[int, Any] = {id(mode): mode}  # the mode of tensors without content, shared by copies
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
     memo.update(uncopied(model))
@@ -85,7 +85,7 @@ def _memo(model: nn.Module) -> dict[int, Any]:
 
 
 def copying_histories(copy_of: Callable[[Tensor], Tensor]) -> Patches:
-    """While active, `copy_of` gives the copies of tensors with a history, which a step has left."""
+    """While active, `copy_of` copies tensors with a history, which an earlier step has left."""
     plain: Any = Tensor.__deepcopy__
 
     def copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
@@ -97,12 +97,12 @@ def copying_histories(copy_of: Callable[[Tensor], Tensor]) -> Patches:
     return Patches([(Tensor, "__deepcopy__", copied)])
 
 
-# What is read or written once: a recording that used it would take it from the step.
+# Objects that can be read or written once: a recording would consume them.
 _ONCE: tuple[type, ...] = (io.IOBase, types.GeneratorType)
 
 
 def cannot_copy(model: nn.Module, memo: Mapping[int, Any], error: Exception) -> TraceError:
-    """Return the refusal of a module whose copy has failed."""
+    """Return the error for a module that cannot be copied."""
     return TraceError(
         f"{type(model).__name__} cannot be deep-copied{_culprit(model, memo)} ({error}), which "
         "recording a step of it needs. Make the module copyable."
@@ -110,7 +110,7 @@ def cannot_copy(model: nn.Module, memo: Mapping[int, Any], error: Exception) -> 
 
 
 def _shared_types() -> tuple[type, ...]:
-    """Return types that cannot be copied and that a forward leaves as it has found them."""
+    """Return types that cannot be copied and that a forward does not change."""
     found: list[type] = [type(threading.Lock()), type(threading.RLock()), types.ModuleType]
     found += [torch.Stream, torch.Event, *_ONCE]
     if torch.distributed.is_available():
@@ -119,7 +119,7 @@ def _shared_types() -> tuple[type, ...]:
 
 
 def uncopied(model: nn.Module) -> dict[int, Any]:
-    """Return, by identity, what stands in copies of a module for what cannot be copied."""
+    """Return, by id, replacements of objects that cannot be copied."""
     return {
         id(part): Untouched(_place(model, part)) if isinstance(part, _ONCE) else part
         for part in _shared_parts(model)
@@ -136,7 +136,7 @@ def _place(model: nn.Module, value: Any) -> str:
 
 
 def _shared_parts(model: nn.Module) -> Iterator[Any]:
-    """Yield what the attributes of a module lead to and copies of it must share."""
+    """Yield the objects in attributes of a module that its copies must share."""
     shared = _shared_types()
     stack: list[Any] = [model]
     seen: dict[int, Any] = {}
@@ -158,13 +158,13 @@ def _shared_parts(model: nn.Module) -> Iterator[Any]:
 
 
 def _culprit(model: nn.Module, memo: Mapping[int, Any]) -> str:
-    """Return which attribute cannot be copied, in words."""
+    """Return the attribute that cannot be copied, in words."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):
                 continue
             try:
                 copy.deepcopy(value, dict(memo))
-            except Exception:  # whatever it is, it is the reason
+            except Exception:  # any error means that it cannot be copied
                 return f", because of attribute '{name}' of module '{path or '(root)'}'"
     return ""

@@ -1,7 +1,8 @@
-"""What a call may change of a module and of Python, kept so that it can be put back.
+"""Saves and restores the state of a module and of Python that a call may change.
 
-Gets a module before a call; puts attributes, buffers, parameters and random numbers back. Read
-start_of_call.py (what a call finds), then kept_writes.py (parameters, kept before a first write).
+Gets a module before a call; restores attributes, buffers, parameters and random states. Read
+start_of_call.py (state at the start of a call), then kept_writes.py (parameters, saved before their
+first write).
 """
 
 from rkgb.module_state.kept_writes import KeptWrites

@@ -1,7 +1,7 @@
-"""Parameters that a forward writes to: kept before the first write, and put back.
+"""Parameters that a forward writes to: saved before the first write, and restored.
 
-Copies of a module share the memory of its parameters, which may be most of what a device has. So
-nothing is copied but what an operation is about to write to.
+Copies of a module share the memory of its parameters, which may be most of the device's memory. So
+a parameter is copied only when an operation is about to write to it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rkgb.torch_api.torch_private import DispatchMode, pytree, set_version
 
 
 class KeptWrites(DispatchMode):
-    """While active, keeps what operations are about to write to of these tensors.
+    """While active, saves those of these tensors that operations are about to write.
 
-    In the end they are as they were.
+    They are restored at exit.
     """
 
     only_watches = True
@@ -38,7 +38,7 @@ class KeptWrites(DispatchMode):
 
     @property
     def written(self) -> tuple[str, ...]:
-        """The names of the tensors that were written to."""
+        """The names of the written tensors."""
         return tuple(name for key in self._kept for name, _ in self._named[key])
 
     def __torch_dispatch__(
@@ -53,7 +53,7 @@ class KeptWrites(DispatchMode):
         return func(*args, **kwargs)
 
     def keep(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Keep what an operation is about to write to."""
+        """Save the tensors that an operation is about to write."""
         for where in _written_by(func):
             value = kwargs.get(where[1]) if where[0] >= len(args) else args[where[0]]
             for tensor in pytree.tree_leaves(value):
@@ -63,7 +63,7 @@ class KeptWrites(DispatchMode):
                         self._kept[key] = Contents(tensor for _, tensor in self._named[key])
 
     def restore(self) -> None:
-        """Put back what was written to."""
+        """Restore the written tensors."""
         for contents in self._kept.values():
             contents.restore()
 
@@ -73,14 +73,14 @@ class KeptWrites(DispatchMode):
 
 
 class Contents:
-    """What is in some tensors, where they lie, and their versions, to be put back."""
+    """Contents, memory and versions of some tensors, for restoring them."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         with torch.no_grad():
             self._copies = [(t, t.detach(), t.detach().clone(), t._version) for t in tensors]
 
     def restore(self) -> None:
-        """Put memory and content back."""
+        """Restore memory and content."""
         with torch.no_grad():
             for tensor, own, copy, version in self._copies:
                 if tensor.data_ptr() != own.data_ptr():
@@ -90,7 +90,7 @@ class Contents:
 
 
 class ParameterPlaces:
-    """Where the parameters of a module lie: a copy that gets other memory leaves the module's."""
+    """The memory of a module's parameters, to find those that get other memory."""
 
     def __init__(self, module: nn.Module) -> None:
         every = placed_parameters(module)
@@ -98,7 +98,7 @@ class ParameterPlaces:
         self._before = [(n, p, p.detach()) for n, p in strided]
 
     def moved(self) -> list[str]:
-        """Return the names of the parameters that lie in other memory now."""
+        """Return the names of the parameters that have other memory now."""
         return [
             name
             for name, parameter, own in self._before
@@ -106,7 +106,7 @@ class ParameterPlaces:
         ]
 
     def put_back(self) -> list[str]:
-        """Give parameters the memory that they had; return the names of those that had other."""
+        """Restore the memory of parameters; return the names of those that had other memory."""
         moved = self.moved()
         for name, parameter, own in self._before:
             if name in moved:
@@ -117,7 +117,7 @@ class ParameterPlaces:
         """Refuse a forward that has given a parameter other memory.
 
         Raises:
-            SideEffectError: it has.
+            SideEffectError: a parameter has other memory.
         """
         for name in self.put_back():
             error = SideEffectError(
@@ -131,7 +131,7 @@ class ParameterPlaces:
 
 @cache
 def _written_by(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return the places and names of the arguments that an operation writes to."""
+    """Return (position, name) of the arguments that an operation writes."""
     arguments = func._schema.arguments if hasattr(func, "_schema") else ()
     return tuple(
         (place, argument.name)

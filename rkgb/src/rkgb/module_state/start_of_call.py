@@ -1,4 +1,4 @@
-"""What a forward may change in Python: attributes of modules, and Python's random numbers."""
+"""The state in Python that a forward may change: attributes of modules, and random numbers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rkgb.torch_api.torch_private import set_version
 
 
 class PythonRandom:
-    """The state of Python's random numbers, of numpy's where it is loaded, and of what is outside.
+    """The random states of Python and, if loaded, numpy, and the state outside of modules.
 
-    Outside of modules are the places that forwards were seen to change (`OutsideState`).
+    Outside of modules are the places that forwards were observed to change (`OutsideState`).
     """
 
     def __init__(self, *, lends: bool = False) -> None:
@@ -29,11 +29,11 @@ class PythonRandom:
         self._leaves = False
 
     def leave(self) -> None:
-        """Leave random numbers as they are: another thread draws them."""
+        """Do not restore random states: another thread draws."""
         self._leaves = True
 
     def restore(self) -> None:
-        """Put these states back."""
+        """Restore these states."""
         self.outside.restore()
         if self._leaves:
             return
@@ -43,7 +43,7 @@ class PythonRandom:
 
 
 class ModuleState:
-    """The attributes of every module of a model as they were, shallow copies of containers."""
+    """The attributes of every module of a model, with shallow copies of containers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -59,7 +59,7 @@ class ModuleState:
         self.random = PythonRandom()
 
     def restore(self) -> None:
-        """Put every attribute, and what is in the containers among them, back."""
+        """Restore every attribute, and the content of containers."""
         self.random.restore()
         for _, module, before in self.modules:
             now = vars(module)
@@ -73,7 +73,7 @@ class ModuleState:
 
 
 class Lent:
-    """Copies of what changes by being used, in the places of a module and outside: for one run."""
+    """Copies of objects that change by being used, in a module and outside, for one run."""
 
     def __init__(self, module: nn.Module) -> None:
         self._places = [
@@ -85,12 +85,12 @@ class Lent:
         self._lend()
 
     def again(self) -> None:
-        """Lend other copies, for another run."""
+        """Install new copies for another run."""
         self.end()
         self._lend()
 
     def end(self) -> None:
-        """Put back what was there."""
+        """Restore the originals."""
         self._outside.restore()
         self._contents.restore()
 
@@ -101,7 +101,7 @@ class Lent:
 
 
 class BufferContents:
-    """What is in the buffers of a module, and in others of its tensors, to be put back."""
+    """The contents of a module's buffers, and of other tensors of it, for restoring them."""
 
     def __init__(self, of: nn.Module | Iterable[Tensor], others: Iterable[Tensor] = ()) -> None:
         buffers = of.buffers() if isinstance(of, nn.Module) else of
@@ -109,26 +109,26 @@ class BufferContents:
         self._versions = [(b, b._version) for b, _ in self.copies if not b.is_inference()]
 
     def restore(self) -> None:
-        """Put the content back where it has changed."""
+        """Restore contents that have changed."""
         with torch.no_grad():
             for buffer, copy in self.copies:
                 buffer.copy_(copy)
 
     def undo(self) -> None:
-        """Put the content back as if it had never changed, for graphs that were there before."""
+        """Restore contents and versions, so that older autograd graphs stay valid."""
         self.restore()
         for buffer, version in self._versions:
             set_version(buffer, version)
 
     def changed(self) -> bool:
-        """Whether any buffer holds something else now."""
+        """Return whether a buffer has other content now."""
         return not all(_same(buffer, copy) for buffer, copy in self.copies)
 
 
 class StartOfCall:
-    """What a call of a model finds, to be found again by another one in its place.
+    """The state at the start of a call of a model, for a second call in its place.
 
-    Where it is known which buffers the call `writes` to, nothing is copied of others.
+    If it is known which buffers the call `writes`, only these are copied.
     """
 
     def __init__(
@@ -147,11 +147,11 @@ class StartOfCall:
         self._others = [(name, b, b._version) for name, b in every if id(b) not in known]
 
     def lost(self) -> str:
-        """Return the name of a buffer that was written to and cannot be put back, or ''."""
+        """Return the name of a written buffer that cannot be restored, or ''."""
         return next((name for name, b, version in self._others if b._version != version), "")
 
     def restore(self) -> None:
-        """Put random numbers, attributes and buffers back, as if the call had never been."""
+        """Restore random states, attributes and buffers, as if the call had not run."""
         self.stream.restore()
         self.state.restore()
         self.buffers.undo()
@@ -162,12 +162,12 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def numpy_state() -> Any:
-    """Return the state of numpy's random numbers; None where numpy is not loaded."""
-    numpy = sys.modules.get("numpy")  # where it is not loaded, nothing draws from it
+    """Return numpy's random state, or None if numpy is not loaded."""
+    numpy = sys.modules.get("numpy")  # if it is not loaded, nothing draws from it
     return numpy.random.get_state() if numpy is not None else None
 
 
 def draw_from_numpy() -> None:
-    """Draw one of numpy's random numbers, where it is loaded."""
+    """Draw one random number of numpy's, if it is loaded."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.random_sample()

@@ -1,4 +1,4 @@
-"""Gradients that a piece makes in several parts, added part by part to what is there."""
+"""Gradients that an opaque call makes in several parts, added part by part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ADDS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 
 class AddParts:
-    """`total + part` for each part, as autograd adds gradients when they come."""
+    """`total + part` for each part, as autograd adds gradients when they arrive."""
 
     def __init__(self, *, in_place: bool) -> None:
         self.in_place = in_place
@@ -37,9 +37,10 @@ class AddParts:
 
 
 def add_in_parts(backward: Sequence[Op]) -> list[Op]:
-    """Let gradients that a piece makes in several parts be added as autograd adds them.
+    """Return the backward in which the parts of an opaque call's gradients are added as in
+    autograd.
 
-    Autograd knows no sum of a piece's parts: each is added by itself to what came from elsewhere.
+    Autograd does not sum the parts first: it adds each one to the gradient from elsewhere.
     """
     readers: dict[str, list[int]] = {}
     for index, op in enumerate(backward):

@@ -1,4 +1,4 @@
-"""A call of a submodule as the sample's step made it, and the same call run again on tensors."""
+"""A call of a submodule in the sample's step, and how to run it on other tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rkgb.torch_api.torch_private import back_to_autograd
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a tensor lies in memory."""
+    """The layout of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -42,7 +42,7 @@ class Kind:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def made(self, device: torch.device) -> Tensor:
-        """Return some tensor of this kind."""
+        """Return a tensor of this kind."""
         if not self.sparse:
             made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
             return made.fill_(0.5)
@@ -52,10 +52,10 @@ class Kind:
         return torch.sparse_coo_tensor(places, values, self.shape)
 
     def fitting(self, tensor: Tensor) -> Tensor | None:
-        """Return the tensor, lying in memory so; None if its shape or type is another."""
+        """Return the tensor with this layout, or None if its shape or type differs."""
         if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             return None
-        if self.sparse or tensor.is_sparse:  # with as many entries as there are this time
+        if self.sparse or tensor.is_sparse:  # the number of entries may differ
             return tensor
         if tensor.stride() == self.stride or tensor.numel() <= 1 or memory_of(tensor) is not tensor:
             return tensor
@@ -65,39 +65,40 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Stands for a tensor among the leaves of a result, which may be there several times."""
+    """Replaces a tensor among the leaves of a result; a tensor may occur several times."""
 
     number: int
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a submodule as the sample's step made it."""
+    """One call of a submodule in the sample's step."""
 
     path: str
     kind: str  # name of the module's class
     number: int  # of the call, since a module may be called more than once
     structure: Structure  # of (args, kwargs)
-    leaves: tuple[Any, ...]  # plain values; None in the places of tensors
-    places: tuple[int, ...]  # of the tensors among the leaves
-    wanting: tuple[bool, ...]  # which tensors require a gradient
-    parameters: tuple[str, ...]  # of the whole model, that may get a gradient
+    leaves: tuple[Any, ...]  # plain values; None for tensors
+    places: tuple[int, ...]  # positions of the tensors among the leaves
+    wanting: tuple[bool, ...]  # whether each tensor requires a gradient
+    parameters: tuple[str, ...]  # of the whole model that may get a gradient
     grad_mode: bool
     autocast: Region | None
-    function: Any = None  # of autograd, that is called instead of the submodule
-    numbers: tuple[int, ...] = ()  # among the leaves: floats and ints, that each call brings anew
-    # Attributes, by path and name, in which it leaves tensors with their history: results as well.
+    function: Any = None  # an autograd Function that is called instead of a submodule
+    numbers: tuple[int, ...] = ()  # positions of unspecialised numbers among the leaves
+    # Attributes, by path and name, in which it leaves tensors with a history: these are results
+    # too.
     left: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         return f"'{self.path or '(root)'}' ({self.kind})"
 
     def is_of_kind(self, other: Call) -> bool:
-        """Whether another call is the same but for what is in its tensors and plain values."""
+        """Return whether another call differs only in contents of tensors and plain values."""
         return all(getattr(self, name) == getattr(other, name) for name in _ALIKE)
 
     def like(self, other: Call, *, but_for_numbers: bool = False) -> bool:
-        """Whether another call is the same but for what is in its tensors."""
+        """Return whether another call differs only in contents of tensors."""
         return self.is_of_kind(other) and all(
             (but_for_numbers and place in self.numbers) or _is_same(a, b)
             for place, (a, b) in enumerate(zip(self.leaves, other.leaves, strict=True))
@@ -117,7 +118,7 @@ class Call:
         return args, kwargs
 
 
-# What two calls of one kind have in common, beside the function and the plain values.
+# What calls of one kind share, beside the function and the plain values.
 _ALIKE = (
     *("path", "kind", "number", "structure", "places", "numbers", "wanting"),
     *("grad_mode", "autocast", "function"),
@@ -127,17 +128,17 @@ _ALIKE = (
 def _is_same(a: Any, b: Any) -> bool:
     try:
         return a is b or (type(a) is type(b) and repr(a) == repr(b) and bool(a == b))
-    except Exception:  # what an object says of others is its own
+    except Exception:  # `__eq__` may raise anything
         return False
 
 
 def run_call(
     call: Call, model: nn.Module, tensors: Sequence[Tensor], numbers: Sequence[float] | None = None
 ) -> tuple[Any, InnerGraph, list[Tensor], Any]:
-    """Run a submodule on leaves of its own, with these numbers or those of the sample.
+    """Run a submodule on new leaves, with these numbers or those of the sample.
 
-    Returns its result, its graph, the leaves that are inputs, and its (args, kwargs) afterwards.
-    With the result come the values of the attributes in which it leaves tensors with a history.
+    Returns its result, its graph, the input leaves, and its (args, kwargs) afterwards. The result
+    includes the attributes in which it leaves tensors with a history.
     """
     module = model.get_submodule(call.path)
     inputs_at = {storage_id(t): place for place, t in enumerate(tensors)}
@@ -169,10 +170,10 @@ def _own_parameters(
     names: Sequence[str],
     hook: Callable[[Tensor | None], None],
 ) -> Iterator[Mapping[str, Tensor]]:
-    """Let a module compute with new leaves on its parameters' memory.
+    """Replace a module's parameters by new leaves on the same memory.
 
-    The leaves get a `hook`. Hooks on the user's parameters are called once, by the step, and not in
-    here as well. Memory that the module gives a leaf becomes its parameter's.
+    The leaves get a `hook`. Hooks on the user's parameters are called once, by the step, and not
+    here. If the module gives a leaf other memory, its parameter gets it too.
     """
     wanted = {id(model.get_parameter(name)): name for name in names}
     made: dict[str, Any] = {}
@@ -200,9 +201,9 @@ def _own_parameters(
 
 
 def taken_apart(call: Call, result: Any) -> tuple[list[Any], list[Tensor], Structure]:
-    """Return the leaves of a result, places in place of its tensors, the tensors, its structure.
+    """Return (leaves of a result with `Place` for tensors, its tensors, its structure).
 
-    A tensor that a module returns twice is one; a Function has gradients for each.
+    A tensor that a module returns twice is listed once; a Function has a gradient for each.
     """
     leaves, structure = flatten(result)
     tensors: list[Tensor] = []

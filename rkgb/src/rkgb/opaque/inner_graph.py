@@ -1,7 +1,8 @@
-"""One run of a module under autograd, and the graph that it leaves for its backward.
+"""One run of a module under autograd, and its graph for the backward.
 
-What autograd saves of the run's own inputs and results is not held: the step holds them, or makes
-them again, and hands them to the backward. Only what is made inside stays with the graph.
+Saved tensors that are inputs or results of the run are not held by the graph: the step holds or
+recomputes them, and passes them to the backward. Only tensors that are made inside stay in the
+graph.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _CAST_BACKWARD = "ToCopyBackward0"
 
 
 class _Saved:
-    """One tensor that autograd has saved: held, or found again among inputs and results."""
+    """One saved tensor: held, or taken from inputs and results in the backward."""
 
     __slots__ = ("__weakref__", "geometry", "place", "shell", "tensor", "version")
 
@@ -47,24 +48,24 @@ class _Saved:
 
 @dataclass
 class InnerGraph:
-    """What a run leaves: its differentiable results, its leaves, and what autograd saved."""
+    """The graph of a run: its differentiable results, its leaves, and its saved tensors."""
 
     path: str = ""  # of the module
     results: list[_WayBack] = field(default_factory=list)
-    # Where gradients come out: for an input the node that it came in by, for a parameter its leaf.
+    # Where gradients leave the graph: for an input its entry node, for a parameter its leaf.
     ends: list[Any] = field(default_factory=list)
-    # Autograd alone holds what it has saved: what the run throws away goes at once.
+    # Weak references: only autograd holds saved tensors, so those the run drops are freed at once.
     saved: list[weakref.ref[_Saved]] = field(default_factory=list)
     given: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    inputs: dict[int, int] = field(default_factory=dict)  # places of the run's inputs, by storage
-    trail: list[Any] = field(default_factory=list)  # what was saved; equal for runs of the same way
-    came: list[int] = field(default_factory=list)  # the ends that parts of gradients came to
-    transforms: bool = False  # whether autograd ran inside a transform, which nothing may watch
+    inputs: dict[int, int] = field(default_factory=dict)  # positions of the inputs, by storage
+    trail: list[Any] = field(default_factory=list)  # saved tensors; equal runs have equal trails
+    came: list[int] = field(default_factory=list)  # the ends that got parts of gradients, in order
+    transforms: bool = False  # whether autograd ran inside a transform, which allows no hooks
 
     def entering(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the same memory that a gradient flows back to.
+        """Return a tensor on the same memory to which a gradient flows.
 
-        It is no leaf: autograd would hold its memory as long as the graph.
+        It is no leaf, because autograd would hold a leaf's memory as long as the graph.
         """
         gate = torch.empty(0, requires_grad=True)
         entered: Tensor = _Entry.apply(gate, tensor.detach(), self.refuse_foreign)  # type: ignore[no-untyped-call]
@@ -73,11 +74,11 @@ class InnerGraph:
 
     @property
     def refuse_foreign(self) -> Callable[[Tensor | None], None]:
-        """Refuse a gradient that comes out by another backward than this graph's own."""
+        """Refuse a gradient from another backward than this graph's own."""
         path = self.path
 
         def refuse(grad: Tensor | None) -> None:
-            if grad is not None:  # its own takes each part before it comes here
+            if grad is not None:  # this graph's backward takes gradients before they get here
                 raise OpaquePieceError(
                     f"a gradient has come into module '{path or '(root)'}', which is run whole, by "
                     "a tensor that it keeps elsewhere than in its attributes (in a global "
@@ -94,11 +95,11 @@ class InnerGraph:
         results: Sequence[Tensor],
         given: Sequence[tuple[str, int]] | None = None,
     ) -> None:
-        """Hold nothing of the run's inputs and results any more, but the way back from these.
+        """Drop the run's inputs and results, but keep the way back from the results.
 
-        With `given`, only what the backward will be given is let go.
+        With `given`, drop only the tensors that the backward will be given.
         """
-        # Backwards: what was made last runs first, and autograd adds gradients as they come.
+        # In reverse: nodes that are made last run first, and autograd adds gradients in that order.
         ways = [_WayBack.of(t, self.ends) for t in reversed(results) if t.requires_grad]
         self.results = ways[::-1]
         places: dict[int, tuple[str, int]] = {}
@@ -115,9 +116,9 @@ class InnerGraph:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """While active, what autograd saves comes to this graph.
+        """While active, this graph takes the saved tensors.
 
-        But for what it saves in a transform (`torch.func.grad`), which refuses to run under hooks.
+        An exception is a transform (`torch.func.grad`), which refuses to run under hooks.
         """
         refuse = torch.autograd.graph.disable_saved_tensors_hooks
 
@@ -132,7 +133,7 @@ class InnerGraph:
             yield
 
     def _hooks(self) -> saved_tensors_hooks:
-        """Return the hooks: autograd holds them as long as its nodes, so they hold no graph."""
+        """Return the hooks, which do not hold the graph: autograd holds hooks in its nodes."""
         mine = weakref.ref(self)
 
         def pack(tensor: Tensor) -> _Saved:
@@ -148,7 +149,7 @@ class InnerGraph:
         return saved_tensors_hooks(pack, unpack)
 
     def pack(self, tensor: Tensor) -> _Saved:
-        """Take what autograd saves."""
+        """Take a saved tensor."""
         entry = _Saved(tensor.detach() if tensor.requires_grad else tensor)
         entry.version = tensor._version
         self.saved.append(weakref.ref(entry))
@@ -160,11 +161,11 @@ class InnerGraph:
         return filter(None, (entry() for entry in self.saved))
 
     def unpack(self, entry: _Saved) -> Tensor:
-        """Give autograd back what it saved.
+        """Return a saved tensor to autograd.
 
         Raises:
-            RuntimeError: it was changed in place since, as autograd itself would say.
-            OpaquePieceError: the backward of a later run has come here.
+            RuntimeError: it was changed in place since; autograd would raise the same.
+            OpaquePieceError: the backward of a later run has reached this graph.
         """
         if entry.tensor is not None:
             if entry.tensor._version != entry.version:
@@ -192,17 +193,17 @@ class InnerGraph:
         )
 
     def close(self) -> None:
-        """Hold nothing but what autograd holds: it lets go as its backward goes along."""
+        """Drop all references of this object; autograd frees its own during the backward."""
         self.saved = []
 
     @property
     def places(self) -> tuple[tuple[str, int], ...]:
-        """Which inputs and results the backward has to be given."""
+        """Return the inputs and results that the backward needs."""
         found = dict.fromkeys(s.place for s in self._alive() if s.place is not None)
         return tuple(sorted(found))
 
     def held_bytes(self, resident: Sequence[Tensor]) -> int:
-        """Return the bytes of what the graph holds, beside `resident` (parameters, buffers)."""
+        """Return the bytes that the graph holds, without `resident` (parameters, buffers)."""
         known = {storage_id(tensor) for tensor in resident}
         sizes = {
             storage_id(s.tensor): storage_of(s.tensor).nbytes()
@@ -214,10 +215,10 @@ class InnerGraph:
     def backward(
         self, given: dict[tuple[str, int], Tensor], grads: list[Tensor | None]
     ) -> list[list[Tensor]]:
-        """Return for each leaf the parts of its gradient, in the order in which they come.
+        """Return for each leaf the parts of its gradient, in the order of their arrival.
 
-        `grads` are those of `results`. The list is emptied, and each is held no longer than
-        autograd needs it. The graph is used up.
+        `grads` are those of `results`. The list is emptied, so each is freed when autograd no
+        longer needs it. The graph can be used once.
         """
         self.given = given
         parts: list[list[Tensor]] = [[] for _ in self.ends]
@@ -246,7 +247,7 @@ class InnerGraph:
     def _catch(
         self, parts: list[list[Tensor]], place_of: dict[int, int], roots: Sequence[Any]
     ) -> list[Any]:
-        """Take each part of a gradient where it is made, before autograd adds them."""
+        """Take each part of a gradient at the node that makes it, before autograd sums them."""
         hooks = []
         for node in nodes_from(roots):
             edges: dict[int, int] = {}
@@ -258,14 +259,14 @@ class InnerGraph:
         return hooks
 
     def casts(self) -> frozenset[int]:
-        """Return the places of the ends that are cast, be it by autocast."""
+        """Return the indices of the ends that are cast, for example by autocast."""
         place_of = {_key(end): place for place, end in enumerate(self.ends) if end is not None}
         nodes = nodes_from([way.node for way in self.results])
         cast = (n.next_functions[0][0] for n in nodes if type(n).__name__ == _CAST_BACKWARD)
         return frozenset(place_of[_key(end)] for end in cast if _key(end) in place_of)
 
     def strangers(self) -> list[Tensor]:
-        """Return leaves that the results depend on and that are none of `ends`."""
+        """Return leaves on which the results depend, without those in `ends`."""
         known = {_key(end) for end in self.ends if end is not None}
         found: dict[int, Tensor] = {}
         for node in nodes_from([way.node for way in self.results]):
@@ -276,7 +277,7 @@ class InnerGraph:
 
 
 def nodes_from(roots: Sequence[Any]) -> Iterator[Any]:
-    """Yield every node that gradients of these flow to, each once."""
+    """Yield every node to which gradients of these flow, each once."""
     stack = list(dict.fromkeys(roots))
     seen = set(stack)
     for node in stack:  # grows while it is walked
@@ -288,7 +289,7 @@ def nodes_from(roots: Sequence[Any]) -> Iterator[Any]:
 
 
 def _key(end: Any) -> int:
-    """Return what tells an end: a leaf's identity, since its node is made anew, or a node's."""
+    """Return the identity of an end: of a leaf (autograd may make its node again), or of a node."""
     if isinstance(end, Tensor):
         return id(end)
     variable = getattr(end, "variable", None)
@@ -311,9 +312,9 @@ class _Entry(torch.autograd.Function):
 
 
 class _WayBack:
-    """The way of a gradient into the graph: what is put into the box comes in at the node.
+    """The entry of a gradient into the graph: a gradient in the box enters at the node.
 
-    Gradients that are given to autograd from Python are held until its backward has ended.
+    Gradients that Python passes to autograd directly are held until its backward has ended.
     """
 
     __slots__ = ("box", "exit", "node")
@@ -323,7 +324,7 @@ class _WayBack:
 
     @classmethod
     def of(cls, result: Tensor, ends: Sequence[Any]) -> _WayBack:
-        """Return the way back from a result; none leads out where it is itself an end."""
+        """Return the way back from a result; it has no exit if the result is itself an end."""
         node, box = get_gradient_edge(result).node, list[Tensor]()
         if any(end is not None and _key(end) == _key(node) for end in ends):
             return cls(node, box, None)

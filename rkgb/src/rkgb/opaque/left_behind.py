@@ -1,7 +1,7 @@
-"""What a call leaves behind: parameters that it writes to, and attributes that hold tensors.
+"""Side effects of an opaque call: written parameters, and attributes that hold tensors.
 
-A tensor with its history in an attribute (the auxiliary loss of a router) is a result of the call:
-gradients come to it as they come to what is returned.
+A tensor with a history in an attribute (the auxiliary loss of a router) is a result of the call: it
+gets gradients like a returned tensor.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _Name = tuple[str, str]  # path of the module, and name of the attribute
 
 @dataclass(frozen=True, slots=True)
 class LeftBehind:
-    """What a call was seen to leave."""
+    """The observed side effects of a call."""
 
     written: tuple[str, ...]  # parameters
-    moves: bool  # whether any of them gets other memory
-    attributes: tuple[_Name, ...] = ()  # in which it leaves tensors with their history
+    moves: bool  # whether one of them gets other memory
+    attributes: tuple[_Name, ...] = ()  # in which it leaves tensors with a history
 
 
 class Attributes:
-    """The attributes of a module and of those in it that hold tensors."""
+    """The attributes of a module and its submodules that hold tensors."""
 
     def __init__(self, module: nn.Module, path: str) -> None:
         self.values: dict[_Name, Any] = {}
@@ -39,10 +39,10 @@ class Attributes:
         self._tensors = [t for value in self.values.values() for t in _tensors(value)]
 
     def with_history(self, before: Attributes) -> dict[_Name, Structure]:
-        """Return those that hold nothing but tensors made since, some with a history: their trees.
+        """Return the attributes that hold only new tensors, some with a history, as trees.
 
-        What was there `before` is no result of a call that ran since, nor is what lies beside it.
-        Gradients that are to be kept come to the tensors themselves.
+        A container that also holds tensors from `before` is no result of the call. Tensors that
+        retain their gradients are left out, because these must get them directly.
         """
         known = {id(tensor) for tensor in before._tensors}
         found = {}
@@ -59,11 +59,11 @@ class Attributes:
         return found
 
     def nodes(self, name: _Name) -> set[Any]:
-        """Return autograd's nodes that have made what is in an attribute."""
+        """Return the autograd nodes that made the tensors in an attribute."""
         return {t.grad_fn for t in _tensors(self.values[name]) if t.grad_fn is not None}
 
     def goes_back_to(self, name: _Name, nodes: set[Any]) -> bool:
-        """Whether the history of what is in an attribute leads to one of these nodes."""
+        """Return whether the history of an attribute's tensors contains one of these nodes."""
         return not nodes.isdisjoint(nodes_from([*self.nodes(name)]))
 
 

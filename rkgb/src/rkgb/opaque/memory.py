@@ -1,4 +1,4 @@
-"""Where tensors lie in memory, found by addresses."""
+"""Overlap of tensors in memory, by addresses."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from rkgb.elements.spread import memory_of
 
 
 def apart(tensor: Tensor, taken: list[tuple[int, int]]) -> Tensor:
-    """Return a gradient in memory of its own: it may be written to while others are read.
+    """Return a gradient in separate memory, because it may be written while others are read.
 
-    Found by addresses: autograd does not add into the memory of a gradient whose storage Python
-    has looked at.
+    Addresses are compared instead of storages: once Python has accessed the storage of a gradient,
+    autograd no longer adds to it in place.
     """
     start, end = span(tensor)
     if any(start < other_end and other_start < end for other_start, other_end in taken):
@@ -21,7 +21,7 @@ def apart(tensor: Tensor, taken: list[tuple[int, int]]) -> Tensor:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses between which the elements of a tensor lie: of a sparse one, values."""
+    """Return the range of addresses of a tensor's elements; of a sparse one, of its values."""
     tensor = tensor._values() if tensor.is_sparse else tensor
     tensor = memory_of(tensor)
     if not tensor.numel():

@@ -1,13 +1,13 @@
-"""A call of a submodule as one operation: the user's own Python, under autograd of its own.
+"""An opaque call as one operation: the user's Python, with a separate autograd graph.
 
     out_0, token, before = run_moe(x)                       # the forward
     out_0, token, _ = run_moe_again(x, before)              # a recomputation
     grad_x, grad_w = run_moe_backward(token, [x], [grad_0])  # the backward
 
-`token` stands for the graph that autograd has made inside, and weighs what that holds. A
-recomputation finds Python's and torch's random numbers, the attributes and the buffers as the first
-run found them, and leaves them as it finds them. Sizes, structure and plain values of the results
-are those of the sample, or the step ends in an error: what follows was recorded with them.
+`token` represents the graph that autograd has made inside, and counts its bytes. A recomputation
+starts from the random states, attributes and buffers of the first run, and restores the present
+ones. Sizes, structure and plain values of the results must be those of the sample, because later
+operations were recorded with them; otherwise the step raises an error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _running = threading.local()
 
 @contextlib.contextmanager
 def running_on(model: nn.Module) -> Iterator[None]:
-    """While active, pieces run the submodules of this model."""
+    """While active, opaque calls run the submodules of this model."""
     before = getattr(_running, "model", None)
     _running.model = model
     try:
@@ -53,45 +53,45 @@ def running_on(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A call, and what the sample's run of it showed."""
+    """An opaque call, with the facts from its runs on the sample."""
 
     call: Call
     results: Structure
-    plain: tuple[Any, ...]  # leaves of the result that are no tensors; a `Place` for tensors
+    plain: tuple[Any, ...]  # leaves of the result: plain values, or a `Place` for a tensor
     kinds: tuple[Kind, ...]  # of the tensors among the results
-    lies_in: tuple[int, ...]  # the input in whose memory a result lies, or -1
+    lies_in: tuple[int, ...]  # the input whose memory a result shares, or -1
     differentiable: tuple[bool, ...]
-    # Of inputs, then of parameters, part by part; None where none came.
+    # Of inputs, then of parameters, part by part; None if there was none.
     gradients: tuple[Kind | None, ...]
-    parts: tuple[int, ...]  # in how many parts a gradient leaves the call; of inputs, in one
+    parts: tuple[int, ...]  # number of parts of each gradient; one for inputs
     needs: tuple[tuple[str, int], ...]  # inputs and results that the backward reads
-    buffer_bytes: int  # of copies for a recomputation; 0 where the call writes to no buffer
+    buffer_bytes: int  # of copies for a recomputation; 0 if the call writes to no buffer
     held_bytes: int
-    workspace_bytes: tuple[int, int]  # of forward and backward, beside what they make
-    freeing_workspace_bytes: int  # of a backward that frees the gradients that come in
+    workspace_bytes: tuple[int, int]  # of forward and backward, without their results
+    freeing_workspace_bytes: int  # of a backward that frees donated gradients
     time_ms: tuple[float, float]
     flops: tuple[int, int]
-    runs_once: bool = False  # it changes or uses up what no recomputation would find again
-    written: tuple[str, ...] = ()  # parameters that the call writes to
-    casts: tuple[str, ...] = ()  # parameters that autocast casts in it, once a region
-    over: dict[str, int] = field(default_factory=dict)  # most bytes held, once above `held_bytes`
+    runs_once: bool = False  # it changes or consumes outside state, so it must save its results
+    written: tuple[str, ...] = ()  # parameters that the call writes
+    casts: tuple[str, ...] = ()  # parameters that autocast casts in it, once per region
+    over: dict[str, int] = field(default_factory=dict)  # largest held bytes above `held_bytes`
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
-        """Return what the call returns, with these tensors."""
+        """Return the result of the call, with these tensors."""
         kept = [tensors[p.number] if isinstance(p, Place) else p for p in self.plain]
         return self.results.unflatten(kept)
 
     def costs_as(self, other: Piece) -> bool:
-        """Whether another piece makes, holds, reads and takes the same, whatever it computes."""
+        """Return whether another piece has the same memory, time and inputs."""
         ours, theirs = self.call, other.call
         return all(getattr(self, name) == getattr(other, name) for name in _COSTS) and all(
             getattr(ours, name) == getattr(theirs, name) for name in _CALLS
         )
 
     def run(self, given: Sequence[Any]) -> tuple[list[Tensor], InnerGraph]:
-        """Run the module on tensors, then numbers of the call.
+        """Run the module on tensors, followed by numbers of the call.
 
-        Returns its tensors, and what its backward needs.
+        Returns its tensors and its graph.
         """
         model = getattr(_running, "model", None)
         assert model is not None, "no model to run on"
@@ -121,7 +121,7 @@ class Piece:
             if tensor is None:
                 raise self._differs(f"a tensor of {Kind.of(result)}, not of {kind}")
             if taken.get(storage_id(tensor), -1) != place:
-                tensor = tensor.clone()  # what follows may write to it, or to what it lies in
+                tensor = tensor.clone()  # later operations may write to it, or to its base
             found.append(tensor)
         return found
 
@@ -160,7 +160,7 @@ def _in_words(leaf: Any) -> str:
 
 
 class RunPiece:
-    """The forward operation of a piece; with `again`, of a recomputation."""
+    """The forward operation of a piece; `again` gives that of a recomputation."""
 
     def __init__(self, piece: Piece, *, keeps_state: bool = True) -> None:
         self.piece, self.keeps_state = piece, keeps_state
@@ -170,7 +170,7 @@ class RunPiece:
         return f"run {self.piece.call.path} {self.piece.call.number}"
 
     def without_state(self) -> RunPiece:
-        """Return the operation for a plan that never runs the piece again."""
+        """Return the operation for a plan that does not recompute the piece."""
         return RunPiece(self.piece, keeps_state=False)
 
     def again(self) -> RunPieceAgain:
@@ -204,7 +204,7 @@ class RunPieceAgain:
 
 
 def piece_again(op: Op) -> Op:
-    """Return what a recomputation calls for a piece: it takes what its first run has kept."""
+    """Return the operation of a piece's recomputation, which takes the state of the first run."""
     if not isinstance(op.target, RunPiece):
         return op
     *results, before = op.results
@@ -213,10 +213,10 @@ def piece_again(op: Op) -> Op:
 
 
 class RunPieceBackward:
-    """The backward operation: gradients of the inputs and parameters that want one.
+    """The backward operation: gradients of the inputs and parameters that require one.
 
-    It takes its arguments in a list, which it empties: gradients that nobody else holds are freed
-    inside, as autograd frees them. Of these the places among the operation's inputs are `frees`.
+    It takes its arguments in a list, which it empties. The gradients at the positions `frees` among
+    its inputs are donated: they are freed inside, as in autograd.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class RunPieceBackward:
         frees: frozenset[int] = frozenset(),
     ) -> None:
         self.piece = piece
-        self.in_parts = in_parts  # places of gradients that are added part by part afterwards
+        self.in_parts = in_parts  # positions of gradients that are added part by part later
         self.frees = frees
         self.__name__ = f"run_{piece.call.kind}_backward"
 
@@ -235,14 +235,14 @@ class RunPieceBackward:
         return f"run {self.piece.call.path} {self.piece.call.number} backward{freed}"
 
     def freeing(self, places: frozenset[int]) -> RunPieceBackward:
-        """Return the same call with arguments that it frees: of these, only the gradients."""
-        first = 1 + len(self.piece.needs)  # before them stand the token and what was saved
+        """Return the same call with the gradients at these positions donated to it."""
+        first = 1 + len(self.piece.needs)  # after the token and the saved tensors
         return RunPieceBackward(
             self.piece, self.in_parts, frozenset(at for at in places if at >= first)
         )
 
     def workspace_bytes(self, given: Sequence[Any]) -> int:
-        """Return the temporary memory of the call; `given` says where a gradient comes."""
+        """Return the temporary memory of the call; `given` says which gradients there are."""
         wanting = zip(self.piece.kinds, self.piece.differentiable, strict=True)
         kinds = (kind for kind, differentiable in wanting if differentiable)
         own = [kind for kind, there in zip(kinds, given, strict=True) if there is not None]
@@ -268,7 +268,7 @@ class RunPieceBackward:
         ]
         rest = iter(self.piece.gradients[count:])
         for own, many in zip(parts[count:], self.piece.parts[count:], strict=True):
-            # Autograd adds them to what others bring, one by one, as it does in plain PyTorch.
+            # Autograd adds them one by one to other gradients, as in plain PyTorch.
             alone = [*own, *[None] * (many - len(own))][: many - 1]
             last = added(None, own[many - 1 :]) if len(own) >= many else None
             for part, kind in zip((*alone, last), rest, strict=False):
@@ -299,24 +299,24 @@ def gradients_of(
     grads: list[Tensor | None],
     frees: Collection[int] = (),
 ) -> list[list[Tensor]]:
-    """Return the parts of each gradient, in memory that nobody else reads; `grads` is emptied.
+    """Return the parts of each gradient, in separate memory; `grads` is emptied.
 
-    Of what comes in, the program holds nothing in the places `frees`, but the user may.
+    The program does not hold the gradients at the positions `frees`, but the user may.
     """
     came = [t for t in grads if t is not None]
     arrived = [(span(t), at in frees, weakref.ref(t)) for at, t in enumerate(came)]
     del came
     with back_to_autograd(), torch.no_grad(), autocast_as(None):
         parts = inner.backward(given, grads)
-    # What came in and has gone may have left its place to a gradient that was made since.
+    # A freed gradient's address may belong to a newer gradient.
     taken = [place for place, freed, tensor in arrived if not freed or tensor() is not None]
     taken += [span(t) for t in given.values()]
-    # Views keep their base alive, and then autograd cannot add to their memory in place.
+    # A view keeps its base alive, and autograd then cannot add to it in place.
     return [[apart(part.detach(), taken) for part in own] for own in parts]
 
 
 def added(total: Tensor | None, parts: Sequence[Tensor]) -> Tensor:
-    """Add the parts of a gradient one by one, as autograd does when they come."""
+    """Add the parts of a gradient one by one, as autograd does when they arrive."""
     for part in parts:
         total = part if total is None else total + part
     assert total is not None
@@ -324,7 +324,7 @@ def added(total: Tensor | None, parts: Sequence[Tensor]) -> Tensor:
 
 
 class _Before:
-    """What a recomputation must find, and what it must come to."""
+    """The state at the first run, and the trail that a recomputation must have."""
 
     def __init__(self, piece: Piece) -> None:
         module = _running.model.get_submodule(piece.call.path)
@@ -363,5 +363,5 @@ class _Before:
 
 
 def _trail(made: Sequence[Tensor], inner: InnerGraph) -> Any:
-    """Return what two runs that took the same way have in common."""
+    """Return a value that is equal for two runs that took the same branches."""
     return [Kind.of(t) for t in made], inner.trail

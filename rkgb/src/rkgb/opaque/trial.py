@@ -1,4 +1,4 @@
-"""Trial runs of a call that runs whole: what it makes, holds, needs and costs."""
+"""Trial runs of an opaque call, for its results, memory, inputs of the backward, and costs."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class _Trial:
     results: Structure
     plain: tuple[Any, ...]
     differentiable: tuple[bool, ...]
-    gradients: tuple[tuple[Kind, ...], ...]  # of inputs in one part, of parameters in all
+    gradients: tuple[tuple[Kind, ...], ...]  # of inputs in one part, of parameters in all parts
     needs: tuple[tuple[str, int], ...]
     held_bytes: int
     made_bytes: tuple[int, int]
     time_ms: tuple[float, float]
-    transforms: bool  # what a transform has saved, nobody has seen
+    transforms: bool  # it has a transform, whose saved tensors were not seen
     foreign: list[Tensor]  # leaves that are no parameters: made inside, or from elsewhere
     casts: tuple[str, ...]  # parameters
-    came: tuple[int, ...]  # the inputs, then parameters, that parts of gradients came to
+    came: tuple[int, ...]  # inputs, then parameters, that got parts of gradients, in order
 
     def in_order(self, call: Call) -> tuple[str, ...]:
         """Return the parameters in the order in which their gradients are complete."""
@@ -65,7 +65,7 @@ class Trials:
         self.names = {id(p): n for n, p in placed_parameters(twin) if p.requires_grad}
 
     def once(self, call: Call, module: nn.Module, tensors: Sequence[Tensor]) -> LeftBehind:
-        """Run a call for others to watch, and return what it leaves; nothing is changed by it."""
+        """Run a call and restore the state; return its side effects."""
         stream, state = RngState.save(self.device), ModuleState(module)
         contents, lent = BufferContents(module), Lent(module)
         kept = KeptWrites(placed_parameters(self.twin))
@@ -75,14 +75,14 @@ class Trials:
         refused = [(torch, name, _refuse) for name in BRANCHES if hasattr(torch, name)]
         try:
             with kept, Patches(refused), without_cast_cache():
-                # On the parameters themselves: it is seen which of them get other memory.
+                # On the parameters themselves, to see which of them get other memory.
                 bare = replace(call, parameters=())
                 try:
                     run_call(bare, self.twin, tensors)
                     first = Attributes(module, call.path)
                     left = first.with_history(before)
                     nodes = {name: first.nodes(name) for name in left}
-                    if left:  # what grows, or is carried on, with each call is none of its results
+                    if left:  # values that grow or are carried over with each call are no results
                         run_call(bare, self.twin, tensors)
                         now = Attributes(module, call.path)
                         again = now.with_history(before)
@@ -93,7 +93,7 @@ class Trials:
                         }
                 finally:
                     moved = places.put_back()
-        except NotImplementedError:  # it may have gone on to write
+        except NotImplementedError:  # it may write later
             inside = {id(p) for p in module.parameters()}
             every = placed_parameters(self.twin)
             return LeftBehind(tuple(n for n, p in every if id(p) in inside), bool(moved))
@@ -112,11 +112,11 @@ class Trials:
         tensors: Sequence[Tensor],
         written: tuple[str, ...],
     ) -> tuple[Piece, list[Tensor]]:
-        """Run a call four times; return what that showed, and what the call makes.
+        """Run a call four times; return the piece and the results of the call.
 
         Raises:
             SideEffectError: the call changes its arguments, or depends on a tensor that it does
-                not take; only a larger piece can be run whole.
+                not take; only a larger submodule can be an opaque call.
         """
         parameters = [self.twin.get_parameter(name) for name in written]
         before = Contents(parameters)
@@ -147,10 +147,10 @@ class Trials:
         def again() -> None:
             stream.restore()
             state.restore()
-            before.restore()  # each trial finds parameters where the step does
+            before.restore()  # each trial starts with the parameters' own memory
             contents.restore()
             lent.again()
-            for buffer, _ in gradients:  # as the first step finds it: the next one adds in place
+            for buffer, _ in gradients:  # as at the first step; the next one adds in place
                 buffer.grad = None
 
         def put_back() -> None:
@@ -169,7 +169,7 @@ class Trials:
         trace = trace_memory(first, device)
         inside = [id(p) for p in added_to if p.grad is not None]
         if inside:
-            # A backward inside the backward adds to them itself. They are no memory of the step.
+            # An inner backward adds to them itself. They are no memory of the step.
             again()
             trials.clear()
             trace = trace_memory(first, device)
@@ -229,10 +229,10 @@ class Trials:
             held_bytes=held,
             workspace_bytes=(
                 max(0, spans[0].added_peak_bytes - one.made_bytes[0] - held),
-                # Below zero where what is held goes while gradients are made.
+                # Negative if held tensors are freed while gradients are made.
                 spans[1].added_peak_bytes - one.made_bytes[1],
             ),
-            # What a transform has saved is not seen, and may hold what comes in.
+            # Saved tensors of a transform are not seen, and may be inputs.
             freeing_workspace_bytes=(spans[1] if one.transforms else freed).added_peak_bytes
             - one.made_bytes[1],
             time_ms=(min(one.time_ms[0], two.time_ms[0]), min(one.time_ms[1], two.time_ms[1])),
@@ -240,7 +240,7 @@ class Trials:
         ), two.made
 
     def _without(self, call: Call, inside: Sequence[int], trial: _Trial) -> tuple[str, ...]:
-        """Return the parameters that may get a gradient in another way than by the call itself."""
+        """Return the parameters that may also get a gradient outside of the call."""
         came = trial.gradients[len(call.places) :]
         return tuple(
             name
@@ -249,9 +249,10 @@ class Trials:
         )
 
     def _hidden(self, call: Call, tensors: Sequence[Tensor]) -> list[tuple[str, int]]:
-        """Return the inputs and results that a call holds where autograd does not see it.
+        """Return the inputs and results that a call holds unseen by autograd.
 
-        As attributes of a Function's `ctx`: found by running it on copies and letting go of these.
+        An example are attributes of a Function's `ctx`. The call runs on copies, which are dropped;
+        those that survive are held.
         """
         own = [tensor.detach().clone() for tensor in tensors]
         result, inner, inputs, given = run_call(call, self.twin, own)
@@ -268,12 +269,12 @@ class Trials:
         return [place for place, storage in watched.items() if not storage.expired()]
 
     def _flops(self, call: Call, tensors: Sequence[Tensor]) -> int:
-        """Count, or return 0 where the counter does not know an operation."""
+        """Return the FLOPs, or 0 if the counter fails."""
         try:
-            # Once it has run under a mode, torch.cond fails for good.
+            # After a run under a mode, torch.cond fails for good.
             with _counting() as counter, Patches([(torch, "cond", _refuse)]):
                 self._trial(call, tensors, None, [])
-        except Exception:  # without it, the same call has just worked
+        except Exception:  # the same call has just worked without the counter
             return 0
         return int(counter.get_total_flops())
 
@@ -286,7 +287,7 @@ class Trials:
         *,
         frees: bool = False,
     ) -> _Trial:
-        """Run a call once; the gradients that its backward is given are held, unless it `frees`."""
+        """Run a call once; with `frees`, the gradients are donated to its backward."""
         versions = [t._version for t in tensors]
         before = time.perf_counter()
         with _in(span, "forward"):
@@ -303,7 +304,7 @@ class Trials:
         differentiable = tuple(t.requires_grad for t in results)
         held = inner.held_bytes([*self.twin.parameters(), *self.twin.buffers()])
         needs = inner.places
-        if inner.transforms:  # any of them may be held
+        if inner.transforms:  # the transform may hold any of them
             needs = tuple(("input", i) for i in range(len(tensors)))
             needs += tuple(("result", i) for i in range(len(made)))
         found = {("input", i): t.detach() for i, t in enumerate(tensors)}
@@ -315,7 +316,7 @@ class Trials:
         del result, results, inputs, given
         after = time.perf_counter()
         with _in(span, "backward"):
-            # Nothing but `others` holds what comes in.
+            # Only `others` holds the incoming gradients.
             every = range(len(grads)) if frees else ()
             parts = gradients_of(inner, found, grads, every)
             for own in filter(None, parts[: len(tensors)]):
@@ -366,7 +367,7 @@ class Trials:
         raise error
 
     def _refuse_foreign(self, call: Call, one: _Trial, two: _Trial) -> None:
-        """Refuse a leaf from elsewhere: one that two runs share was not made by either."""
+        """Refuse a leaf from elsewhere, which two runs share; neither has made it."""
         if any(a is b for a in one.foreign for b in two.foreign):
             error = SideEffectError(
                 f"cannot run module {call} whole: it uses a tensor that requires a gradient and "
@@ -377,9 +378,9 @@ class Trials:
 
 
 class _NoTracker:
-    """Stands for what tells a counter which module runs.
+    """Replaces the module tracker of a FLOP counter.
 
-    Torch's hooks every tensor for that, and its hooks fail in `torch.autograd.grad`.
+    Torch's tracker hooks every tensor, and its hooks fail in `torch.autograd.grad`.
     """
 
     parents = ("Global",)

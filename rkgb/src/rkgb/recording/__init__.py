@@ -1,9 +1,9 @@
-"""Everything that runs, seen and written down: operations, values, and whose line made them.
+"""Records everything that runs in a step: operations, values, and their lines in the user's code.
 
-Gets a running step; gives its operations and what is known of the values between them. Read
-recorder.py (how an operation is written down), values.py on names.py (what goes by which name),
-kernels.py (what a declaration says), repeated.py on blanks.py (what need not run again), places.py
-(where in the user's code), watch.py (what no operation shows), and stops.py.
+Gets a running step; gives its operations and facts about the values between them. Read recorder.py
+(recording an operation), values.py and names.py (names of values), kernels.py (schemas),
+repeated.py and blanks.py (skipping repeated kernels), places.py (lines of the user's code),
+watch.py (calls that are no operations), and stops.py.
 """
 
 from rkgb.recording.watch import as_written, transparent_checkpoints

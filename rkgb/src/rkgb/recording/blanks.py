@@ -1,7 +1,6 @@
-"""Memory that stands for what was not computed: filled where a kernel that runs first reads it.
+"""Memory in place of results that were not computed; it is filled when a running kernel reads it.
 
-Most of it is only handed from one kernel that is not run to the next, and its pages are never
-touched.
+Most of it is only passed between kernels that do not run, and its pages are never touched.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from torch import Tensor
 
 from rkgb.elements.tensor_info import storage_id
 
-_NUMBER = 0.5  # that most kernels take
+_NUMBER = 0.5  # valid for most kernels
 
 
 class Blanks:
-    """Makes such memory, and notes by the number of a storage what it is to hold."""
+    """Makes such memory, and notes for each storage the type with which to fill it."""
 
     def __init__(self, types: dict[int, torch.dtype] | None = None) -> None:
-        self._types = {} if types is None else types  # whose owner forgets what is freed
+        self._types = {} if types is None else types  # the owner removes freed storages
 
     def make(
         self,
@@ -36,11 +35,11 @@ class Blanks:
         return made
 
     def empty(self, tensor: Tensor) -> None:
-        """Note that the memory of a tensor, which fills it, has no content that matters."""
+        """Note that the content of a tensor's memory does not matter."""
         self._types[storage_id(tensor)] = tensor.dtype
 
     def fill(self, tree: Any) -> None:
-        """Fill what is blank among the tensors of some arguments."""
+        """Fill the blank tensors among some arguments."""
         if not self._types:
             return
         if isinstance(tree, Tensor):

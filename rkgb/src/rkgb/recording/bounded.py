@@ -1,4 +1,4 @@
-"""Record a known step again within some memory, or stop before an operation takes more."""
+"""Record a known step again within a memory limit."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rkgb.recording.recorder import Recorder
 
 
 class TooLargeError(RkgbError):
-    """The next operation would take more memory than a recording may."""
+    """The next operation would exceed the memory limit of the recording."""
 
 
 class BoundedRecorder(Recorder):
-    """Holds no more than so many bytes, if operations take what those of the known step took."""
+    """Stays within a memory limit, if operations need the bytes of the known step."""
 
     def __init__(self, needs_bytes: Sequence[int], most_bytes: int, *given: Any, **options: Any):
         super().__init__(*given, **options)
         self.needs_bytes, self.most_bytes = needs_bytes, most_bytes
-        self._most_held = 0  # what is held for sure no more than this
+        self._most_held = 0  # upper bound of the held bytes
         self._next = 0
 
     def __torch_dispatch__(
@@ -36,10 +36,10 @@ class BoundedRecorder(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def claim(self, size_bytes: int) -> None:
-        """Count what is about to be made.
+        """Count memory that is about to be allocated.
 
         Raises:
-            TooLargeError: there is no room for it.
+            TooLargeError: it would exceed the limit.
         """
         if self._most_held + size_bytes > self.most_bytes:
             self._most_held = self.held_bytes()
@@ -48,10 +48,7 @@ class BoundedRecorder(Recorder):
         self._most_held += size_bytes
 
     def held_bytes(self) -> int:
-        """Return the bytes of all that the step has made and that is alive.
-
-        A value counts as often as something stands in for it.
-        """
+        """Return the bytes of all live values of the step; stand-ins count separately."""
         outside = {root for root in self.resident if self.kinds.get(root) != "tangent"}
         living = (root for root in self.names.living() if root not in outside)
         return sum(self.infos[root].storage_bytes for root in living)

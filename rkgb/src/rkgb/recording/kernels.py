@@ -1,4 +1,4 @@
-"""What a kernel's declaration says, and how a call of it is written down."""
+"""The schema of a kernel, and how a call of it is recorded."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rkgb.elements.op import BATCH_NORMS, Ref
 from rkgb.recording.stops import NotRecordedError
 
 _aten = torch.ops.aten
-# They read no more of their argument than its shape, type and strides. Written down without it, so
-# that it need not be alive: (constructor, positions of arguments that remain).
+# They read only shape, type and strides of their argument. They are recorded without it, so that it
+# need not be alive: (constructor, positions of the remaining arguments).
 _LIKE = {
     "empty_like": (_aten.empty_strided.default, False),
     "zeros_like": (_aten.zeros.default, False),
@@ -27,9 +27,9 @@ _LIKE = {
     "new_ones": (_aten.ones.default, False),
     "new_full": (_aten.full.default, True),
 }
-# What they return has no content yet.
+# Their results have no content yet.
 _BLANKS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
-# They return a view and do not say so.
+# They return a view, which their schema does not say.
 _VIEWS = frozenset(("_unsafe_view", "_reshape_alias"))
 _DYNAMIC, _RANDOM = torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded
 _RESHAPES = torch.Tag.inplace_view
@@ -37,20 +37,20 @@ _RESHAPES = torch.Tag.inplace_view
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a kernel's declaration says, read once."""
+    """Facts from a kernel's schema, read once."""
 
     name: str
     is_dynamic: bool  # sizes of results depend on values
     may_be_random: bool
     written: tuple[tuple[int, str], ...]  # arguments that it overwrites: position and name
-    is_blank: bool  # what it returns has no content yet
-    is_repeatable: bool  # it returns fresh memory with content, and does nothing else
-    is_overwriting: bool  # it changes the content of its first argument, and does nothing else
-    reads_nothing: bool  # it looks at shapes and strides alone, as views do
+    is_blank: bool  # its results have no content yet
+    is_repeatable: bool  # it only returns new memory with content
+    is_overwriting: bool  # it only changes the content of its first argument
+    reads_nothing: bool  # it reads only shapes and strides, like a view
     like: tuple[Any, bool] | None
 
     def writes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of the values that a call declares to overwrite."""
+        """Return the names of the values that a call overwrites by its schema."""
         written: list[str] = []
         for position, name in self.written:
             value = args[position] if position < len(args) else kwargs.get(name)
@@ -61,7 +61,7 @@ class Traits:
 
 @functools.cache
 def traits_of(func: Any) -> Traits:
-    """Read the declaration of a kernel."""
+    """Read the schema of a kernel."""
     tags, returns = frozenset(func.tags), func._schema.returns
     name = str(func.__name__).split(".")[0]
     return Traits(
@@ -101,12 +101,12 @@ def _written_places(func: Any) -> list[int]:
 
 
 def without_generator(generator: torch.Generator) -> None:
-    """Return what stands for torch's own generator.
+    """Return None for torch's own generator.
 
     Raises:
-        NotRecordedError: it is another one.
+        NotRecordedError: it is another generator.
     """
-    here: Any = generator  # each call wraps it anew
+    here: Any = generator  # each call makes a new wrapper
     own: Any = (torch.default_generator, *torch.cuda.default_generators)
     if here._cdata not in [other._cdata for other in own]:
         raise NotRecordedError(
@@ -122,7 +122,7 @@ def without_shape_reads(
     kwargs: Mapping[str, Any],
     made: Tensor,
 ) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
-    """Return a call that makes the same as this one, whose argument lends only its shape."""
+    """Return an equivalent call without the argument of which only the shape is read."""
     target, takes_value = rule
     strided = target is _aten.empty_strided.default
     if not strided and not made.is_contiguous():
@@ -136,7 +136,7 @@ def without_shape_reads(
 
 
 def tensors_returned(result: Any) -> tuple[list[Tensor | None] | None, bool]:
-    """Return the tensors that an operation returned, None if something else, and whether many."""
+    """Return (tensors of a result, or None for other types; whether it is a tuple or list)."""
     if isinstance(result, Tensor):
         return [result], False
     if result is None:
@@ -145,7 +145,7 @@ def tensors_returned(result: Any) -> tuple[list[Tensor | None] | None, bool]:
         isinstance(t, Tensor) or t is None for t in result
     ):
         return list(result), True
-    # Kernels of attention also return sizes, which their backward takes as they are.
+    # Kernels of attention also return sizes, which are passed to their backward.
     several = isinstance(result, tuple) and len(result) > 1 and isinstance(result[0], Tensor)
     if several and all(isinstance(t, (Tensor, int, type(None))) for t in result):
         return [t if isinstance(t, Tensor) else None for t in result], True

@@ -1,4 +1,4 @@
-"""Names of values that hang on live tensor objects by weak references, and keep none alive."""
+"""Names of values, attached to live tensor objects by weak references."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rkgb.elements.tensor_info import TensorInfo, storage_id
 
 
 class LiveNames:
-    """Which name each living tensor goes by, and what is known of every name."""
+    """The name of each live tensor, and the facts about every name."""
 
     def __init__(self) -> None:
         self.infos: dict[str, TensorInfo] = {}
         self._names: dict[int, str] = {}
         self._watch: dict[int, weakref.ref[Tensor]] = {}
         self._by_storage: dict[int, dict[int, weakref.ref[Tensor]]] = {}
-        self._stand_ins: dict[int, int] = {}  # storage -> how much further on the value begins
-        self.empty: dict[int, torch.dtype] = {}  # storages that hold nothing yet
+        self._stand_ins: dict[int, int] = {}  # storage -> offset of the value in it
+        self.empty: dict[int, torch.dtype] = {}  # storages without content
         self._taken: dict[str, int] = {}
 
     def of(self, tensor: Tensor) -> str | None:
-        """Return the name of a tensor, or of one that is equal to it in memory and geometry."""
+        """Return the name of a tensor, or of another one with the same memory and geometry."""
         name = self._names.get(id(tensor))
         if name is not None:
             return name
@@ -39,7 +39,7 @@ class LiveNames:
         return None
 
     def own_name_of(self, tensor: Tensor) -> str | None:
-        """Return the name that this very object goes by."""
+        """Return the name of exactly this object."""
         return self._names.get(id(tensor))
 
     def tensor(self, name: str) -> Tensor:
@@ -48,18 +48,18 @@ class LiveNames:
         return next(tensor for tensor in found if tensor is not None)
 
     def take(self, name: str) -> None:
-        """Keep a name from being given to anything else."""
+        """Reserve a name."""
         self._taken[name] = 1
 
     def fresh(self, base: str) -> str:
-        """Return a name that nothing has, made from `base`."""
+        """Return an unused name that starts with `base`."""
         count = self._taken.get(base, 0)
         self._taken[base] = count + 1
         name = f"{base}_{count}" if count else base
         return name if not count or name not in self.infos else self.fresh(base)
 
     def define(self, name: str, tensor: Tensor, storage: Any, root: str) -> None:
-        """Note what there is to know of a new value, and let the tensor go by its name."""
+        """Store the facts about a new value, and name the tensor."""
         info = TensorInfo.of(tensor, root, storage.nbytes())
         shift = self._stand_ins.get(storage._cdata)
         if shift is not None:
@@ -69,16 +69,16 @@ class LiveNames:
         self.bind(name, tensor, storage._cdata)
 
     def stand_in(self, name: str, tensor: Tensor) -> None:
-        """Let `tensor` go by the name of a value whose content has been given up.
+        """Give `tensor` the name of a value whose content has been given up.
 
-        It may begin at another place of its storage, and so does every view of it.
+        Its offset in its storage may differ, and so may those of all its views.
         """
         self.bind(name, tensor, storage_id(tensor))
         shift = self.infos[name].offset - int(tensor.storage_offset())
         self._stand_ins[storage_id(tensor)] = shift
 
     def bind(self, name: str, tensor: Tensor, storage: int) -> None:
-        """Let the tensor go by the name for as long as it lives."""
+        """Give the tensor this name for as long as it lives."""
         key = id(tensor)
         names, watch, table = self._names, self._watch, self._by_storage
         stand_ins, empty = self._stand_ins, self.empty
@@ -105,14 +105,14 @@ class LiveNames:
             group[key] = reference
 
     def alias_of(self, storage: int) -> str | None:
-        """Return the root of the values that lie in a storage."""
+        """Return the name of the value that made a storage."""
         for key, reference in self._by_storage.get(storage, {}).items():
             if reference() is not None:
                 return self.infos[self._names[key]].alias_of
         return None
 
     def living(self) -> Iterator[str]:
-        """Yield the root of the values in each storage that is alive."""
+        """Yield the name of the maker of each live storage."""
         for group in list(self._by_storage.values()):
             for key, reference in list(group.items()):
                 if reference() is not None and key in self._names:
@@ -120,7 +120,7 @@ class LiveNames:
                     break
 
     def overlap(self, first: str, second: str) -> bool:
-        """Whether two values of one storage have an element in common (parts of a split do not)."""
+        """Return whether two values of one storage overlap (parts of a split do not)."""
         a, b = self.infos[first], self.infos[second]
         with torch.no_grad():
             elements = torch.zeros(a.storage_bytes // a.dtype.itemsize, dtype=torch.bool)

@@ -1,13 +1,13 @@
-"""Follow the numbers among the arguments of a call through a forward, while it is recorded.
+"""Tracks the numbers among the arguments of a call through a forward, while it is recorded.
 
-In place of each number the forward gets a `Tracked` one. What Python computes with it is written on
-a tape, and every comparison is, with its outcome. Torch gets plain numbers: only functions of which
-it is known what they do with a number (`RULES`) may take it. Whatever else looks at the value (a
-conversion, a text, a function of `math`, another library) makes it `escape`: the number decides
-something that nobody sees, and stays part of the key.
+The forward gets a `Tracked` number in place of each one. A tape records Python's arithmetic with
+it, and the outcome of every comparison. Torch gets plain numbers, but only functions with a rule
+for the number (`RULES`) may take it. Any other read of the value (a conversion, a text, a function
+of `math`, another library) makes it `escape`: the number may decide something unseen, and stays
+specialised.
 
-Not a subclass of float: C code would read the value of one without anybody seeing it. Nothing tells
-that `type(...)` was asked of one, so code that asks for the type of anything lets all escape.
+Tracked numbers are no subclass of float, because C code would read the value of one unseen. A call
+of `type(...)` cannot be seen either, so code that contains one makes all numbers escape.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ import torch.nn.functional as F
 
 from rkgb.elements.numbers import COMPARISONS, OPERATIONS, Comparison, TapeEntry
 
-# (comparison, number): what must come out as it did, since torch goes another way at that number.
+# (comparison, number): guards, because torch takes another branch at that number.
 Limits = tuple[tuple[str, float], ...]
 _AT: dict[int | str, Limits] = {1: (), "other": ()}
-_ALPHA: dict[int | str, Limits] = {**_AT, "alpha": (("ne", 1.0),)}  # a factor of one is left out
+_ALPHA: dict[int | str, Limits] = {
+    **_AT,
+    "alpha": (("ne", 1.0),),
+}  # torch leaves a factor of one out
 _BOUNDS: dict[int | str, Limits] = {1: (), 2: (), "min": (), "max": ()}
 _FILL: dict[int | str, Limits] = {1: (), "fill_value": (), "value": ()}
 _MASKED: dict[int | str, Limits] = {2: (), "value": ()}
 _EPS: dict[int | str, Limits] = {4: (), "eps": ()}
-_EXPONENT: Limits = (("ne", 0.0),)  # its backward is another one
+_EXPONENT: Limits = (("ne", 0.0),)  # another backward
 _SHARE: Limits = (("gt", 0.0), ("lt", 1.0))  # dropout of nothing, and of all
 _SLOPE: Limits = (("ge", 0.0),)
 _TAKING: dict[str, dict[int | str, Limits]] = {
@@ -58,27 +61,29 @@ _TAKING: dict[str, dict[int | str, Limits]] = {
 _OWN = ("trace", "place", "__dict__", "__class__", "__copy__", "__deepcopy__")
 _OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))
 _PYTHONS = (f"{Path(dis.__file__).parent}{os.sep}", "<frozen")
-# Torch's functions that take numbers: in which arguments, and within which limits nothing but
-# scalars of the same operations, forward and backward, depends on the value.
+# Torch's functions that may take tracked numbers, by argument. Within the limits only scalars of
+# the same operations, forward and backward, depend on the value.
 RULES = {name: places for names, places in _TAKING.items() for name in names.split()}
 
 
 @dataclass
 class NumberTrace:
-    """What was seen of the numbers of a call in one recording."""
+    """The observed uses of the numbers of a call in one recording."""
 
-    whole: frozenset[int] = frozenset()  # the leaves that are ints and are followed
-    # The module itself: attributes among the leaves are followed there, too. A function that was
-    # made with the module in it reads them in no copy.
+    whole: frozenset[int] = frozenset()  # positions of tracked ints among the leaves
+    # The module itself: attributes among the leaves are tracked there too, because a function that
+    # refers to the module does not read them from the copy.
     owners: Sequence[Any] = ()
     tape: list[TapeEntry] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     compared: dict[Comparison, None] = field(default_factory=dict)
-    uses: dict[int, tuple[int, ...]] = field(default_factory=dict)  # operation -> what it may take
-    escaped: str = ""  # how a number did
+    uses: dict[int, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # operation -> numbers that it may take
+    escaped: str = ""  # how a number escaped
 
     def begin(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the leaves of a call with tracked numbers; what an earlier try has seen goes."""
+        """Return the leaves of a call with tracked numbers, and forget an earlier attempt."""
         self.tape, self.values, self.compared, self.uses = [], [], {}, {}
         self.escaped = ""
 
@@ -99,7 +104,7 @@ class NumberTrace:
         return kind(self, len(self.tape) - 1)
 
     def place_of(self, number: Any) -> int | None:
-        """Return the place of a number on the tape, where a constant is put; None: it is none."""
+        """Return the place of a number on the tape, adding constants; None if it is no number."""
         if is_tracked(number):
             place: int = number.place
             return place
@@ -108,28 +113,28 @@ class NumberTrace:
         return self.add(TapeEntry("constant", (number,)), number).place
 
     def escape(self, how: str) -> None:
-        """Note that a value was seen by what is not followed."""
+        """Note that a value was read in a way that is not tracked."""
         self.escaped = self.escaped or how
 
     def compute(self, how: str, *numbers: Any) -> Any:
-        """Compute with numbers as Python does, on the tape."""
+        """Compute with numbers as Python does, and record it on the tape."""
         places = [self.place_of(number) for number in numbers]
         known = [place for place in places if place is not None]
         if len(known) < len(places):
             return NotImplemented
         try:
             value = OPERATIONS[how](*[self.values[place] for place in known])
-        except ArithmeticError:  # somebody may expect it
+        except ArithmeticError:  # the caller may expect it
             self.escape(how)
             raise
-        # The sign of an exponent decides whether a power of ints is one.
+        # The sign of an exponent decides whether a power of ints is an int.
         if type(value) is not float and (type(value) is not int or how == "pow"):
             self.escape(how)
             return value
         return self.add(TapeEntry(how, tuple(known)), value)
 
     def compare(self, how: str, first: Any, second: Any) -> Any:
-        """Compare numbers as Python does; from now on it is to come out so."""
+        """Compare numbers as Python does; the outcome becomes a guard."""
         places = self.place_of(first), self.place_of(second)
         if places[0] is None or places[1] is None:
             return NotImplemented
@@ -138,7 +143,7 @@ class NumberTrace:
         return outcome
 
     def plain(self, tree: Any, found: list[int]) -> Any:
-        """Return arguments with plain numbers, and append the places of those that were tracked."""
+        """Return arguments with plain numbers; append the places of tracked ones to `found`."""
         kind = type(tree)
         if is_tracked(tree):
             found.append(tree.place)
@@ -150,7 +155,7 @@ class NumberTrace:
     def check(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], count: int
     ) -> None:
-        """Note what limits a function puts on the `count` numbers that it takes."""
+        """Add the limits that a function puts on its `count` tracked arguments."""
         name = getattr(func, "__name__", "")
         rule = RULES.get(name) if _is_torchs(func, name) else None
         given = [*enumerate(args), *kwargs.items()]
@@ -165,7 +170,7 @@ class NumberTrace:
 
 @contextlib.contextmanager
 def types_watched(trace: NumberTrace) -> Iterator[None]:
-    """While active, numbers escape where code that is neither torch's nor ours asks for a type."""
+    """While active, numbers escape if code outside of torch and rkgb reads a type."""
     seen: set[CodeType] = set()
 
     def watch(frame: FrameType, event: str, _argument: Any) -> None:
@@ -200,7 +205,7 @@ def _is_torchs(func: Callable[..., Any], name: str) -> bool:
 
 
 class _Followed:
-    """A number among the arguments of a call, or what was computed from such."""
+    """A tracked number: an argument of a call, or computed from one."""
 
     def __init__(self, trace: NumberTrace, place: int) -> None:
         vars(self)["trace"], vars(self)["place"] = trace, place
@@ -211,7 +216,7 @@ class _Followed:
     def __getattribute__(self, name: str) -> Any:
         if name in _OWN:
             return object.__getattribute__(self, name)
-        if name == "__torch_function__":  # torch asks every argument
+        if name == "__torch_function__":  # torch reads it of every argument
             raise AttributeError(name)
         trace: NumberTrace = object.__getattribute__(self, "trace")
         trace.escape(name)
@@ -225,10 +230,10 @@ class _Followed:
 
 
 class Tracked(_Followed, torch.SymFloat):
-    """A float that is followed.
+    """A tracked float.
 
-    Torch's functions take a SymFloat where they take a number, and hand it to modes as it is; to
-    Python it says that it is a float.
+    Torch's functions accept a SymFloat as a number, and pass it to modes unchanged. To Python it
+    claims to be a float.
     """
 
     @property  # type: ignore[misc]
@@ -237,7 +242,7 @@ class Tracked(_Followed, torch.SymFloat):
 
 
 class TrackedWhole(_Followed, torch.SymInt):
-    """An int that is followed, as a SymInt."""
+    """A tracked int, as a SymInt."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -245,7 +250,7 @@ class TrackedWhole(_Followed, torch.SymInt):
 
 
 def is_tracked(value: Any) -> bool:
-    """Whether a value is a number that is followed."""
+    """Return whether a value is a tracked number."""
     return type(value) is Tracked or type(value) is TrackedWhole
 
 

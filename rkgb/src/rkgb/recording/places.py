@@ -1,4 +1,4 @@
-"""Where in the module and in its source a recorded operation comes from."""
+"""The module and the source line of a recorded operation."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ RunWhole = Callable[[str, nn.Module, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class Places:
-    """Follows which module of a model is running; `here()` adds the line of the user's code."""
+    """Tracks the running module of a model; `here()` adds the line of the user's code."""
 
     def __init__(self, model: nn.Module) -> None:
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._stack = [""]
         self._run_whole: Mapping[str, RunWhole] = {}
         self._raised: BaseException | None = None
-        # Paths of the calls that the last exception came out of, the outermost first.
+        # Paths of the calls through which the last exception passed, the outermost first.
         self.raised_in: tuple[str, ...] = ("",)
         self.called: set[str] = set()
-        self.outside: dict[int, nn.Module] = {}  # modules that are none of the model's, and ran
+        self.outside: dict[int, nn.Module] = {}  # modules outside the model that ran
         self._kinds: dict[CodeType, tuple[int, str]] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """While active, calls of the model's modules are followed."""
+        """While active, calls of the model's modules are tracked."""
         original = nn.Module.__call__
         paths, stack = self._paths, self._stack
 
@@ -53,7 +53,7 @@ class Places:
                 whole = self._run_whole.get(path)
                 if whole is None:
                     return original(module, *args, **kwargs)
-                # It calls the module itself, and compilers look into what they find there.
+                # `run` calls the module itself, and compilers inspect its attributes.
                 with patches.undone():
                     return whole(path, module, args, kwargs)
             except Exception as error:
@@ -67,18 +67,18 @@ class Places:
             yield
 
     def run_whole(self, paths: Iterable[str], run: RunWhole) -> None:
-        """Let `run` make the calls of these modules, where it does not make one already."""
+        """Let `run` make the calls of these modules, except for calls inside `run`."""
         self._run_whole = dict.fromkeys(paths, run)
 
     @property
     def path(self) -> str:
-        """Path of the module that runs now."""
+        """Path of the running module."""
         return self._stack[-1]
 
     def here(self) -> tuple[str, str]:
-        """Return (module path, 'file.py:12') of what runs now.
+        """Return (module path, 'file.py:12') of the running code.
 
-        The line is the innermost one outside torch and rkgb; failing that, of torch's own modules.
+        The line is the innermost one outside torch and rkgb, or else in torch's own modules.
         """
         return self._stack[-1], self._source()
 
@@ -101,8 +101,8 @@ class Places:
         return torchs or "unknown source"
 
 
-# Whose a frame is: nobody's that a reader looks for, torch's own modules', the user's, or that of
-# the call of the model, outside of which nothing belongs to the forward.
+# Kinds of frames: irrelevant ones, torch's own modules, the user's code, and the call of the model,
+# outside of which nothing belongs to the forward.
 _PASSED_OVER, _TORCHS, _USERS, _OUTERMOST = range(4)
 _CAPTURE = str(Path(__file__).parents[1] / "capture" / "step.py")
 

@@ -1,7 +1,7 @@
-"""Write down every operation of a running step, below autograd, without keeping a tensor alive.
+"""Records every operation of a running step, below autograd, without keeping a tensor alive.
 
-Names hang on live tensor objects by weak references, so what autograd and the user's code free is
-freed: the engine then adds gradients in place exactly where it does so without a recording.
+Names are attached to live tensor objects by weak references. So tensors are freed as without a
+recording, and the engine adds gradients in place exactly where it does so without one.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from rkgb.torch_api.torch_private import (
 )
 
 _aten = torch.ops.aten
-# They return what they get: the same memory, the same geometry.
+# They return their argument: same memory, same geometry.
 _IDENTITIES = frozenset((_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default))
-_MOST_READ = 1 << 16  # elements that are compared at every call, where Python takes them all
-# The size of what they give depends on the masks among their arguments only.
+_MOST_READ = 1 << 16  # limit of elements in one guard, if Python reads all of a tensor
+# The size of their result depends only on masks among their arguments.
 _SELECTIONS = (_aten.index.Tensor, _aten._unsafe_index.Tensor, _aten.masked_select.default)
 
 
 class Recorder(Values, DispatchMode):
-    """While active, appends what runs to `forward` or, once `in_backward`, to `backward`."""
+    """While active, appends operations to `forward`, or with `in_backward` to `backward`."""
 
     only_watches = True
 
@@ -70,15 +70,15 @@ class Recorder(Values, DispatchMode):
         self.forward: list[Op] = []
         self.backward: list[Op] = []
         self.in_backward = False
-        self.guards = guards  # looks at what follows from the inputs are allowed
-        # Runs what has run before; None: everything runs, so that all content is what it is.
+        self.guards = guards  # reads of values that follow from inputs are allowed
+        # Skips repeated kernels. None: every kernel runs, so that all contents are real.
         self.repeated: RepeatedKernels | None = RepeatedKernels(Blanks(self.names.empty))
-        # Around whose kernels there was a span; None is no operation of the step, but a look.
+        # The operation of each metered kernel; None is a kernel of a guard.
         self.metered: list[Op | None] = []
-        self.numbers: NumberTrace | None = None  # of the call, where they are followed
-        self.kept_writes: KeptWrites | None = None  # puts back parameters that are written to
-        self.trace: Any = None  # what follows the user's calls, and nobody else's
-        self._taken: tuple[int, ...] = ()  # by what runs now
+        self.numbers: NumberTrace | None = None  # of the call, if they are tracked
+        self.kept_writes: KeptWrites | None = None  # restores parameters that are written
+        self.trace: Any = None  # the trace function for the user's calls
+        self._taken: tuple[int, ...] = ()  # numbers that the running call takes
         self._paused = False
         self._patches: list[Patches] = []
         self.reads: list[Read] = []
@@ -88,11 +88,11 @@ class Recorder(Values, DispatchMode):
 
     @property
     def count(self) -> int:
-        """How many operations have run."""
+        """The number of operations so far."""
         return len(self.forward) + len(self.backward)
 
     def refuse_overwritten(self, name: str, since: int) -> None:
-        """Refuse to hand a saved value to a backward if its memory was written to since.
+        """Refuse a saved tensor whose memory was written after operation number `since`.
 
         Raises:
             InvalidGraphError: it was.
@@ -129,13 +129,13 @@ class Recorder(Values, DispatchMode):
             self._taken = before
 
     def patched(self, patches: Sequence[tuple[Any, str, Any]]) -> Patches:
-        """Return replacements of torch's functions that `unwatched` undoes."""
+        """Return replacements of torch's functions, which `unwatched` undoes."""
         self._patches.append(Patches(patches))
         return self._patches[-1]
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """While active, operations run as if nothing was recorded; inside all that was entered."""
+        """While active, operations run as without a recording."""
         with ExitStack() as stack:
             stack.enter_context(self.paused())
             stack.enter_context(unwatched())
@@ -153,7 +153,7 @@ class Recorder(Values, DispatchMode):
         trace = self.trace
         if trace is None or self._paused:
             return self._dispatch(func, args, kwargs or {})
-        sys.settrace(None)  # nothing in here is the user's, and tracing it takes time
+        sys.settrace(None)  # no user code runs in here, and tracing takes time
         try:
             return self._dispatch(func, args, kwargs or {})
         finally:
@@ -166,7 +166,7 @@ class Recorder(Values, DispatchMode):
         if func in _IDENTITIES:
             result = func(*args, **kwargs)
             name = self.argument(args[0])
-            if func is _aten.lift_fresh.default:  # Python makes it here, of numbers
+            if func is _aten.lift_fresh.default:  # Python makes it from numbers
                 self.known.add(name)
             self.names.bind(name, result, storage_id(result))
             return result
@@ -179,7 +179,7 @@ class Recorder(Values, DispatchMode):
             self._look_at_size(func, named_args, named_kwargs, given)
         writes = traits.writes(named_args, named_kwargs)
         self.note_writes(writes, self.count)
-        if traits.name in BATCH_NORMS and named_args[5] is True:  # unseen by autograd too
+        if traits.name in BATCH_NORMS and named_args[5] is True:  # autograd does not see it either
             writes += tuple(v.name for v in named_args[3:5] if isinstance(v, Ref))
         if writes:
             self._refuse_writes(traits.name, writes, _is_differentiated(args, kwargs))
@@ -198,7 +198,7 @@ class Recorder(Values, DispatchMode):
             result = self.repeated.compute(func, args, kwargs)
         tensors, many = tensors_returned(result)
         if tensors is None:
-            if known:  # a number made from numbers: no operation of the step
+            if known:  # made from numbers: no operation of the step
                 return result
             if not given and isinstance(result, bool) and self._is_check(args):
                 return result
@@ -245,7 +245,7 @@ class Recorder(Values, DispatchMode):
         return result
 
     def claim(self, size_bytes: int) -> None:
-        """Hear of memory that is about to be taken; see `BoundedRecorder`."""
+        """Called before memory is allocated; see `BoundedRecorder`."""
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.repeated is None:
@@ -255,7 +255,7 @@ class Recorder(Values, DispatchMode):
     def _overwrite(
         self, func: Any, writes: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, bool]:
-        """Run what overwrites; say whether that was left out, as it was done before."""
+        """Run an overwriting kernel; return its result and whether it was skipped."""
         assert self.repeated is not None
         is_own = not any(map(self.is_resident, writes)) and traits_of(func).is_overwriting
         if is_own and len(writes) == 1:
@@ -263,7 +263,7 @@ class Recorder(Values, DispatchMode):
         return self.repeated.compute(func, args, kwargs), False
 
     def _is_check(self, args: tuple[Any, ...]) -> bool:
-        """Note that a computed value is looked at only to raise an error: the step looks again."""
+        """Return whether a computed value is read only by an assertion; the step repeats it."""
         fits = self.guards and not self.in_backward and len(args) == 1 and only_raises()
         if fits:
             if self.repeated is not None and self.repeated.has_repeated:
@@ -273,7 +273,7 @@ class Recorder(Values, DispatchMode):
         return fits
 
     def flags(self) -> Flags:
-        """Return the flags that the forward has set for what runs now.
+        """Return the flags that the forward has set for the running operation.
 
         Raises:
             NotRecordedError: one of them cannot be set again.
@@ -284,7 +284,7 @@ class Recorder(Values, DispatchMode):
             raise NotRecordedError("sets a global flag of torch that a plan cannot set") from None
 
     def _note_numbers(self, changed: Sequence[str]) -> None:
-        """Note that an operation may take numbers of the call: who looks at it looks at them."""
+        """Note that an operation may take tracked numbers; reading its result reads them."""
         assert self.numbers is not None
         if self.in_backward:
             self.numbers.escape("a backward in Python")
@@ -301,7 +301,7 @@ class Recorder(Values, DispatchMode):
         self.reads.append(Read(kind, op, len(self.forward), value))
 
     def _refuse_blank(self, inputs: Sequence[str], results: Sequence[str]) -> None:
-        """Refuse to read what no operation has written: a kernel that torch does not see has.
+        """Refuse to read memory that no operation has written; an unseen kernel must have.
 
         A view reads nothing. Raises NotRecordedError.
         """
@@ -310,10 +310,10 @@ class Recorder(Values, DispatchMode):
             self.refuse_unwritten(min(read))
 
     def refuse_unwritten(self, name: str) -> None:
-        """Refuse a value whose content was written by no operation.
+        """Refuse a value whose content no operation has written.
 
         Raises:
-            NotRecordedError: it was not.
+            NotRecordedError: no operation has written it.
         """
         if self.infos[name].alias_of in self.blank:
             error = NotRecordedError(
@@ -323,7 +323,7 @@ class Recorder(Values, DispatchMode):
             raise error
 
     def read_content(self, tensor: Tensor, what: str) -> None:
-        """Note that all elements of a tensor are handed to Python or to another library.
+        """Note that Python or another library reads all elements of a tensor.
 
         Raises:
             ReadsDataError: they depend on more than the inputs; `what` says how they are read.
@@ -342,19 +342,19 @@ class Recorder(Values, DispatchMode):
         self._note("content", self._op(_aten.alias.default, (Ref(name),), {}, ()), value)
 
     def detached(self, name: str) -> str:
-        """Give a name of its own to a value without the gradient of what it is equal to."""
+        """Return a separate name for a value, without a gradient."""
         own = self.names.fresh("detach")
         self.infos[own] = self.infos[name]
         self.forward.append(self._op(_aten.alias.default, (Ref(name),), {}, (own,)))
         return own
 
     def follow_random(self) -> None:
-        """Take note of what has been drawn unrecorded."""
+        """Accept random numbers that were drawn without a recording."""
         self.random_state = RngState.save(self.device)
 
     @property
     def is_paused(self) -> bool:
-        """Whether operations run unrecorded now."""
+        """Whether operations are not recorded at present."""
         return self._paused
 
     def _named(self, tree: Any, inputs: list[str]) -> Any:
@@ -376,9 +376,7 @@ class Recorder(Values, DispatchMode):
         return without_generator(tree) if kind is torch.Generator else tree
 
     def argument(self, tensor: Tensor) -> str:
-        """Return the name of what is read; a tensor without one was there before, or is made of
-        numbers.
-        """
+        """Return the name of an argument; one without a name is a constant."""
         name = self.name_of(tensor)
         if name is None:
             root = self.names.alias_of(storage_id(tensor))
@@ -392,7 +390,7 @@ class Recorder(Values, DispatchMode):
             self.wanting.add(name)
         return name
 
-    # ------------------------------------------------------------------ what cannot be seen
+    # ------------------------------------------------------------------ unseen effects
 
     def _snapshots(self, inputs: Sequence[str], writes: Sequence[str]) -> dict[str, Tensor]:
         # A custom kernel may write to buffers although its schema does not say so.
@@ -419,7 +417,7 @@ class Recorder(Values, DispatchMode):
     def _look_at_size(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: bool
     ) -> None:
-        """Note what the size of a result depends on: for a selection, not on what is selected.
+        """Add a guard on the size of a result; a selection's size depends only on the mask.
 
         Raises:
             ReadsDataError: it depends on more than the inputs.
@@ -445,14 +443,14 @@ class Recorder(Values, DispatchMode):
         for name in writes:
             root = self.infos[name].alias_of
             kind = self.kinds.get(root, "")
-            # What autograd makes unseen in a backward is a constant too.
+            # Tensors that autograd makes unseen in a backward are constants too.
             kept = (
                 ("parameter", "input") if self.in_backward else ("parameter", "input", "constant")
             )
             if kind == "input" and not self.in_backward and root not in self.wanting:
                 raise WritesInputError(root, what_writes, *self.places.here())
             if kind == "parameter" and not self.in_backward and not is_grad:
-                continue  # such as under no_grad: it is put back after the recording
+                continue  # under no_grad, for example: restored after the recording
             if kind in kept:
                 what = "input" if kind == "input" else "parameter or constant"
                 path, source = self.places.here()
@@ -463,7 +461,7 @@ class Recorder(Values, DispatchMode):
                 )
 
     def reads_data(self, what: str) -> ReadsDataError:
-        """Return the error that something depends on data, here and now."""
+        """Return the error that `what`, in the running code, depends on data."""
         node = current_autograd_node() if self.in_backward else None
         if node is None:
             return ReadsDataError(what, "")
@@ -476,7 +474,7 @@ class Recorder(Values, DispatchMode):
 
 
 def _is_differentiated(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether autograd follows an operation on these arguments."""
+    """Return whether autograd records an operation on these arguments."""
     values = (*args, *kwargs.values())
     return torch.is_grad_enabled() and any(
         isinstance(value, Tensor) and value.requires_grad for value in values

@@ -1,9 +1,9 @@
-"""Kernels that have run before in a recording are not run again: their results lie as they did.
+"""Skips kernels that have run before in a recording: their results have the same layout.
 
-A recording asks where results lie in memory, never what is in them, and kernels do not choose that
-by values. So of twelve equal layers one is computed, and the others get fresh memory of the same
-shapes and strides, and no content until one that runs reads it (`blanks`). A kernel that overwrites
-a tensor (dropout draws its masks so) leaves it without content then.
+A recording needs the layout of results, not their content, and the layout does not depend on
+values. So of twelve equal layers only one is computed. The others get new memory of the same shapes
+and strides; it has no content until a running kernel reads it (`blanks`). A skipped kernel that
+overwrites a tensor (dropout draws its masks so) leaves it without content.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rkgb.recording.blanks import Blanks
 from rkgb.recording.kernels import traits_of
 
 KERNEL = "kernel"  # the name of spans
-_SMALL = 16  # elements: the content of what is smaller is kept
+_SMALL = 16  # elements; smaller tensors keep their content
 _PLAIN = frozenset(
     (bool, int, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
 )
@@ -29,7 +29,7 @@ _Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """Where the tensors that a kernel returned lie, each in memory of its own."""
+    """The layouts of the tensors that a kernel returned, each in separate memory."""
 
     forms: tuple[_Form | None, ...]
     kind: type[Any] | None  # tuple or list; None for a single tensor
@@ -40,11 +40,11 @@ class _Result:
 
 
 class RepeatedKernels:
-    """Runs each kernel once for arguments of one kind."""
+    """Runs each kernel once for each kind of arguments."""
 
     def __init__(self, blanks: Blanks) -> None:
         self.blanks = blanks
-        self.span: Span | None = None  # around each first run, where memory is metered
+        self.span: Span | None = None  # around each first run, if memory is metered
         self._results: dict[tuple[Any, ...], _Result | None] = {}
         self._overwrites: set[tuple[Any, ...]] = set()
         self.has_repeated = False
@@ -52,9 +52,9 @@ class RepeatedKernels:
     def run(
         self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> tuple[Any, bool]:
-        """Return what `func` returns, or fresh memory that lies alike; and whether it was metered.
+        """Return (the result of `func`, or new memory of that layout; whether it was metered).
 
-        The kernel must write to nothing, draw nothing, and return no views.
+        The kernel must not write, draw random numbers, or return views.
         """
         try:
             key = (func, torch.is_grad_enabled(), _kind(args), _kind(tuple(kwargs.items())))
@@ -80,9 +80,9 @@ class RepeatedKernels:
     def overwrite(
         self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> tuple[Any, bool]:
-        """Return what `func` returns, its first argument, and whether nothing was computed.
+        """Return (the result of `func`, which is its first argument; whether it was skipped).
 
-        The kernel must write to nothing else, and nobody but the step may have that memory.
+        The kernel must write only to that argument, whose memory must belong to the step.
         """
         try:
             key = (func, torch.is_grad_enabled(), _kind(args), _kind(tuple(kwargs.items())))
@@ -97,7 +97,7 @@ class RepeatedKernels:
         return self.compute(func, args, kwargs), False
 
     def compute(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return what `func` returns, with content in whatever it reads."""
+        """Fill blank arguments, then return the result of `func`."""
         self._fill(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -108,7 +108,7 @@ class RepeatedKernels:
 
 
 class _OddError(Exception):
-    """An argument is of a kind that is not looked into."""
+    """An argument has a type without a kind."""
 
 
 def _kind(tree: Any) -> Any:
@@ -135,10 +135,10 @@ def _storages(tree: Any) -> Iterator[int]:
 
 
 def _result(result: Any, taken: set[int]) -> _Result | None:
-    """Return how a result lies; None where its content may matter or its memory is shared.
+    """Return the layout of a result; None if its content may matter or its memory is shared.
 
-    `taken` are the storages of the arguments: some kernels, as `_unsafe_view`, return one of them
-    and do not say so.
+    `taken` are the storages of the arguments. Some kernels, such as `_unsafe_view`, return one of
+    them although their schema does not say so.
     """
     kind = None if isinstance(result, Tensor) else type(result)
     if kind not in (None, tuple, list):
@@ -160,7 +160,7 @@ def _result(result: Any, taken: set[int]) -> _Result | None:
 
 
 def _is_without_content(tensor: Tensor) -> bool:
-    """Whether nothing is lost with what the tensor holds, and it fills its memory."""
+    """Return whether a tensor's content does not matter, and it fills its storage."""
     return (
         type(tensor) is Tensor
         and (tensor.is_floating_point() or tensor.is_complex())

@@ -1,7 +1,7 @@
-"""Record a step of tensors that have sizes and no content: nothing is computed, nothing is held.
+"""Records a step on tensors without content: nothing is computed, and no memory is used.
 
-Kernels are chosen as for real tensors on the same device. What only values can tell (numbers that
-Python reads, sizes that depend on data) is refused, and a kernel that may draw is taken to draw.
+Kernels are chosen as for real tensors on the same device. Reads of values by Python and sizes that
+depend on data are refused. A kernel that may draw random numbers is assumed to do so.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from rkgb.torch_api.torch_private import (
     with_content,
 )
 
-_MOST_BYTES = 64 << 20  # of the arguments of a kernel that is called for the sizes of its results
+_MOST_BYTES = 64 << 20  # limit of the arguments of a kernel that is called for its results' sizes
 
 
 class SizeRecorder(Recorder):
-    """Writes down what runs on tensors without content."""
+    """Records operations on tensors without content."""
 
     def __init__(self, held_bytes: dict[str, int], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.held_bytes = held_bytes  # after each operation, by its name, as plain PyTorch has it
+        self.held_bytes = held_bytes  # of plain PyTorch after each operation, by its name
         self._storages: dict[int, tuple[Any, int]] = {}
-        self._outside: list[Tensor] = []  # kept alive, so that no storage takes its number
+        self._outside: list[Tensor] = []  # kept alive, so that ids of storages stay unique
         self._own: set[int] = set()
 
     def __torch_dispatch__(
@@ -60,12 +60,12 @@ class SizeRecorder(Recorder):
         self._outside.append(tensor)
         self._own.add(storage_id(tensor))
         name = super().add_external(name, tensor, kind)
-        if kind == "constant":  # only of these there is content
+        if kind == "constant":  # only constants have content
             self.known.add(name)
         return name
 
     def _weigh(self, result: Any) -> None:
-        """Note what is held now: storages that somebody still refers to, each once."""
+        """Store the bytes that are held now: live storages, each once."""
         for tensor in tensors_returned(result)[0] or ():
             if tensor is not None:
                 storage = tensor.untyped_storage()
@@ -80,7 +80,7 @@ class SizeRecorder(Recorder):
             self.held_bytes[ops[-1].name] = max(held, self.held_bytes.get(ops[-1].name, 0))
 
     def read_content(self, tensor: Tensor, what: str) -> None:
-        """Refuse whatever looks at values, but for those that come from numbers alone."""
+        """Refuse reads of values, except for values made from numbers."""
         if not self.is_paused and not self.knows_value_of(tensor):
             raise self.reads_data(f"control flow or what '{what}' gives")
 
@@ -95,9 +95,9 @@ class SizeRecorder(Recorder):
     def _with_real_sizes(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> Any:
-        """Return the result with what the kernel keeps for its backward as large as it really is.
+        """Return the result with the real sizes of tensors that the kernel saves.
 
-        Only the kernel knows that size, so it is called once on zeros, if they are small.
+        Only the kernel knows these sizes, so it is called once on zeros, if they are small.
         """
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if sum(t.numel() * t.element_size() for t in given) > _MOST_BYTES:
@@ -121,13 +121,13 @@ class SizeRecorder(Recorder):
         )
 
     def _snapshots(self, inputs: Sequence[str], writes: Sequence[str]) -> dict[str, Tensor]:
-        return {}  # there is nothing in buffers that could change
+        return {}  # buffers have no content that could change
 
     def _has_drawn(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         if func.namespace != "aten":
             return False
         names = [argument.name for argument in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        # Attention and dropout draw for a probability, and where they train.
+        # Attention and dropout draw if their probability is not 0, and in training mode.
         never = given.get("dropout_p", given.get("p", 1.0)) == 0
         return not never and given.get("train", True) is not False

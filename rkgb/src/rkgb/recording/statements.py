@@ -1,4 +1,4 @@
-"""Whether a line of Python looks at a value only to raise an error: an assert, or `if …: raise`."""
+"""Whether a line of Python reads a value only to raise an error: an assert, or `if …: raise`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WRAPPERS = tuple(f"{Path(torch.__file__).parent}/{name}" for name in ("_tensor.
 
 
 def only_raises() -> bool:
-    """Whether the value that is being read now is read only to raise an error if it is bad."""
+    """Return whether the running line reads a value only to raise an error."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_RKGB_DIR, *_WRAPPERS)):
         frame = frame.f_back
@@ -29,7 +29,7 @@ def only_raises() -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _checks(filename: str) -> tuple[tuple[int, int], ...]:
-    """Return the lines of the conditions in a file that lead to nothing but an error."""
+    """Return the lines of the conditions in a file that lead only to an error."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:  # no source, or a template's

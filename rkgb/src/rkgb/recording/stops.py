@@ -1,10 +1,10 @@
-"""What stops a recording, before it is known where in the model that was."""
+"""Exceptions that stop a recording, before their place in the model is known."""
 
 from __future__ import annotations
 
 
 class ReadsDataError(Exception):
-    """Python or a kernel's size depends on values; `what` does, and in which backward, if any."""
+    """`what` (a decision of Python's, or a size) depends on values, perhaps in a backward."""
 
     def __init__(self, what: str, backward: str, module_path: str | None = None) -> None:
         super().__init__(what, backward)
@@ -12,7 +12,7 @@ class ReadsDataError(Exception):
 
 
 class WritesInputError(Exception):
-    """An operation, at a line of a module, writes to an input."""
+    """An operation writes to an input."""
 
     def __init__(self, name: str, operation: str, path: str, source: str) -> None:
         super().__init__(name, operation, path, source)
@@ -20,10 +20,10 @@ class WritesInputError(Exception):
 
 
 class NeedsContentError(Exception):
-    """A value is looked at, and what it was computed from was not all computed."""
+    """A value is read that was not computed, because its kernels were skipped."""
 
 
 class NotRecordedError(Exception):
-    """The forward does something that is no operation; the text completes 'its forward …'."""
+    """The forward does something that is no operation; the text continues 'its forward …'."""
 
-    module_path: str | None = None  # where a backward does
+    module_path: str | None = None  # set if a backward does it

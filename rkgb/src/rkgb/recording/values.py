@@ -1,4 +1,4 @@
-"""What is known of the values of a step: their names, where they come from, their writers."""
+"""Facts about the values of a step: their names, their origins, their writers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Values:
         self.kinds: dict[str, str] = {}  # 'parameter', 'input', 'buffer' of externals
         self.buffers: dict[str, Tensor] = {}
         self.resident: set[str] = set()  # roots that exist before the step
-        self.known: set[str] = set()  # values made from numbers alone
-        self.given: set[str] = set()  # and those made from what is there before as well
-        self.wanting: set[str] = set()  # values that were seen to require a gradient
-        # Storage -> (operation, what it wrote), and storages that no operation has written to yet.
+        self.known: set[str] = set()  # values made only from numbers
+        self.given: set[str] = set()  # values made from these and from external values
+        self.wanting: set[str] = set()  # values with requires_grad
+        # Storage -> (operation, value written), and storages that no operation has written yet.
         self.written: dict[str, list[tuple[int, str]]] = {}
         self.blank: set[str] = set()
 
@@ -54,7 +54,7 @@ class Values:
     def results_of(
         self, base: str, tensors: Sequence[Tensor | None], *, may_alias: bool = True
     ) -> tuple[str, ...]:
-        """Name what an operation has made, '' where it made nothing; it may be views of others."""
+        """Name the results of an operation, '' for values that are no tensors."""
         results = []
         for tensor in tensors:
             if tensor is None:
@@ -74,29 +74,29 @@ class Values:
         return name
 
     def want(self, name: str, wanted: bool) -> None:
-        """Say whether a gradient flows to a value."""
+        """Set whether a value requires a gradient."""
         if wanted:
             self.wanting.add(name)
 
     def requires_grad(self, name: str) -> bool:
-        """Whether a gradient was seen to flow to the value."""
+        """Return whether the value requires a gradient."""
         return name in self.wanting
 
     def is_resident(self, name: str) -> bool:
-        """Whether the value lies in memory that exists before the step."""
+        """Return whether the value lies in memory from before the step."""
         return self.infos[name].alias_of in self.resident
 
     def is_overwritten(self, name: str) -> bool:
-        """Whether a value lies in memory from before the step that was written to."""
+        """Return whether a value lies in memory from before the step to which the step writes."""
         root = self.infos[name].alias_of
         return root in self.resident and root in self.written
 
     def is_mask(self, name: str) -> bool:
-        """Whether indexing with a value selects by its content."""
+        """Return whether indexing with a value selects by its content."""
         return self.infos[name].dtype in (torch.bool, torch.uint8)
 
     def knows_value_of(self, tensor: Tensor) -> bool:
-        """Whether the value of the tensor comes from numbers alone."""
+        """Return whether the tensor was made only from numbers."""
         name = self.name_of(tensor)
         return name is None or name in self.known
 
@@ -116,11 +116,11 @@ class Values:
         given: bool,
         is_random: bool,
     ) -> None:
-        """Note of an operation's results whether numbers, or the inputs, alone determine them."""
+        """Store whether only numbers, or only inputs, determine the results of an operation."""
         if writes:
             self.known.difference_update(writes)
             roots = {self.infos[name].alias_of for name in writes}
-            # A look must not write to what it looks at.
+            # A guard must not write to its inputs.
             if not given or is_random or not roots.isdisjoint(self.resident):
                 self.given -= {n for n in self.given if self.infos[n].alias_of in roots}
         elif known and not is_random:
@@ -129,7 +129,7 @@ class Values:
             self.given.update(n for n in results if n and not self.is_overwritten(n))
 
     def forget_origin(self, names: Sequence[str]) -> None:
-        """Let what lies in the memory of these values follow from nothing that is known."""
+        """Mark values in the memory of these as of unknown origin."""
         roots = {self.infos[name].alias_of for name in names if name}
         for values in (self.known, self.given):
             values -= {name for name in values if self.infos[name].alias_of in roots}

@@ -1,7 +1,7 @@
-"""What a forward may do that no kernel sees: found when it is called, and refused.
+"""Refuses calls in a forward that are no operations, and that a recording would lose.
 
-Values leave torch for numpy or Python without an operation; hooks and gradients of gradients are
-asked of autograd, which a recording below it does not see.
+Values are passed to numpy or Python without an operation. Hooks and inner backwards are calls of
+autograd, which a recording below it does not see.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _WITHOUT_OPERATION: dict[Any, str] = {
     Tensor.data.__set__: "gives a tensor other memory (tensor.data = ...)",  # type: ignore[attr-defined]
     Tensor.retain_grad: "keeps the gradient of what it computes, which would not come",
 }
-# What a recording would not do again, and what to do instead.
+# Calls that a recording would not repeat, with advice.
 _NOT_RECORDED = {
     "register_hook": "registers a hook on a tensor, which would not be called. Put it on a "
     "parameter, outside of forward",
     "grad": "calls torch.autograd.grad. Keep that part outside the wrapped module",
     "backward": "calls backward. Keep that part outside the wrapped module",
 }
-# They hand values to Python or to other libraries without any operation.
+# They pass values to Python or to other libraries without an operation.
 _READS = ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr")
 
 
@@ -83,7 +83,7 @@ class CallWatch(TorchFunctionMode):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Call a function of torch with plain numbers, and let its operations say which."""
+        """Call a function of torch with plain numbers, and note them for its operations."""
         found: list[int] = []
         plain_args, plain_kwargs = numbers.plain(tuple(args), found), numbers.plain(kwargs, found)
         if not found:
@@ -94,9 +94,9 @@ class CallWatch(TorchFunctionMode):
 
 
 def no_reading(recorder: Recorder) -> Patches:
-    """While active, values are handed to nobody but torch, unless they are constants.
+    """While active, reads of values outside torch are refused or guarded, except for constants.
 
-    Not a mode: autograd leaves modes while it runs a backward.
+    This is not a mode, because autograd leaves modes while it runs a backward.
     """
 
     def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,11 +112,11 @@ def no_reading(recorder: Recorder) -> Patches:
 
 
 def no_backward_inside(recorder: Recorder, roots: Sequence[Tensor]) -> Patches:
-    """While active, autograd is called for `roots` only: modes do not see what a backward calls."""
+    """While active, autograd may run only for `roots`; modes do not see calls of a backward."""
 
     def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            # Once more for each mode, such as torch.device(...), which hands on a tuple of them.
+            # Each mode, such as torch.device(...), calls this again with a tuple of the roots.
             if args and isinstance(args[0], (list, tuple)) and _same_objects(args[0], roots):
                 return original(*args, **kwargs)
             raise NotRecordedError("has a backward that calls autograd")
@@ -134,9 +134,7 @@ def _same_objects(first: Sequence[Any], second: Sequence[Any]) -> bool:
 
 
 def refused_calls(recorder: Recorder) -> Patches:
-    """While active, no call sets the state of torch's random numbers, branches on values, or hands
-    work to another thread or process.
-    """
+    """While active, refuse calls that seed torch, branch on values, or start threads."""
 
     def refusing(original: Callable[..., Any], error: Exception) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -155,14 +153,14 @@ def refused_calls(recorder: Recorder) -> Patches:
     places += [(p, name, seeds) for p in (torch, torch.random, torch.cuda) for name in _SEEDING]
     elsewhere = NotRecordedError("hands work to another thread or process, where nothing is seen")
     places += [(kind, name, elsewhere) for kind, name in _ways_to_others()]
-    # One function each: torch's compiler, if it is loaded now, compares them.
+    # Each gets its own function, because torch's compiler, if it is loaded later, compares them.
     return recorder.patched(
         [(p, n, refusing(getattr(p, n), error)) for p, n, error in places if hasattr(p, n)]
     )
 
 
 def _ways_to_others() -> Iterator[tuple[type, str]]:
-    """Yield by what a forward hands work to others: a recording sees its own thread alone."""
+    """Yield the calls that start threads or processes: a recording sees only its own thread."""
     # Not at the top: importing rkgb would load both.
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing.pool import Pool
@@ -176,17 +174,16 @@ def _ways_to_others() -> Iterator[tuple[type, str]]:
 
 @contextlib.contextmanager
 def as_written() -> Iterator[None]:
-    """While active, the user's code runs as it is written: nothing is compiled, nor run again."""
+    """While active, the user's code runs as written: without compilation and checkpointing."""
     with uncompiled(), transparent_checkpoints():
         yield
 
 
 @contextlib.contextmanager
 def transparent_checkpoints() -> Iterator[None]:
-    """While active, `torch.utils.checkpoint` runs what it is given, and nothing is run again.
+    """While active, `torch.utils.checkpoint` only calls its function: the plan decides.
 
-    What is kept and what is recomputed is the plan's to decide. What has no input that requires a
-    gradient gets none from a reentrant checkpoint, and here neither.
+    A reentrant checkpoint without an input that requires a gradient gives no gradient, here too.
     """
 
     def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
@@ -194,7 +191,7 @@ def transparent_checkpoints() -> Iterator[None]:
         with torch.set_grad_enabled(wants and torch.is_grad_enabled()):
             return function(*args)
 
-    # Its first call would load torch's compiler, only to keep away from it.
+    # Its first call would load torch's compiler, only to disable it.
     plain = getattr(torch_checkpoint.checkpoint, "__wrapped__", None)
     loads = plain is not None and not hasattr(plain, "__dynamo_disable")
     if loads:
@@ -213,16 +210,16 @@ def transparent_checkpoints() -> Iterator[None]:
 
 
 def _no_surroundings(*_args: Any, **_kwargs: Any) -> Iterator[None]:
-    """Stand in for the generator around what a checkpoint runs."""
+    """Replace the generator around the function of a checkpoint."""
     yield
 
 
 @functools.cache
 def _surroundings_of_checkpoints() -> str:
-    """Return the name of the generator that this torch runs around what a checkpoint is given.
+    """Return the name of the generator that this torch uses in a checkpoint.
 
     Raises:
-        TraceError: it calls none that is known, so that replacing it would do nothing.
+        TraceError: it calls no known one, so that replacing it would have no effect.
     """
     names = ("_checkpoint_without_reentrant_generator_impl", _OLDER_SURROUNDINGS)
     for name in names:
@@ -247,7 +244,7 @@ def _surroundings_of_checkpoints() -> str:
 
 @contextlib.contextmanager
 def no_idle_looks() -> Iterator[None]:
-    """While active, transformers does not look at the data only to give a warning."""
+    """While active, transformers does not read values only to give a warning."""
     base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     name = "warn_if_padding_and_no_attention_mask"
     if getattr(base, name, None) is None:

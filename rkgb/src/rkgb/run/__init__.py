@@ -1,10 +1,10 @@
 """From the order of a plan to Python code that runs one step of a recorded module.
 
 Gets a simplified graph and the steps of a plan; gives a forward function and a backward generator.
-Read views.py, kept_dims.py and overwrite.py (which graph is run), node_storages.py (what a node
-makes), freeing.py (what a call lets go), statements.py (what a program consists of), places.py
-(where it hands gradients over), state.py (what a recomputation must find), program.py (what is run,
-and when it is dropped), source.py (how it is written down), then bindings.py (what is called).
+Read views.py, kept_dims.py and overwrite.py (rewriting the graph), node_storages.py (the storages
+of a node), freeing.py (donation), statements.py (the parts of a program), places.py (hand-overs of
+gradients), state.py (state for recomputations), program.py (lowering), source.py (code generation),
+then bindings.py (the functions that are called).
 """
 
 from rkgb.run.node_storages import NodeStorage

@@ -1,9 +1,8 @@
 """The fastest way to call an operation from Python.
 
-An overload called by name goes through a generic, boxed way; torch's own Python bindings parse the
-same arguments about twice as fast. Which binding is the very same operation is not derived but
-tried: it is called once, and what reaches the dispatcher must be this overload with these
-arguments.
+An overload called by name goes through a generic, boxed path. Torch's own Python bindings parse the
+same arguments about twice as fast. A trial call shows whether a binding is the same operation:
+exactly this overload with these arguments must reach the dispatcher.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def choose_callee(op: Op, arguments: Callable[[], Arguments]) -> Callable[..., Any]:
-    """Return what runs `op` on `arguments()`: a binding of torch where one is the same call.
+    """Return the function that runs `op` on `arguments()`: a binding of torch if one is equal.
 
-    The arguments are made anew for each trial, since the operation may write to them.
+    Each trial gets new arguments, because the operation may write to them.
     """
     overload = getattr(op.target, "_op", op.target)
     if op.flags or getattr(op.target, "namespace", "") != "aten":
@@ -40,7 +39,7 @@ def choose_callee(op: Op, arguments: Callable[[], Arguments]) -> Callable[..., A
         try:
             with seen:
                 binding(*args, **kwargs)
-        except Exception:  # parses other arguments: not this one
+        except Exception:  # it takes other arguments
             continue
         if seen.is_exactly(op.target, args, kwargs):
             return binding  # type: ignore[no-any-return]
@@ -66,16 +65,16 @@ class _Seen(DispatchMode):
         return func(*args, **(kwargs or {}))
 
     def is_exactly(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Say whether one call was seen, of `target` with these arguments."""
+        """Return whether exactly one call was seen, of `target` with these arguments."""
         if len(self.calls) != 1:
             return False
         func, seen_args, seen_kwargs = self.calls[0]
-        # `mul.Scalar` is `mul.Tensor` with the number wrapped, which the binding does at once.
+        # `mul.Scalar` is `mul.Tensor` with the number wrapped; the binding wraps it directly.
         wraps = target._overloadname == "Scalar" and func._overloadname == "Tensor"
         if func is not target and not (wraps and func.overloadpacket is target.overloadpacket):
             return False
         names = [argument.name for argument in target._schema.arguments]
-        # What the bindings fill in where nothing is said.
+        # Defaults that the bindings fill in.
         defaults = {a.name: a.default_value for a in target._schema.arguments}
         defaults.update((n, v) for n, v in _FILLED_IN.items() if n in names)
         ours = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}

@@ -1,8 +1,8 @@
-"""Let a call free what only it still reads, as soon as it has read it.
+"""Donation: a call frees arguments that nobody else reads, after their last use inside.
 
-Gradients that nothing reads afterwards, and what the forward has kept for this backward alone, are
-dropped by the program when the backward of a node begins, in every plan. Compiled code and opaque
-pieces take a list that they empty, and so free each of them after its last use inside.
+When the backward of a node begins, the program drops gradients and saved tensors that nothing reads
+later, under every plan. Compiled code and opaque calls take them in a list that they empty, and
+free each one after its last use inside.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rkgb.graphs.uses import At, roots_of
 from rkgb.opaque.piece import RunPieceBackward
 from rkgb.run.node_storages import dying_in_backward, storages_of
 
-FREEING = (CompiledCall, RunPieceBackward)  # they say of arguments that they free them
+FREEING = (CompiledCall, RunPieceBackward)  # targets that take donated arguments
 
 
 def freeing(sg: SimplifiedGraph) -> SimplifiedGraph:
-    """Return a graph as it is run, whose backwards of several kernels free what is theirs."""
+    """Return the graph in which backwards of several kernels take donated arguments."""
     if not any(isinstance(op.target, FREEING) for node in sg.nodes for op in node.backward):
         return sg
     infos, home, last = sg.dataflow.infos, sg.producer, sg.uses_behind.last
@@ -29,7 +29,7 @@ def freeing(sg: SimplifiedGraph) -> SimplifiedGraph:
     tangents = filter(None, sg.dataflow.basic.tangent_names)
     held = {
         name for name in tangents if not infos[name].shape
-    }  # of losses: by autograd, to the end
+    }  # autograd holds those of losses to the end
 
     def frees(op: Op, at: At) -> Op:
         if not isinstance(op.target, FREEING):

@@ -1,8 +1,8 @@
 """Sums that keep the dimensions they sum over, only for a view to drop them.
 
-Autograd sums the gradient of a bias with `keepdim=True` and looks at the result without these
-dimensions. The same kernel gives that at once: torch makes the result with the dimensions kept, and
-returns it without them, with the strides that are left.
+Autograd sums the gradient of a bias with `keepdim=True`, then takes a view without these
+dimensions. The same kernel can return that view directly: torch makes the result with the
+dimensions and removes them at the end, with the same strides.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _SUM = torch.ops.aten.sum.dim_IntList
 def without_kept_dims(
     nodes: Sequence[SimplifiedNode], basic: BasicGraph
 ) -> tuple[list[SimplifiedNode], BasicGraph]:
-    """Return the nodes whose backwards sum without dimensions that nobody reads, and the facts."""
+    """Return the nodes with sums that drop dimensions directly, and the updated recording."""
     infos = basic.infos
-    now: dict[str, str] = {}  # storage of a sum that is no longer made -> what is in its place
+    now: dict[str, str] = {}  # storage of a removed sum -> its replacement
     readers = backward_uses(nodes, infos).readers
     changed = []
     for node in nodes:
@@ -56,11 +56,11 @@ def without_kept_dims(
 
 
 def _drops_dims(sum_: Op, view: Op, infos: Mapping[str, TensorInfo]) -> bool:
-    """Whether a view of a sum looks at all of it, without the dimensions that were summed over."""
+    """Return whether a view of a sum is all of it, without the summed dimensions."""
     if len(sum_.args) < 3 or sum_.args[2] is not True or len(view.results) != 1 or view.writes:
         return False
     kept, seen = infos[sum_.results[0]], infos[view.results[0]]
-    if not sum_.args[1] or not kept.shape:  # of no dimensions in particular: over all of them
+    if not sum_.args[1] or not kept.shape:  # no dimensions: a sum over all
         return False
     summed = {dim % len(kept.shape) for dim in sum_.args[1]}
     left = [dim for dim in range(len(kept.shape)) if dim not in summed]

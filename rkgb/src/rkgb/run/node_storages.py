@@ -1,4 +1,4 @@
-"""The storages that the nodes of a graph make, and who reads them: what a plan keeps or drops."""
+"""The storages that the nodes of a graph make, with their readers: what a plan keeps or drops."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rkgb.graphs.uses import roots_of
 
 @dataclass(frozen=True, slots=True)
 class NodeStorage:
-    """One storage that a node makes and somebody outside its forward reads.
+    """One storage that a node makes and that is read outside its forward.
 
-    A phantom is read by nobody but the node's own backward: statistics, masks, indices.
+    Only the node's own backward reads a phantom (statistics, masks, indices).
     """
 
     root: str  # the value that made it
@@ -29,10 +29,10 @@ class NodeStorage:
 
 
 def dying_in_backward(storages: Sequence[Sequence[NodeStorage]]) -> list[frozenset[str]]:
-    """Return, for each node, the storages that nothing reads after its backward, in any plan.
+    """Return for each node the storages that nothing reads after its backward, under any plan.
 
-    Afterwards only earlier nodes run. So a storage that none of them reads can go within the
-    backward, as soon as the last operation there has read it.
+    After it only earlier nodes run. So a storage that none of them reads can be freed within the
+    backward, after the last read there.
     """
     dying: list[set[str]] = [set() for _ in storages]
     for storage in (s for made in storages for s in made):
@@ -43,13 +43,13 @@ def dying_in_backward(storages: Sequence[Sequence[NodeStorage]]) -> list[frozens
 
 
 def storages_of(sg: SimplifiedGraph) -> tuple[tuple[NodeStorage, ...], ...]:
-    """Return, for each node, the storages that it makes and that are read from outside.
+    """Return for each node the storages that it makes and that are read from outside.
 
-    What lies in parameters, buffers, constants or inputs is nobody's, and left out.
+    Memory of parameters, buffers, constants and inputs is left out.
     """
     infos, uses, behind = sg.dataflow.infos, sg.uses, sg.uses_behind
     outputs, end = sg.output_roots, len(sg.nodes) - 1
-    leaving = roots_of(infos, sg.output_names) - outputs  # there until the forward returns
+    leaving = roots_of(infos, sg.output_names) - outputs  # alive until the forward returns
     found = []
     for index, node in enumerate(sg.nodes):
         made = []

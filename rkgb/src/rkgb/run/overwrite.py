@@ -1,13 +1,13 @@
-"""Gradients computed in the memory of a gradient that nothing reads afterwards.
+"""In-place reuse: gradients are computed in the memory of a gradient after its last use.
 
 Autograd adds and scales gradients into new tensors, because something else may still hold the old
-one. In a program with fixed steps the last reader of every gradient is known, so the result can be
-written over it: the same kernel on the same numbers, element by element, with one tensor less at
-the moment at which a backward tends to need most.
+ones. In a program with fixed steps the last use of every gradient is known, so the result can
+overwrite it. The kernel and its numbers are the same, and one tensor less is alive at the moment at
+which a backward often peaks.
 
-The gradient of a part (`x[0]`) is the gradient of the whole with zeros around. Where it is added to
-another one, only the part is added: queries, keys and values that are parts of one tensor then take
-its size once, and not three times.
+The gradient of a part (`x[0]`) is the gradient of the whole with zeros elsewhere. If it is added to
+another gradient, only the part is added. So queries, keys and values that are parts of one tensor
+take its size once instead of three times.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rkgb.run.part_sums import PART_SUMS
 
 _aten = torch.ops.aten
 
-# Kernels that treat every element by itself. Sum and product may be written over either operand...
+# Elementwise kernels. A sum or product may overwrite either operand...
 _IN_PLACE: Mapping[Any, Callable[..., Any]] = {
     _aten.add.Tensor: _aten.add_.Tensor,
     _aten.mul.Tensor: _aten.mul_.Tensor,
 }
-# ...and the derivative of an activation over the gradient that it is multiplied with.
+# ...and the backward of an activation may overwrite the incoming gradient.
 _INTO_GRADIENT: Mapping[Any, Callable[..., Any]] = {
     getattr(_aten, name).default: getattr(_aten, name).grad_input
     for name in (
@@ -46,7 +46,7 @@ _INTO_GRADIENT: Mapping[Any, Callable[..., Any]] = {
 def overwrite_gradients(
     nodes: Sequence[SimplifiedNode], basic: BasicGraph
 ) -> tuple[list[SimplifiedNode], BasicGraph]:
-    """Return the nodes with their backwards in place wherever they can be, and facts to match."""
+    """Return the nodes with in-place operations in their backwards, and the updated recording."""
     rewriting = _Rewriting(nodes, basic.infos)
     parts = {}
     for index in reversed(range(len(nodes))):
@@ -67,24 +67,24 @@ class _Rewriting:
     def __init__(self, nodes: Sequence[SimplifiedNode], infos: Mapping[str, TensorInfo]) -> None:
         self.nodes, self.infos = nodes, infos
         self.uses = backward_uses(nodes, infos)
-        self.into: dict[str, str] = {}  # storage that is no longer made -> the one it lies in
+        self.into: dict[str, str] = {}  # removed storage -> the one it lies in
         # Storages that the backward makes and may overwrite.
         self.own = {name for name in self.uses.maker if infos[name].alias_of == name}
         self.folded: set[str] = set()  # operations whose result is never made
-        for node in nodes:  # whose gradient is handed over may read it at any time
+        for node in nodes:  # the owner of a leaf may read its gradient at any time
             self.own -= roots_of(infos, (hand_over.value for hand_over in node.hand_overs))
             for op in node.backward:
                 if isinstance(op.target, (GradientCut, GradientPart)):  # hooks may keep it
                     self.own -= roots_of(infos, (*op.inputs, op.name))
 
     def root(self, storage: str) -> str:
-        """Return the storage that a recorded storage lies in now."""
+        """Return the storage in which a recorded storage lies now."""
         while storage in self.into:
             storage = self.into[storage]
         return storage
 
     def rewritten(self, op: Op, at: At) -> Op:
-        """Return the operation, in place if it can be."""
+        """Return the operation, in place if possible."""
         first = op.inputs[0] if op.inputs else ""
         if op.target in _IN_PLACE and len(op.args) == 2 and len(set(op.inputs)) == 2:
             for term, other in (op.inputs, op.inputs[::-1]):
@@ -109,7 +109,7 @@ class _Rewriting:
         return op
 
     def _part(self, op: Op, name: str, at: At) -> Op | None:
-        """Return what makes a term of a sum, if that is a part with zeros around, for it alone."""
+        """Return the operation that puts zeros around a part, if only this sum reads its result."""
         is_alone = name in self.own and len(self.uses.reads[name]) == 1
         if op.target is not _aten.add.Tensor or not is_alone:
             return None
@@ -125,7 +125,7 @@ class _Rewriting:
         self.into[op.results[0]] = self.infos[term].alias_of
 
     def _can_hold(self, term: str, op: Op, at: At) -> bool:
-        """Whether the result may lie in the memory of a term, and of no other that it reads."""
+        """Return whether the result may overwrite a term, which no other argument overlaps."""
         result, info = self.infos[op.results[0]], self.infos[term]
         others = [self.infos[name] for name in op.inputs if name != term]
         return (

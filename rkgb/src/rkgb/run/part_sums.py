@@ -1,7 +1,7 @@
 """Add the gradient of a part to the gradient of the whole, without making the zeros around it.
 
-The bits are those of the sum with zeros: outside of the part, minus zero plus zero is plus zero, so
-zeros are added there too.
+The bits are those of the sum with zeros. Outside of the part, zeros are added too, because minus
+zero plus zero is plus zero.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _aten = torch.ops.aten
 
 
 class PartSum:
-    """`whole += backward(part, ...)`, for one of autograd's functions that put zeros around."""
+    """`whole += backward(part, ...)`, for a backward that puts zeros around a part."""
 
     def __init__(self, name: str, borders: Callable[..., tuple[int, int, int]]) -> None:
         self.__name__ = name
         self._borders = borders  # dimension, begin, end
 
-    def __repr__(self) -> str:  # the same in every process: costs are kept under it
+    def __repr__(self) -> str:  # the same in every process: a key of recorded costs
         return f"rkgb.{self.__name__}"
 
     def __call__(self, whole: Tensor, part: Tensor, sizes: Sequence[int], *place: int) -> Tensor:

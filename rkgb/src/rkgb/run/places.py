@@ -1,8 +1,7 @@
-"""At which places of a backward gradients are handed over, the same for every kind of gradients.
+"""The places of a backward at which gradients are handed over, equal for every kind of backward.
 
-Which autograd nodes lead to leaves is decided by the forward. How gradients arrive decides only
-which of these nodes run. So the places are groups of those edges, and what a kind does not give
-is None there.
+The forward decides which autograd nodes lead to leaves. The kind of backward only decides which of
+these nodes run. So places are groups of these edges; gradients that a kind does not give are None.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from rkgb.graphs.simplified import SimplifiedGraph
 Step = tuple[Literal["F", "B"], int]
 Places = tuple[tuple[int, ...], ...]  # of edges, by their numbers in the recording
 
-# Gradients of so many bytes together are handed over, whatever room there is: an optimizer or the
+# Gradients of so many bytes are handed over even if there is headroom, because an optimizer or
 # other processes may be waiting for them.
 _MOST_WAITING_BYTES = 1 << 18
 
@@ -35,7 +34,7 @@ class Given:
 
 
 def given_by(sg: SimplifiedGraph, steps: Sequence[Step]) -> list[Given]:
-    """Return what the steps of a plan give, in order."""
+    """Return the parts of gradients that the steps of a plan make, in order."""
     numbers: dict[tuple[str, int], deque[int]] = defaultdict(deque)
     for edge, key in enumerate(sg.dataflow.basic.edges):
         numbers[key].append(edge)
@@ -50,11 +49,11 @@ def given_by(sg: SimplifiedGraph, steps: Sequence[Step]) -> list[Given]:
 def waiting_places(
     sg: SimplifiedGraph, steps: Sequence[Step], spare_bytes: Sequence[int] = ()
 ) -> Places:
-    """Return a place for each backward, or one for several, where there is room to wait.
+    """Return a place for each backward, or one for several if there is headroom to wait.
 
-    `spare_bytes` says for each step how much more memory may be in use during it. Gradients of
-    leaves wait there for the next ones, since a hand-over costs as much as a small operation. What
-    these steps do not give has places of its own: nobody knows how much it would need.
+    `spare_bytes` is the headroom of each step. Gradients of leaves wait within it for later ones,
+    because a hand-over costs as much as a small operation. Edges whose gradients these steps do not
+    make get separate places, because their size is not known.
     """
     parts: dict[int, list[Given]] = {}
     for given in given_by(sg, steps):
@@ -62,14 +61,14 @@ def waiting_places(
     found: list[list[Given]] = []
     waiting: list[Given] = []
     room = 0
-    known: set[str] = set()  # leaves that autograd holds a part of the gradient of
+    known: set[str] = set()  # leaves with a part of their gradient in autograd
     for t in range(len(steps)):
         room = min(room, spare_bytes[t]) if spare_bytes else -1
         kind, index = steps[t]
         if kind == "B" and any(
             isinstance(op.target, GradientCut) for op in sg.nodes[index].backward
         ):
-            room = -1  # what was made before the gradient of an output goes before
+            room = -1  # earlier gradients are handed over before an output's
         if t not in parts:
             continue
         if waiting and _bytes(sg, waiting, known) <= min(room, _MOST_WAITING_BYTES):
@@ -91,7 +90,7 @@ def waiting_places(
 def single_places(
     sg: SimplifiedGraph, steps: Sequence[Step], spare_bytes: Sequence[int] = ()
 ) -> Places:
-    """Return a place for each edge, in eager's order as far as there is room to wait for it."""
+    """Return a place for each edge, in eager's order as far as the headroom allows waiting."""
     places = tuple((edge,) for edge in range(len(sg.dataflow.basic.edges)))
     held = held_bytes(sg, steps, places)
     if all(more <= spare for more, spare in zip(held, spare_bytes or [0] * len(held), strict=True)):
@@ -100,7 +99,7 @@ def single_places(
 
 
 def ends_of(given: Sequence[Given], places: Places) -> list[int]:
-    """Return for each place the step after which all is there that it and those before give."""
+    """Return for each place the step after which it and all earlier places are complete."""
     made = {part.edge: part.step for part in given}
     ends: list[int] = []
     end = min(made.values(), default=0)
@@ -111,7 +110,7 @@ def ends_of(given: Sequence[Given], places: Places) -> list[int]:
 
 
 def held_bytes(sg: SimplifiedGraph, steps: Sequence[Step], places: Places) -> list[int]:
-    """Return for each step how much is held that its own hand-over would have freed before."""
+    """Return for each step the bytes of waiting gradients, which separate hand-overs would free."""
     given = given_by(sg, steps)
     end_of = {
         edge: end
@@ -126,7 +125,7 @@ def held_bytes(sg: SimplifiedGraph, steps: Sequence[Step], places: Places) -> li
 
 
 def _bytes(sg: SimplifiedGraph, waiting: Sequence[Given], known: set[str]) -> int:
-    """Return what is not freed while a hand-over waits: sums wait for their last part, too."""
+    """Return the bytes of waiting gradients; sums in autograd also wait for their last part."""
     infos = sg.dataflow.infos
     roots = {infos[part.value].alias_of for part in waiting}
     sums = {infos[part.leaf].alias_of for part in waiting if part.leaf in known}

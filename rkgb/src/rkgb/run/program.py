@@ -1,11 +1,11 @@
-"""One step as a list of statements: what is called, in which order, and when it is dropped.
+"""Lowering: one step as a list of statements, with calls, copies and drops.
 
-A plan says only in which order forwards F(k) and backwards B(k) run. Here everything that it
-implies is written out: recomputed forwards draw the random numbers of the first, read buffers as
-they were and write none; a variable is dropped once nothing reads it before it is made again.
-Inside a part, variables go after their last use. What the part found there, and what it makes for
-others, stays to its end, so that its peak does not depend on the plan; but what no plan needs after
-a backward goes within it.
+A plan only says in which order forwards F(k) and backwards B(k) run. The program adds everything
+that follows. Recomputed forwards draw the random numbers of the first forward, read buffers as they
+were then, and write none. A variable is dropped if nothing reads it before it is made again. Inside
+a part, local variables are dropped after their last use. Inputs and results of the part live to its
+end, so that its peak does not depend on the plan. Variables that no plan needs after a backward are
+dropped within it.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from rkgb.run.statements import (
 def lower_step(
     sg: SimplifiedGraph, steps: Sequence[Step], places: Places | None = None
 ) -> StepProgram:
-    """Return the program of a plan: F of every node once in order, then F and B as they come.
+    """Return the program of a plan: F of every node once in order, then the F and B of the steps.
 
-    It hands gradients over at these places, or without them after each B that gives some.
+    It hands gradients over at `places`; without them, after each B that makes some.
     """
     return _Lowering(sg, steps, waiting_places(sg, steps) if places is None else places).run()
 
 
 def for_backward_alone(program: StepProgram) -> StepProgram:
-    """Return the program of a forward that runs once more, whose outputs the user has already.
+    """Return the program of a second forward, whose outputs the user already has.
 
-    They go after their last use, unless the backward reads them.
+    Outputs are dropped after their last use, unless the backward reads them.
     """
     idle = set(program.outputs).difference(program.saved, program.externals)
     lines: list[Statement] = []
@@ -65,11 +65,12 @@ def for_backward_alone(program: StepProgram) -> StepProgram:
 
 
 def without_idle_steps(sg: SimplifiedGraph, steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Return the steps of a plan for more gradients without what `sg` does not need.
+    """Return the steps of a plan for more gradients, without the ones that `sg` does not need.
 
-    Backwards of nodes without one go, and recomputations that only they needed. What remains alive
-    is a subset at every step, so a budget that the plan keeps is kept. A node that has a backward
-    only here (its operations belonged to another node's with more gradients) gets it in order.
+    Backwards of nodes without a backward are left out, and recomputations that only these need. At
+    every step the live values are a subset, so the plan's budget still holds. A node may have a
+    backward only here, if its operations belonged to another node's backward with more gradients.
+    It is inserted in order.
     """
     steps = _with_other_backwards(sg, steps)
     storages = [s for part in storages_of(sg) for s in part]
@@ -170,7 +171,7 @@ class _Lowering:
         return [Begin("F", index, again=True), *self._again(t, index, node)]
 
     def _kept(self, index: int, node: SimplifiedNode) -> list[Statement]:
-        """Keep what a recomputation of the node will need, if there is one."""
+        """Return statements that save the state for a recomputation of the node, if any."""
         if self.last_forward[index] < self.count:
             return []
         kept: list[Statement] = [Draw(f"random_{index}", "keep")] if node.is_random else []
@@ -191,7 +192,7 @@ class _Lowering:
                 renamed[name] = f"{copied}_again"
                 if name == copied:
                     before.append(Copy(f"{name}_again", f"{name}_of_{index}"))
-        # What the user or the module holds stays as it is; the new copy of it is dropped at once.
+        # The user or the module holds the first result; the recomputed one is dropped at once.
         held = self.output_roots | self.sg.written_roots
         for op in ops:
             for name in op.results:
@@ -204,7 +205,7 @@ class _Lowering:
         return tuple(n for n in self.sg.dataflow.basic.externals if n in read)
 
     def _hand_over(self, parts: list[list[Statement]]) -> None:
-        """Hand over at each place what there is for it, once all of it is there."""
+        """Add a hand-over for each place, once its gradients are complete."""
         given = given_by(self.sg, self.steps)
         if not given:
             return
@@ -219,7 +220,7 @@ class _Lowering:
     def _with_drops(
         self, parts: Sequence[Sequence[Statement]], externals: set[str]
     ) -> list[list[Statement]]:
-        """Put a drop behind the last use of every variable, walking the program backwards."""
+        """Add a drop after the last use of every variable, going backwards through the program."""
         outputs = set(self.outputs)
         needed: set[str] = set()  # read later, before it is made again
         result: list[list[Statement]] = []
@@ -237,7 +238,7 @@ class _Lowering:
             for statement in reversed(part):
                 uses = dict.fromkeys((*made_by(statement), *read_by(statement)))
                 dead = [n for n in uses if n not in live and n not in externals]
-                # One random state at a time is enough; what is handed over goes with it.
+                # Random states are dropped one at a time; a hand-over drops its own values.
                 if not isinstance(statement, Draw | Give):
                     late.update((n, None) for n in dead if self._stays(n, made, dying))
                 now = tuple(n for n in dead if n not in late)
@@ -260,11 +261,11 @@ class _Lowering:
         return result
 
     def _stays(self, name: str, made: set[str], dying: frozenset[str] | None) -> bool:
-        """Say whether a variable stays to the end of the part that uses it last.
+        """Return whether a variable lives to the end of the part with its last use.
 
-        `dying` are the storages that go within a backward whatever the plan; None in a forward.
+        `dying` are the storages that a backward frees under every plan; None in a forward.
         """
-        if dying is not None:  # gradients go at once
+        if dying is not None:  # gradients are freed at once
             return name in self.sg.producer and self._root(name) not in dying
         return name not in made or (name in self.infos and self._root(name) in self.for_others)
 
@@ -273,7 +274,7 @@ class _Lowering:
 
 
 def _freeing(statement: Call, dead: Sequence[str]) -> tuple[Call, tuple[str, ...]]:
-    """Return a call with what it is to free by itself, and what else is dead after it."""
+    """Return a call with donated arguments, and the other variables that are dead after it."""
     op = statement.op
     if not isinstance(op.target, FREEING):
         return statement, tuple(dead)
@@ -283,7 +284,7 @@ def _freeing(statement: Call, dead: Sequence[str]) -> tuple[Call, tuple[str, ...
 
 
 def _calls_and_cuts(node: int, ops: Sequence[Op]) -> list[Statement]:
-    """Return the statements of a backward; last parts go where the whole is received."""
+    """Return the statements of a backward, with hand-overs of parts of outputs' gradients."""
     lines: list[Statement] = []
     for op in ops:
         if not isinstance(op.target, (GradientCut, GradientPart)):

@@ -1,8 +1,8 @@
-"""Values that a forward has looked at: found again at another call, from its inputs alone.
+"""Guards on values: a forward's reads of values, evaluated again for another call.
 
-A recording holds for every call in which Python would see the same: is the mask all ones, how many
-rows are chosen, is the largest label in range. Only what follows from inputs, buffers and constants
-is looked at before the step runs; the operations that lead there are few.
+A recording holds for every call in which Python reads the same values: whether the mask is all
+ones, how many rows are chosen, whether the largest label is in range. Only values that follow from
+inputs, buffers and constants are evaluated before the step runs; this takes few operations.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rkgb.torch_api.torch_private import straight_to_kernels
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What the forward of a recording has looked at, and how to look again."""
+    """The guards on values of a recorded forward, and how to evaluate them."""
 
     basic: BasicGraph
 
     @cached_property
     def parts(self) -> tuple[tuple[tuple[Op, ...], Read], ...]:
-        """For each look, the operations that lead there and that no earlier one has run."""
+        """For each guard, the operations that it needs beyond those of earlier guards."""
         basic = self.basic
         done: set[int] = set()
         found = []
@@ -41,18 +41,18 @@ class Outcomes:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What was looked at, where, and what was seen."""
+        """For each guard, what was read, where, and the recorded value."""
         return tuple(map(str, self.basic.reads))
 
     def hold(self, external: Mapping[str, Tensor]) -> bool:
-        """Whether a call with these external values sees what the recording has seen."""
+        """Return whether all guards hold for a call with these external values."""
         if not self.basic.reads:
             return True
         values: dict[str, Any] = dict(external)
         try:
             with torch.no_grad(), straight_to_kernels():
                 return all(self._holds(ops, read, values) for ops, read in self.parts)
-        except (RuntimeError, IndexError, ValueError):  # other values, for which nothing is known
+        except (RuntimeError, IndexError, ValueError):  # the operations fail for these values
             return False
 
     def _holds(self, ops: Sequence[Op], read: Read, values: dict[str, Any]) -> bool:
@@ -64,7 +64,7 @@ class Outcomes:
 
 
 def seen(read: Read, values: Mapping[str, Any]) -> Any:
-    """Return what a look sees."""
+    """Return the value that a guard compares."""
     if read.kind == "content":
         return content_of(values[read.op.inputs[0]])
     made = _run(read.op, values)
@@ -74,7 +74,7 @@ def seen(read: Read, values: Mapping[str, Any]) -> Any:
 
 
 def content_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the elements of a tensor and its shape, to be compared."""
+    """Return the elements of a tensor and its shape, for comparison."""
     return (tuple(tensor.shape), *tensor.detach().reshape(-1).tolist())
 
 
@@ -84,6 +84,6 @@ def _run(op: Op, values: Mapping[str, Any]) -> Any:
 
 
 def _leading(basic: BasicGraph, read: Read) -> set[int]:
-    """Return the operations of the forward that a look depends on."""
+    """Return the operations of the forward on which a guard depends."""
     ops = basic.ops[: read.position]
     return set(live_ops(basic.infos, ops, read.op.inputs, lambda _: False))

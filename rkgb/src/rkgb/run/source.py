@@ -1,4 +1,4 @@
-"""Write a step program down as Python source, and compile it.
+"""Code generation: a step program as Python source, compiled.
 
     def forward(externals):
         p_weight, p_bias, args_0 = externals; externals.clear()
@@ -83,8 +83,8 @@ class CompiledStep:
     """A step program as two functions; the source is for people."""
 
     program: StepProgram
-    # Takes the externals in order, empties the list; returns the outputs and what it leaves over.
-    # A graph with `numbers` takes these too, here and in the backward.
+    # Takes the externals in order and empties the list; returns the outputs and the saved tensors.
+    # If the graph has unspecialised numbers, it takes these too, here and in the backward.
     forward: Callable[..., tuple[list[Tensor], list[Any]]]
     # Takes what the forward left and the gradients of the outputs, and empties both lists; then
     # `sums`, where the program makes some. Yields the gradients of each `Give`, in order, as a list
@@ -96,15 +96,15 @@ class CompiledStep:
 
     @cached_property
     def forward_again(self) -> Callable[..., tuple[list[Tensor], list[Any]]]:
-        """The forward once more, for its backward alone: it returns no outputs."""
+        """The second forward for another backward: it returns no outputs."""
         return self.other(for_backward_alone(self.program)).forward
 
 
 def compile_step(sg: SimplifiedGraph, program: StepProgram, callee: Callee) -> CompiledStep:
     """Return the functions of a program; `callee` gives the function that runs an operation.
 
-    Under a profiler of the user's, a second form runs, made when it is first needed: it names each
-    part of the step, as the comments of the source do, for `torch.profiler` and its traces.
+    Under a user's profiler a second form runs, which is made when it is first needed. It names each
+    part of the step for `torch.profiler` and its traces, like the comments of the source.
     """
     plain, source = _functions(sg, program, callee)
 
@@ -189,9 +189,10 @@ class _Writer:
         return ", ".join(map(_variable, names))
 
     def backward_lines(self, statement: Statement) -> list[str]:
-        """Return the lines of a statement; forwards run in grad mode there too.
+        """Return the lines of a statement of the backward, in which forwards run in grad mode.
 
-        Some kernels are chosen by it, or make what a backward needs only then (LSTM on a CPU).
+        Grad mode decides between some kernels, and whether they return what a backward needs (LSTM
+        on a CPU).
         """
         if isinstance(statement, Draw) and statement.name == "random_now":
             return self._moved_back(statement)
@@ -203,9 +204,9 @@ class _Writer:
         return [*self.lines(statement), *switch]
 
     def _moved_back(self, statement: Draw) -> list[str]:
-        """Return the lines between which random numbers are drawn again, also if something raises.
+        """Return the lines around a recomputation that draws random numbers again.
 
-        Whoever is interrupted there goes on with the numbers that come after the forward.
+        They restore the random state even if something raises in between.
         """
         self.in_try = statement.kind == "keep"
         lines = self.lines(statement)
@@ -238,7 +239,7 @@ class _Writer:
             case Draw(name, _):
                 return [f"put_back_random({name})"]
             case Give(_, gradients, dropped):
-                # What runs while gradients are handed over is autograd's, and not this part's.
+                # Code that runs during a hand-over is autograd's and not part of this span.
                 values = [_variable(value) if value else "None" for _, value in gradients]
                 values += [f"*sums.end({leaf!r}, {added})" for leaf, added in statement.ends]
                 lines = [*self.end_of_span(), f"given = [{', '.join(values)}]"]
@@ -246,20 +247,21 @@ class _Writer:
                 lines += [f"del {self.names(dropped)}"] if dropped else []
                 if not statement.receives:
                     return [*lines, "yield given"]
-                # In a list, since who sends an argument holds it until the next hand-over.
+                # In a list, because the caller of `send` holds its argument until the next
+                # hand-over.
                 return [*lines, f"{_variable(statement.receives)} = (yield given).pop()"]
             case Sum("first", leaf, value):
                 n = self.sums.setdefault(leaf, len(self.sums))
                 return [f"sum_of_{n}, late_for_{n} = sums.first({leaf!r}, {_variable(value)})"]
             case Sum(_, leaf, value):
-                # In one line, since a variable would keep the sum from being autograd's alone.
+                # In one line, because a variable would be a second owner of the sum.
                 n, name = self.sums[leaf], _variable(value)
                 return [
                     f"late_for_{n}({name}) if sum_of_{n}() is None else sum_of_{n}().add_({name})"
                 ]
 
     def end_of_span(self) -> list[str]:
-        """Return the line that ends the span that is open, if any."""
+        """Return the line that ends the open span, if there is one."""
         was, self.in_span = self.in_span, False
         return ["span.__exit__(None, None, None)"] if was else []
 
@@ -277,7 +279,7 @@ class _Writer:
     def _boxed_call(
         self, op: Op, target: CompiledCall | RunPieceBackward, frees: Sequence[str]
     ) -> list[str]:
-        """Write a call that takes a list and empties it."""
+        """Return the lines of a call that takes a list and empties it."""
         results = [_variable(name) if name else "_" for name in op.results]
         made = f"{', '.join(results)}{',' if len(results) == 1 else ''} = "
         function = self._constant(target.run, op.target_name)
@@ -324,5 +326,5 @@ def _begun_span(name: str) -> record_function:
 
 
 def plain_callee(op: Op) -> Callable[..., Any]:
-    """Return what runs an operation: the overload itself, without a look at its arguments."""
+    """Return the function that runs an operation: the overload, whatever its arguments."""
     return calling_with(op.flags, getattr(op.target, "_op", op.target))

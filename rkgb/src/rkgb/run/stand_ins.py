@@ -1,4 +1,4 @@
-"""Tensors that stand in for recorded values: as they lay in memory, with contents that are valid.
+"""Stand-ins for recorded values: tensors of the same layout with valid contents.
 
 found = StandIns(basic.infos, basic.device, external)
 found["addmm"], found["view"]       # in one storage, if they were recorded so
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from rkgb.elements.tensor_info import TensorInfo
 
-_DRAWN = 1 << 14  # random numbers of which a tensor is made
-_APART = 1 << 10  # so many places may lie between the first numbers of two tensors
+_DRAWN = 1 << 14  # random numbers that are repeated in long tensors
+_APART = 1 << 10  # number of different offsets at which tensors start
 
 
 class Drawn:
-    """Random numbers, valid as probabilities, roots and logarithms; drawn once for each type.
+    """Random numbers in the domain of probabilities, roots and logarithms, drawn once per type.
 
-    Drawing takes longer than most operations on them: a long tensor repeats its first ones, and
-    another tensor has the same ones from another place on.
+    Drawing takes longer than most operations on them. So long tensors repeat their first numbers,
+    and different tensors have the same numbers from different offsets.
     """
 
     def __init__(self) -> None:
@@ -47,9 +47,9 @@ class Drawn:
 class StandIns:
     """Makes each value on demand; values that shared a storage share one here.
 
-    What is `external` serves as it is, or as a copy where it is `written` to. `chosen` says how
-    many elements of a mask are true, where that decides sizes. Without numbers that are `drawn`,
-    floating ones are all the same, which is faster.
+    `external` tensors are used directly, or copied if they are `written`. `chosen` is the number of
+    true elements of masks that decide sizes. Without `drawn` numbers, floating-point tensors are
+    filled with a constant, which is faster.
     """
 
     def __init__(

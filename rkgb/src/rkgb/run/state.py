@@ -1,9 +1,9 @@
-"""What a recomputation must find as the first run found it: memory that the forward writes to.
+"""The state that a recomputation needs: memory to which the forward writes.
 
-Buffers outlive the step, and so does what lies in their memory: views of them, and what operations
-return that write into them. Another forward may have written there before a backward comes. So a
-recomputation reads copies, made when the node ran first. Whatever a plan runs again, what the
-backward itself reads there is what autograd has saved, and whoever runs it looks at versions.
+Buffers outlive the step, and so do values in their memory: views of them, and results of operations
+that write into them. Another forward may write there before the backward runs. So a recomputation
+reads copies, which are made when the node runs first. The backward itself reads what autograd has
+saved; the runtime guards its versions.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _NO_NAMES: Mapping[str, str] = {}
 
 
 def copied_for_rerun(sg: SimplifiedGraph, node: SimplifiedNode) -> Mapping[str, str]:
-    """Return what a recomputation of `node` reads from a copy, and the value that is copied.
+    """Return the values that a recomputation of `node` reads from copies, and the copied values.
 
-    Names of one place in memory share a copy.
+    Names with the same place in memory share a copy.
     """
     if not sg.written_roots:
         return _NO_NAMES
@@ -40,14 +40,15 @@ def copied_for_rerun(sg: SimplifiedGraph, node: SimplifiedNode) -> Mapping[str, 
 
 
 def rerun_state(sg: SimplifiedGraph, node: SimplifiedNode) -> tuple[str, ...]:
-    """Return the values that a recomputation of `node` needs as they were before its first run."""
+    """Return the values that are copied before the first run of `node`, for recomputations."""
     return tuple(dict.fromkeys(copied_for_rerun(sg, node).values()))
 
 
 def runs_once(sg: SimplifiedGraph, node: SimplifiedNode) -> bool:
-    """Whether copies of what `node` needs as it was would not be what it has run on.
+    """Return whether copies could not replace the inputs of `node` in a recomputation.
 
-    It writes to memory of which it reads several values, or reads a part that does not lie densely.
+    This is so if it writes to memory of which it reads several values, or reads a part that is not
+    dense.
     """
     copied = [sg.dataflow.infos[name] for name in rerun_state(sg, node)]
     if not copied:
@@ -58,7 +59,7 @@ def runs_once(sg: SimplifiedGraph, node: SimplifiedNode) -> bool:
 
 
 def rerun_ops(sg: SimplifiedGraph, node: SimplifiedNode) -> tuple[Op, ...]:
-    """Return what a recomputation of `node` runs: without updates that nothing in it reads."""
+    """Return the operations of a recomputation of `node`, without updates that nothing reads."""
     if any(isinstance(op.target, RunPiece) for op in node.ops):
         node = replace(node, ops=tuple(map(piece_again, node.ops)))
     if not node.written_buffers:
@@ -72,7 +73,7 @@ def rerun_ops(sg: SimplifiedGraph, node: SimplifiedNode) -> tuple[Op, ...]:
     def bare(op: Op) -> Op:
         if op.target_name not in BATCH_NORMS or not only_updates(op):
             return op
-        # Only evaluation reads the statistics: without them no other result changes.
+        # In training mode nothing else depends on the running statistics.
         return replace(op, args=(*op.args[:3], None, None, *op.args[5:]), writes=())
 
     ops = tuple(map(bare, node.ops))

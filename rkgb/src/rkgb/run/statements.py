@@ -1,4 +1,4 @@
-"""The statements of a step program, and what each reads and makes."""
+"""The statements of a step program, with the variables that each reads and makes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rkgb.elements import CompiledCall, Op
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A part of the program begins: F(k), again or not, or B(k)."""
+    """Begin of a part: F(k), perhaps as a recomputation, or B(k)."""
 
     kind: Literal["F", "B"]
     node: int
@@ -21,7 +21,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Run one operation, which frees some of its arguments by itself."""
+    """Run one operation; the arguments `frees` are donated to it."""
 
     op: Op
     frees: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Forget these variables."""
+    """Delete these variables."""
 
     names: tuple[str, ...]
 
@@ -44,7 +44,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Keep the random state as `name`, or put the one of that name back."""
+    """Save the random state as `name`, or restore the one of that name."""
 
     name: str
     kind: Literal["keep", "put back"]
@@ -52,10 +52,10 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """Hand gradients over: (leaf, value or "" for none), in order; the values are dropped by it.
+    """Hand gradients over to autograd: (leaf, value or "" for none), in order; it drops the values.
 
-    With them go what is left of sums that end here: (leaf, how many were added to its first).
-    Parts of an output's gradient go alone; with the last, the whole is received as a value.
+    `ends` are the sums that end here: (leaf, number of gradients added to its first). Parts of an
+    output's gradient are handed over alone; after the last one the sum is received as a value.
     """
 
     node: int
@@ -67,9 +67,9 @@ class Give:
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """Whose gradients these are; one that is added to its first may come after all.
+        """The leaves of these gradients, including those of sums that end here.
 
-        Parts of the gradient of an output go to no leaf.
+        Parts of the gradient of an output have no leaf.
         """
         if self.output:
             return ()
@@ -79,7 +79,7 @@ class Give:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Add a value to the gradient of a leaf that was handed over first, or say that it is this."""
+    """Mark a value as the first gradient of a leaf, or add it to the first one."""
 
     kind: Literal["first", "add"]
     leaf: str
@@ -91,18 +91,18 @@ Statement = Begin | Call | Drop | Copy | Draw | Give | Sum
 
 @dataclass(frozen=True)
 class StepProgram:
-    """The statements of a forward and of its backward, and what passes from one to the other."""
+    """The statements of a forward and of its backward, with inputs, outputs and saved tensors."""
 
     forward: tuple[Statement, ...]
     backward: tuple[Statement, ...]
     externals: tuple[str, ...]  # what the forward takes, in order
     outputs: tuple[str, ...]  # values that the user gets
-    saved: tuple[str, ...]  # variables that the forward leaves to the backward
+    saved: tuple[str, ...]  # variables that the forward saves for the backward
     tangents: tuple[str, ...]  # gradients of outputs that the backward takes
 
     @cached_property
     def gives(self) -> tuple[Give, ...]:
-        """What the backward hands over, in order."""
+        """The hand-overs of the backward, in order."""
         return tuple(s for s in self.backward if isinstance(s, Give))
 
     @property
@@ -114,17 +114,17 @@ class StepProgram:
 
     @cached_property
     def has_sums(self) -> bool:
-        """Whether the backward adds gradients to what it has handed over."""
+        """Whether the backward adds gradients to ones that it has handed over."""
         return any(isinstance(s, Sum) for s in self.backward)
 
     @cached_property
     def runs_again(self) -> bool:
-        """Whether a forward is run again in the backward."""
+        """Whether the backward recomputes a forward."""
         return any(isinstance(s, Begin) and s.again for s in self.backward)
 
     @cached_property
     def read_again(self) -> frozenset[str]:
-        """What the backward reads to compute again what the forward has computed."""
+        """The variables that recomputations in the backward read."""
         found: set[str] = set()
         again = False
         for statement in self.backward:
@@ -169,7 +169,7 @@ def read_by(statement: Statement) -> tuple[str, ...]:
 
 
 def free_variables(statements: Iterable[Statement]) -> set[str]:
-    """Return what the statements read and have not made before."""
+    """Return the variables that the statements read without having made them."""
     made: set[str] = set()
     free: set[str] = set()
     for statement in statements:

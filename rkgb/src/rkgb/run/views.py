@@ -1,13 +1,13 @@
-"""A graph as it is run: with fewer views, and its backward cut to its nodes.
+"""The graph that is run: with fewer views, and with its backward divided among the nodes.
 
-A view is its geometry on a storage: shape, strides, offset. Two views of one geometry are one (a
-weight's gradient that is transposed twice), and a chain of views of which only the last is read is
-one call of `as_strided` on what the chain began with. So is a single view, since that call is the
-fastest.
+A view is a geometry on a storage: shape, strides, offset. Two views with the same geometry are
+merged (a weight's gradient that is transposed twice). A chain of views of which only the last is
+read becomes one call of `as_strided` on the start of the chain. So does a single view, because that
+call is the fastest.
 
-What comes from outside (parameters, inputs, gradients of outputs) lies somewhere else in its
-storage at another step, and two that share memory when recorded need not share it then. So views of
-it never state an offset, and those of one are never taken for those of another.
+External tensors (parameters, inputs, gradients of outputs) may have another offset in their storage
+at another step. Two of them that share memory in the recording may not share it then. So views of
+them never state an offset, and views of different ones are never merged.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _AS_FAST = (_AS_STRIDED, torch.ops.aten.t.default)
 
 @dataclass(frozen=True)
 class RunnableGraph:
-    """A graph to run, and how its forward's views go by other names than in the recording."""
+    """A graph to run, and the views of the recorded forward that it leaves out."""
 
     graph: SimplifiedGraph
-    same: Mapping[str, str]  # view that was left out -> value of the same geometry
-    sources: Mapping[str, str]  # view that was left out in a chain -> what the chain began with
+    same: Mapping[str, str]  # removed view -> value of the same geometry
+    sources: Mapping[str, str]  # removed view in a chain -> the start of the chain
 
     def with_backward(self, basic: BasicGraph) -> SimplifiedGraph:
         """Return the graph with the backward of another recording of the same forward."""
@@ -47,7 +47,7 @@ class RunnableGraph:
 
 
 def runnable(sg: SimplifiedGraph) -> RunnableGraph:
-    """Return `sg` as it is run: the same nodes, the same values returned, fewer calls."""
+    """Return the graph that is run for `sg`: the same nodes and results, with fewer calls."""
     views = _Views(sg.dataflow.basic, {}, {}, frozenset(sg.output_names))
     views.note(sg.dataflow.basic.externals)
     forward = [views.merged(node.ops) for node in sg.nodes]
@@ -56,7 +56,7 @@ def runnable(sg: SimplifiedGraph) -> RunnableGraph:
     uses.update(reads)
     uses.update(sg.output_names)
     fused = [views.fused(part, uses) for part in forward]
-    # A node of nothing but views that are left out keeps them: plans count nodes.
+    # A node that would become empty keeps its views, because plans count nodes.
     pairs = zip(sg.nodes, fused, strict=True)
     nodes = [replace(node, ops=tuple(ops) or node.ops) for node, ops in pairs]
     graph = replace(sg, nodes=tuple(nodes))
@@ -98,8 +98,8 @@ class _Views:
         returned: frozenset[str],
     ) -> None:
         self.infos, self.same = basic.infos, same
-        self.outside = _from_outside(basic)  # value -> what from outside it is a view of
-        self.returned = returned  # each is a tensor of its own, with a gradient of its own
+        self.outside = _from_outside(basic)  # value -> the external tensor that it is a view of
+        self.returned = returned  # each is a separate tensor with a separate gradient
         self.sources = dict(sources)
         self.first: dict[tuple[object, ...], str] = {}
 
@@ -111,7 +111,7 @@ class _Views:
             self.first.setdefault(self._geometry(name), name)
 
     def restored(self, ops: Iterable[Op], made: set[str]) -> list[Op]:
-        """Make views again that the forward has left out and this backward reads."""
+        """Restore views that the forward leaves out and this backward reads."""
         result: list[Op] = []
         for op in ops:
             for name in op.inputs:
@@ -133,13 +133,13 @@ class _Views:
         )
 
     def _strided_args(self, base: str, like: str) -> tuple[Any, ...]:
-        """Return what `as_strided` takes to make the view `like` of `base`."""
+        """Return the arguments of `as_strided` that make the view `like` of `base`."""
         info = self.infos[like]
         offset = () if info.offset == self.infos[base].offset else (info.offset,)
         return (Ref(base), info.shape, info.stride, *offset)
 
     def _can_be_strided(self, base: str, like: str) -> bool:
-        """Whether the view `like` of `base` is the same wherever `base` lies in its storage."""
+        """Return whether the view `like` does not depend on the offset of `base` in its storage."""
         return base not in self.outside or self.infos[base].offset == self.infos[like].offset
 
     def _geometry(self, name: str) -> tuple[object, ...]:
@@ -163,7 +163,7 @@ class _Views:
         )
 
     def merged(self, ops: Iterable[Op]) -> list[Op]:
-        """Leave out views whose geometry another value of the same memory has already."""
+        """Leave out views with the same geometry and memory as an earlier value."""
         kept = []
         for op in ops:
             if self._is_view(op) and op.results[0] not in self.returned:
@@ -176,7 +176,7 @@ class _Views:
         return kept
 
     def fused(self, ops: Sequence[Op], uses: Counter[str]) -> list[Op]:
-        """Leave out views that nobody reads; join one with the view that it alone looks at."""
+        """Leave out views that nobody reads; join a view with its base if it is the only reader."""
         made = {op.results[0]: op for op in ops if self._is_view(op)}
         dropped: set[str] = set()
         kept = []
@@ -224,7 +224,7 @@ class _Views:
 
 
 def _from_outside(basic: BasicGraph) -> dict[str, str]:
-    """Return for each value that is a view of something from outside what that is."""
+    """Return for each view of an external tensor that tensor."""
     infos = basic.infos
     grounds = {name: name for name in (*basic.externals, *filter(None, basic.tangent_names))}
     for op in (*basic.ops, *basic.backward):

@@ -1,9 +1,9 @@
-"""What a recording would lose in silence: found, said where, and refused, undone or kept.
+"""Side effects that a recording would lose silently: they are refused, undone or kept.
 
 Gets a module, before and after a forward; gives errors with module path and source line, and the
-assignments that a plan repeats. Read refusals.py (seen beforehand), side_effects.py, assignments.py
-and settling.py (seen by comparing), other_threads.py (what these do meanwhile) and explain.py (what
-is said of an operation that stopped it).
+assignments that a plan repeats. Read refusals.py (found beforehand), side_effects.py,
+assignments.py and settling.py (found by comparison), other_threads.py (random numbers of other
+threads) and explain.py (errors about operations).
 """
 
 from rkgb.safeguards.other_threads import drawn_elsewhere, other_threads

@@ -1,4 +1,4 @@
-"""Arguments that a forward changes: containers and objects that hold something else afterwards."""
+"""Containers and objects among the arguments that a forward changes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _PLAIN = (Tensor, type(None), bool, int, float, str, type, nn.Module)
 
 
 class FilledArgumentError(BrokenPieceError, SideEffectError):
-    """A forward puts tensors into an argument without any, also where more of it runs whole."""
+    """A forward puts tensors into an argument that held none; no opaque call can help."""
 
 
 class Arguments:
-    """The arguments of a call that tensors can be put into, and what they hold before it."""
+    """The containers among the arguments of a call, and their content before it."""
 
     def __init__(self, sample: Sample) -> None:
         named: list[tuple[int | str, Any]] = [*enumerate(sample.args), *sample.kwargs.items()]
         own = [(place, value) for place, value in named if not isinstance(value, _PLAIN)]
         self._before = [(place, value, *flatten(value)) for place, value in own]
-        # They are the user's own, where a sample has copies of all that holds tensors.
+        # These are the user's own objects; a sample has copies of all that hold tensors.
         self._empty = [
             (leaf, _copy_of(leaf))
             for leaf in sample.leaves
@@ -34,10 +34,10 @@ class Arguments:
         ]
 
     def refilled(self) -> list[tuple[ContainerMutation, Any]]:
-        """Return those that hold something else now.
+        """Return the arguments with new content.
 
         Raises:
-            FilledArgumentError: one held no tensors, and does now. It is as it was.
+            FilledArgumentError: one held no tensors, and does now. It is restored.
         """
         for value, before in self._empty:
             if holds_tensors(value):
@@ -58,7 +58,7 @@ class Arguments:
 def _copy_of(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
-    except Exception:  # of what cannot be copied nothing can be put back
+    except Exception:  # without a copy nothing can be restored
         return value
 
 

@@ -1,7 +1,7 @@
-"""Attributes and buffers that a forward sets, and does not read before it has set them.
+"""Attributes and buffers that a forward sets without reading them before.
 
-Such a forward computes the same whatever they were, so a step may set them to its own values in
-the end: weights that a hook computes, what a module remembers for its user, sizes.
+The results of such a forward do not depend on their old values, so a step may set them at its end.
+Examples are weights that a hook computes, values that a module keeps for its user, and sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ABSENT = object()
 
 
 class AssignsError(Exception):
-    """A forward has set attributes; `names` says which, by path of the module and name."""
+    """A forward has set attributes; `names` are (path of the module, name)."""
 
     def __init__(self, names: frozenset[tuple[str, str]]) -> None:
         super().__init__(names)
@@ -37,7 +37,7 @@ class AssignsError(Exception):
 def assigned(
     twin: nn.Module, before: Mapping[str, Mapping[str, Any]], buffers: Mapping[str, Tensor]
 ) -> frozenset[tuple[str, str]]:
-    """Return what has been set since: attributes whose object is another one, and buffers."""
+    """Return the attributes that refer to another object than before, and changed buffers."""
     found = set()
     for path, module in twin.named_modules():
         old = before.get(path, {})
@@ -65,21 +65,21 @@ def _is_set(value: Any, old: Any, name: str) -> bool:
 
 
 def _differ(value: Any, old: Any) -> bool:
-    """Whether a container is not equal to what was there; what it held is compared elsewhere."""
+    """Return whether a container differs from the old one; contents are compared elsewhere."""
     try:
         return bool(type(value) is not type(old) or value != old)
-    except Exception:  # what objects say of others is their own
+    except Exception:  # `__eq__` may raise anything
         return True
 
 
 class ReadsBeforeError(SideEffectError):
-    """A forward looks at an attribute before it sets it."""
+    """A forward reads an attribute before it sets it."""
 
     target: tuple[str, str] = ("", "")  # path of the module, and name
 
 
 class Hidden:
-    """The attributes that a forward sets, out of its sight until it has set them."""
+    """The attributes that a forward sets, hidden from it until it has set them."""
 
     def __init__(self, twin: nn.Module, names: frozenset[tuple[str, str]]) -> None:
         self.twin = twin
@@ -94,7 +94,7 @@ class Hidden:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """While active, a look at what has not been set yet is refused."""
+        """While active, reading an attribute that has not been set yet is refused."""
         original: Any = nn.Module.__getattr__
 
         def look(module: nn.Module, name: str) -> Any:
@@ -107,10 +107,10 @@ class Hidden:
             yield
 
     def effects(self) -> list[tuple[Assign, Any]]:
-        """Return what was set, and to what.
+        """Return the attributes that were set, with their values.
 
         Raises:
-            SideEffectError: something was set when the step was recorded before, and is not now.
+            SideEffectError: an earlier recording has set an attribute that this one has not.
         """
         for path, name in self.targets:
             if not hasattr(self.twin.get_submodule(path), name):

@@ -1,4 +1,4 @@
-"""What stopped a recording, said with the place in the user's code and what to do about it."""
+"""Errors that stop a recording, with the place in the user's code and advice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rkgb.errors import DataDependentError, SideEffectError, TraceError
 from rkgb.recording.stops import NotRecordedError, ReadsDataError
 from rkgb.safeguards.refusals import where_raised
 
-# What depends on data in other people's code, and how their users can avoid it.
+# Known data dependence in libraries, with advice.
 _HINTS = {
     "torch/nn/modules/transformer.py": "Say whether the mask is causal: pass is_causal "
     "(tgt_is_causal, src_is_causal, memory_is_causal), so that the mask is not looked at.",
@@ -28,7 +28,7 @@ _USUAL_HINT = (
 def explained(
     model: nn.Module, name: str, error: Exception, leaves: Sequence[Any] = ()
 ) -> TraceError:
-    """Return the refusal of a step that raised an error when called with these `leaves`."""
+    """Return the error to raise for a step that raised `error`, called with these `leaves`."""
     where = where_raised(model, error)
     if isinstance(error, NotRecordedError):
         return SideEffectError(f"cannot capture {name}: its forward {error} (at {where}).")
@@ -48,7 +48,7 @@ def explained(
 
 
 def _advice(model: nn.Module, leaves: Sequence[Any]) -> str:
-    """Say what to give as the sample, where what was given holds no tensor."""
+    """Return advice about the sample, if it holds no tensor."""
     if not leaves or any(isinstance(leaf, Tensor) for leaf in leaves):
         return ""
     odd = leaves[0]

@@ -1,4 +1,4 @@
-"""What other threads do meanwhile: their random numbers are drawn from the same generators."""
+"""Other threads that draw random numbers from the same generators at the same time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_NUMPY = frozenset(
 
 
 def same_state(a: Any, b: Any) -> bool:
-    """Whether two states of random numbers, of Python or numpy, are the same."""
+    """Return whether two random states, of Python or numpy, are equal."""
     if a is None or b is None:
         return a is b
     pairs = zip(a, b, strict=True)
@@ -36,9 +36,9 @@ def same_state(a: Any, b: Any) -> bool:
 def changes_meanwhile(
     draw: Callable[[], object], state: Callable[[], Any], is_same: Callable[[Any, Any], bool]
 ) -> bool:
-    """Whether a state changes while this thread does nothing, after it has drawn once.
+    """Return whether a state changes while this thread waits, after it has drawn once.
 
-    Without that, a thread that seeds again and again would find what it has left.
+    Without the draw, a thread that seeds repeatedly would leave an unchanged state.
     """
     if threading.active_count() == 1:
         return False
@@ -52,7 +52,7 @@ def changes_meanwhile(
 
 
 def drawn_elsewhere(device: torch.device) -> list[str]:
-    """Return whose random numbers another thread draws, or seeds; this one's stream stays."""
+    """Return the generators that another thread uses; this thread's random state is restored."""
     stream, python = RngState.save(device), PythonRandom()
 
     looks: list[tuple[str, Any, Any, Any]] = [
@@ -78,7 +78,7 @@ def other_threads() -> str:
 
 
 def may_draw(ran: Iterable[Seen]) -> bool:
-    """Whether functions name anything that draws from the random numbers of Python or numpy."""
+    """Return whether the code of these functions may draw random numbers of Python or numpy."""
     names = {name for name in vars(random) if not name.startswith("_")} | _OF_NUMPY
     known = (random, sys.modules.get("numpy"), sys.modules.get("numpy.random"))
     for seen in ran:

@@ -1,4 +1,4 @@
-"""Look for what a capture would lose silently, and say where in the module something happened."""
+"""Refuse modules of which a capture would lose something silently, and find places in the code."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 def where_raised(model: nn.Module, error: BaseException) -> str:
-    """Return 'file.py:12 (code) in module 'path'' of the innermost place in the user's code.
+    """Return 'file.py:12 (code) in module 'path'' of the innermost line in the user's code.
 
-    That is a line outside torch and rkgb; failing that one of torch's own modules.
+    The line is outside torch and rkgb, or else in torch's own modules.
     """
     path, source = place_of(model, traceback.walk_tb(error.__traceback__))
     return f"{source} in module '{path or '(root)'}'"
 
 
 def place_of(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
-    """Return (module path, 'file.py:12 (code)') of the last of `frames` that says most."""
+    """Return (module path, 'file.py:12 (code)') of the most informative of `frames`."""
     names = {id(module): name for name, module in model.named_modules()}
     path, own, torchs = "", "", ""
     for frame, line in frames:
@@ -50,10 +50,10 @@ def place_of(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> tuple
 
 
 def refuse_lazy_modules(model: nn.Module) -> None:
-    """Refuse modules that get the shapes of their parameters from their first input.
+    """Refuse modules whose parameters get their shapes from the first input.
 
     Raises:
-        TraceError: one has not seen it yet.
+        TraceError: a module has had no input yet.
     """
     for path, module in model.named_modules():
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
@@ -66,9 +66,9 @@ def refuse_lazy_modules(model: nn.Module) -> None:
 
 
 def refuse_backward_hooks(model: nn.Module, but: Collection[str] = ()) -> None:
-    """Refuse modules with backward hooks: nothing in a captured graph would call them.
+    """Refuse modules with backward hooks, which a captured graph would not call.
 
-    Those in the submodules `but` are left to them.
+    Hooks in the submodules `but` are allowed.
 
     Raises:
         UnsupportedOpError: a module, the model included, has one.

@@ -1,8 +1,8 @@
-"""What a forward sets at its first call, and finds set from then on.
+"""Plain values that a forward sets only at its first call.
 
-`if config.problem_type is None: config.problem_type = "regression"`: a call before it and a call
-after it compute the same. A step is recorded as it is from then on; whoever runs it sets first what
-the plain forward would set.
+An example is `if config.problem_type is None: config.problem_type = "regression"`. Calls before and
+after the assignment compute the same. So the step is recorded with the values set, and a planned
+step sets them first, as the plain forward would.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """A plain value that an attribute of an object, or a place of a dict, gets at a first call."""
+    """A plain value that an attribute of an object, or a key of a dict, gets at a first call."""
 
-    owner: Any  # the user's own
+    owner: Any  # the user's object
     name: str
     before: Any
     after: Any
@@ -33,7 +33,7 @@ class Setting:
 
     @property
     def key(self) -> tuple[int, str]:
-        """What tells the place from others."""
+        """The identity of the place."""
         return id(self.owner), self.name
 
     @property
@@ -44,7 +44,7 @@ class Setting:
         return now is self.before or (type(now) is type(self.before) and now == self.before)
 
     def on(self, model: nn.Module) -> Setting:
-        """Return the same for a module, whose stand-in was recorded."""
+        """Return the same setting for another module."""
         is_part = isinstance(self.owner, nn.Module)
         return replace(self, owner=model.get_submodule(self.path)) if is_part else self
 
@@ -53,7 +53,7 @@ class Setting:
         self._set(self.after)
 
     def undo(self) -> None:
-        """Let the place hold what it held."""
+        """Restore the old value."""
         self._set(self.before)
 
     def _set(self, value: Any) -> None:
@@ -69,7 +69,7 @@ class Setting:
 
 
 class SettlesError(Exception):
-    """A forward has set plain values; `ops` is what it ran until its end."""
+    """A forward has set plain values; `ops` are its operations."""
 
     def __init__(self, settings: Sequence[Setting], ops: Sequence[Op]) -> None:
         super().__init__(settings, ops)
@@ -77,7 +77,7 @@ class SettlesError(Exception):
 
 
 class Settled:
-    """What the user's model has been made to hold while a step of it is recorded."""
+    """The settings that are applied to the user's model while a step is recorded."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -85,10 +85,10 @@ class Settled:
         self._ops: tuple[Op, ...] = ()
 
     def take(self, found: SettlesError) -> None:
-        """Set what a forward has set.
+        """Apply the settings of a forward.
 
         Raises:
-            SideEffectError: it has set it before.
+            SideEffectError: the forward sets a place again.
         """
         known = {setting.key for setting in self.settings}
         for setting in found.settings:
@@ -101,16 +101,16 @@ class Settled:
             self.settings.append(setting)
 
     def refuse_others(self, ops: Sequence[Op]) -> None:
-        """Refuse a forward that runs other operations once everything is set.
+        """Refuse a forward whose operations differ once everything is set.
 
         Raises:
-            SideEffectError: it does.
+            SideEffectError: they differ.
         """
         if self.settings and not run_alike(self._ops, ops):
             self._refuse(self.settings[0], "does something else at its first call")
 
     def undo(self) -> None:
-        """Let the model hold what it held."""
+        """Undo all settings."""
         for setting in reversed(self.settings):
             setting.undo()
 
@@ -128,9 +128,9 @@ class Settled:
 def settings_of(
     owner: Any, own: Any, before: Mapping[Any, Any], names: Collection[str], path: str
 ) -> list[Setting] | None:
-    """Return which of these names hold other plain values in a copy than before; None if others.
+    """Return the names whose plain values have changed in a copy; None if other values changed.
 
-    `own` is the user's object that `owner` is a copy of.
+    `owner` is a copy of `own`, the user's object.
     """
     held = owner if isinstance(owner, dict) else vars(owner)
     found = []
@@ -145,7 +145,7 @@ def settings_of(
 
 
 def all_settings(parts: Iterable[list[Setting] | None]) -> list[Setting]:
-    """Return the settings of all parts; none where one of them is no setting."""
+    """Return the settings of all parts, or [] if a part is None."""
     found: list[Setting] = []
     for part in parts:
         if part is None:

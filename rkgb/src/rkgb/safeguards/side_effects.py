@@ -1,7 +1,7 @@
-"""What a forward does besides returning results: found, said where, refused, and undone.
+"""Side effects of a forward: they are found, located, refused, and undone.
 
-A recorded step repeats operations on tensors. It does not set attributes, print, or draw from
-Python's random numbers.
+A recorded step repeats operations on tensors. It does not set attributes, print, or draw Python's
+random numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TORCH_DIR = str(Path(torch.__file__).parent)
 
 
 class KeptState(ModuleState):
-    """The attributes of every module of a model as they were, and what has changed since."""
+    """The attributes of every module of a model before a forward, and the changes since."""
 
     def refuse_changes(
         self,
@@ -40,11 +40,11 @@ class KeptState(ModuleState):
     ) -> None:
         """Refuse a forward that has changed an attribute or drawn from Python's `random`.
 
-        What is done while `ignored()` does not count, nor what another thread draws while `ran`,
-        the functions of the user that have run, name nothing that draws.
+        Changes inside `ignored()` do not count. Draws of another thread do not count either, if
+        none of the user's functions that `ran` may draw.
 
         Raises:
-            SideEffectError: with the module and the line, which `run_again` is run to find.
+            SideEffectError: with the module and the line, which a call of `run_again` finds.
         """
         sources: list[tuple[str, Any, Callable[[], Any], Callable[[], object]]] = [
             ("Python's `random`", self.random.python, random.getstate, random.random),
@@ -70,7 +70,7 @@ class KeptState(ModuleState):
                     self._refuse(path, module, name, what, run_again)
 
     def _change(self, name: str, value: Any) -> str | None:
-        """Return in words how the content of a container has changed, or None."""
+        """Return the change of a container's content in words, or None."""
         if name.startswith("_") or not isinstance(value, CONTAINERS):
             return None
         content = next((c for held, c in self.contents if held is value), None)
@@ -94,7 +94,7 @@ class KeptState(ModuleState):
 
 
 class Printed(io.StringIO):
-    """Takes what is printed, and remembers where the first of it came from."""
+    """Captures printed text, and the place of the first print."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -107,10 +107,10 @@ class Printed(io.StringIO):
         return super().write(text)
 
     def refuse(self) -> None:
-        """Refuse the forward if it has printed.
+        """Refuse a forward that has printed.
 
         Raises:
-            SideEffectError: it has.
+            SideEffectError: it has printed.
         """
         if not self.getvalue():
             return
@@ -159,7 +159,7 @@ def _where_drawn(
 ) -> tuple[str, str]:
     """Return (module path, 'file.py:12 (code)') of the first line that changes `state()`.
 
-    Draws are made by compiled code that tells nobody, so the state is looked at after every line.
+    Compiled code draws unseen, so the state is compared after every line.
     """
     found: list[tuple[str, str]] = []
     start = state()
