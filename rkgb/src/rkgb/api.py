@@ -48,14 +48,14 @@ class RkgbResult:
 
     @property
     def costs(self) -> RecordedCosts:
-        """What each kind of operation costs; to be saved and used as `cost=` elsewhere."""
+        """The cost of each kind of operation, which can be saved and used as `cost=` elsewhere."""
         return RecordedCosts.of(self.inspection)
 
     def save(self, path: str | Path) -> None:
         """Write the graphs and their costs into a JSON file.
 
         Raises:
-            InvalidGraphError: an operation has no name that another process would know.
+            InvalidGraphError: an operation has no registered name.
         """
         inspection = self.inspection
         rows = {
@@ -70,10 +70,10 @@ class RkgbResult:
 
     @classmethod
     def load(cls, path: str | Path) -> RkgbResult:
-        """Read a file that `save` wrote: neither the model nor its device is needed.
+        """Read a file that `save` wrote; neither the model nor its device is needed.
 
         Raises:
-            InvalidGraphError: the file is something else, or holds operators unknown here.
+            InvalidGraphError: the file is no such file, or has operators that are unknown here.
         """
         rows = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(rows, dict) or rows.get("format") != serialize.FORMAT:
@@ -103,9 +103,8 @@ def make_all_graphs(
 ) -> RkgbResult:
     """Return every graph of `model` on `sample`: a tensor, a tuple of arguments, or a dict.
 
-    The model is captured in the mode it is in (train or eval) and left as it was. `cost` says where
-    times come from: "measured" here and now, "flops" (deterministic), or `RecordedCosts` of a run
-    elsewhere.
+    The model is captured in its present mode (train or eval) and not changed. `cost` is the source
+    of times: "measured" now, "flops" (deterministic), or `RecordedCosts` of another run.
 
         >>> result = make_all_graphs(model, torch.randn(8, 16))
         >>> print(result)                                # how many operations, nodes and blocks

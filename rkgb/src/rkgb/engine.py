@@ -1,4 +1,4 @@
-"""The public door for whoever executes plans on the graphs of this package.
+"""The public functions for executing plans on the graphs of this package.
 
     >>> sample = bind_inputs(x)                           # the arguments of a call
     >>> basic = record(model, sample)                     # B: one step, as it ran
@@ -9,11 +9,11 @@
     >>> program = lower_step(graph.graph, steps)          # steps: ("F", k) and ("B", k)
     >>> step = compile_step(graph.graph, program, plain_callee)  # .forward, .backward, .source
 
-`trace_memory` says what a run of it takes, on the device that `device_of` knows. What these
-functions get and give, and what few need, each stage offers by itself: `rkgb.elements`,
+`trace_memory` measures the memory of a run on the device that `device_of` returns. The types of
+these functions, and rarely needed functions, are in the packages of the stages: `rkgb.elements`,
 `rkgb.module_state`, `rkgb.graphs`, `rkgb.capture`, `rkgb.opaque`, `rkgb.recording`,
-`rkgb.safeguards`, `rkgb.costs`, `rkgb.run`, `rkgb.compiled`, `rkgb.device`, `rkgb.torch_api`. A
-name has one door.
+`rkgb.safeguards`, `rkgb.costs`, `rkgb.run`, `rkgb.compiled`, `rkgb.device`, `rkgb.torch_api`. Each
+name is exported from one place.
 """
 
 from __future__ import annotations

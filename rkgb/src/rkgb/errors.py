@@ -1,4 +1,4 @@
-"""What rkgb refuses, and why. Each message says what was asked, what was found and what to do."""
+"""The errors of rkgb. Each message says what was asked, what was found and what to do."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class RockmateError(Exception):
 class RkgbError(RockmateError):
     """Base class of every error that rkgb raises on purpose.
 
-    `module_path` says in which submodule it arose, where one is to blame.
+    `module_path` is the submodule that caused it, if one did.
     """
 
-    module_path: Any = None  # str where known
+    module_path: Any = None  # str if known
 
 
 class TraceError(RkgbError, RuntimeError):
@@ -32,7 +32,7 @@ class SideEffectError(TraceError):
 
 
 class BrokenPieceError(TraceError):
-    """A submodule fails when it is run whole, so running more of it whole would not help."""
+    """An opaque call of a submodule fails, so an opaque call of a larger one would not help."""
 
 
 class UnsupportedOpError(RkgbError, ValueError):
@@ -45,7 +45,7 @@ class UnsupportedOpError(RkgbError, ValueError):
         self.source = source
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without it a copy, or an unpickled error of a worker, would be made from `args` alone.
+        # Without it, copying and unpickling would pass only `args`.
         make = functools.partial(
             type(self), op=self.op, module_path=self.module_path, source=self.source
         )
@@ -53,7 +53,7 @@ class UnsupportedOpError(RkgbError, ValueError):
 
 
 class OpaquePieceError(RkgbError, RuntimeError):
-    """A submodule that is run whole did not do what its results were recorded with."""
+    """An opaque call of a submodule did not behave as recorded."""
 
     def __init__(self, message: str, *, module_path: str) -> None:
         super().__init__(message)
@@ -65,16 +65,16 @@ class OpaquePieceError(RkgbError, RuntimeError):
 
 
 class OtherWayError(RkgbError, RuntimeError):
-    """A step has gone another way than its recording; the plain module must run instead."""
+    """A guard fails during a step; the plain module must run instead."""
 
 
 class InvalidGraphError(RkgbError, ValueError):
-    """A graph breaks one of its own rules, or eager PyTorch would refuse it too."""
+    """A graph violates an invariant, or eager PyTorch would refuse it too."""
 
 
 class CompilerMissingError(RkgbError, RuntimeError):
-    """Pieces were to be compiled, and what inductor needs for this device is not installed."""
+    """Compilation was requested, and inductor's compiler for this device is not installed."""
 
 
 class UnsupportedDeviceError(RkgbError, RuntimeError):
-    """The device, or how it is used, does not let memory be counted or random numbers repeated."""
+    """Memory cannot be counted, or random numbers not repeated, on this device or in this use."""

@@ -1,4 +1,4 @@
-"""Whether operations make the bits of the whole when they run on pieces of rows: by trying it."""
+"""Tests whether operations on pieces of rows give the bits of the whole."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from rkgb.torch_api.torch_private import straight_to_kernels
 
 @dataclass
 class BitsOfPieces:
-    """Tries each kind of operation on random numbers, and in each number of pieces, once.
+    """Tests each kind of operation on random numbers, once for each number of pieces.
 
-    Kernels choose how to add up by the number of rows that they get: what a product has in pieces
-    of 256 rows, it need not have in pieces of 128.
+    A kernel's order of additions depends on its number of rows. So a product may have the same bits
+    in pieces of 256 rows, but not in pieces of 128.
     """
 
     basic: BasicGraph
@@ -72,12 +72,12 @@ class BitsOfPieces:
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are equal, not-a-numbers included."""
+    """Return whether two tensors are equal; NaN equals NaN."""
     return torch.equal(first, second) or bool(((first == second) | (first != first)).all())
 
 
 def _piece(tensor: Tensor, cuts: Cuts, index: int) -> Tensor:
-    # In the loop, most pieces are made there, and lie in memory by themselves.
+    # Most pieces are made in the loop, in separate memory.
     return piece_of(tensor, cuts, index).contiguous() if cuts else tensor
 
 

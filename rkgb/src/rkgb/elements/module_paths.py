@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 def is_inside(path: str, around: str) -> bool:
-    """Whether a module is another one, or in it, by their paths."""
+    """Return whether a module is another one, or inside it, by their paths."""
     return not around or path == around or path.startswith(f"{around}.")
 
 
 def around(paths: Sequence[str]) -> str:
-    """Return the path of the module around all of these."""
+    """Return the path of the innermost module around all of these."""
     parts = [path.split(".") if path else [] for path in paths]
     common: list[str] = []
     for names in zip(*parts, strict=False):

@@ -47,9 +47,9 @@ def spread(shape: Sequence[int], count: int) -> Cuts | None:
 
 
 def spread_from(shape: Sequence[int], dim: int, count: int) -> Cuts | None:
-    """Return the cuts along a dimension and those after it, into `count` runs or the next more.
+    """Return the cuts along a dimension and the ones after it, into at least `count` runs.
 
-    None where no number below twice as many divides the rows.
+    It is the smallest number that divides the rows; None if that is not below `2 * count`.
     """
     for parts in range(count, 2 * count):
         found = spread(shape[dim:], parts)

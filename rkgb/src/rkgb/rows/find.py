@@ -46,9 +46,9 @@ _aten = torch.ops.aten
 
 
 def find(asked: Asked) -> Found | None:
-    """Return how an operation of which some argument is cut runs on pieces; None if no rule says.
+    """Return how an operation with a cut argument runs on pieces, or None if no rule applies.
 
-    What a rule says fits together: what is cut already is read as it is cut, and piece i of one
+    The answer is consistent: an argument that is cut is read as it is cut, and piece i of one
     argument belongs to piece i of every other.
     """
     target = asked.op.target

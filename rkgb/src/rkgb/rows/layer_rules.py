@@ -9,9 +9,9 @@ from rkgb.rows.rules import Asked, Found, Rule, Value, divided
 
 
 def samples(places: tuple[int, ...], made: str, *, dims: int = 1) -> Rule:
-    """Samples by themselves: all these arguments are cut alike along the first dimensions.
+    """Return the rule for independent samples: these arguments have the same cuts of rows.
 
-    `made` has a letter for each result: "r" has rows, "s" is a sum over pieces.
+    `made` has a letter for each result: "r" is cut in rows, "s" is a sum over pieces.
     """
 
     def rule(asked: Asked) -> Found | None:
@@ -27,18 +27,18 @@ def samples(places: tuple[int, ...], made: str, *, dims: int = 1) -> Rule:
 
 
 def looked_up(asked: Asked) -> Found | None:
-    """`embedding`: rows of indices, of a table that is whole."""
+    """`embedding`: indices are cut in rows, the table is whole."""
     return Found({1: asked.cuts(1)}, ((*asked.cuts(1), 1),))
 
 
 def looked_up_backward(asked: Asked) -> Found | None:
-    """Gradients of a table add up, unless how often a word comes in all rows scales them."""
+    """The gradient of a table is a sum, unless it is scaled by counts over all rows."""
     rows = asked.cuts(1) if asked.is_cut(1) else asked.cuts(0)[:-1]
     return None if asked.args[4] else Found({0: (*rows, 1), 1: rows}, (None,))
 
 
 def normed(asked: Asked) -> Found | None:
-    """Norms over the last dimensions: result and statistics by rows, in the forward."""
+    """The forward of norms over the last dimensions: result and statistics are cut by rows."""
     cuts, count = asked.cuts(0), len(asked.args[1])
     if any(parts > 1 for parts in cuts[-count:]):
         return None
@@ -46,7 +46,7 @@ def normed(asked: Asked) -> Found | None:
 
 
 def normed_backward(asked: Asked) -> Found | None:
-    """Gradients of what was normed by rows; those of weight and bias add up."""
+    """The backward of norms: the input's gradient is cut by rows; weight and bias are sums."""
     rows = [place for place, value in enumerate(asked.args) if isinstance(value, Value)]
     rows = [place for place in rows if len(asked.args[place].shape) == len(asked.args[0].shape)]
     cut = next(asked.cuts(place) for place in rows if asked.is_cut(place))

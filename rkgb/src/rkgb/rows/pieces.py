@@ -7,8 +7,9 @@
 A value that is not cut exists as a whole, and the loop may read any piece of it. The loop makes
 pieces and terms of sums. Nothing in the loop reads a sum.
 
-Where the bits must be those of the whole, an operation that adds up rows, or computes fewer rows
-in another way, runs after the loop, on wholes into which the loop has written its pieces.
+If the bits must be those of the whole, some operations run after the loop, on whole values into
+which the loop has written its pieces: sums over rows, and kernels whose method depends on the
+number of rows.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Slice:
     cuts: Cuts
 
 
-# Of an operation as recorded, and as it runs on pieces; what it reads by the names there, how its
-# results are cut, and in how many pieces.
+# Gets an operation as recorded and as it runs on pieces, its inputs by name, the cuts of its
+# results, and the number of pieces; returns whether the bits are those of the whole.
 SameBits = Callable[[Op, Op, Mapping[str, Slice], Sequence[Cuts | None], int], bool]
 
 
@@ -56,7 +57,7 @@ class Pieces:
     loop: tuple[Op, ...]
     slices: Mapping[str, Slice]  # by name in the loop
     after: tuple[Op, ...]
-    gathered: Mapping[str, Cuts]  # what the loop makes, written into a whole
+    gathered: Mapping[str, Cuts]  # results of the loop whose pieces are written into a whole
     summed: tuple[str, ...]
     results: tuple[str, ...]
     infos: Mapping[str, TensorInfo]  # of results, gathered and summed values
@@ -98,13 +99,13 @@ class Cutting:
 
     infos: Mapping[str, TensorInfo]
     count: int
-    seeds: Mapping[str, Cuts]  # what comes from outside and is cut to begin with
-    # Where bits must be those of the whole: whether an operation has them in pieces.
+    seeds: Mapping[str, Cuts]  # inputs that are cut to begin with
+    # If bits must be those of the whole: tells whether an operation has them in pieces.
     same_bits: SameBits | None = None
-    # Results that come from outside although an operation here makes them: sums over all pieces.
+    # Results that are inputs although an operation here makes them: sums over all pieces.
     known: Set[str] = frozenset()
-    cut: dict[str, Cuts] = field(default_factory=dict)  # what the loop makes
-    late: set[str] = field(default_factory=set)  # sums, and what depends on them
+    cut: dict[str, Cuts] = field(default_factory=dict)  # results of the loop
+    late: set[str] = field(default_factory=set)  # sums, and values that depend on them
     summed: set[str] = field(default_factory=set)
     before: list[Op] = field(default_factory=list)
     loop: list[Op] = field(default_factory=list)
@@ -145,12 +146,12 @@ class Cutting:
         self.late.update(filter(None, op.results))
 
     def _add_on_wholes(self, op: Op) -> None:
-        """Lay an operation out after the loop, on wholes."""
+        """Add an operation after the loop, on whole values."""
         wholes = {name: self._whole(name) for name in op.inputs}
         self._add_after(replace(op, args=map_refs(op.args, lambda name: Ref(wholes[name]))))
 
     def _whole(self, name: str) -> str:
-        """Return what the pieces of a value are written into, or a view of that."""
+        """Return the whole value into which the pieces of a value are written, or a view of it."""
         if name not in self.cut or name in self.known:
             return name
         if self.infos[name].alias_of == name:
@@ -170,7 +171,7 @@ class Cutting:
 
         recorded = op
         listed = len(op.args[0]) if isinstance(op.args[0], (list, tuple)) else 0
-        if listed:  # rules see the tensors of a list as arguments of their own
+        if listed:  # for rules, the tensors of a list are separate arguments
             op = replace(op, args=(*op.args[0], *op.args[1:]))
         flat = [arg.name for arg in op.args if isinstance(arg, Ref)]
         late = [name for name in op.inputs if self._is_late(name)]

@@ -72,8 +72,8 @@ def cut_in_rows(
 ) -> CutGraph:
     """Return the planned graph of `dg` with its largest parts in about `count` pieces of rows.
 
-    At most `most` parts are cut, the largest ones first. With `same_bits`, which
-    tells what has them, bits are those of the whole.
+    At most `most` parts are cut, the largest ones first. With `same_bits`, a test of operations,
+    bits are those of the whole.
     """
     plain = D_to_S(dg, passes=PLANNED_PASSES)
     why: list[str] = []

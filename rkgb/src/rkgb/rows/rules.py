@@ -79,7 +79,7 @@ def elementwise(asked: Asked) -> Found | None:
 
 
 def over(place_of_dim: int) -> Rule:
-    """Like `elementwise`, but for one dimension, which is read as a whole."""
+    """Like `elementwise`, except for one dimension, which is read as a whole."""
 
     def rule(asked: Asked) -> Found | None:
         found = elementwise(asked)
@@ -128,7 +128,7 @@ def squeezed(asked: Asked) -> Found | None:
 
 
 def with_size(rule: Rule, place: int) -> Rule:
-    """Like `rule`, where an argument is the size of the result, or how many samples there are."""
+    """Like `rule`, for operations with an argument for the result's size or number of samples."""
 
     def found(asked: Asked) -> Found | None:
         there, size = rule(asked), asked.args[place]
@@ -156,7 +156,7 @@ def parted(asked: Asked) -> Found | None:
 
 
 def joined(asked: Asked) -> Found | None:
-    """`cat` along a dimension that is not cut; the tensors are arguments of their own here."""
+    """`cat` along a dimension that is not cut; here the tensors are separate arguments."""
     values = {p: v for p, v in enumerate(asked.args) if isinstance(v, Value)}
     dim = asked.args[-1] if len(values) < len(asked.args) else 0
     cuts = next(asked.cuts(place) for place in values if asked.is_cut(place))

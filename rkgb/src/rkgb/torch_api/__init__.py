@@ -1,10 +1,10 @@
-"""What this package takes of torch beyond its documented surface.
+"""Uses of torch beyond its documented interface.
 
-Gets nothing from the rest of the package; gives torch's private functions under names of ours, the
-flags by which kernels are chosen, functions of torch replaced for a while, prints and warnings of
-one thread, the code that compiled functions were made from, and FLOP formulas that torch has none
-for. When torch changes, read torch_private.py, which alone imports private modules (so it is one
-file, though a long one); then kernel_choice.py and global_hooks.py.
+Gets nothing from the rest of the package; gives torch's private functions under our names, the
+flags that choose kernels, temporary replacements of torch's functions, prints and warnings of one
+thread, the original code of compiled functions, and missing FLOP formulas. When torch changes, read
+torch_private.py first: it is the only file that imports private modules. Then read kernel_choice.py
+and global_hooks.py.
 """
 
 from rkgb.torch_api.compiled_code import compiled_modules, is_optimized

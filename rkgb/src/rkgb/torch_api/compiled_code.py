@@ -1,4 +1,4 @@
-"""What `torch.compile` has made of functions and modules, and the code that it was made from."""
+"""Functions and modules compiled by `torch.compile`, and their original code."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import nn
 
 from rkgb.torch_api.patches import Patches, as_before
 
-BRANCHES = ("cond", "while_loop")  # functions of torch that compile what they are given
+BRANCHES = ("cond", "while_loop")  # functions of torch that compile their arguments
 
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """While active, what `torch.compile` has made runs the code that it was made from."""
-    # Whatever was compiled has loaded the compiler, which takes a second.
+    """While active, functions that `torch.compile` has compiled run their original code."""
+    # If nothing loaded the compiler, nothing was compiled. Loading it takes a second.
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -31,10 +31,10 @@ def uncompiled() -> Iterator[None]:
 
 
 def _compiling(branch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of torch as it is without `uncompiled`, which it cannot do without."""
+    """Return a function of torch that undoes `uncompiled` inside, because it needs the compiler."""
 
     def compiling(*args: Any, **kwargs: Any) -> Any:
-        # A compiler takes along the methods that it finds, and refuses what asks for the thread.
+        # A compiler captures the methods that it finds, and refuses code that asks for the thread.
         with torch.compiler.set_stance("default"), as_before(nn.Module):
             return branch(*args, **kwargs)
 
@@ -42,23 +42,23 @@ def _compiling(branch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def written_function(value: Any) -> Any:
-    """Return the function or bound method that a compiled one was made from; None for others."""
-    if not isinstance(value, FunctionType):  # nothing is asked of what may refuse all questions
+    """Return the original function or bound method of a compiled one; None for others."""
+    if not isinstance(value, FunctionType):  # other objects may refuse any attribute
         return None
     written: Any = getattr(value, "_torchdynamo_orig_callable", None)
     code = getattr(written, "__code__", None)
-    if code is not None and "_dynamo" in Path(code.co_filename).parts:  # around torch's own
+    if code is not None and "_dynamo" in Path(code.co_filename).parts:  # a wrapper of torch's own
         return written.__wrapped__
     return written
 
 
 def is_optimized(module: Any) -> bool:
-    """Whether this is the module that `torch.compile` returns for another one."""
+    """Return whether this is the module that `torch.compile` returns for another one."""
     return type(module).__name__ == "OptimizedModule"
 
 
 def compiled_modules(model: nn.Module) -> list[str]:
-    """Return the paths of the submodules that are compiled, and of those with compiled forwards."""
+    """Return the paths of submodules that are compiled or have compiled forwards."""
     return [
         path
         for path, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""FLOP formulas of kernels that torch has none for."""
+"""FLOP formulas of kernels for which torch has none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _sdpa_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int
     return int(sdpa_backward_flop_count(grad, q, k, v))
 
 
-# Without one, attention on a CPU looks free. The formulas take shapes.
+# Without them, attention on a CPU would cost nothing. The formulas take shapes.
 EXTRA_FLOP_FORMULAS: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _sdpa_forward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,

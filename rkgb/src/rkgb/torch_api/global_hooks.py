@@ -18,11 +18,11 @@ _TABLES: tuple[dict[int, Any], ...] = (
     torch_module._global_backward_pre_hooks,
     torch_module._global_backward_hooks,
 )
-_TRACKER = "torch.utils.module_tracker"  # says to `FlopCounterMode` which module runs
+_TRACKER = "torch.utils.module_tracker"  # tells `FlopCounterMode` which module runs
 
 
 def has_global_hooks() -> bool:
-    """Whether hooks are called for every module, other than those that say which one runs."""
+    """Return whether there are hooks for every module, other than those that track modules."""
     return any(_TABLES) and not all(_only_tracks(hook) for t in _TABLES for hook in t.values())
 
 
@@ -32,9 +32,9 @@ def _only_tracks(hook: Any) -> bool:
 
 @contextlib.contextmanager
 def without_global_hooks() -> Iterator[None]:
-    """Call no hooks for every module in this thread: planning runs copies, which nobody asked for.
+    """Disable hooks for every module in this thread: planning runs copies, which are internal.
 
-    Other threads go on as they were.
+    Other threads are not affected.
     """
     here = threading.get_ident()
 

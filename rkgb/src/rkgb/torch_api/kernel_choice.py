@@ -1,8 +1,9 @@
-"""Global flags of torch by which kernels are chosen, and how they are put back.
+"""Global flags of torch that choose kernels, and how they are restored.
 
-A forward that ran under `sdpa_kernel(...)`, `cudnn.flags(...)` or another precision is recomputed
-in a backward that may run outside: with other kernels it would give other bits. What a forward sets
-for a part of itself is kept with the operations of that part, which run so again.
+A forward that ran under `sdpa_kernel(...)`, `cudnn.flags(...)` or another precision may be
+recomputed in a backward outside of it. With other kernels it would give other bits. Flags that a
+forward sets for a part of itself are stored with the operations of that part and set again for
+them.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ def _precision(backend: str, kind: str) -> tuple[Callable[[], Any], Callable[[An
     return functools.partial(fp32_precision, backend, kind), write
 
 
-# What single operations compute in follows from what was set for all: it comes first, so that
-# nothing is set for an operation that follows.
+# The precision of single operations defaults to the general one. The general one comes first, so
+# that no flag is set for an operation that follows the default.
 _PRECISIONS = {
     f"fp32.{backend}.{kind}": _precision(backend, kind)
     for kind in ("all", "matmul", "conv", "rnn")
     for backend in ("generic", "cuda", "mkldnn")
     if kind == "all" or backend != "generic"
 }
-# How each flag is read and set.
+# Functions that read and set each flag.
 _FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "sdp.flash": (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     "sdp.mem_efficient": (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
@@ -84,7 +85,7 @@ _FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     **_PRECISIONS,
     "deterministic": (_deterministic, _set_deterministic),
 }
-Flags = tuple[tuple[str, Any], ...]  # name and value of some of them
+Flags = tuple[tuple[str, Any], ...]  # names and values of some flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +99,20 @@ class KernelChoice:
         return cls(tuple(read() for read, _ in _FLAGS.values()))
 
     def make_current(self) -> None:
-        """Set every flag that is another one now."""
+        """Set every flag that differs now."""
         for (read, write), value in zip(_FLAGS.values(), self.values, strict=True):
             if read() != value:
                 write(value)
 
     def flags_unlike(self, other: KernelChoice) -> Flags:
-        """Return the flags that are others here, with their values here."""
+        """Return the flags that differ from `other`, with the values here."""
         pairs = zip(_FLAGS, self.values, other.values, strict=True)
         return tuple((name, mine) for name, mine, theirs in pairs if mine != theirs)
 
 
 @contextlib.contextmanager
 def with_flags(flags: Flags) -> Iterator[None]:
-    """While active, some flags are set as given, and all others as they are."""
+    """While active, these flags are set; all others are unchanged."""
     before = [(name, _FLAGS[name][0]()) for name, _ in flags]
     try:
         for name, value in flags:
@@ -123,7 +124,7 @@ def with_flags(flags: Flags) -> Iterator[None]:
 
 
 def calling_with(flags: Flags, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function as it runs where these flags are set."""
+    """Return the function with these flags set during each call."""
     if not flags:
         return function
 
@@ -135,16 +136,16 @@ def calling_with(flags: Flags, function: Callable[..., Any]) -> Callable[..., An
 
 
 class FlagWatch:
-    """Says which flags a forward has set for the operation that runs."""
+    """Finds the flags that a forward has set for the running operation."""
 
     def __init__(self) -> None:
         self.start, self.seen = KernelChoice.now(), backend_flags()
 
     def changed(self) -> Flags:
-        """Return the flags that are others than at the start.
+        """Return the flags that differ from those at the start.
 
         Raises:
-            UnknownFlagError: one is that cannot be set again.
+            UnknownFlagError: one of them cannot be set again.
         """
         if backend_flags() == self.seen:
             return ()
@@ -155,11 +156,11 @@ class FlagWatch:
 
 
 class UnknownFlagError(Exception):
-    """A flag that chooses kernels was changed, of a kind that nothing is known about."""
+    """An unknown flag that chooses kernels was changed."""
 
 
 class RecomputingAs:
-    """While active in this thread, forwards that are run again choose kernels as then."""
+    """While active in this thread, recomputed forwards use the kernels of the first forward."""
 
     def __init__(self, then: KernelChoice, now: KernelChoice) -> None:
         self.pair = (now, then)
@@ -169,11 +170,11 @@ class RecomputingAs:
 
     def __exit__(self, *_: object) -> None:
         _running.pair = None
-        self.pair[0].make_current()  # an error may have come in between
+        self.pair[0].make_current()  # an error may have left other flags
 
 
 def switch_forward(on: bool) -> None:
-    """Begin or end a part of a backward that runs forwards again: grad mode, and the flags."""
+    """Switch grad mode and flags at the begin and end of a recomputed forward in a backward."""
     set_grad_mode(on)
     pair = getattr(_running, "pair", None)
     if pair is not None:
@@ -182,7 +183,7 @@ def switch_forward(on: bool) -> None:
 
 @contextlib.contextmanager
 def running_a_forward() -> Iterator[None]:
-    """While active, a backward runs a forward again: some kernels give less without grad mode."""
+    """Run a recomputed forward in a backward: some kernels need grad mode for all results."""
     switch_forward(True)
     try:
         yield

@@ -1,8 +1,8 @@
-"""Functions that are replaced for a while, for one thread.
+"""Temporary replacements of functions, for one thread.
 
-The attributes of modules and classes are everybody's. So what stands there meanwhile asks which
-thread calls: another one gets what was there before. Threads may replace the same function at once,
-and end in any order.
+All threads share the attributes of modules and classes. So a replacement tests which thread calls
+it, and other threads get the original. Several threads may replace the same function at the same
+time, and end in any order.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 
 _ABSENT: Any = object()  # the attribute is inherited
 _lock = threading.RLock()
-_standing: dict[int, _Replacement] = {}  # by identity of what stands in the place
+_standing: dict[int, _Replacement] = {}  # by id of the replacing object
 
 
 @dataclass(frozen=True)
 class ForAll:
-    """What every thread finds in a place: torch compares it."""
+    """A replacement for all threads, because torch compares the object."""
 
     value: Any
 
 
 class Patches:
-    """Functions of modules and classes that are others in this thread while this is active.
+    """While active, replaces functions of modules and classes in this thread.
 
-    Other threads get what was there, or what a replacement has as its `elsewhere`.
+    Other threads get the original, or the attribute `elsewhere` of a replacement.
     """
 
     def __init__(self, patches: Sequence[tuple[Any, str, Any]]) -> None:
@@ -47,7 +47,7 @@ class Patches:
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """While active, everything is as it was."""
+        """While active, the replacements are undone."""
         active = [r for r in self._replacements if r.turn.is_active]
         self.__exit__()
         try:
@@ -60,14 +60,14 @@ class Patches:
 
 @dataclass
 class _Turn:
-    """Whose a replacement is, and whether it is its turn."""
+    """The thread of a replacement, and whether the replacement is active."""
 
     thread: int
     is_active: bool = False
 
 
 class _Replacement:
-    """One attribute, what is called in its place, and what was there before."""
+    """One attribute, its replacement, and its original value."""
 
     def __init__(self, place: Any, name: str, value: Any) -> None:
         self.place, self.name = place, name
@@ -83,7 +83,7 @@ class _Replacement:
             self.value = self._call(value, before)
 
     def _call(self, value: Callable[..., Any], before: Any) -> Callable[..., Any]:
-        # It holds no replacement, which holds it: what it leads to goes at once.
+        # It does not refer to the replacement, which refers to it, so that both are freed at once.
         elsewhere, turn = getattr(value, "elsewhere", before), self.turn
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ class _Replacement:
 
     def end(self) -> None:
         self.turn.is_active = False
-        # Where another one stands, it goes with that.
+        # If another replacement is on top, this one is removed together with it.
         while (standing := self._standing()) is not None and not standing.turn.is_active:
             del _standing[id(standing.value)]
             if standing.before is _ABSENT:
@@ -116,7 +116,7 @@ class _Replacement:
 
 @contextlib.contextmanager
 def as_before(place: Any) -> Iterator[None]:
-    """While active, this thread finds the functions of a class or module as they were."""
+    """While active, this thread gets the original functions of a class or module."""
     here = threading.get_ident()
     with _lock:
         found = [r for r in _standing.values() if r.place is place and r.turn.is_active]
@@ -132,10 +132,10 @@ def as_before(place: Any) -> Iterator[None]:
 
 
 def is_elsewhere(here: int) -> bool:
-    """Whether this is another thread than `here`, and none of those that autograd starts."""
+    """Return whether this is another thread than `here`, and not one of autograd's."""
     now = threading.get_ident()
     if now == here:
         return False
-    # Python does not know autograd's own threads, in which our backwards may run.
+    # Python does not list autograd's threads, in which our backwards may run.
     dummy = threading._DummyThread
     return any(t.ident == now and not isinstance(t, dummy) for t in threading.enumerate())

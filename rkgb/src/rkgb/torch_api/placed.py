@@ -1,7 +1,6 @@
-"""Parameters by where they lie in a module.
+"""Parameters by their real paths in a module.
 
-`named_parameters` of a module may leave out a part of the path, as that of torch's
-`checkpoint_wrapper` does.
+`named_parameters` may leave out a part of the path, as in torch's `checkpoint_wrapper`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What one thread prints and warns of, taken for a while; other threads go on as they were.
+"""Captures prints and warnings of one thread; other threads are not affected.
 
-`sys.stdout` and the filters of warnings are everybody's.
+All threads share `sys.stdout` and the filters of warnings.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _Stream:
-    """Stands for `sys.stdout` or `sys.stderr`; to other threads it is what stood there."""
+    """Replaces `sys.stdout` or `sys.stderr`; for other threads it behaves as the original."""
 
     def __init__(self, ours: Any, before: Any) -> None:
         self._ours, self._before = ours, before
@@ -27,13 +27,13 @@ class _Stream:
         return iter(self._before)
 
     def end(self) -> None:
-        """Be what stood there to every thread: somebody may have kept this."""
+        """Behave as the original for every thread: other code may have kept this object."""
         self._thread = None
 
 
 @contextlib.contextmanager
 def printing_to(stream: Any, name: str = "stdout") -> Iterator[None]:
-    """While active, what this thread prints goes to `stream`."""
+    """While active, prints of this thread go to `stream`."""
     stand_in = _Stream(stream, getattr(sys, name))
     setattr(sys, name, stand_in)
     try:
@@ -45,7 +45,7 @@ def printing_to(stream: Any, name: str = "stdout") -> Iterator[None]:
 
 
 class _Here:
-    """Stands for the pattern of a filter: every message of this thread fits."""
+    """Replaces the pattern of a filter; it matches every message of this thread."""
 
     def __init__(self) -> None:
         self.thread: int | None = threading.get_ident()
@@ -56,7 +56,7 @@ class _Here:
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """While active, nobody hears of what this thread is warned of."""
+    """While active, warnings of this thread are ignored."""
     here, filters = _Here(), warnings.filters
     entry: Any = ("ignore", here, Warning, None, 0)
     filters.insert(0, entry)  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ def without_warnings() -> Iterator[None]:
         yield
     finally:
         here.thread = None
-        for known in (filters, warnings.filters):  # which may be a copy that somebody put there
+        for known in (filters, warnings.filters):  # other code may have installed a copy
             with contextlib.suppress(ValueError):
                 known.remove(entry)  # type: ignore[attr-defined]
         _are_other_filters()

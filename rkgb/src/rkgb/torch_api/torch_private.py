@@ -1,4 +1,4 @@
-"""The private names of torch that this package needs, each once, with what it is for."""
+"""The private names of torch that this package needs, each once, with its purpose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree  # containers taken apart and put together
+from torch.utils import _pytree as pytree  # flattens and rebuilds containers
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
@@ -73,9 +73,9 @@ __all__ = [
 
 
 class DispatchMode(TorchDispatchMode):
-    """Sees every operation below autograd, and leaves torch's compiler alone.
+    """Sees every operation below autograd, without loading torch's compiler.
 
-    At its first use torch would load the compiler, which takes longer than a recording.
+    At the first use of a mode torch would load it, which takes longer than a recording.
     """
 
     def __init__(self) -> None:
@@ -92,19 +92,19 @@ def current_autograd_node() -> Any:
 
 
 def latest_sequence_nr() -> int:
-    """Return the number of the autograd node that was made last in this thread."""
+    """Return the sequence number of the autograd node that was made last in this thread."""
     return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
 
 
-# Modes under which tensors have no values, or are written down.
+# Modes under which tensors have no values, or are traced.
 _TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 _usual_backward = torch.autograd.backward  # recordings forbid it while one runs
 
 
 def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Run the backward from roots for gradients of their shapes, as `torch.autograd.backward` does.
+    """Run the backward from roots with gradients of their shapes, like `torch.autograd.backward`.
 
-    To compare the shapes, that one loads torch's symbolic shapes, a third of a second.
+    The latter loads torch's symbolic shapes to compare shapes, which takes a third of a second.
     """
     if any(type(tensor) is not Tensor for tensor in (*roots, *gradients)):
         _usual_backward(roots, gradients)
@@ -116,16 +116,17 @@ def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 
 
 def profiler_is_on() -> bool:
-    """Say whether a profiler looks at this thread."""
+    """Return whether a profiler is active in this thread."""
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def memory_profile(*, operations: bool) -> Iterator[Callable[[], Any]]:
-    """Watch the allocator; afterwards what is yielded returns the profiler's raw results.
+    """Profile the allocator; afterwards the yielded function returns the profiler's raw results.
 
-    Without `operations` only memory and named spans are noted: to note every operation takes a
-    fifth of a step of small ones. There is one profiler: if it was on, it begins anew afterwards.
+    Without `operations` only memory and named spans are recorded, because recording small
+    operations takes a fifth of their time. There is only one profiler: if it was on, it restarts
+    afterwards.
     """
     from torch._C._profiler import RecordScope
     from torch.autograd import profiler
@@ -142,7 +143,7 @@ def memory_profile(*, operations: bool) -> Iterator[Callable[[], Any]]:
         yield lambda: found[0]
     finally:
         found.append(untyped._disable_profiler())
-        if was_on:  # who has started it will stop it
+        if was_on:  # its owner will stop it
             untyped._prepare_profiler(session.config(create_trace_id=True), activities)
             untyped._enable_profiler(session.config(), activities)
 
@@ -161,37 +162,37 @@ _ABOVE_KERNELS = _keys_above_kernels()
 
 
 def straight_to_kernels() -> AbstractContextManager[Any]:
-    """While active, operations are neither recorded nor cast, and views and versions not kept."""
+    """While active, operations bypass autograd and autocast; views and versions are not tracked."""
     return torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS)
 
 
 def back_to_autograd() -> AbstractContextManager[Any]:
-    """While active inside `straight_to_kernels`, operations are recorded by autograd again."""
+    """While active inside `straight_to_kernels`, autograd records operations again."""
     c = torch._C
     excluded = c._dispatch_tls_local_exclude_set() - _ABOVE_KERNELS
     return c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), excluded)
 
 
 def apply_function(function: Any, *args: Any) -> Any:
-    """Run a `torch.autograd.Function` that needs no defaults, outside of torch.func's transforms.
+    """Run a `torch.autograd.Function` without defaults, outside of torch.func's transforms.
 
-    Its own `apply` looks for both first, which takes as long as a small operation.
+    Its own `apply` checks both, which takes as long as a small operation.
     """
     return super(torch.autograd.Function, function).apply(*args)
 
 
 def set_version(tensor: Tensor, version: int) -> None:
-    """Say how often a tensor was written to."""
+    """Set the version counter of a tensor."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def set_sequence_nr(node: Any, number: int) -> None:
-    """Let the engine treat a node of autograd as if it had been made at another time."""
+    """Set the sequence number of an autograd node, which decides its order in the engine."""
     node._set_sequence_nr(number)
 
 
 def binding_places() -> tuple[Any, ...]:
-    """Return where torch keeps its generated Python bindings, the fastest first."""
+    """Return the namespaces of torch's generated Python bindings, the fastest first."""
     c = torch._C
     return (c.TensorBase, c._VariableFunctions, c._nn, c._linalg, c._fft, c._special)  # type: ignore[attr-defined]
 
@@ -202,23 +203,23 @@ def set_grad_mode(enabled: bool) -> None:
 
 
 def keeps_graph() -> bool:
-    """Return whether the backward that runs was asked to keep its graph for another one."""
+    """Return whether the running backward has retain_graph set."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def current_backward() -> int:
-    """Return a number of the backward that runs in this thread; no other one has it."""
+    """Return a unique number of the running backward in this thread."""
     return torch._C._current_graph_task_id()
 
 
 def is_to_run(node: Any) -> bool:
-    """Whether the backward that runs in this thread comes to a node of autograd, or has."""
+    """Return whether the running backward in this thread includes an autograd node."""
     return bool(torch._C._will_engine_execute_node(node))
 
 
 @contextlib.contextmanager
 def without_cast_cache() -> Iterator[None]:
-    """While active, autocast keeps no casts, and reads none that it keeps."""
+    """While active, autocast's cache of casts is off."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -228,7 +229,7 @@ def without_cast_cache() -> Iterator[None]:
 
 
 def is_cast_anew(tensor: Tensor) -> bool:
-    """Whether autocast casts it at every use: it keeps casts of leaves only, and not of views."""
+    """Return whether autocast casts it at every use; it caches only casts of leaves."""
     is_kept = tensor.is_leaf and not tensor._is_view()
     return tensor.requires_grad and torch.is_autocast_cache_enabled() and not is_kept
 
@@ -240,10 +241,11 @@ except ImportError:  # another version of torch
 
 
 def same_kinds(tensors: Sequence[Tensor]) -> Callable[[], bool]:
-    """Return a function that says whether these tensors are still of the kinds that they are now.
+    """Return a function that tests whether these tensors still have their present kinds.
 
-    A kind is shape, strides, dtype, device and `requires_grad`. The function also says no where
-    grad mode or autocast are others than now. It takes 0.1 µs a tensor, a tenth of a look at each.
+    A kind is shape, strides, dtype, device and `requires_grad`. The function also returns False if
+    grad mode or autocast has changed. It takes 0.1 µs per tensor, a tenth of reading each in
+    Python.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards
@@ -260,9 +262,9 @@ def same_kinds(tensors: Sequence[Tensor]) -> Callable[[], bool]:
 
 
 def dict_versions(tables: Iterable[Any]) -> list[int] | None:
-    """Return numbers that change whenever dicts are written to; None where torch cannot tell.
+    """Return numbers that change whenever dicts are written, or None if torch has none.
 
-    It takes 0.05 µs a dict, whatever is in it.
+    It takes 0.05 µs per dict, whatever its size.
     """
     try:
         return list(map(_dict_version, tables))
@@ -275,21 +277,21 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.device, tensor.requires_grad, tensor.shape, strides
 
 
-# Which precision kernels of a backend ("generic", "cuda", "mkldnn") compute an operation ("all",
-# "matmul", "conv", "rnn") in: what was set for it, or for what it belongs to. The other sets it.
+# The first returns the precision in which kernels of a backend ("generic", "cuda", "mkldnn")
+# compute an operation ("all", "matmul", "conv", "rnn"), or its default. The second sets it.
 fp32_precision = torch._C._get_fp32_precision_getter
 set_fp32_precision: Callable[[str, str, str], object] = torch._C._set_fp32_precision_setter
 
 
 def kernel_flags() -> tuple[Hashable, ...]:
-    """Return the global flags by which torch chooses kernels and types, but for autocast."""
+    """Return the global flags that choose kernels and types, without autocast."""
     # `with torch.device(...)` is a mode of functions, and asking for the device is slow.
     elsewhere = torch._C._len_torch_function_stack() and str(torch.get_default_device())
     return (torch.get_default_dtype(), elsewhere, *backend_flags())
 
 
 def backend_flags() -> tuple[Hashable, ...]:
-    """Return those of them by which kernels are chosen."""
+    """Return those of them that choose kernels."""
     return tuple([read() for read in _FLAGS])
 
 
@@ -321,8 +323,8 @@ def _readers_of_flags() -> dict[str, Callable[[], Hashable]]:
         for name in names
         if hasattr(torch._C, name)
     }
-    # The older names (allow_tf32, float32_matmul_precision) set these, and cannot be read where
-    # somebody has set these otherwise.
+    # The older names (allow_tf32, float32_matmul_precision) set these too, but cannot be read if
+    # these were set in another way.
     for backend in ("mkldnn", "cuda") if has_cuda else ("mkldnn",):
         for kind in ("matmul", "conv", "rnn"):
             read = functools.partial(fp32_precision, backend, kind)
@@ -335,10 +337,10 @@ _FLAGS = tuple(_NAMED_FLAGS.values())
 
 
 def is_transforming() -> bool:
-    """Whether a call is for more, or for something else, than its values and gradients.
+    """Return whether a call is not only for its values and gradients.
 
-    It may be for a transform, a trace, an export, for tangents of forward-mode differentiation, or
-    for a mode that gives torch's functions another meaning.
+    It may be for a transform, a trace, an export, forward-mode differentiation, or a mode that
+    changes the meaning of torch's functions.
     """
     return (
         torch._C._get_tracing_state() is not None
@@ -350,25 +352,25 @@ def is_transforming() -> bool:
 
 
 def _changes_functions() -> bool:
-    """Whether a mode sees torch's functions; one that says where tensors are made is none."""
+    """Return whether a mode sees torch's functions; `with torch.device(...)` does not count."""
     places = range(torch._C._len_torch_function_stack())
     modes = (torch._C._get_function_stack_at(place) for place in places)
     return any(type(mode) is not DeviceContext for mode in modes)
 
 
 def is_abstract(value: Any) -> bool:
-    """Whether a value is a tensor without content, or one of a tracer's."""
+    """Return whether a value is a tensor without content, or of a tracer."""
     return isinstance(value, Tensor) and type(value).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
 def has_saved_hooks() -> bool:
-    """Whether hooks see what autograd saves here, as those of `torch.utils.checkpoint` do."""
+    """Return whether there are hooks on saved tensors, as those of `torch.utils.checkpoint`."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 @contextlib.contextmanager
 def without_saved_hooks() -> Iterator[None]:
-    """Let no hooks see what autograd saves here: transforms of functions refuse them."""
+    """Disable hooks on saved tensors, which transforms of functions refuse."""
     autograd, found = torch._C._autograd, []
     while (hooks := autograd._top_saved_tensors_default_hooks(False)) is not None:
         found.append(hooks)
@@ -381,7 +383,7 @@ def without_saved_hooks() -> Iterator[None]:
 
 
 def unfrozen_flags() -> AbstractContextManager[None]:
-    """Let `torch.backends.*.flag = value` pass after `torch.backends.disable_global_flags()`."""
+    """Allow `torch.backends.*.flag = value` after `torch.backends.disable_global_flags()`."""
     context: AbstractContextManager[None] = getattr(
         torch.backends, "__allow_nonbracketed_mutation"
     )()
@@ -390,7 +392,7 @@ def unfrozen_flags() -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def without_hooks_after_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Call nothing that waits for the gradients of these tensors, such as optimizers."""
+    """Disable post-accumulate hooks of these tensors, such as those of optimizers."""
     tables = [table for t in tensors if (table := t._post_accumulate_grad_hooks)]
     kept = [dict(table) for table in tables]
     for table in tables:
@@ -403,11 +405,12 @@ def without_hooks_after_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def group_store() -> Any:
-    """Return the store in which the processes of the default group leave words for each other."""
+    """Return the key-value store of the default process group."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
-# What tensors without content are asked through the dispatcher: no operations of a step.
+# Queries of tensors without content that go through the dispatcher; they are no operations of a
+# step.
 ASKS_GEOMETRY = frozenset(
     (
         *("size", "stride", "numel", "storage_offset", "dim", "device", "layout"),
@@ -418,7 +421,7 @@ ASKS_GEOMETRY = frozenset(
 
 
 def without_content() -> AbstractContextManager[Any]:
-    """While active, new tensors have sizes and devices and no content; the mode is returned."""
+    """While active, new tensors have sizes and devices but no content; yields the mode."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode: AbstractContextManager[Any] = FakeTensorMode()
@@ -434,31 +437,31 @@ def with_content() -> AbstractContextManager[Any]:
 
 
 def weak_storage(storage: Any) -> Any:
-    """Return a reference to a storage that tells whether it has been freed (`expired()`)."""
+    """Return a weak reference to a storage; `expired()` tells whether it has been freed."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     return StorageWeakRef(storage)
 
 
 def asks_content(error: BaseException) -> bool:
-    """Whether an error says that a tensor without content was asked for some."""
+    """Return whether an error is about reading a tensor without content."""
     kind = type(error)
     names = ("DataDependentOutputException", "DynamicOutputShapeException")
     return kind.__module__.startswith("torch._subclasses") and kind.__name__ in names
 
 
 def mode_of(tensor: Tensor | None) -> Any:
-    """Return the mode that a tensor without content belongs to; None for others."""
+    """Return the mode of a tensor without content; None for others."""
     return getattr(tensor, "fake_mode", None)
 
 
 def allocator_settings() -> str:
-    """Return how the device's allocator was set up, as it was said: `expandable_segments:True`."""
+    """Return the settings of the device's allocator as text: `expandable_segments:True`."""
     return torch._C._accelerator_getAllocatorSettings()
 
 
 def keep_cuda_busy(cycles: int) -> None:
-    """Let the current CUDA stream wait, so that the host runs ahead of it."""
+    """Make the current CUDA stream wait, so that the host runs ahead of it."""
     torch.cuda._sleep(cycles)
 
 
@@ -468,15 +471,15 @@ def dispatch_mode_stack() -> list[Any]:
 
 
 def current_dispatch_modes() -> int:
-    """Return how many modes watch the operations of this thread."""
+    """Return the number of modes that see operations of this thread."""
     return int(torch._C._len_torch_dispatch_stack())
 
 
 def changing_modes() -> list[str]:
-    """Return the modes of this thread that may change what operations compute, by their types.
+    """Return the type names of modes of this thread that may change results of operations.
 
-    One whose `only_watches` is true changes nothing. Those of torch look at operations, or trace,
-    which is asked elsewhere.
+    A mode with `only_watches = True` changes nothing. Torch's own modes only watch, or trace;
+    tracing is tested elsewhere.
     """
     found = [type(m) for m in dispatch_mode_stack() if not getattr(m, "only_watches", False)]
     return [kind.__name__ for kind in found if not kind.__module__.startswith("torch.")]
@@ -484,7 +487,7 @@ def changing_modes() -> list[str]:
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """While active, the modes that watch operations and calls of this thread are off."""
+    """While active, modes that see operations and calls of this thread are off."""
     dispatch = torch.utils._python_dispatch._pop_mode_temporarily
     function = torch.overrides._pop_mode_temporarily
     with contextlib.ExitStack() as stack:
@@ -496,22 +499,22 @@ def unwatched() -> Iterator[None]:
 
 
 def sdpa_priority_order() -> tuple[int, ...]:
-    """Return in which order kernels of attention are tried."""
+    """Return the order in which kernels of attention are tried."""
     return tuple(map(int, torch._C._get_sdp_priority_order()))
 
 
 def set_sdpa_priority_order(order: tuple[int, ...]) -> None:
-    """Let kernels of attention be tried in another order."""
+    """Set the order in which kernels of attention are tried."""
     torch._C._set_sdp_priority_order(list(order))
 
 
 def convolves_in_onednn(image: Tensor, weight: Tensor, *settings: Any) -> bool:
-    """Whether a convolution of these runs in oneDNN; their content is not looked at.
+    """Return whether a convolution of these runs in oneDNN; their content is not read.
 
     `settings` are stride, padding, dilation, transposed, output padding, groups.
     """
     backend = torch._C._select_conv_backend(image, weight, None, *settings, None)
-    # oneDNN's own is not always named.
+    # oneDNN's backend does not always have a name.
     return not backend.name.startswith(("Slow", "Nnpack", "Winograd", "Empty"))
 
 
@@ -519,9 +522,9 @@ def convolves_in_onednn(image: Tensor, weight: Tensor, *settings: Any) -> bool:
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Return a mode in which tensors are made without memory.
+    """Return a mode in which tensors have no memory.
 
-    Without an environment for shapes, inductor would not look into its cache on disk.
+    Without a shape environment, inductor would not use its cache on disk.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -530,7 +533,7 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 def refuse_missing_compiler(device: torch.device) -> None:
-    """Refuse to compile for a device where inductor would find no compiler.
+    """Refuse to compile for a device for which inductor has no compiler.
 
     Raises:
         CompilerMissingError: it says what to install.
@@ -559,7 +562,7 @@ def refuse_missing_compiler(device: torch.device) -> None:
 
 
 class AnySize:
-    """A size that a traced function takes as a symbol, and where its code is valid."""
+    """A symbolic size of a traced function, and the sizes for which its code is valid."""
 
     def __init__(self, mode: Any, hint: int) -> None:
         from torch._dynamo.source import ConstantSource
@@ -573,8 +576,8 @@ class AnySize:
         self.symint = self._shapes.create_symintnode(self._symbol, hint=hint, source=source)
 
     def is_valid(self, size: int) -> bool:
-        """Whether all that was taken for granted while tracing and compiling holds at a size."""
-        if self._symbol in self._shapes.replacements:  # by a number
+        """Return whether the guards from tracing and compiling hold for a size."""
+        if self._symbol in self._shapes.replacements:  # it was specialised to a number
             return False
         if size not in self._shapes.var_to_range[self._symbol]:
             return False
@@ -589,10 +592,10 @@ class AnySize:
 
 
 def traced_for_inductor(mode: Any, function: Callable[..., Any], *inputs: Sequence[Tensor]) -> Any:
-    """Return the functional graph of `function(*inputs)` in the operations that inductor knows.
+    """Return the functional graph of `function(*inputs)` in inductor's operations.
 
-    `inputs` are two lists of fake tensors of `mode`, primals and tangents; by these names the
-    partitioner tells what a forward can read. The first primal may be a symbol, `AnySize`.
+    `inputs` are two lists of fake tensors of `mode`, primals and tangents. The partitioner uses
+    these names to find the inputs of the forward. The first primal may be a symbol, `AnySize`.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._inductor.decomposition import select_decomp_table
@@ -601,7 +604,7 @@ def traced_for_inductor(mode: Any, function: Callable[..., Any], *inputs: Sequen
 
     functional = dispatch_functionalize(function, FunctionalTensorMode())
     table = dict(select_decomp_table())
-    # It scatters, and so adds in any order where windows overlap; without it inductor gathers.
+    # It scatters, so overlapping windows would be added in any order; without it inductor gathers.
     table.pop(torch.ops.aten.max_pool2d_with_indices_backward.default, None)
 
     def primals_and_tangents(primals: Any, tangents: Any) -> Any:
@@ -642,8 +645,8 @@ def partitioned(
 ) -> tuple[Any, Any]:
     """Return the graphs of the forward, whose first outputs are `results`, and of the backward.
 
-    A backward that `rebuilds` computes again what is neither heavy nor a sum over much; else torch
-    weighs what is computed again against what is kept. Nothing heavy runs twice.
+    With `rebuilds`, the backward recomputes everything except heavy operations and large sums;
+    otherwise torch decides what to save. Heavy operations never run twice.
     """
     from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -668,9 +671,9 @@ def partitioned(
 def compiled_by_inductor(
     graph: Any, inputs: Sequence[Any], static: Sequence[int], kept: int, kind: str
 ) -> Callable[[list[Tensor]], Sequence[Tensor]]:
-    """Return the compiled function of a graph: it takes a list, and empties it.
+    """Return the compiled function of a graph, which takes a list and empties it.
 
-    The first `kept` results lie in memory as in the graph; of the others, inductor may decide.
+    The first `kept` results have the graph's layouts; inductor may choose those of the others.
     `kind` is "forward", "backward" or "inference".
     """
     from torch._inductor.compile_fx import compile_fx_inner
@@ -678,8 +681,8 @@ def compiled_by_inductor(
 
     (output,) = graph.graph.find_nodes(op="output")
     output.meta["user_visible_output_idxs"] = list(range(kept))
-    # Part of the key of inductor's cache, where these are not. Its loops for wide vectors would be
-    # compiled for narrow ones of another CPU, and leave out elements.
+    # Makes vector widths part of the key of inductor's cache. Otherwise its loops for wide vectors
+    # could be used on a CPU with narrow ones, and leave out elements.
     threads, vectors = torch.get_num_threads(), str(pick_vec_isa())
     graph.meta["rkgb"] = (kept, threads, vectors, repr(kernel_flags()))
     code: Any = compile_fx_inner(
