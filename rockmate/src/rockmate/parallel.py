@@ -1,7 +1,7 @@
-"""Independent problems solved side by side.
+"""Solves independent problems in parallel.
 
-The solvers leave Python's lock while they run, so threads are enough. What is computed does not
-depend on how many there are.
+The solvers release Python's lock while they run, so threads are enough. Results do not depend on
+the number of threads.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TypeVar
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
-_MOST = 8  # each solver takes memory; and models are built under Python's lock
+_MOST = 8  # each solver takes memory, and models are built under Python's lock
 
 
 def map_in_parallel(function: Callable[[Item], Answer], items: Iterable[Item]) -> list[Answer]:
-    """Return `function` of every item, in order; what it raises for the first is raised here."""
+    """Return `function` of every item, in order; raise the first item's error, if any."""
     work = list(items)
     threads = min(len(work), os.cpu_count() or 1, _MOST)
     if threads < 2:

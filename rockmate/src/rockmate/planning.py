@@ -1,10 +1,10 @@
-"""The public door to planning without a module: problems, planners, solvers and the simulator.
+"""Public functions for planning without a module: problems, planners, solvers and the simulator.
 
 problem = rk.plan.problem                              # or Problem.from_json(text)
 found = plan(problem, budget_bytes, effort="fast")     # a Plan, or InfeasibleBudgetError
 simulate(problem, found.steps).peak_bytes              # by the exact simulator
 
-Modules that are planned each for itself, within one budget, as `apply_to_blocks` does:
+Modules with separate plans within one budget, as in `apply_to_blocks`:
 options = module_options(problem)                      # of one module
 choose(StepMemory(calls, ...), budget_bytes)           # a Choice for all calls, or None
 """

@@ -1,7 +1,7 @@
-"""Seconds of planning and of estimates: phases on a progress bar, if wanted, and their parts.
+"""Seconds of planning and of estimates: phases, with a progress bar if wanted, and their parts.
 
-The parts of planning (options, chain, simulation) are entered from many places. Handing a timer
-through all of them would put it into every signature, so `timed` adds to whoever collects.
+The parts of planning (options, chain, simulation) are called from many places. A timer would have
+to be in every signature, so `timed` adds to the active `stopwatch` instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _current: ContextVar[dict[str, float] | None] = ContextVar("rockmate_stopwatch",
 
 
 def shows_by_default() -> bool:
-    """Say whether a person is looking: in a terminal or a notebook, and at the first process."""
+    """Return whether to show progress: in a terminal or a notebook, in the first process."""
     if os.environ.get("RANK", "0") != "0":
         return False
     return sys.stderr is not None and (sys.stderr.isatty() or _in_notebook())
@@ -31,11 +31,11 @@ def _in_notebook() -> bool:
 
 
 class Phases:
-    """Times named phases and shows them on one progress bar, with the time that is left.
+    """Times named phases and shows them on one progress bar, with the remaining time.
 
-    `shares` says of each phase what part of the whole it usually takes. An error inside a phase
-    closes the bar. As a context manager it closes after any other error too, so that the traceback
-    begins on a line of its own.
+    `shares` are the usual shares of the phases. An error inside a phase closes the bar. As a
+    context manager it also closes after any other error, so that the traceback begins on a new
+    line.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Phases:
                 desc=title,
                 bar_format="{desc:<26} {bar:30} {percentage:3.0f}% [{elapsed}<{remaining}]",
                 leave=True,
-                smoothing=0,  # the mean: phases differ too much for anything else
+                smoothing=0,  # the mean, because phases differ much
             )
 
     def __enter__(self) -> Phases:
@@ -66,13 +66,13 @@ class Phases:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what is inside under `name`."""
+        """Time the code inside as phase `name`."""
         self._now = name
         self._show(f"{self._title}: {name.replace('_', ' ')}")
         began = time.perf_counter()
         try:
             yield
-        except BaseException as error:  # also when a person interrupts it
+        except BaseException as error:  # also on Ctrl-C
             word = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             self._end(f"{word}: {name}")
             raise
@@ -82,12 +82,12 @@ class Phases:
         self._show()
 
     def note(self, text: str, fraction: float = 0.0) -> None:
-        """Show what the current phase is doing, and how much of it is done."""
+        """Show what the current phase is doing, and its completed fraction."""
         self._done[self._now] = max(fraction, self._done.get(self._now, 0.0))
         self._show(f"{self._title}: {text}"[:26])
 
     def close(self, text: str) -> None:
-        """Fill the bar and leave it with `text`."""
+        """Fill the bar and end it with `text`."""
         self._done = dict.fromkeys(self._shares, 1.0)
         self._show()
         self._end(text)
@@ -102,7 +102,7 @@ class Phases:
         self._bar.refresh()
 
     def _end(self, text: str) -> None:
-        """Leave the bar as it is, with `text`; from now on nothing is shown."""
+        """End the bar as it is, with `text`; nothing is shown afterwards."""
         if self._bar is not None:
             self._bar.set_description_str(text)
             self._bar.close()
@@ -122,7 +122,7 @@ def stopwatch() -> Iterator[dict[str, float]]:
 
 @contextlib.contextmanager
 def timed(part: str) -> Iterator[None]:
-    """Add the time that is spent inside to `part`, if anybody collects."""
+    """Add the time spent inside to `part` of the active stopwatch, if there is one."""
     seconds = _current.get()
     if seconds is None:
         yield

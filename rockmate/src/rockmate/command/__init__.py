@@ -1,7 +1,7 @@
 """The command line: estimate, plan, show, report, compare.
 
-Gets words; prints text, or one JSON object with `--json`, and gives an exit code. Read arguments.py
-(what there is to say), factories.py (`module:factory` names), actions.py (what each one does).
+Gets arguments; prints text, or one JSON object with `--json`, and gives an exit code. Read
+arguments.py (the arguments), factories.py (`module:factory` names), actions.py (the commands).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rockmate.errors import RockmateError
 
 __all__ = ["main"]
 
-# Exit codes; argparse gives 2 for words that it does not know.
+# Exit codes; argparse gives 2 for unknown arguments.
 _REFUSED, _INTERRUPTED = 1, 130
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 for a refusal, 2 for unknown words.
+    """Run one command and return its exit code: 0, 1 for an error, 2 for unknown arguments.
 
     Example:
         $ python -m rockmate estimate models:gpt2 --json

@@ -1,4 +1,4 @@
-"""What each command does: returns text for people, and the same as data."""
+"""The commands: each returns text for people, and the same as data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Result = tuple[str, dict[str, Any]]
 
 
 def print_result(chosen: argparse.Namespace) -> None:
-    """Run the chosen command, and print what it found."""
+    """Run the chosen command, and print its result."""
     text, data = ACTIONS[chosen.command](chosen)
     print(json.dumps(data, indent=1) if chosen.json else text)
 
@@ -42,7 +42,7 @@ def _estimate(chosen: argparse.Namespace) -> Result:
 
 def _plan(chosen: argparse.Namespace) -> Result:
     if chosen.out:
-        _check_folder(chosen.out)  # before the time that planning takes
+        _check_folder(chosen.out)  # before the long planning
     model, sample = made_by(chosen.factory)
     within = {"memory": chosen.budget, "optimizer": chosen.optimizer}
     within = within if chosen.memory else {"budget": chosen.budget}
@@ -81,10 +81,10 @@ def _report(chosen: argparse.Namespace) -> Result:
 
 
 def _check_folder(out: str) -> None:
-    """Refuse a file that has no folder.
+    """Refuse a file name whose folder does not exist.
 
     Raises:
-        RockmateError: there is none, or the file is a folder itself.
+        RockmateError: there is no such folder, or the name is a folder itself.
     """
     path = Path(out)
     if not path.parent.is_dir():
@@ -128,7 +128,7 @@ def _compare(chosen: argparse.Namespace) -> Result:
 
 
 def _moved(first: SavedPlan, second: SavedPlan) -> list[str]:
-    """Say which operations run again another number of times in the second plan."""
+    """Return the operations with different numbers of recomputations, in words."""
     counts = [recompute_counts(saved.problem, saved.plan.steps) for saved in (first, second)]
     return [
         f"{node.op or node.name} of {node.module_path or '(root)'}: "

@@ -14,20 +14,20 @@ from rockmate.errors import RockmateError
 
 
 class FactoryError(RockmateError, ValueError):
-    """A name leads to no function that returns a model and a sample."""
+    """A name is not that of a function that returns a model and a sample."""
 
 
 def made_by(name: str, *, meta: bool = False) -> tuple[nn.Module, Any]:
     """Return the model and the sample that a factory makes; with `meta`, without memory.
 
     Raises:
-        FactoryError: there is no such module or function, it fails, or returns something else.
+        FactoryError: there is no such module or function, it fails, or its result is no such pair.
     """
     module_name, colon, path = name.partition(":")
     if not colon or not module_name or not path:
         raise FactoryError(f"{name!r} is no name of a factory: write module:factory")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` has it
+        sys.path.insert(0, "")  # as with `python -m`
     try:
         found: Any = importlib.import_module(module_name)
         for part in path.split("."):

@@ -1,9 +1,9 @@
-"""Is a planned step as equal to eager PyTorch as eager PyTorch is to itself?
+"""Compares a planned step with eager PyTorch as strictly as two eager steps agree.
 
-Some kernels add with atomics, in an order that no two runs share (attention's backward on CUDA,
-`index_add`, ...). Where two eager steps from one random state agree, their bits are demanded. Where
-they differ, everything that never differed stays strict, and gradients are held to what eager
-differs by: noise in one gradient reaches all that come after it.
+Some kernels add with atomics, in an order that differs from run to run (attention's backward on
+CUDA, `index_add`, ...). If two eager steps from one random state agree, bits must be equal. If they
+differ, results that never differed must still be equal. Gradients may differ by eager's noise,
+because noise in one gradient reaches all later ones.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from rockmate.comparison.eager import (
 from rockmate.errors import SelfTestError
 
 EAGER_RUNS = 3
-# Two eager steps show one sample of the noise; another step may be farther off.
+# Two eager steps are only one sample of the noise; another step may differ more.
 _NOISE_FACTOR = 8.0
 _ROUNDINGS = 4.0
 
 
-# What differs by more is no rounding: the module does something else at every call.
+# A larger difference is no rounding: the module does something else at every call.
 _MOST_NOISE = 0.1
 
 
 @dataclass(frozen=True)
 class Noise:
-    """How far some eager steps from one random state are apart."""
+    """The differences between eager steps from one random state."""
 
     runs: int
-    norms: dict[str, float]  # of the largest difference, for every result that differs
-    worst: float  # the largest, relative to the norm of its result
+    norms: dict[str, float]  # norm of the largest difference, for every result that differs
+    worst: float  # the largest one, relative to the norm of its result
 
     def __bool__(self) -> bool:
         return bool(self.norms)
@@ -67,10 +67,10 @@ def agree(
     name: str,
     suspect: str = "",
 ) -> str:
-    """Hold our step to eager's, as closely as eager holds to itself; return what was found.
+    """Compare our step with eager's, as closely as eager steps agree; return the finding.
 
-    It is called where a first comparison bit by bit has failed. `suspect` is an operation whose
-    results are known to differ from call to call.
+    It is called if a comparison bit by bit has failed. `suspect` is an operation that is known to
+    be nondeterministic.
 
     Raises:
         SelfTestError: ours differs by more than eager does.

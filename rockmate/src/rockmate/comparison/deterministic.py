@@ -1,7 +1,7 @@
-"""Torch's deterministic algorithms for a while: where they run, bits can be demanded.
+"""Switches torch's deterministic algorithms on for a while, so that bits can be compared.
 
-Many kernels of CUDA add with atomics, in whatever order threads arrive, so that two equal steps of
-plain PyTorch differ in their last bits. Most have a slower variant that does not.
+Many kernels of CUDA add with atomics, in the order in which threads arrive. So two equal steps of
+plain PyTorch differ in their last bits. Most of these kernels have a slower deterministic variant.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from rkgb.torch_api import with_flags
 
 _FLAGS = (
-    ("deterministic", (True, True)),  # what has no such variant warns and runs
+    ("deterministic", (True, True)),  # kernels without such a variant warn and run
     ("cudnn.deterministic", True),
     ("cudnn.benchmark", False),
 )
@@ -24,7 +24,7 @@ _FLAGS = (
 
 @contextlib.contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """While active, kernels that have a deterministic variant run it."""
+    """While active, kernels with a deterministic variant use it."""
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
     with with_flags(_FLAGS), warnings.catch_warnings():
@@ -37,7 +37,7 @@ def deterministic_algorithms() -> Iterator[None]:
 
 
 def why_bits_may_differ() -> str:
-    """Return what is set that makes equal kernels differ from thread to thread, or ''."""
+    """Return the setting that makes kernels differ between threads, in words, or ''."""
     if not (torch.cuda.is_available() and torch.backends.cudnn.benchmark):
         return ""
     return (

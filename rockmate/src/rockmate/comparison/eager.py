@@ -1,8 +1,8 @@
-"""The eager twin: what a step must compute, and how much memory it takes without us.
+"""The eager twin: a copy of the module whose plain step gives the expected bits and the peak.
 
-The twin shares the parameters' memory as fresh leaves, so no hook, optimizer or gradient of the
-user's is touched, and owns copies of the buffers. Its step gives eager's activation peak and the
-bits that the planned module is held to.
+The twin's parameters are new leaves on the same memory, and its buffers are copies. So hooks,
+optimizers and gradients of the user's are not affected. Its step gives eager's activation peak and
+the bits with which the planned module is compared.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Keep = Literal["values", "fingerprints", "nothing"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one forward and backward computed."""
+    """The results of one forward and backward."""
 
     outputs: list[Any]  # tensors, or their fingerprints
     gradients: dict[str, Any]
     buffers: dict[str, Any]
     stream: RngState
-    peak_bytes: int  # of what was asked for
+    peak_bytes: int  # in requested bytes
     allocated_peak_bytes: int  # in whole blocks of the allocator
     timeline: tuple[tuple[float, int], ...]
 
@@ -51,26 +51,25 @@ def run_step(
 ) -> StepResult:
     """Run `call` on the sample, and its backward on the twin's leaves, metering the memory.
 
-    Of outputs among which there are scalars, only these get gradients, if `losses` are to be found.
-    Gradients of the outputs are pseudo-random but fixed; parameter gradients are moved into buffers
-    made beforehand as soon as they are complete, so that the peak holds activations and their
-    gradients only. The random stream is put back. Values are kept on the host, and fingerprints
-    take next to no memory.
+    With `losses`, only scalars get gradients if some outputs are scalars. Gradients of the outputs
+    are pseudo-random but fixed. Complete parameter gradients are moved into buffers that were
+    allocated beforehand, so that the peak contains only activations and their gradients. The random
+    state is restored. Kept values are on the host; fingerprints take almost no memory.
     """
     sample, device = sample.detached(), sample.device
     results = _Results(twin, sample, keep)
     stream, python = RngState.save(device), PythonRandom(lends=True)
 
     def run(_span: Any) -> None:
-        with as_written():  # else BatchNorm inside counts the step twice
+        with as_written():  # otherwise BatchNorm in a checkpoint would count the step twice
             result = flatten(call(*sample.args, **sample.keywords))[0]
         wanting = [t for t in result if isinstance(t, Tensor) and t.requires_grad]
-        # A parameter that is returned gets its gradient from the loss, not from the step.
+        # A returned parameter gets its gradient from the loss, not from the step.
         wanting = [t for t in wanting if not t.is_leaf] or wanting
         trained = losses_among(wanting) if losses else wanting
         lets_go = len(trained) < len(wanting)
         results.take(result, copied=lets_go)
-        if lets_go:  # who trains by a loss lets the other outputs go
+        if lets_go:  # training by a loss drops the other outputs
             result.clear()
         del wanting
         seed_backward(trained)
@@ -94,7 +93,7 @@ def run_step(
 
 
 class _Results:
-    """What a step leaves, taken as soon as it is complete; memory for it is there beforehand."""
+    """The results of a step, taken when they are complete, into memory allocated beforehand."""
 
     def __init__(self, twin: nn.Module, sample: Sample, keep: Keep) -> None:
         self.twin, self.keep = twin, keep
@@ -135,7 +134,7 @@ class _Results:
         leaf.grad = None
 
     def take(self, outputs: Sequence[Any], *, copied: bool = False) -> None:
-        """Keep outputs; where the step is to let go of them, a copy of their values."""
+        """Keep outputs, or copies of their values if the step has to drop them."""
         if self.keep == "values":
             own = (t.detach() if isinstance(t, Tensor) else t for t in outputs)
             self.outputs = [t.clone() if copied and isinstance(t, Tensor) else t for t in own]
@@ -154,24 +153,24 @@ class _Results:
 
 
 def losses_among(outputs: list[Tensor]) -> list[Tensor]:
-    """Return the scalars, by which a model that returns some is trained; all without one."""
+    """Return the scalar outputs, by which a model is trained, or all outputs if there are none."""
     return [t for t in outputs if t.dim() == 0] or outputs
 
 
 def seed_backward(outputs: Sequence[Tensor]) -> None:
-    """Run backward as a user would: from a scalar directly, from a tensor through a loss.
+    """Run the backward as in training: from a scalar directly, from a tensor through a loss.
 
-    The gradient that starts a backward is held to its end, and so is that of a scalar output here.
-    A tensor's gradient comes from a loss that the user computes, and is freed once it is used: it
-    is made by a function in front of the output. Its values are pseudo-random but fixed, and it
-    lies in memory as the output does, unless that has gaps or overlaps.
+    The gradient that starts a backward is held to its end, so the gradient of a scalar output is
+    held here too. A tensor's gradient comes from the user's loss and is freed after its use, so
+    here a Function makes it. Its values are pseudo-random but fixed. It has the strides of the
+    output, unless these have gaps or overlaps.
     """
     roots = [t for t in outputs if t.dim() == 0]
     tensors = [t for t in outputs if t.dim() > 0]
     del outputs
     if tensors:
         roots.append(_Seed.apply(*tensors))  # type: ignore[no-untyped-call]
-    with autocast_as(None):  # as users do: the region ends before the backward
+    with autocast_as(None):  # as in training, the region ends before the backward
         run_backward(roots, [torch.ones_like(t) for t in roots])
 
 
@@ -200,7 +199,7 @@ GRADIENT = "the gradient of "
 
 
 def named_results(step: StepResult) -> dict[str, Any]:
-    """Return outputs, gradients and buffers by what they are called in messages."""
+    """Return outputs, gradients and buffers by their names in messages."""
     found = {f"output {place}": value for place, value in enumerate(step.outputs)}
     found.update({f"{GRADIENT}{key}": value for key, value in step.gradients.items()})
     found.update({f"buffer '{key}'": value for key, value in step.buffers.items()})
@@ -208,7 +207,7 @@ def named_results(step: StepResult) -> dict[str, Any]:
 
 
 def differences(eager: StepResult, ours: StepResult) -> list[str]:
-    """Return which outputs, gradients and buffers have other bits, in words."""
+    """Return the names of outputs, gradients and buffers with other bits."""
     theirs, given = named_results(eager), named_results(ours)
     differing = [name for name, value in theirs.items() if not equal_values(value, given.get(name))]
     if len(eager.outputs) != len(ours.outputs):
@@ -219,7 +218,7 @@ def differences(eager: StepResult, ours: StepResult) -> list[str]:
 
 
 def equal_values(a: Any, b: Any) -> bool:
-    """Whether two results are the same, bit by bit or both not a number."""
+    """Return whether two results are equal, bit by bit; NaN equals NaN."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return a is b or (type(a) is type(b) and a == b)
     if a.shape != b.shape or a.dtype != b.dtype:

@@ -1,10 +1,10 @@
-"""What is compared of a tensor without keeping it: its kind, and two sums over its bits.
+"""Fingerprints of tensors, for comparing without keeping them: type, shape, and two sums over bits.
 
-A copy of every gradient would take the memory of all parameters, twice, just when memory is short.
-Sums are of whole numbers, in which the order of adding does not matter, and are formed on the host
-piece by piece, in memory that was taken before: nothing is allocated while a step is metered. They
-are formed by numpy, of which a profiler that watches torch sees nothing: its notes of some thousand
-small operations would take more memory than the copy that is avoided.
+Copies of all gradients would take twice the memory of all parameters, when memory is short. The
+sums are integer sums, which do not depend on the order of additions. They are computed on the host
+in small parts, in memory that was allocated before, so nothing is allocated while a step is
+metered. numpy computes them, because torch's profiler would record thousands of small operations,
+and these records would take more memory than the copies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WORD = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Equal for equal bits; different for different ones, but for one case in very many."""
+    """Equal for equal bits; for different bits it differs with very high probability."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Fingerprint:
 
 
 class Fingerprints:
-    """Takes fingerprints in memory of its own."""
+    """Computes fingerprints in preallocated memory."""
 
     def __init__(self) -> None:
         self._raw = {size: torch.empty(_PIECE, dtype=dtype) for size, dtype in _BITS.items()}
@@ -44,7 +44,7 @@ class Fingerprints:
         self._weights = np.arange(1, _PIECE + 1)
 
     def of(self, value: Any) -> Any:
-        """Return the fingerprint of a tensor; other values are their own."""
+        """Return the fingerprint of a tensor; other values are returned unchanged."""
         if not isinstance(value, Tensor):
             return value
         value = local_part(value)
@@ -65,8 +65,8 @@ class Fingerprints:
         if bits.device.type == "cpu" and bits.is_contiguous():
             if not bits.numel():
                 return
-            # Not bits.numpy(): a storage that numpy has seen can no longer be resized, as FSDP does
-            # to free it.
+            # Not bits.numpy(), because a storage that numpy has accessed can no longer be resized,
+            # which is how FSDP frees it.
             size = bits.numel() * bits.element_size()
             memory: Any = (ctypes.c_char * size).from_address(bits.data_ptr())
             kind = self._raw[bits.element_size()].numpy().dtype
@@ -85,7 +85,7 @@ class Fingerprints:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor's bits as whole numbers."""
+    """Return a view of a tensor's bits as integers."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_complex():
@@ -94,7 +94,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Cut a tensor into small views, in the order of its elements however it lies in memory."""
+    """Yield small views of a tensor, in the order of its elements, whatever its strides."""
     if tensor.numel() <= _PIECE:
         if tensor.numel():
             yield tensor

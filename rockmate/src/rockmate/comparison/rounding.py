@@ -1,9 +1,10 @@
-"""Is a compiled step as near to an eager one as rounding lets it be?
+"""Compares a compiled step with an eager one, up to rounding.
 
 Compiled kernels add in another order and keep more digits in between. A wrong kernel, or one that
-reads its input in the wrong order, is off by as much as the values themselves. In between lies the
-square root of the precision, and it is the bound here. A gradient that is nothing but rounding (of
-a bias in front of a norm) has no size of its own: it may be off by some roundings of the largest.
+reads its input in the wrong order, is wrong by as much as the values themselves. The bound used
+here is the square root of the precision, which lies in between. A gradient that consists only of
+rounding (of a bias before a norm) has no scale: it may differ by some roundings of the largest
+gradient.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from rkgb.elements import TensorInfo
 from rockmate.comparison.agreement import refuse
 from rockmate.comparison.eager import GRADIENT, StepResult, equal_values, named_results
 
-_ROUNDINGS = 16.0  # that a sum may collect: one stray ReLU then moves its gradients, too
+_ROUNDINGS = 16.0  # that a sum may accumulate; a ReLU near 0 may then change its gradients
 _TIMES_NUDGED = 4.0
 _MOST_APART = 0.5
 
 
 def coarsest_type(infos: Iterable[TensorInfo]) -> torch.dtype:
-    """Return the least precise floating type among values."""
+    """Return the least precise floating-point type among values."""
     kinds = {info.dtype for info in infos if info.dtype.is_floating_point}
     return max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float64)
 
 
 def nudge(module: nn.Module) -> nn.Module:
-    """Give a module weights of its own, of which each is moved by some roundings or stays."""
+    """Replace a module's weights by copies, some of them changed by a few roundings."""
     generator = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
         weight = parameter.detach()
@@ -50,20 +51,20 @@ def compare_rounded(
     kind: torch.dtype,
     nudged: Callable[[], StepResult] | None = None,
 ) -> str:
-    """Compare two steps up to rounding in `kind`, and return in words how far they are apart.
+    """Compare two steps up to rounding in `kind`, and return their distance in words.
 
-    `nudged` runs an eager step with weights moved by some roundings. The random stream and all that
-    is no floating number must be the same.
+    `nudged` runs an eager step with weights that are changed by a few roundings. The random state,
+    and all results that are not floating-point, must be equal.
 
     Raises:
-        SelfTestError: something is farther off.
+        SelfTestError: a difference is larger.
     """
     bound = math.sqrt(torch.finfo(kind).eps)
     apart, wrong = _distances(eager, ours, kind)
     if not eager.stream.equals(ours.stream):
         wrong.append("the random stream after the step")
     bounds = dict.fromkeys(apart, bound)
-    far = [key for key, distance in apart.items() if not distance <= bound]  # not a number, too
+    far = [key for key, distance in apart.items() if not distance <= bound]  # also for NaN
     if far and nudged is not None:
         moved, _ = _distances(eager, nudged(), kind)
         for key in far:
@@ -80,7 +81,7 @@ def compare_rounded(
 def _distances(
     eager: StepResult, ours: StepResult, kind: torch.dtype
 ) -> tuple[dict[str, float], list[str]]:
-    """Return how far floating results are apart, over their size, and what else differs."""
+    """Return relative distances of floating-point results, and the names of other differences."""
     theirs: Mapping[str, Any] = named_results(eager)
     given: Mapping[str, Any] = named_results(ours)
     eps = torch.finfo(kind).eps
@@ -108,14 +109,14 @@ def _are_floating(a: Any, b: Any) -> bool:
 
 
 def _mean_size(value: Any) -> float:
-    """Return the root of the mean square of the elements; 0 where there are none."""
+    """Return the root mean square of the elements; 0 if there are none."""
     if not isinstance(value, Tensor) or not value.numel() or not value.is_floating_point():
         return 0.0
     return float(value.double().square().mean().sqrt())
 
 
 def _apart(a: Tensor, b: Tensor, lent: float) -> float:
-    """Return how far two results are apart, over the size of the first."""
+    """Return the distance of two results relative to the first."""
     if not a.numel() or equal_values(a, b):
         return 0.0
     kind = torch.complex128 if a.is_complex() else torch.float64

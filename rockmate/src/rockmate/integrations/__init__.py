@@ -1,10 +1,10 @@
-"""One switch in each trainer; every library is imported only when its switch is.
+"""A callback for each trainer; a library is imported only if its callback is.
 
-RockmateCallback    Hugging Face `Trainer`, and what builds on it, as TRL's `SFTTrainer`
+RockmateCallback    Hugging Face `Trainer` and its subclasses, such as TRL's `SFTTrainer`
 LightningCallback   Lightning's `Trainer`
 
-Loops of one's own, timm's and those of accelerate need no switch but one line before the loop, and
-before `accelerator.prepare`: `rockmate.apply(model, budget="8GB")`.
+Your own loops, timm's and accelerate's need no callback but one line before the loop, and before
+`accelerator.prepare`: `rockmate.apply(model, budget="8GB")`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The switch for Hugging Face's `Trainer` and its subclasses."""
+"""The callback for Hugging Face's `Trainer` and its subclasses."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rockmate.settings import Budget
 class RockmateCallback(TrainerCallback):
     """Train the trainer's model within `budget`, or `memory`; everything else stays as it is.
 
-    The plan is made at the first training step, from its batch, and the model stays the same
-    object of the same class: evaluation, metrics, `generate`, `save_pretrained`, checkpoints and
-    resuming see what they know. `gradient_checkpointing=True` may be set as well and changes
-    nothing: the plan decides what is recomputed. Gradient accumulation and mixed precision are
-    planned as they come. With `auto_find_batch_size=True`, a batch that does not fit is followed by
-    a smaller one. `rockmate.remove(trainer.model)` undoes it.
+    The plan is made at the first training step, from its batch. The model stays the same object of
+    the same class, so evaluation, metrics, `generate`, `save_pretrained`, checkpoints and resuming
+    work as before. `gradient_checkpointing=True` has no effect: the plan decides what is
+    recomputed. Gradient accumulation and mixed precision are planned as they occur. With
+    `auto_find_batch_size=True`, a smaller batch is tried if one does not fit.
+    `rockmate.remove(trainer.model)` undoes it.
 
     Args:
         budget: bytes, text such as `"8GB"`, or a fraction of the peak of a plain step.
-        memory: in its place, what a whole step may take of the device with everything: `"24GB"`, or
-            "device" for what it has. The trainer's own optimizer is counted.
+        memory: instead of a budget, the limit of a whole step with everything: `"24GB"`, or
+            "device" for the device's memory. The trainer's optimizer is counted.
         report: path of a page that shows the plan, written after the first step (see
             `rk.plan.html`); only the first process writes it.
-        options: as `rockmate.apply` takes them.
+        options: further keywords of `rockmate.apply`.
 
     Examples:
         >>> trainer = Trainer(model, arguments, callbacks=[RockmateCallback(budget="8GB")], ...)
@@ -51,11 +51,11 @@ class RockmateCallback(TrainerCallback):
         self.report, self.options = report, in_trainer(budget, memory, options)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Plan the trainer's model, before anything is put around it."""
+        """Plan the trainer's model, before it is wrapped."""
         self._apply(given.get("model"))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Plan a model that came later: of `model_init`, or of a callback added to a trainer."""
+        """Plan a model from `model_init`, or of a trainer to which the callback was added later."""
         self._apply(given.get("model"))
         meet_optimizer(given.get("model"), given.get("optimizer"), self.options)
 

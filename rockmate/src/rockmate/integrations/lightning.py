@@ -1,4 +1,4 @@
-"""The switch for Lightning's `Trainer`."""
+"""The callback for Lightning's `Trainer`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from rockmate.settings import Budget
 class LightningCallback(Callback):
     """Train a network inside a `LightningModule` within `budget`.
 
-    `training_step` itself is no forward, so the budget goes to the network that it calls:
-    `module` is that attribute's path, and may be left out where only one child has parameters.
-    The plan is made at the first training step, from its batch; the network stays the same object.
+    `training_step` itself is no forward, so the budget is for the network that it calls. `module`
+    is the path of that network; it may be left out if only one child has parameters. The plan is
+    made at the first training step, from its batch. The network stays the same object.
 
     Args:
         budget: bytes, text such as `"8GB"`, or a fraction of the peak of a plain step.
-        memory: in its place, what a whole step may take of the device with everything: `"24GB"`, or
-            "device" for what it has. The task's own optimizers are counted.
+        memory: instead of a budget, the limit of a whole step with everything: `"24GB"`, or
+            "device" for the device's memory. The task's optimizers are counted.
         module: path of the network in the `LightningModule`.
         report: path of a page that shows the plan, written after the first step (see
             `rk.plan.html`); only the first process writes it.
-        options: as `rockmate.apply` takes them.
+        options: further keywords of `rockmate.apply`.
 
     Examples:
         >>> trainer = Trainer(callbacks=[LightningCallback(budget="8GB", module="model")])
@@ -35,7 +35,7 @@ class LightningCallback(Callback):
         >>> print(task.model.plan)
 
     Raises:
-        RockmateError: no such module, or no single child that has parameters.
+        RockmateError: there is no such module, or not exactly one child with parameters.
         InfeasibleBudgetError, rkgb.RkgbError: at the first step, as from `rockmate.apply`.
     """
 
@@ -52,7 +52,7 @@ class LightningCallback(Callback):
         self.options = in_trainer(budget, memory, options)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Plan the network, once `configure_model` has made it."""
+        """Plan the network, after `configure_model` has made it."""
         network = self._network(pl_module)
         if not isinstance(network, Rockmate):
             apply(network, **self.options)

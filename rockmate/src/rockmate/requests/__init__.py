@@ -1,10 +1,10 @@
 """From a request to a plan.
 
-Gets a `Request`, which is a call of a module and what is known of others; gives a `Planned`. Read
-request.py (the call, recorded when somebody looks), then sources.py: where plans come from, in the
-order in which they are asked. The sources are follow.py with resized.py and versions.py (plans that
-follow from known ones), saved_plan.py and identity.py (to files and back, and by what a recording
-is known there), ranks.py (one plan for all ranks) and anew.py with within_blocks.py (from nothing).
+Gets a `Request`, which is a call of a module with known plans; gives a `Planned`. Read request.py
+(the call, recorded on first use), then sources.py: the sources of plans, in order. These are
+follow.py with resized.py and versions.py (plans derived from known ones), saved_plan.py and
+identity.py (files, and the identity of a recording), ranks.py (one plan for all ranks) and anew.py
+with within_blocks.py (a new plan).
 """
 
 from rockmate.requests.anew import eager_peak_bytes

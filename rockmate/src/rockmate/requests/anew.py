@@ -1,12 +1,12 @@
-"""A plan from nothing: the whole road, phase by phase.
+"""A new plan, phase by phase.
 
 capture      one recorded step -> B -> D -> S -> the graph that is run     (rkgb)
 inductor     runs of its nodes compiled, where asked for       (rkgb)
 measurement  time and workspace of each kind of operation                  (rkgb)
 calibration  sizes, times and peaks of each node                           -> Problem
-eager        one metered step of the eager twin     (for a fraction as budget, and the self-test)
+eager        one metered step of an eager copy      (for a fraction as budget, and the self-test)
 planning     options, chain, simulation, search     -> Plan -> step program
-self_test    one step of the planned module against the twin, bits and bytes
+self_test    one step of the planned module against the eager one, bits and bytes
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _FOR_BLOCKS = (
 
 
 class Anew:
-    """A plan that is measured, searched and tested now."""
+    """Measures, searches and tests a new plan."""
 
     def find(self, request: Request) -> Planned | None:
         try:
@@ -69,14 +69,14 @@ class Anew:
 
 
 def _planned_anew(request: Request) -> Planned:
-    """Measure what was recorded, take an eager step for comparison, plan, and test the plan."""
+    """Measure the recording, run an eager step for comparison, plan, and test the plan."""
     model, given, settings = request.model, request.sample, request.settings
     recorded, phases = request.recorded, request.phases
     budget_bytes, fraction = parse_budget(settings.budget)
     compiled: CompiledGraph | None = None
     if settings.compile:
         with phases.phase("inductor"):
-            both = settings.cost == "measured"  # else nothing says that one form is faster
+            both = settings.cost == "measured"  # otherwise it is not known which form is faster
             compiled = compile_pieces(B_to_D(request.basic), phases.note, both=both)
             recorded = runnable(compiled.graph)
     network = network_of(model, recorded, given, settings, phases, compiled=compiled)
@@ -84,13 +84,15 @@ def _planned_anew(request: Request) -> Planned:
     if compiled is not None:
         with phases.phase("measurement"):
             keeping = keeping_of(network, model, given)
-        network = network if keeping is None else keeping.network  # measured again beside the other
+        network = (
+            network if keeping is None else keeping.network
+        )  # measured together with the other form
     eager: StepResult | None = None
     if settings.self_test or fraction is not None:
         with phases.phase("eager"), no_collection():
             effects = network.graph.dataflow.basic.effects
             keep: Keep = "nothing"
-            if settings.self_test:  # what is compiled is compared by its values
+            if settings.self_test:  # compiled pieces are compared by values
                 keep = "values" if settings.compile else "fingerprints"
             written = network.graph.dataflow.basic.written_parameters
             losses = network.graph.dataflow.basic.kind.is_of_losses
@@ -162,13 +164,13 @@ def _planned(
 def eager_peak_bytes(
     model: nn.Module, sample: Any, kwargs: Mapping[str, Any] | None, *, losses: bool = True
 ) -> int:
-    """Return the activation peak of a plain step, which a fraction as budget refers to."""
+    """Return the activation peak of a plain step, to which a fraction as budget refers."""
     given = Sample.of(model, sample, kwargs)
     refuse_nothing(model, given)
     given = given.with_leaves(tuple(map(own_copy, given.leaves)))
     with KeptWrites(placed_parameters(model)) as kept:
         eager = eager_step(model, given, None, "nothing", losses=losses)
-    if kept.written:  # what was kept is no memory of a step
+    if kept.written:  # saved parameters are no memory of the step
         eager = eager_step(*(model, given, None, "nothing"), written=kept.written, losses=losses)
     if eager is not None:
         return eager.allocated_peak_bytes
@@ -180,7 +182,7 @@ def eager_peak_bytes(
 
 
 def _plan_within(request: Request, problem: Problem, budget_bytes: int, blocks_bytes: int) -> Plan:
-    """Plan with what is left of the budget once reserve and blocks are set aside."""
+    """Plan within the budget minus the reserve and the bytes for blocks."""
     settings, phases = request.settings, request.phases
     aside = settings.reserve + blocks_bytes
     most = settings.most_kept_bytes
@@ -208,7 +210,7 @@ def _plan_within(request: Request, problem: Problem, budget_bytes: int, blocks_b
                 minimum_bytes=minimum,
                 bound_bytes=error.bound_bytes + aside,
             ) from None
-    # What is neither options, chain nor simulation: segments, whole graph, windows, bound.
+    # The rest of the time: segments, whole graph, windows, bound.
     parts["search"] = max(0.0, phases.seconds.pop("planning") - sum(parts.values()))
     phases.seconds.update(parts)
     return plan

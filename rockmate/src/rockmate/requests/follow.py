@@ -1,4 +1,4 @@
-"""Plans that follow from known ones: a recording that differs in numbers, or in sizes, only."""
+"""Plans derived from known ones, for recordings that differ only in numbers or only in sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rockmate.requests.versions import ExpectedKind, has_same_nodes, versions_li
 
 
 class OtherNumbers:
-    """A known plan, whose steps serve a recording that differs in numbers only."""
+    """Uses the steps of a known plan for a recording that differs only in numbers."""
 
     def find(self, request: Request) -> Planned | None:
         graph, basic = request.recorded.graph, request.recorded.graph.dataflow.basic
@@ -33,7 +33,7 @@ class OtherNumbers:
 
 
 class OtherSizes:
-    """Known plans, from which one follows for a recording that differs in sizes only."""
+    """Derives a plan from known ones for a recording that differs only in sizes."""
 
     def find(self, request: Request) -> Planned | None:
         with no_collection():
@@ -44,7 +44,7 @@ class OtherSizes:
 
 
 class ExpectedGradients:
-    """Known plans, from which one follows for the unusual gradients that came last."""
+    """Derives a plan from known ones for the unusual gradients that arrived last."""
 
     def find(self, request: Request) -> Planned | None:
         if not can_be_resized(request.settings):

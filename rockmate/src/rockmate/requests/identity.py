@@ -1,8 +1,8 @@
-"""What a recorded step is known by, in a file and between processes.
+"""The identity of a recorded step, in a file and between processes.
 
-A digest holds everything that a plan depends on and that differs from step to step in nothing:
-operations, sizes, who reads what. Numbers of devices, addresses and autograd's counters are no
-part of it, so two processes that record one step on two GPUs give one digest.
+A digest covers everything on which a plan depends: operations, sizes, data flow. It excludes what
+differs between equal steps: device indices, addresses and autograd's counters. So two processes
+that record the same step on two GPUs get the same digest.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from rkgb.torch_api import named_kernel_flags
 from rockmate.settings import Terms
 
 _PLACE = re.compile(r"(?<=cuda):\d+|(?<=type='cuda'), index=\d+| at 0x[0-9a-f]+")
-_NUMBERED = re.compile(r"(c_output)_\d+")  # constants that are returned are named by address
+_NUMBERED = re.compile(r"(c_output)_\d+")  # returned constants have addresses in their names
 
 
 def kind_digest(key: str) -> str:
-    """Return what a kind of operation goes by in a file."""
+    """Return the name of a kind of operation in a file."""
     return _digest([key])[:20]
 
 
 def recording_digest(recorded: RunnableGraph) -> str:
-    """Return what a recorded step is known by."""
+    """Return the digest of a recorded step."""
     return _digest(_lines(recorded))
 
 
 def input_texts(basic: BasicGraph) -> tuple[str, ...]:
-    """Return the inputs of a recording in words, those that are tensors."""
+    """Return the tensor inputs of a recording in words."""
     found = []
     for name in basic.inputs:
         if name is None:
@@ -57,9 +57,9 @@ def input_texts(basic: BasicGraph) -> tuple[str, ...]:
 
 
 def made_with(device: torch.device) -> dict[str, str]:
-    """Return the versions, the device, its settings and the choices of kernels here, by name.
+    """Return versions, device, device settings and flags that choose kernels, by name.
 
-    Another one of them may mean other kernels, other workspaces or other times.
+    If one of them differs, kernels, workspaces or times may differ.
     """
     found = device_of(device)
     name = found.name
@@ -76,7 +76,7 @@ def made_with(device: torch.device) -> dict[str, str]:
 
 
 def cache_key(recording: str, model: nn.Module, device: torch.device, settings: Terms) -> str:
-    """Return the key of a plan in the cache: everything that it and its self-test depend on."""
+    """Return the key of a plan in the cache: everything on which it and its self-test depend."""
     choices = {
         name: value
         for name, value in vars(settings).items()
@@ -122,7 +122,7 @@ def _wiring(op: Op) -> str:
 
 
 def _code_of(model: nn.Module) -> Iterator[str]:
-    """Yield the code of the forwards: what it does besides operations was tested once."""
+    """Yield the code of the forwards, because the self-test holds only for the same code."""
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         forward: Any = inspect.unwrap(kind.forward)
         code = getattr(forward, "__code__", None)
@@ -136,5 +136,5 @@ def _parts(code: CodeType) -> Iterator[str]:
     for value in code.co_consts:
         if isinstance(value, CodeType):
             yield from _parts(value)
-        elif not isinstance(value, frozenset):  # whose order differs between processes
+        elif not isinstance(value, frozenset):  # its order differs between processes
             yield repr(value)

@@ -1,19 +1,18 @@
-"""One plan for all processes that train one network: one plans, the others take its plan.
+"""One plan for all processes that train a network: one process plans, the others use its plan.
 
-Every rank records its own step, so that what is compared is what will run, and looks for a plan
-under a digest of it. Who comes first with a digest plans for it, and rank 0 is let in first. So
-ranks with another network (stages of a pipeline), other shapes or another device plan for
-themselves, or for those that have the same. Words go through the store of the process group, key
-by key. Nobody waits but for one that is planning, or for a short time; whoever fails says so under
-one key that all who wait look at, and then all raise the same error.
+Every rank records its own step and looks for a plan under the digest of this recording. The first
+rank with a digest plans for it; rank 0 gets a head start. So ranks with another network (stages of
+a pipeline), other shapes or another device plan separately, once for all equal ones. Messages go
+through the store of the process group. A rank waits only for a planning rank, or for a short time.
+A rank that fails writes a key that all waiting ranks read, and all raise the same error.
 
     here/RANK           it makes this wrapper
     turn/1              rank 0 has recorded its first step, and begins to plan
     claim/DIGEST        the rank that plans this step
     plan/DIGEST         the file of that plan
     done/RANK           it has all its plans
-    alive/RANK          again and again: it is still there
-    failed              the first that fails to all: why
+    alive/RANK          a heartbeat
+    failed              the first failure: the reason
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ from rockmate.requests.request import Request, Source, first_of
 from rockmate.requests.saved_plan import not_for, plan_file_of, planned_from, refuse_elsewhere
 
 _log = logging.getLogger("rockmate")
-PATIENCE_S = 1800.0  # without a sign of life; less where the process group waits for less
-_SIGNS = 8  # of life in that time
-COMING_S = 30.0  # for one that has not come yet
+PATIENCE_S = 1800.0  # without a heartbeat; less if the process group's time-out is shorter
+_SIGNS = 8  # heartbeats in that time
+COMING_S = 30.0  # for a rank that has not started yet
 _LOOK_S = 0.02
-_numbers = itertools.count()  # of wrappers made under a group: the same on every rank
+_numbers = itertools.count()  # of wrappers, the same on every rank
 
 
 @dataclass
 class Exchange:
-    """What the ranks tell each other while one wrapper is made."""
+    """Messages between the ranks while one wrapper is made."""
 
     rank: int
     size: int
@@ -59,7 +58,7 @@ class Exchange:
     published: list[str] = field(default_factory=list)
 
     def tell(self, key: str, value: bytes) -> None:
-        """Write a value for the others."""
+        """Write a value for the other ranks."""
         self.store.set(self.prefix + key, value)
 
     def has(self, key: str) -> bool:
@@ -67,7 +66,7 @@ class Exchange:
         return bool(self.store.check([self.prefix + key]))
 
     def claim(self, key: str) -> int:
-        """Return the rank that has asked first to write a value: this one, or another."""
+        """Return the rank that was first to claim a value: this one, or another."""
         return int(self.store.compare_set(self.prefix + key, "", str(self.rank)))
 
     def wait_for(self, seconds: float, *keys: str) -> bool:
@@ -86,12 +85,13 @@ class Exchange:
         return True
 
     def ask(self, key: str, from_whom: int) -> bytes:
-        """Return what another rank writes, once it has.
+        """Wait for the value that another rank writes, and return it.
 
-        A rank that plans may take its time, as long as it gives signs of life.
+        A planning rank may take any time, as long as it sends heartbeats.
 
         Raises:
-            PlanSharingError: a rank has failed, or the other one has given no sign for too long.
+            PlanSharingError: a rank has failed, or the other one has sent no heartbeat for too
+            long.
         """
         end, sign = time.monotonic() + self.patience_s, b""
         while not self.wait_for(self.patience_s / _SIGNS, key):
@@ -111,12 +111,12 @@ class Exchange:
 
     @contextlib.contextmanager
     def living(self) -> Iterator[None]:
-        """While active, give signs of life from another thread."""
+        """While active, send heartbeats from another thread."""
         over = threading.Event()
 
         def beat() -> None:
             while not over.is_set():
-                with contextlib.suppress(RuntimeError):  # the store may be gone before us
+                with contextlib.suppress(RuntimeError):  # the store may end before this process
                     self.store.add(f"{self.prefix}alive/{self.rank}", 1)
                 over.wait(self.patience_s / _SIGNS)
 
@@ -129,24 +129,24 @@ class Exchange:
             thread.join()
 
     def publish(self, key: str, value: bytes) -> None:
-        """Write a value that is large, until all ranks have their plans."""
+        """Write a large value, to be removed once all ranks have their plans."""
         self.published.append(key)
         self.tell(key, value)
 
     def clear(self) -> None:
-        """Take what was published out of the store, which lives as long as the training."""
+        """Remove published values from the store, which lives as long as the training."""
         for key in self.published:
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 self.store.delete_key(self.prefix + key)
 
     def fail(self, error: BaseException) -> Exception:
-        """Tell everybody that this rank has failed, and return the error that all raise."""
+        """Tell all ranks that this one has failed, and return the error that all raise."""
         row: dict[str, Any] = {"rank": self.rank, "text": str(error)}
         if isinstance(error, InfeasibleBudgetError):
             row["bytes"] = [error.asked_bytes, error.minimum_bytes, error.bound_bytes]
         elif not isinstance(error, PlanSharingError):
             row["text"] = f"{type(error).__name__}: {error}"
-        # The first failure is everybody's.
+        # All ranks raise the first failure.
         self.store.compare_set(self.prefix + "failed", "", json.dumps(row))
         return self.failure()
 
@@ -162,7 +162,7 @@ class Exchange:
 
 
 class AmongRanks:
-    """A plan that another rank has made of the same step, or gets of what is found beyond."""
+    """Takes another rank's plan for the same step, or shares the plan from later sources."""
 
     def __init__(self, exchange: Exchange, beyond: Sequence[Source]) -> None:
         self.exchange, self.beyond = exchange, beyond
@@ -199,7 +199,7 @@ class AmongRanks:
 
 
 def _talks(request: Request) -> bool:
-    """Whether a step talks to other ranks: one of them alone cannot run it for a test."""
+    """Return whether a step has collectives, so that one rank alone cannot test it."""
     if request.recorded.graph.dataflow.basic.opaque:
         return True
     ops = operations(request.recorded.graph)
@@ -207,7 +207,7 @@ def _talks(request: Request) -> bool:
 
 
 def is_follower(share: bool) -> bool:
-    """Whether another rank plans for this one."""
+    """Return whether another rank plans for this one."""
     return share and _size() > 1 and torch.distributed.get_rank() > 0
 
 
@@ -220,9 +220,9 @@ def _size() -> int:
 
 @contextlib.contextmanager
 def sharing(share: bool) -> Iterator[Exchange | None]:
-    """While active, what one rank plans serves all; errors of one are errors of all.
+    """While active, ranks share plans, and an error of one is raised by all.
 
-    None without a process group, or with `share=False`.
+    Yields None without a process group, or with `share=False`.
 
     Raises:
         PlanSharingError: a rank has failed; on every rank that makes this wrapper.
@@ -242,7 +242,7 @@ def sharing(share: bool) -> Iterator[Exchange | None]:
             all_came = _wait_for_all(exchange)
     except BaseException as error:
         common = exchange.fail(error)
-        if not isinstance(error, Exception):  # a person interrupts this rank
+        if not isinstance(error, Exception):  # the user interrupts this rank
             raise
         raise common from error
     if all_came:
@@ -250,8 +250,8 @@ def sharing(share: bool) -> Iterator[Exchange | None]:
 
 
 def _wait_for_all(exchange: Exchange) -> bool:
-    """Wait until all ranks that make this wrapper have their plans; return whether all make it."""
-    end = time.monotonic() + COMING_S  # for all of them together
+    """Wait until all ranks of this wrapper have their plans; return whether all ranks make it."""
+    end = time.monotonic() + COMING_S  # for all together
     absent = []
     for other in range(exchange.size):
         if exchange.wait_for(max(0.0, end - time.monotonic()), f"here/{other}"):

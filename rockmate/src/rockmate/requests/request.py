@@ -1,4 +1,4 @@
-"""What a plan is asked for: one call of a module, recorded when somebody first looks."""
+"""The request for a plan: one call of a module, which is recorded on first use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rockmate.requests.versions import ExpectedKind, can_run_again
 from rockmate.settings import Terms, parse_budget
 
 _log = logging.getLogger("rockmate")
-PHASES = {  # and what part of planning each usually takes, for the progress bar
+PHASES = {  # with the usual share of planning time, for the progress bar
     "capture": 0.12,
     "measurement": 0.25,
     "calibration": 0.03,
@@ -39,11 +39,10 @@ PHASES = {  # and what part of planning each usually takes, for the progress bar
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A call that no plan is for yet, and what is known of others.
+    """A call without a plan, with the known plans of other calls.
 
-    With `any_number`, the plan is to be for all floats in the place of the call's, and all ints in
-    the place of these leaves, if they only enter arithmetic (`Planned.numbers` says so); then the
-    step is recorded twice.
+    With `any_number`, floats of the call, and ints at these positions, should be unspecialised, if
+    they only enter arithmetic (`Planned.numbers` tells). The step is then recorded twice.
     """
 
     model: nn.Module
@@ -54,13 +53,15 @@ class Request:
     blocks: KnownBlocks = field(default_factory=KnownBlocks)
     guards: bool = True
     any_number: frozenset[int] | None = None
-    own: nn.Module | None = None  # the user's, where `model` is one without its hooks
-    losses: bool = True  # of outputs among which there are scalars, these alone get gradients
-    kind: ExpectedKind | None = None  # of gradients; None for those to the losses, or to all
+    own: nn.Module | None = None  # the user's module, if `model` is a view without its hooks
+    losses: bool = True  # if some outputs are scalars, only these get gradients
+    kind: ExpectedKind | None = (
+        None  # of backward; None: gradients at the losses, or at all outputs
+    )
 
     @classmethod
     def of(cls, model: nn.Module, call: Call, settings: Terms, **more: Any) -> Request:
-        """Return the request of a plan for a call; `more` are other fields by name.
+        """Return the request for a call; `more` are other fields by name.
 
         Raises:
             BudgetFormatError: the budget cannot be read.
@@ -74,30 +75,30 @@ class Request:
 
     @property
     def recorded(self) -> RunnableGraph:
-        """The step as it is run."""
+        """The graph to run."""
         return self._recording[1]
 
     @property
     def basic(self) -> BasicGraph:
-        """The step as it was recorded."""
+        """The recorded step."""
         return self._recording[0]
 
     @cached_property
     def digest(self) -> str:
-        """What the recording is known by."""
+        """The digest of the recording."""
         return recording_digest(self.recorded)
 
     @cached_property
     def key(self) -> str:
-        """What the plan is known by in the cache, and among ranks."""
+        """The key of the plan in the cache, and among ranks."""
         return cache_key(self.digest, self.model, self.sample.device, self.settings)
 
     @cached_property
     def _recording(self) -> tuple[BasicGraph, RunnableGraph]:
-        """Record the step, and lower its graph.
+        """Record the step, and make the graph to run.
 
-        Without a kind, gradients are taken to come to the losses alone, but where others could not
-        be served later: there the forward cannot run again for them.
+        Without a kind, gradients are expected only at the losses. If the forward could not run
+        again for other gradients, they are expected at all outputs.
         """
         with self.phases.phase("capture"), no_collection():
             if self.kind is not None or not self.losses or self.settings.compile:
@@ -114,14 +115,14 @@ class Request:
         return basic, lowered(basic)
 
     def _recorded(self, kind: AskedKind) -> BasicGraph:
-        """Record; what runs whole is not tried out again where a known plan has it."""
+        """Record; opaque calls of a known plan are not tried again."""
         for other in () if isinstance(kind, ExpectedKind) else self.known:
             basic = other.network.graph.dataflow.basic
             whole = all(
                 any(is_inside(path, around) for around in basic.opaque)
                 for path in self.settings.opaque
             )
-            # Other blocks of a deciding root may have other parts in the same places.
+            # Other blocks of such a root may have other parts at the same paths.
             there = {path for path, _ in self.model.named_modules(remove_duplicate=False)}
             whole &= bool(basic.opaque) and there.issuperset(basic.opaque)
             if whole and other.signature == InputSignature.of(self.sample):
@@ -132,10 +133,10 @@ class Request:
                         guards=self.guards,
                         known=basic,
                     )
-                except RkgbError as error:  # it goes another way here
+                except RkgbError as error:  # this call takes other branches
                     _log.debug("pieces are tried out anew: %s", error)
         opaque, strict = self.settings.opaque, self.settings.strict
-        # Where libraries take memory at their first calls, kernels are measured after these.
+        # Libraries may allocate memory at their first calls, so kernels are measured after these.
         is_metered = bool(self.known) and not device_of(self.sample.device).is_asynchronous
         return record(
             *(self.model, self.sample, kind),
@@ -147,10 +148,10 @@ class Request:
 
 
 class Source(Protocol):
-    """Somewhere that a plan may come from."""
+    """A source of plans."""
 
     def find(self, request: Request) -> Planned | None:
-        """Return the plan for a request; None where this source has none."""
+        """Return the plan for a request, or None if this source has none."""
 
 
 def first_of(sources: Sequence[Source], request: Request) -> Planned | None:
@@ -160,7 +161,7 @@ def first_of(sources: Sequence[Source], request: Request) -> Planned | None:
 
 
 def lowered(basic: BasicGraph) -> RunnableGraph:
-    """Return the graph of a recording as it is run."""
+    """Return the graph to run for a recording."""
     return runnable(D_to_S(B_to_D(basic), passes=PLANNED_PASSES))
 
 

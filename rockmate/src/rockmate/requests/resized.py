@@ -1,9 +1,9 @@
-"""A plan for a recording that differs from known ones in sizes only: in the time of a few steps.
+"""A plan for a recording that differs only in sizes from known ones, in the time of a few steps.
 
-The recording is a real one, so the program is exact and its bytes are known. What solvers would
-search for follows from the plans for other sizes (`planners.replan`). The step is not tried against
-plain PyTorch again: one of the same operations has been. Where the allocator hands out whole
-blocks, one planned step is run beforehand to see what they take.
+The recording is a real one, so the program is exact and its bytes are known. The steps are derived
+from plans for other sizes (`planners.replan`) instead of a search. The step is not compared with
+plain PyTorch again, because a step with the same operations was. If the allocator has blocks, one
+planned step is run beforehand to measure them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rockmate.settings import Terms, parse_budget
 
 
 def resized(request: Request) -> Planned | None:
-    """Return a plan that follows from known ones; None where none does."""
+    """Return a plan derived from known ones, or None."""
     model, sample, settings = request.model, request.sample, request.settings
     known, recorded, phases = request.known, request.recorded, request.phases
     like = _same_in_other_sizes(known, recorded)
@@ -85,11 +85,11 @@ def resized(request: Request) -> Planned | None:
 
 
 class _NothingFollowsError(Exception):
-    """No plan for another size serves here."""
+    """No plan for another size leads to one here."""
 
 
 def can_be_resized(settings: Terms) -> bool:
-    """Whether plans may follow from those for other sizes: not while the budget is a fraction."""
+    """Return whether plans may be derived for other sizes: not while the budget is a fraction."""
     budget_bytes, _ = parse_budget(settings.budget)
     return budget_bytes is not None
 
@@ -109,7 +109,7 @@ def _replanned(
 def _planned_anew(
     room_bytes: int, settings: Terms, blocks: KnownBlocks, problem: Problem, less_bytes: int
 ) -> Plan:
-    """Return a plan for the same sizes and other gradients, in so much less room.
+    """Return a plan for the same sizes and other gradients, within `less_bytes` less.
 
     Raises:
         InfeasibleBudgetError: there is none.
@@ -120,7 +120,7 @@ def _planned_anew(
 
 
 def ready_for_others(planned: Planned, request: Request) -> Planned:
-    """Return a plan that was made for losses alone such that other gradients may come, too."""
+    """Return a plan for losses only, extended so that other gradients may also arrive."""
     kind, settings = planned.network.graph.dataflow.basic.kind, request.settings
     if planned.other_gradients is not None or not kind.is_of_losses_alone:
         return planned
@@ -130,7 +130,7 @@ def ready_for_others(planned: Planned, request: Request) -> Planned:
 
 
 def _same_in_other_sizes(known: Sequence[Planned], recorded: RunnableGraph) -> Version | None:
-    """Return a version of a known plan whose recording differs in sizes only; None without one."""
+    """Return a version of a known plan whose recording differs only in sizes, or None."""
     seen: list[object] = []
     for version in versions_like(known, recorded.graph.dataflow.basic):
         if any(version.planned.family is family for family in seen):

@@ -1,8 +1,8 @@
-"""A planned module as what a file holds of it, and the way back: no solver, no measurement.
+"""Saving a planned module, and making it from a file without solver and measurement.
 
-Only the costs of kinds of operation and the steps come from the file. The recording is new, sizes
-and structure follow from it, and must give the very problem that was planned; the program is
-generated anew.
+Only the costs of kinds of operation and the steps come from the file. The recording is new. Its
+sizes and structure must give exactly the problem that was planned, and the program is generated
+again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rockmate.settings import Terms, parse_budget
 
 
 def saved_of(planned: Planned) -> SavedPlan:
-    """Return what a file holds of a planned call."""
+    """Return a planned call in the form for a file."""
     network = planned.network
     basic, measured = network.graph.dataflow.basic, network.measured
     infos = basic.infos
@@ -77,7 +77,7 @@ def plan_file_of(plans: list[Planned], model: nn.Module) -> PlanFile:
         )
     found: dict[str, SavedPlan] = {}
     for planned in plans:
-        if planned.how != "recorded":  # what another plan serves for is recorded again in no time
+        if planned.how != "recorded":  # a recording with another plan's steps is quickly made again
             saved = saved_of(planned)
             found.setdefault(saved.recording, saved)
     device = plans[0].network.graph.dataflow.basic.device
@@ -85,7 +85,7 @@ def plan_file_of(plans: list[Planned], model: nn.Module) -> PlanFile:
 
 
 def planned_from(saved: SavedPlan, request: Request) -> Planned:
-    """Return the planned module of a saved plan; what was tested then is not tested again.
+    """Return the planned module of a saved plan, without another self-test.
 
     Raises:
         PlanMismatchError: it makes another problem, or does not fit into the budget.
@@ -134,7 +134,7 @@ def _network_from(saved: SavedPlan, request: Request) -> Network:
 
 
 def not_for(saved: SavedPlan, request: Request) -> PlanMismatchError:
-    """Return the error that a plan is for another recording; it says how that differs."""
+    """Return the error for a plan of another recording, with the differences."""
     found = of_inputs(saved.inputs, input_texts(request.recorded.graph.dataflow.basic))
     network = _network(saved, request, unknown=OpCost(0.0))
     found += of_problems(saved.problem, network.problem)
@@ -151,10 +151,10 @@ def _mismatch(name: str, found: list[str]) -> PlanMismatchError:
 
 
 def refuse_elsewhere(file: PlanFile, request: Request) -> None:
-    """Refuse plans that were made with something else than is here.
+    """Refuse plans that were made with other versions, another device or other kernel flags.
 
     Raises:
-        PlanMismatchError: another version, device or choice of kernels; it says which.
+        PlanMismatchError: something differs; the error says what.
     """
     found = of_mappings(file.made_with, made_with(request.sample.device))
     name = type(request.model).__name__
@@ -180,7 +180,7 @@ def _network(saved: SavedPlan, request: Request, *, unknown: OpCost | None) -> N
 def _costs(
     saved: SavedPlan, recorded: RunnableGraph, unknown: OpCost | None
 ) -> tuple[dict[str, OpCost], set[str]]:
-    """Return costs of every kind, and which kinds are unsteady; `unknown` is for missing ones."""
+    """Return costs of every kind, and nondeterministic kinds; `unknown` is for missing ones."""
     infos = recorded.graph.dataflow.infos
     kinds = {op_key(op, infos): op for op in operations(recorded.graph)}
     costs: dict[str, OpCost] = {}
@@ -206,10 +206,10 @@ def _costs(
 
 
 def _budget_for(saved: SavedPlan, network: Network, settings: Terms) -> int:
-    """Return the budget in bytes, a fraction resolved as it was when the plan was made.
+    """Return the budget in bytes; a fraction is resolved as when the plan was made.
 
     Raises:
-        PlanMismatchError: the plan, with what is set aside, does not fit into it.
+        PlanMismatchError: the plan with reserve and blocks does not fit into it.
     """
     budget_bytes, fraction = parse_budget(settings.budget)
     if budget_bytes is None:
@@ -230,7 +230,7 @@ def _budget_for(saved: SavedPlan, network: Network, settings: Terms) -> int:
 
 
 def _plan_for(saved: SavedPlan, network: Network, settings: Terms, budget_bytes: int) -> Plan:
-    """Return the saved plan for this budget; a bound for a smaller one proves nothing here."""
+    """Return the saved plan for this budget, without a bound that was for a smaller one."""
     within = budget_bytes - settings.reserve - saved.blocks_bytes
     plan, problem = saved.plan, network.problem
     timeline = simulate(problem, plan.steps, budget_bytes=within)

@@ -1,12 +1,12 @@
-"""Where plans come from, in the order in which they are asked.
+"""The sources of plans, in the order in which they are asked.
 
-ExpectedGradients   follows from known plans, for the unusual gradients that came last
-OtherNumbers        the steps of a known plan, whose program differs in numbers only
-AmongRanks          another rank's plan; what comes below is given to the other ranks
+ExpectedGradients   derived from known plans, for the unusual gradients that arrived last
+OtherNumbers        the steps of a known plan whose program differs only in numbers
+AmongRanks          another rank's plan; plans from the sources below are shared
 GivenFile           a file that the user names
-OtherSizes          follows from known plans for other sizes
+OtherSizes          derived from known plans for other sizes
 Cache               the folder of plans between two starts
-Anew                measured, searched and tested now
+Anew                a new plan
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger("rockmate")
 
 
 class GivenFile:
-    """A file that the user names: it must have the plan of the first call."""
+    """A file that the user names; it must have a plan for the first call."""
 
     def __init__(self, file: PlanFile) -> None:
         self.file, self._is_first = file, True
@@ -51,7 +51,7 @@ class GivenFile:
 
 @dataclass(frozen=True)
 class Cache:
-    """The folder of plans between two starts, which keeps what is planned beyond it."""
+    """The folder of plans between two starts; it stores plans from the source `beyond`."""
 
     folder: CacheFolder
     beyond: Source
@@ -65,7 +65,7 @@ class Cache:
         if planned is not None:
             try:
                 self.folder.put(request.key, plan_file_of([planned], request.model))
-            except PlanFileError as error:  # pragma: no cover - a plan of ours holds
+            except PlanFileError as error:  # pragma: no cover - our plans are valid
                 _log.warning("the plan is not kept: %s", error)
         return planned
 
@@ -73,10 +73,10 @@ class Cache:
 def given_file(settings: Terms, *, follows: bool = False) -> GivenFile | None:
     """Return the file that settings name, if they name one.
 
-    It may lie on the machine of rank 0 only: a rank that `follows` does without.
+    The file may exist only on the machine of rank 0; a rank that `follows` does not read it.
 
     Raises:
-        PlanFileError: it cannot be read, or is none.
+        PlanFileError: it cannot be read, or is no such file.
     """
     if settings.plan is None:
         return None
@@ -91,11 +91,11 @@ def given_file(settings: Terms, *, follows: bool = False) -> GivenFile | None:
 def sources_of(
     settings: Terms, given: GivenFile | None, ranks: Exchange | None = None
 ) -> tuple[Source, ...]:
-    """Return the sources that settings allow, with a given file, and among ranks if there are any.
+    """Return the sources that settings allow, with a given file, and ranks if there are any.
 
-    A file has plans for usual gradients. Ranks ask each other at every call, or at none.
+    A file has plans for usual gradients. Ranks exchange plans at every call, or at none.
     """
-    if settings.has_pieces:  # which are for these numbers and sizes
+    if settings.has_pieces:  # pieces are for these numbers and sizes
         return (Anew(),)
     folder = CacheFolder.chosen(settings.cache)
     made: Source = Anew() if folder is None else Cache(folder, Anew())
@@ -111,14 +111,14 @@ def sources_of(
 def planned_for(request: Request, sources: Sequence[Source] = (Anew(),)) -> Planned:
     """Return the plan of the first source that has one.
 
-    The module, its buffers and gradients, and the random stream are left as they were.
+    The module, its buffers and gradients, and the random state are restored.
 
     Raises:
-        InfeasibleBudgetError: no plan fits; it names the smallest budget that does, and what runs
-            whole.
+        InfeasibleBudgetError: no plan fits; it names the smallest budget that does, and opaque
+            calls.
         rkgb.TraceError, rkgb.UnsupportedOpError: the module cannot be recorded exactly.
         UnsupportedModuleError: the module or its state cannot be run exactly.
-        PlanMismatchError: a file was given that is for something else.
+        PlanMismatchError: the given file is for another call, device or version.
         SelfTestError: the planned module disagreed with eager PyTorch.
     """
     if request.settings.self_test == "deterministic":
@@ -130,10 +130,10 @@ def planned_for(request: Request, sources: Sequence[Source] = (Anew(),)) -> Plan
 
 
 def _compare_deterministically(request: Request) -> None:
-    """Plan and test once for deterministic kernels: there bits must agree.
+    """Plan and test once with deterministic kernels, so that bits must agree.
 
     Raises:
-        SelfTestError: they do not.
+        SelfTestError: the bits differ.
     """
     settings = replace(request.settings, progress=False)
     call = request.sample.args, request.sample.kwargs

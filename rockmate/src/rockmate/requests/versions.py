@@ -1,8 +1,8 @@
-"""What is known of a module's steps when another call is recorded: graphs, and gradients to expect.
+"""Known graphs of a module's steps, and the kind of backward to expect for another call.
 
-A plan has a graph for each kind of gradients that have arrived. A loss that reads one output of two
-leaves the other without a gradient, at every length: a recording that expects what came last needs
-no second one when the backward begins.
+A plan has a graph for each kind of backward so far. If a loss reads only one of two outputs, the
+other gets no gradient, at every length. A recording that expects the last kind of backward avoids a
+second recording when the backward begins.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from rockmate.runtime.executable import Executable, plain_strides
 
 @dataclass(frozen=True)
 class Version:
-    """A plan, and its graph for one kind of gradients."""
+    """A plan, and its graph for one kind of backward."""
 
     planned: Planned
     graph: SimplifiedGraph
-    is_apart: bool  # its steps are not those of the plan
+    is_apart: bool  # its steps differ from the plan's
 
 
 def has_same_nodes(ours: SimplifiedGraph, theirs: SimplifiedGraph) -> bool:
-    """Whether operations of one program are nodes alike, so that the steps of one do for both.
+    """Return whether two graphs of one program have the same nodes, so that steps serve both.
 
-    What a backward reads decides that too. The graph for another backward of a known forward has
-    the nodes of the usual one, and a recording that expected it has its own.
+    Nodes also depend on what the backward reads. A graph for another backward of a known forward
+    has the nodes of the usual backward. A recording that expects the other backward has different
+    nodes.
     """
     first, second = (
         [(node.name, len(node.ops), len(node.backward)) for node in graph.nodes]
@@ -42,13 +43,13 @@ def has_same_nodes(ours: SimplifiedGraph, theirs: SimplifiedGraph) -> bool:
 
 
 def can_run_again(graph: SimplifiedGraph) -> bool:
-    """Whether the forward can be run again for gradients that nobody foresaw."""
+    """Return whether the forward can be run again for unexpected gradients."""
     pieces = any(isinstance(op.target, RunPiece) for op in graph.dataflow.basic.ops)
     return not pieces and not any(rerun_state(graph, node) for node in graph.nodes)
 
 
 def versions_like(known: Sequence[Planned], basic: BasicGraph) -> Iterator[Version]:
-    """Yield the versions of known plans that have as many operations as a recording has."""
+    """Yield the versions of known plans that have as many operations as a recording."""
     ours = _counts(basic)
     for planned in reversed(known):
         for executable in planned.executor.variants.values():
@@ -61,7 +62,7 @@ def _counts(basic: BasicGraph) -> tuple[int, int, list[bool]]:
 
 
 class ExpectedKind:
-    """Tells the kind of backward to record from the usual one, by what has come last."""
+    """Turns the usual kind of backward into the one that came last."""
 
     def __init__(self, executable: Executable) -> None:
         basic, kind = executable.graph.dataflow.basic, executable.kind
@@ -73,15 +74,15 @@ class ExpectedKind:
         self._losses = ["none" if info.shape else "usual" for info in infos]
 
     def is_usual(self, *, losses: bool) -> bool:
-        """Whether gradients are expected as without any knowledge: at `losses` alone, or at all."""
+        """Return whether the expected kind is the usual one: gradients at losses, or at all."""
         usual = self._losses if losses and "usual" in self._losses else ["usual"] * len(self._forms)
         return self._autocast is None and self._forms == usual
 
     @classmethod
     def after(cls, known: Sequence[Planned]) -> ExpectedKind | None:
-        """Return what is expected after the steps of known plans; None where nothing is.
+        """Return the expected kind after the steps of known plans, or None.
 
-        Where the forward could not be run again for other gradients, none are foreseen.
+        If the forward could not be run again for other gradients, no kind is expected.
         """
         last = known[-1].executor.latest if known else None
         if last is None or last.has_pieces or last.unrepeatable or last.keeps_by_backward:
@@ -89,7 +90,7 @@ class ExpectedKind:
         return cls(last)
 
     def __call__(self, usual: BackwardKind) -> BackwardKind:
-        """Return the kind that is expected where the usual one is so."""
+        """Return the expected kind, given the usual one."""
         if len(self._forms) != len(usual.tangents):
             return usual
         pairs = zip(self._forms, usual.tangents, strict=True)

@@ -1,9 +1,8 @@
 """Plans whose steps stay within the budget as the device counts: in blocks of its allocator.
 
-What blocks take beyond what lies in them is seen only when a plan is tried. So a plan is tried;
-what it took too much is set aside, and the next one is made within the rest. Where nothing fits
-any more, the plan of least bytes is tried by itself: either it fits, or what it took is the
-smallest budget.
+The rounding to blocks is known only after a step has run. So a plan is tried; its excess is
+reserved, and the next plan is made within the rest. If no plan fits any more, the plan of least
+bytes is tried: either it fits, or its measured peak is the smallest budget.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from rockmate.networks.self_test import over_budget, refuse_wrong_prediction
 
 _log = logging.getLogger("rockmate")
 _MOST_TRIES = 5
-# Makes a plan within a budget, with so many bytes of it set aside for blocks.
+# Makes a plan within a budget, with so many bytes reserved for blocks.
 Make = Callable[[int, int], Planned]
-# Tries a plan, and returns it with what was measured, and the step.
+# Tries a plan; returns it with its measurements, and the step.
 Try = Callable[[Planned], tuple[Planned, StepResult]]
 
 
 def has_blocks(sample: Sample) -> bool:
-    """Whether the allocator of this device hands out more than it is asked for."""
+    """Return whether the allocator of this device rounds requests up to blocks."""
     return device_of(sample.device).block_bytes(1) != 1
 
 
@@ -54,7 +53,7 @@ def within_blocks(
             return planned
         refuse_wrong_prediction(planned, model, ours)
         _log.info("%d bytes over the budget in whole blocks: planning again", over_bytes)
-        # The last time nothing fits, which leads to the plan of least bytes.
+        # In the last round no plan fits, which leads to the plan of least bytes.
         aside_bytes = planned.blocks_bytes + 2 * over_bytes if left > 1 else budget_bytes
     raise over_budget(planned, model)
 
@@ -69,7 +68,7 @@ def _least(
     """Return the plan of least bytes if it fits.
 
     Raises:
-        InfeasibleBudgetError: it does not; it names what that plan takes in whole blocks.
+        InfeasibleBudgetError: it does not; the error names its peak in whole blocks.
     """
     within_bytes = max(budget_bytes, least_bytes)
     planned, ours = attempt(make(within_bytes, within_bytes - least_bytes))
