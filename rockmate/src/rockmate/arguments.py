@@ -1,8 +1,8 @@
-"""How `Rockmate` and its sisters are called: a class of arguments for each, made of one definition.
+"""The arguments of `Rockmate` and related functions: one class each, from one definition.
 
 A function gets one object with all its arguments; `called_with` gives it the signature of that
-object's class. So names, defaults and types are written once, in `Settings` and here, and editors,
-type checkers, `help` and `inspect.signature` see them in every function.
+object's class. So names, defaults and types are written once, in `Settings` and here. Editors, type
+checkers, `help` and `inspect.signature` see them in every function.
 
     Settings < OfSample < Arguments     Rockmate
                         < ToEstimate    estimate
@@ -25,7 +25,7 @@ from rockmate.errors import ArgumentsError, UnsupportedModuleError
 from rockmate.settings import Budget, Settings, Terms, parse_budget, parse_memory
 from rockmate.whole_step import Loss, WholeStep, check_optimizer
 
-_PER_CALL = 1  # budget: each call gets its own
+_PER_CALL = 1  # placeholder: each call gets its own budget
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 P = ParamSpec("P")
 Given = TypeVar("Given")
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class OfSample(Settings):
-    """A module, and calls of it to come.
+    """A module, and its future calls.
 
     Args:
         model: the module, in train mode, on one device with the sample.
@@ -56,7 +56,7 @@ class OfSample(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if is_optimized(self.model):
-            return  # taken off where the model is read
+            return  # removed when the model is read
         refuse_no_module(self.model)
         modules = dict(self.model.named_modules()) if self.opaque else {}
         for path in self.opaque:
@@ -69,24 +69,24 @@ class OfSample(Settings):
                 )
 
     def calls(self) -> list[Call]:
-        """Return the sample and the others as arguments and keyword arguments."""
+        """Return the sample and further samples as calls."""
         return [bind_inputs(self.sample, self.kwargs), *map(bind_inputs, self.samples)]
 
 
 @dataclass(frozen=True, eq=False)
 class Arguments(OfSample):
-    """What is planned within a budget.
+    """A module and its calls, with a budget.
 
     Args:
         budget: bytes (int), text (`"2GiB"`, `"800 MB"`, `"40%"`), or a fraction in (0, 1] of
             eager's activation peak. Parameters, buffers, inputs and parameter gradients are
             resident and not counted; activations, outputs, their gradients, recomputation and
             kernel workspace are.
-        memory: in place of a budget, what a whole step may take of the device with everything:
-            bytes, text (`"24GB"`), or "device" for what it has. What parameters, gradients, the
-            optimizer and others leave is the budget; `rk.memory` shows it.
-        optimizer: beside `memory`, the optimizer, or its name ("adamw", "sgd", "none", ...); a list
-            or dict of them where each steps in the backward.
+        memory: instead of a budget, the limit of a whole step with everything: bytes, text
+            (`"24GB"`), or "device" for the device's memory. The budget is what parameters,
+            gradients, the optimizer and other users leave; `rk.memory` shows it.
+        optimizer: with `memory`, the optimizer, or its name ("adamw", "sgd", "none", ...); a list
+            or dict of them if each one steps in the backward.
     """
 
     budget: Budget | None = None
@@ -95,10 +95,10 @@ class Arguments(OfSample):
     optimizer: Any = None
 
     def check_amount(self, function: str) -> None:
-        """Refuse what says no amount of memory, or two, or one that cannot be read.
+        """Refuse arguments without exactly one readable amount of memory.
 
         Raises:
-            ArgumentsError: it is neither a budget, nor memory and an optimizer.
+            ArgumentsError: there is neither a budget, nor memory with an optimizer, or both.
             BudgetFormatError: the amount cannot be read.
         """
         if self.budget is None and self.memory is None:
@@ -114,8 +114,8 @@ class Arguments(OfSample):
         if self.memory is None:
             if self.optimizer is not None:
                 raise ArgumentsError(
-                    f"{function} takes optimizer= beside memory= only: a budget does not hold "
-                    "what it keeps"
+                    f"{function} takes optimizer= only with memory=: a budget does not include its "
+                    "state"
                 )
             assert self.budget is not None
             parse_budget(self.budget)
@@ -130,7 +130,7 @@ class Arguments(OfSample):
             check_optimizer(self.optimizer)
 
     def terms(self) -> Terms:
-        """Return the budget and the settings; of tensors, what an optimizer holds alone."""
+        """Return the budget and the settings, without tensors other than the optimizer's."""
         if self.memory is None:
             assert self.budget is not None
             return Terms(self.budget, **self.settings())
@@ -139,7 +139,7 @@ class Arguments(OfSample):
 
 
 def refuse_no_module(model: Any) -> nn.Module:
-    """Return what is given as the model, if it is a module.
+    """Return the given model if it is a module.
 
     Raises:
         UnsupportedModuleError: it is no `torch.nn.Module`.
@@ -171,7 +171,7 @@ def refuse_loss(given: OfSample, function: str) -> None:
 
 
 def refuse(given: Settings, function: str, whys: Mapping[str, str]) -> None:
-    """Refuse settings that a function cannot do justice to; `whys` say why not.
+    """Refuse settings that a function does not support; `whys` has the reasons.
 
     Raises:
         ArgumentsError: one of them is not the default.
@@ -183,7 +183,7 @@ def refuse(given: Settings, function: str, whys: Mapping[str, str]) -> None:
 def called_with(
     kind: Callable[P, Given],
 ) -> Callable[[Callable[[Given], Result]], Callable[P, Result]]:
-    """Let a function that gets an object of a class be called with what makes one."""
+    """Return a decorator: a function of an object is called with the arguments of its class."""
 
     def decorate(function: Callable[[Given], Result]) -> Callable[P, Result]:
         make = _maker(kind, function)
@@ -200,7 +200,7 @@ def called_with(
 def method_called_with(
     kind: Callable[P, Given],
 ) -> Callable[[Callable[[Owner, Given], Result]], Callable[Concatenate[Owner, P], Result]]:
-    """Let a method that gets an object of a class be called with what makes one."""
+    """Return a decorator: a method of an object is called with the arguments of its class."""
 
     def decorate(
         function: Callable[[Owner, Given], Result],
@@ -236,7 +236,7 @@ def _maker(kind: Callable[P, Given], function: Callable[..., Any]) -> Callable[P
 
 
 def _signed(function: Callable[P, Result], kind: Any, first: str = "") -> Callable[P, Result]:
-    """Return a function that shows the signature of a class, behind a `first` parameter."""
+    """Return a function with the signature of a class, after a `first` parameter."""
     hints = get_type_hints(kind)
     shown = inspect.signature(kind).parameters.values()
     signature = inspect.Signature(

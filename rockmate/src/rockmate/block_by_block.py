@@ -66,7 +66,7 @@ class ToBlocks(Arguments):
         """Leave it to `check`: all processes refuse what one of them is given."""
 
     def check(self, team: Team) -> None:
-        """Refuse what cannot be planned by blocks, before anything is run.
+        """Refuse arguments that cannot be planned by blocks, before anything is run.
 
         Raises:
             ValueError, UnsupportedModuleError: the text says what, and why.
@@ -95,42 +95,42 @@ class ToBlocks(Arguments):
 
 @called_with(ToBlocks)
 def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
-    """Plan the blocks of `model` in place, each for itself, all within one budget.
+    """Plan the blocks of `model` in place, each separately, all within one budget.
 
-    A block keeps what its option says from its forward to its backward, and recomputes the rest
-    in its own backward. So whatever works on modules works as without: hooks on blocks and on the
-    modules around them, `fully_shard` on every layer (before or after), stages of a pipeline. The
-    options are chosen together, for the least extra time within the budget, which bounds the whole
-    step of `model` as that of `Rockmate` does; parameters and gradients that FSDP gathers for a
-    while are counted too. What runs between the blocks runs as it is.
+    A block saves what its option says, and recomputes the rest in its own backward. So code that
+    works on modules works as before: hooks on blocks and on the modules around them, `fully_shard`
+    on every layer (before or after), stages of a pipeline. The options are chosen together, for the
+    least extra time. As in `Rockmate`, the budget limits the whole step of `model`; parameters and
+    gradients that FSDP gathers temporarily are included. Code between the blocks runs unchanged.
 
-    The whole step is run some times while planning, in all processes that share the model, and
-    nothing stays of it. `remove(model)` takes the plans off.
+    Planning runs the whole step several times, in all processes that share the model, and undoes
+    its effects. `remove(model)` removes the plans.
 
-    Keywords are the fields of `Settings` beside these. `opaque` names submodules by their paths in
+    Further keywords are the fields of `Settings`. `opaque` names submodules by their paths in
     `model`; a block among them is not planned.
 
     Args:
         model: the module, in train mode. It may be sharded by `fully_shard`, on every block.
         sample: as for `Rockmate`; all processes give samples of one kind.
         kwargs: as for `Rockmate`.
-        samples: more samples to plan for. Options are chosen for the one whose plain step takes
-            most, and a step of each of the others is run within the budget.
-        budget: as for `Rockmate`; a fraction is one of the peak where every block keeps everything.
-        memory: as for `Rockmate`, beside an `optimizer`.
+        samples: more samples to plan for. Options are chosen for the one with the largest plain
+            step; a step of each other one is checked against the budget.
+        budget: as for `Rockmate`; a fraction is one of the peak if every block keeps everything.
+        memory: as for `Rockmate`, with an `optimizer`.
         optimizer: as for `Rockmate`.
         blocks: "auto" for the outermost layers that repeat in a list or sequence, or a list of
-            paths and names of classes. Each is called once in a step.
-        in_flight: forwards that run before the backward of the first of them, as in pipelines
-            (GPipe: all micro-batches; 1F1B: the stages from this one on). All count.
-        process_group: processes that plan together, where parameters do not say so by lying in
-            pieces on a device mesh.
-        plan: path of a file that `save_plan` of a plan of blocks wrote; nothing is searched or
-            timed then, and a step is measured. It need lie with the first process only.
-        compare: plan the whole model too, to say what planning block by block costs.
+            paths and names of classes. Each block is called once in a step.
+        in_flight: number of forwards before the first one's backward, as in pipelines (GPipe: all
+            micro-batches; 1F1B: the stages from this one on). All are counted.
+        process_group: processes that plan together, if this does not follow from parameters on a
+            device mesh.
+        plan: path of a file from `save_plan` of a plan of blocks. Nothing is searched or timed
+        then,
+            but a step is measured. Only the first process needs the file.
+        compare: plan the whole model too, to report the cost of planning by blocks.
 
     Returns:
-        The plan: budget, peaks, extra time, and what each block keeps; print it.
+        The plan, which can be printed: budget, peaks, extra time, and what each block keeps.
 
     Example:
         >>> plan = rockmate.apply_to_blocks(model, x, "2GiB")
@@ -139,12 +139,13 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
         >>> model(x).sum().backward()  # within 2 GiB
 
     Raises:
-        PlanFileError, PlanMismatchError: `plan` is no such file, or is for something else; the same
-            on all processes.
+        PlanFileError, PlanMismatchError: `plan` is no such file, or is for another model, device or
+            version.
         InfeasibleBudgetError: no choice fits; `.minimum_bytes` is the smallest budget that does.
-        RockmateError, rkgb.RkgbError: a block cannot be run exactly. The model is as it was. Where
-            several processes plan together, all raise the same; in a step that others wait in, they
-            do so when their collective gives up, with the time-out of the process group.
+        RockmateError, rkgb.RkgbError: a block cannot be run exactly. The model is not changed.
+
+    If several processes plan together, all raise the same error. Processes that wait in a
+    collective raise it when the collective times out.
     """
     model = given.model
     _refuse_model(model)
@@ -159,7 +160,7 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
         reserve=0,
         plan=None,
         progress=False,  # one bar for all
-        share=False,  # the team agrees on the options; a block may be planned in a forward
+        share=False,  # the processes agree on the options; a block may be planned in a forward
         cache=False,  # the options of a block are no plan
     )
     remove(model)
@@ -180,7 +181,7 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
 
 
 def _within(given: ToBlocks, calls: Sequence[Call]) -> tuple[ToBlocks, Memory | None]:
-    """Return what was asked for with a budget: of memory, what the call that needs most leaves."""
+    """Return the arguments with a budget; with `memory`, what the most demanding call leaves."""
     whole = given.terms().whole_step
     if whole is None:
         return given, None
@@ -199,7 +200,7 @@ def _kept_or_made(
     found: Mapping[str, nn.Module],
     calls: Sequence[Call],
 ) -> BlocksPlan:
-    """Plan as a file says that was given or kept, or else anew."""
+    """Plan as a given or cached file says, or else anew."""
     model, device = given.model, next((p.device for p in given.model.parameters()), _HOST)
     planned = partial(_planned, given, terms, team, found, calls)
     name, path, folder = class_name(model), given.plan, CacheFolder.chosen(given.cache)
@@ -228,7 +229,7 @@ def _planned(
     calls: Sequence[Call],
     file: PlanFile | None,
 ) -> BlocksPlan:
-    """Plan blocks and put the plans on them: as a file says, or anew."""
+    """Plan blocks as a file says, or anew, and install the plans."""
     model, saved = given.model, None if file is None else file.blocks
     if saved is not None:
         terms = replace(terms, cost="flops")  # the times are in the file
@@ -271,7 +272,7 @@ def _planned(
 
 
 def _put_on(found: Mapping[str, nn.Module], choose: Callable[[], Chosen]) -> Chosen:
-    """Put the forwards that are chosen on the blocks, which are as they were after an error."""
+    """Install the chosen forwards in the blocks; after an error, the blocks are restored."""
     with torch.inference_mode(False), torch.enable_grad():
         for block in found.values():
             dressed(block, _Nothing())  # type: ignore[arg-type]
@@ -290,11 +291,11 @@ def _put_on(found: Mapping[str, nn.Module], choose: Callable[[], Chosen]) -> Cho
 
 
 _HOST = torch.device("cpu")
-_PLACEHOLDER = 1  # every block gets a budget of its own
+_PLACEHOLDER = 1  # every block gets its own budget
 
 
 class _Nothing:
-    """Stands in a block that nothing is known of yet."""
+    """The forward of a block before planning."""
 
     forward = None
     table = None
@@ -339,7 +340,7 @@ def _report(chosen: Chosen, given: ToBlocks) -> BlocksPlan:
 
 
 def _as_saved(plan: BlocksPlan, file: PlanFile, saved: SavedBlocks) -> BlocksPlan:
-    """Return a plan with the times that its file holds."""
+    """Return a plan with the times in its file."""
     rows = (
         replace(row, overhead_ms=block.overhead_ms, base_time_ms=block.base_time_ms)
         for row, block in zip(plan.rows, saved.blocks, strict=True)
@@ -354,7 +355,7 @@ def _as_saved(plan: BlocksPlan, file: PlanFile, saved: SavedBlocks) -> BlocksPla
 
 
 def _compared(model: nn.Module, call: Call, plan: BlocksPlan, terms: Terms) -> BlocksPlan:
-    """Return the plan with what a plan of the whole model would cost in the same budget."""
+    """Return the plan, with the extra time of a plan of the whole model in the same budget."""
     if plan.in_flight > 1:
         return replace(plan, why_no_free_plan="with forwards in flight there is none")
     if any(own_class(type(module)) is not type(module) for module in model.modules()):

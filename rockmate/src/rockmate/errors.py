@@ -1,4 +1,4 @@
-"""What can go wrong, as exceptions that carry data.
+"""The errors of rockmate, which carry data.
 
 Each text has three parts: what was asked, what was found, what to do.
 """
@@ -15,11 +15,11 @@ from rkgb.errors import (
 
 
 class ArgumentsError(RockmateError, ValueError, TypeError):
-    """A function was called with arguments that it does not take, or not together."""
+    """A function was called with unknown arguments, or with arguments that exclude each other."""
 
 
 class MissingExtraError(RockmateError, ImportError):
-    """Something needs a package that is not installed; `extra` is the extra that brings it."""
+    """A feature needs a package that is not installed; `extra` is the extra that installs it."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         self.what = what
@@ -35,7 +35,7 @@ class MissingExtraError(RockmateError, ImportError):
 
 
 class UnknownChoiceError(RockmateError, ValueError):
-    """An option was given a value that it does not know; `choices` are the names that it knows."""
+    """An option was given an unknown value; `choices` are the known ones."""
 
     def __init__(
         self, option: str, asked: object, choices: Iterable[str], otherwise: str = ""
@@ -56,10 +56,10 @@ class UnknownChoiceError(RockmateError, ValueError):
 
 
 class InfeasibleBudgetError(RockmateError, ValueError, RuntimeError):
-    """No plan was found for the budget. What looks for a batch size takes it for out of memory.
+    """No plan was found for the budget. Searches for a batch size treat it as out of memory.
 
     `minimum_bytes` is the smallest budget that is accepted, because there is a plan for it; with
-    `effort="best"` it may be smaller. No budget below `bound_bytes` can ever be accepted.
+    `effort="best"` it may be smaller. No budget below `bound_bytes` can be feasible.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class InfeasibleBudgetError(RockmateError, ValueError, RuntimeError):
         self.asked_bytes = asked_bytes
         self.minimum_bytes = minimum_bytes
         self.bound_bytes = bound_bytes
-        self.whole: tuple[str, ...] = ()  # submodules that run whole in what was planned
+        self.whole: tuple[str, ...] = ()  # opaque calls in the plan
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without it a copy, or an unpickled error of a worker, would be made from `args` alone.
+        # Without it, copying and unpickling would pass only `args`.
         make = functools.partial(
             type(self),
             asked_bytes=self.asked_bytes,
@@ -83,15 +83,15 @@ class InfeasibleBudgetError(RockmateError, ValueError, RuntimeError):
 
 
 class InvalidPlanError(RockmateError, ValueError):
-    """A sequence of steps does not compute what it must, or does not belong to the problem."""
+    """A sequence of steps is invalid, or does not belong to the problem."""
 
 
 class PlanFileError(InvalidPlanError):
-    """A file of plans that cannot be read or written, is none, or whose plans do not hold."""
+    """A plan file cannot be read or written, is no such file, or has invalid plans."""
 
 
 class PlanMismatchError(InvalidPlanError):
-    """A plan in a file is for something else; `differences` says for what, in words."""
+    """A plan in a file is for another call, device or version; `differences` are in words."""
 
     def __init__(self, message: str, differences: Iterable[str] = ()) -> None:
         super().__init__(message)
@@ -110,7 +110,7 @@ class SolverError(RockmateError, RuntimeError):
 
 
 class SolverUnavailableError(SolverError, ImportError):
-    """A solver backend that was asked for is not installed or not licensed."""
+    """The chosen solver backend is not installed or not licensed."""
 
 
 # --- capture and execution ------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class BudgetFormatError(RockmateError, ValueError):
 
 
 class InputMismatchError(RockmateError, ValueError):
-    """A call whose inputs, or whose module's state, differ from what was planned for."""
+    """The inputs of a call, or the state of the module, differ from the planned ones."""
 
 
 class SelfTestError(RockmateError, RuntimeError):
@@ -137,7 +137,7 @@ class BackwardTwiceError(RockmateError, RuntimeError):
 
 
 class DoubleBackwardError(RockmateError, RuntimeError):
-    """A backward whose result should be differentiated again."""
+    """A backward with create_graph=True."""
 
 
 class ChangedTensorError(RockmateError, RuntimeError):

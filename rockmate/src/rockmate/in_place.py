@@ -22,12 +22,12 @@ from rockmate.module import (
 )
 from rockmate.settings import Budget
 
-_FIRST_STEP = object()  # what comes with the first training step is the sample
+_FIRST_STEP = object()  # the batch of the first training step is the sample
 
 
 @dataclass(frozen=True, eq=False)
 class InPlace(Arguments):
-    """What `apply` takes: a sample may come later."""
+    """What `apply` takes; the sample may be left out."""
 
     sample: Any = _FIRST_STEP
 
@@ -37,16 +37,16 @@ def apply(given: InPlace) -> nn.Module:
     """Plan `model` in place: from now on its own forward runs within the budget.
 
     It stays the same object, of its class (and of `Rockmate`), with the same name, configuration,
-    hooks and state dict; so trainers and `save_pretrained` see what they know. Arguments, exactness
-    and errors are those of `Rockmate`. Without a sample, planning waits for the first training
-    step, whose batch is the sample, and whose precision is planned for. `remove` undoes it.
+    hooks and state dict. So trainers and `save_pretrained` work as before. Arguments, exactness and
+    errors are those of `Rockmate`. Without a sample, the model is planned at the first training
+    step, for its batch and its precision. `remove` undoes it.
 
     Examples:
         >>> rockmate.apply(model, x, "2GiB") is model
         True
         >>> model(x).sum().backward()  # within 2 GiB
         >>> rockmate.remove(model)
-        >>> rockmate.apply(model, budget="2GiB")  # planned when the first batch is there
+        >>> rockmate.apply(model, budget="2GiB")  # planned at the first training step
     """
     model, is_sampled = given.model, given.sample is not _FIRST_STEP
     given.check_amount("rockmate.apply")
@@ -54,7 +54,7 @@ def apply(given: InPlace) -> nn.Module:
     if not is_sampled and (given.kwargs is not None or given.samples):
         raise ArgumentsError("rockmate.apply takes kwargs and samples beside a sample only")
     if not is_applied(model):
-        plain_of(model)  # refuses what is no module
+        plain_of(model)  # refuses anything but a module
     planned = DecidingForward(plain_view(model), given.terms())
     if is_sampled:
         planned.prepare(given.calls())
@@ -68,8 +68,8 @@ def in_trainer(
     """Return the keywords of `apply` for a trainer, which makes its optimizer later.
 
     Raises:
-        RockmateError: neither a budget nor memory is given, it cannot be read, or an option is not
-            known.
+        RockmateError: neither a budget nor memory is given, it cannot be read, or an option is
+            unknown.
     """
     later = {} if memory is None else {"optimizer": "none", **options}
     found = {**options, **later, "budget": budget, "memory": memory}
@@ -85,7 +85,7 @@ def _check(given: InPlace) -> None:
 
 
 def meet_optimizer(model: nn.Module | None, optimizer: Any, options: Mapping[str, Any]) -> None:
-    """Let a model count a trainer's optimizer, where it counts one and the user has given none."""
+    """Count a trainer's optimizer in a model's memory, unless the user has given one."""
     if not isinstance(model, Rockmate) or not optimizer:
         return
     planned = model._rockmate
@@ -96,9 +96,7 @@ def meet_optimizer(model: nn.Module | None, optimizer: Any, options: Mapping[str
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Return `model` plain again: undo `apply`, or take a `Rockmate` wrapper off.
-
-    A model that is planned block by block (`apply_to_blocks`) has its blocks as they were.
+    """Return the plain `model`: undo `apply` or `apply_to_blocks`, or unwrap a `Rockmate`.
 
     Raises:
         RockmateError: something else has changed its class since `apply`; undo that first.

@@ -31,7 +31,7 @@ from rockmate.settings import Terms
 from rockmate.whole_step import with_loss, without_loss
 
 _log = logging.getLogger("rockmate")
-# What a Rockmate module offers beside the model; a model's own attribute of that name goes first.
+# Attributes of a Rockmate module; an attribute of the model with the same name takes precedence.
 _OFFERED = (
     *("plan", "plans", "budget_bytes", "planning_seconds", "eager_peak_bytes"),
     *("measured_peak_bytes", "backward", "original", "save_plan", "plan_file", "check", "memory"),
@@ -39,7 +39,7 @@ _OFFERED = (
 
 
 class _WholeStepOf:
-    """Where each byte of a step goes (`Memory`); what a model calls so goes first."""
+    """The table of a step's memory (`Memory`); a model's attribute `memory` takes precedence."""
 
     def __get__(self, rk: Rockmate | None, owner: Any) -> Any:
         if rk is None:
@@ -56,16 +56,16 @@ class _WholeStepOf:
 class Rockmate(nn.Module):
     """Wrap `model` so that forward + backward hold at most `budget` above what is resident.
 
-    Outputs, gradients, buffers and the random stream are as equal to the original's as plain
-    PyTorch's are to its own at a second run: to the bit, but for kernels that differ then. The
-    wrapper is an instance of the model's class too and shares everything with the model:
-    parameters, attributes, flags, hooks and submodules, whichever of the two they are set on. Where
-    nothing trains (eval mode, `no_grad()`), the original runs as it is.
+    Outputs, gradients, buffers and the random state equal the original's bit for bit, except for
+    kernels whose results differ between two runs of plain PyTorch. The wrapper is also an instance
+    of the model's class, and shares everything with the model: parameters, attributes, flags, hooks
+    and submodules, whichever of the two they are set on. Without training (eval mode, `no_grad()`),
+    the original runs unchanged.
 
-    Whatever changes between steps (shapes, flags, frozen layers, precision, arguments, layers
-    themselves), a call unlike all planned ones is planned on the spot, within the same bytes.
+    If something changes between steps (shapes, flags, frozen layers, precision, arguments, layers
+    themselves), a call without a plan is planned at once, within the same bytes.
 
-    Keywords are the fields of `Settings`, where they are described, beside those of the call.
+    Further keywords are the fields of `Settings`, which describes them.
 
     Args:
         model: the module, in train mode, on one device with the sample.
@@ -74,11 +74,11 @@ class Rockmate(nn.Module):
             eager's activation peak. Parameters, buffers, inputs and parameter gradients are
             resident and not counted; activations, outputs, their gradients, recomputation and
             kernel workspace are.
-        memory: in place of a budget, what a whole step may take of the device with everything:
-            bytes, text (`"24GB"`), or "device" for what it has. What parameters, gradients, the
-            optimizer and others leave is the budget; `rk.memory` shows it.
-        optimizer: beside `memory`, the optimizer, or its name ("adamw", "sgd", "none", ...); a list
-            or dict of them where each steps in the backward.
+        memory: instead of a budget, the limit of a whole step with everything: bytes, text
+            (`"24GB"`), or "device" for the device's memory. The budget is what parameters,
+            gradients, the optimizer and other users leave; `rk.memory` shows it.
+        optimizer: with `memory`, the optimizer, or its name ("adamw", "sgd", "none", ...); a list
+            or dict of them if each one steps in the backward.
         kwargs: keyword arguments of the sample, beside positional ones.
         samples: more samples to plan for at once. A fraction as budget is one of the largest.
         loss: a function of the outputs, and of targets that calls have behind the model's arguments
@@ -93,14 +93,14 @@ class Rockmate(nn.Module):
     Raises:
         InfeasibleBudgetError: no plan fits; `.minimum_bytes` is the smallest budget that does.
         RockmateError, rkgb.RkgbError: the module cannot be run exactly; the text says why. The
-            module is left as it was.
+            module is not changed.
     """
 
     _rockmate: DecidingForward
     memory = _WholeStepOf()
 
     def __new__(cls, model: nn.Module | None = None, *_: Any, **__: Any) -> Rockmate:
-        if model is None:  # a replica of one, that shares what was planned
+        if model is None:  # a replica, which shares the plans
             return object.__new__(cls)
         model = plain_of(model)
         wrapper: Rockmate = object.__new__(_class_of(cls, type(model), wraps=True))
@@ -119,17 +119,17 @@ class Rockmate(nn.Module):
         object.__setattr__(self, "_rockmate", planned)
 
     def __prepare_scriptable__(self) -> Any:
-        """Refuse `torch.jit.script`, which asks for this."""
+        """Refuse `torch.jit.script`, which calls this."""
         raise UnsupportedModuleError(
             "torch.jit.script cannot compile a planned module: its forward runs a plan. Script the "
             "plain one: torch.jit.script(rk.original), or rockmate.remove(model) after apply."
         )
 
     def backward(self) -> None:
-        """Do nothing: `loss.backward()` has done it all. Kept for the published examples."""
+        """Do nothing, because `loss.backward()` does everything; a published name."""
 
     def save_plan(self, path: str | PathLike[str]) -> None:
-        """Write what was planned to a JSON file, for `Rockmate(..., plan=path)`.
+        """Write the plans to a JSON file, for `Rockmate(..., plan=path)`.
 
         Example:
             >>> rk.save_plan("gpt2.plan.json")
@@ -137,15 +137,15 @@ class Rockmate(nn.Module):
         self.plan_file().save(path)
 
     def plan_file(self) -> PlanFile:
-        """Return what was planned as `save_plan` writes it."""
+        """Return the plans in the form that `save_plan` writes."""
         return self._rockmate.plan_file()
 
     def check(self, *args: Any, **kwargs: Any) -> Differences:
-        """Record a call once more and return what it does otherwise than the plan for it.
+        """Record a call again, and return its differences from the recording of its plan.
 
-        Nothing else differs: what does was decided by something that no key of a plan holds. It is
-        named by module and line, and runs whole from now on. Without arguments, the next call is
-        looked at before it runs, and what differs is logged.
+        Each difference is a decision by a value that no guard covers. It is named by module and
+        line, and the module is an opaque call from now on. Without arguments, the next call is
+        checked before it runs, and differences are logged.
 
         Example:
             >>> print(rk.check(x))
@@ -162,7 +162,7 @@ class Rockmate(nn.Module):
 
     @property
     def plan(self) -> PlanReport | DecidedPlan:
-        """The plan for the sample; printing it shows what is recomputed and at what price."""
+        """The plan for the sample; printing it shows recomputations and their time."""
         by_blocks = self._rockmate.by_blocks
         if by_blocks is not None:
             return by_blocks.report
@@ -182,12 +182,12 @@ class Rockmate(nn.Module):
 
     @property
     def plans(self) -> PlanRows:
-        """What was planned, why, and how long it took; printing it shows a line for each plan."""
+        """All plans, with reason and planning time; printing it shows a line for each plan."""
         return self._rockmate.rows()
 
     @property
     def budget_bytes(self) -> int:
-        """The budget in bytes, fraction resolved."""
+        """The budget in bytes; a fraction is resolved."""
         by_blocks = self._rockmate.by_blocks
         return (by_blocks.report if by_blocks else self._rockmate.planned).budget_bytes
 
@@ -199,17 +199,17 @@ class Rockmate(nn.Module):
 
     @property
     def eager_peak_bytes(self) -> int | None:
-        """Measured activation peak of the eager module; None if no eager step was run."""
+        """Measured activation peak of the eager module, or None if no eager step was run."""
         return (self._rockmate.by_blocks or self._rockmate.planned).eager_peak_bytes
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Peak that the allocator counted in the self-test; None if it was left out."""
+        """Peak that the allocator counted in the self-test, or None without a self-test."""
         by_blocks = self._rockmate.by_blocks
         return (by_blocks.report if by_blocks else self._rockmate.planned).measured_peak_bytes
 
     def extra_repr(self) -> str:
-        """Say what the model says of itself, and how it is planned."""
+        """Return the model's own text, and the state of planning."""
         first, by_blocks = self._rockmate.first, self._rockmate.by_blocks
         text = "not planned yet"
         if by_blocks is not None:
@@ -227,7 +227,7 @@ class Rockmate(nn.Module):
         """Copy the module; plans hold no tensors and are shared."""
         planned = self._rockmate
         if not is_applied(self):
-            is_on_the_way = id(planned.model) in memo  # its attributes, where one leads back here
+            is_on_the_way = id(planned.model) in memo  # an attribute of it refers back here
             model = copy.deepcopy(planned.model, memo)
             wrapper = memo.get(id(self))
             if wrapper is None:
@@ -237,7 +237,7 @@ class Rockmate(nn.Module):
             return wrapper
         parts = list(planned.model.__reduce_ex__(4))
         parts[2:3] = [_without_plans(part) for part in parts[2:3]]
-        # As copy itself does, but known as the copy of this object, not of the plain view of it.
+        # As in `copy`, but registered as the copy of this object, not of its plain view.
         model = copy._reconstruct(self, memo, *parts)  # type: ignore[attr-defined]
         dressed(model, DecidingForward(plain_view(model), planned.settings))
         model._rockmate.take_plans_of(planned)
@@ -259,12 +259,12 @@ class Rockmate(nn.Module):
         reduced = planned.model.__reduce_ex__(protocol)
         assert isinstance(reduced, tuple)
         function, args, state, *rest = (*reduced, None, None, None)[:5]
-        # Pickle refuses to make an object by a class that is not its own.
+        # Pickle refuses to make an object with another class than its own.
         function = _BY_CLASS.get(getattr(function, "__name__", ""), function)
         return function, args, (_without_plans(state), planned.settings), *rest, _restore
 
 
-# What `help` and editors show of the class: the arguments of a wrapper, not of a replica.
+# The signature for `help` and editors: the arguments of a wrapper, not of a replica.
 Rockmate.__new__.__signature__ = inspect.signature(  # type: ignore[attr-defined]
     Rockmate.__init__
 )
@@ -291,7 +291,7 @@ def _class_of(cls: Any, base: Any, *, wraps: bool) -> Any:
         own = inspect.getattr_static(base, name, None)
         if own is not None:
             space[name] = own
-    if wraps:  # its attributes are the model's, so what is its own lies elsewhere
+    if wraps:  # its attributes are the model's, so its own are stored elsewhere
         space["__slots__"] = ("_rockmate",)
         space["_compiled_call_impl"] = CompiledCallAttribute()
     kind = type(base)
@@ -300,12 +300,12 @@ def _class_of(cls: Any, base: Any, *, wraps: bool) -> Any:
 
 
 def is_applied(model: nn.Module) -> bool:
-    """Whether a module was planned in place."""
+    """Return whether a module was planned in place."""
     return isinstance(model, Rockmate) and not hasattr(type(model), "_rockmate")
 
 
 def plain_view(model: nn.Module) -> nn.Module:
-    """Return the plain module that an applied one was, and is to be: another object, one state."""
+    """Return the plain module of an applied one: another object that shares its state."""
     if isinstance(model, Rockmate):
         return model.original
     kind = own_class(type(model))
@@ -315,7 +315,7 @@ def plain_view(model: nn.Module) -> nn.Module:
 
 
 def plain_of(model: Any) -> nn.Module:
-    """Return the module itself, without a wrapper of ours or torch.compile's.
+    """Return the module itself, without wrappers of ours or of torch.compile.
 
     Raises:
         UnsupportedModuleError: it is no module written in Python.
@@ -325,7 +325,7 @@ def plain_of(model: Any) -> nn.Module:
     if isinstance(model, Rockmate):
         return without_loss(model._rockmate.model)
     plain = refuse_no_module(model)
-    whole = "_modules" in vars(model)  # of a copy that is being made, nothing may be there yet
+    whole = "_modules" in vars(model)  # a copy that is being made may be empty
     for path, module in plain.named_modules() if whole else [("", plain)]:
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedModuleError(
@@ -338,7 +338,7 @@ def plain_of(model: Any) -> nn.Module:
 
 
 def refuse_no_output(planned: DecidingForward) -> None:
-    """Refuse a sample for which the model returns nothing that a loss could be made of.
+    """Refuse a sample for which the model returns no tensor for a loss.
 
     Raises:
         UnsupportedModuleError: its forward returns no tensor, and leaves none behind.
@@ -358,7 +358,7 @@ def refuse_no_output(planned: DecidingForward) -> None:
 
 
 def dressed(model: nn.Module, planned: DecidingForward) -> nn.Module:
-    """Return the same module, whose own forward is a planned one from now on."""
+    """Replace the forward of a module by a planned one, and return the module."""
     vars(model)["_rockmate"] = planned
     object.__setattr__(model, "__class__", _class_of(Rockmate, type(model), wraps=False))
     return model

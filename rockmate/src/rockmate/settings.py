@@ -1,8 +1,7 @@
-"""What a user may choose: a budget and names, each read or refused before any work is done.
+"""The user's settings and budget, which are checked before any work is done.
 
-`Settings` is the one definition of the keywords that `Rockmate` and its sisters take (`arguments`
-says how they take them). A budget is bytes, text with a unit, or a fraction of eager's activation
-peak.
+`Settings` is the only definition of the keywords of `Rockmate` and related functions (see
+`arguments`). A budget is bytes, text with a unit, or a fraction of eager's activation peak.
 """
 
 from __future__ import annotations
@@ -33,52 +32,54 @@ _MEMORY_FORMS = "Give bytes, '24GB', or 'device' for what it has."
 class Settings:
     """How to plan: the keywords of `Rockmate`, `apply`, `apply_to_blocks`, `estimate` and others.
 
-    They mean the same everywhere and have the same defaults. Keep those that you use often in one
-    object, and hand them on as keywords.
+    They have the same meaning and defaults everywhere. Settings that you use often can be kept in
+    one object and passed as keywords.
 
     Args:
         effort: how long to search: "fast", "balanced", "best", or seconds.
         cost: what to minimise: "measured" time, or deterministic "flops".
         self_test: run one step against eager PyTorch after planning and compare bits and bytes.
-            Where eager differs from itself, gradients are held to its noise; "deterministic" also
-            compares bits once under torch's deterministic algorithms.
-        reserve: bytes of the budget to leave to a loss computed outside the module.
-        max_plans: how many plans to keep; the one used least recently is dropped for a new one.
+            If two eager steps differ, gradients may differ by that noise; "deterministic" also
+            compares bits once with torch's deterministic algorithms.
+        reserve: bytes of the budget for a loss that is computed outside the module.
+        max_plans: number of plans to keep; a new plan replaces the least recently used one.
         planner: "auto", or the name of one strategy, for comparisons.
         backend: solver of the block problems: "cp-sat", "cbc", "highs" or "gurobi".
-        progress: show a progress bar while planning. Usual: in a terminal and a notebook.
-        opaque: paths of submodules to run whole, as `torch.utils.checkpoint` would, instead of
-            recording what is in them.
-        strict: refuse a module of which a part cannot be recorded. Without it, the smallest
-            submodule around that part runs whole; `plan.opaque` names them.
-        compile: let inductor compile runs of neighbouring operations. Results then have the same
-            bits under every budget, and are eager's up to rounding: `plan.compiled` says what is
-            compiled, and how far off the self-test found a step. Norms and the like are computed
-            again in the backward of a piece, or kept for it where that makes a step faster. Needs a
-            C++ compiler (CPU) or Triton (GPU), and some seconds for each kind of piece.
-        split: let the widest parts of a step run piece by piece along their rows, where the budget
-            is too small for them as a whole, or where that is faster than recomputation: the head
-            of a language model with its loss, blocks of linear layers. `print(plan)` says what is
-            cut, in how many pieces. Gradients of weights are then sums over pieces: the same bits
-            under every budget with the same pieces, and eager's up to rounding. With "exact", such
-            sums are made as a whole, which takes more memory, and only pieces serve that are tried
-            to have eager's bits on this machine.
-        plan: path of a file that `save_plan` wrote: its plan serves, nothing is searched or
-            measured, and what differs from when it was made is refused in words.
-        cache: a folder of plans between two starts; False for none. Usual: `ROCKMATE_CACHE`, a
-            path or "off", or else the user's cache directory.
-        share: where torch.distributed runs, let rank 0 plan for all ranks whose step is the same;
-            False lets each rank plan for itself, without waiting for others.
-        check_every: record every so many calls once more before they run, and compare
-            (`Rockmate.check`), and in their backward the contents of what is read again. The calls
-            after a recorded one are compared in any case.
+        progress: show a progress bar while planning. The default is True in a terminal or notebook.
+        opaque: paths of submodules to run as opaque calls, as `torch.utils.checkpoint` would,
+            instead of recording them.
+        strict: refuse a module with a part that cannot be recorded. Otherwise the smallest
+        submodule
+            around that part becomes an opaque call; `plan.opaque` lists them.
+        compile: compile runs of neighbouring operations with inductor. Results then have the same
+            bits under every budget, and equal eager's up to rounding. `plan.compiled` shows what is
+            compiled, and the difference that the self-test found. A compiled piece recomputes norms
+            and the like in its backward, or saves them if that makes a step faster. Needs a C++
+            compiler (CPU) or Triton (GPU), and some seconds for each kind of piece.
+        split: run the largest parts of a step in pieces of rows, if the budget is too small for
+        them
+            as a whole, or if that is faster than recomputation. Examples are the head of a language
+            model with its loss, and blocks of linear layers. `print(plan)` shows what is cut, in
+            how many pieces. Gradients of weights are then sums over pieces, which have the same
+            bits under every budget with the same pieces, and equal eager's up to rounding. With
+            "exact", such sums are computed as a whole, which takes more memory, and only pieces are
+            used that have eager's bits in a test on this machine.
+        plan: path of a file from `save_plan`. Its plan is used without search and measurement; a
+            call, device or version that differs from the file's is refused.
+        cache: a folder that keeps plans between two starts; False for none. The default is
+            `ROCKMATE_CACHE` (a path, or "off"), or else the user's cache directory.
+        share: with torch.distributed, let rank 0 plan for all ranks with the same step. False lets
+            each rank plan separately, without waiting for others.
+        check_every: record every so many calls again before they run, and compare them with their
+            plans (`Rockmate.check`); also compare in their backward the contents of tensors from
+            which it recomputes. The calls after a recorded one are always compared.
 
     Example:
         >>> careful = rockmate.Settings(effort="best", self_test="deterministic")
         >>> rk = Rockmate(model, x, "2GiB", **careful)
 
     Raises:
-        UnknownChoiceError: one of them is unknown; it names the choices.
+        UnknownChoiceError: a value is unknown; the error names the choices.
         SolverUnavailableError: the backend is not installed.
     """
 
@@ -133,7 +134,7 @@ class Settings:
 
     @property
     def has_pieces(self) -> bool:
-        """Whether a plan may have pieces that are compiled or cut."""
+        """Whether a plan may have compiled pieces or pieces of rows."""
         return self.compile or bool(self.split)
 
     def _check_cost(self) -> None:
@@ -141,12 +142,12 @@ class Settings:
             raise UnknownChoiceError("cost", self.cost, COSTS)
 
     def settings(self, **instead: Any) -> Settings:
-        """Return the settings alone, where they are among the arguments of a call."""
+        """Return only the settings, without other arguments of a call."""
         own = {f.name: getattr(self, f.name) for f in fields(Settings)}
         return Settings(**{**own, **instead})
 
     def keys(self) -> Set[str]:
-        """Return the names of what differs from the defaults, so that `**settings` hands it on."""
+        """Return the names of settings other than the defaults, for `**settings`."""
         names = (f.name for f in fields(Settings) if getattr(self, f.name) != f.default)
         return dict.fromkeys(names).keys()
 
@@ -156,7 +157,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Terms(Settings):
-    """A budget, and how to plan within it."""
+    """A budget, with settings."""
 
     budget: Budget
     most_kept_bytes: int | None = None  # of a module among others: from its forward to its backward
@@ -164,7 +165,7 @@ class Terms(Settings):
 
 
 def parse_memory(memory: Budget) -> int | None:
-    """Return the bytes of a whole device, or None for those that it has: "device".
+    """Return the bytes of `memory`, or None for "device".
 
     Raises:
         BudgetFormatError: it cannot be read, or is a fraction.
@@ -185,7 +186,7 @@ def parse_budget(budget: Budget) -> tuple[int | None, float | None]:
     """Return (bytes, None) or (None, fraction of eager's activation peak).
 
     Bytes round down. Units follow the standard: G and GB are 10^9 bytes, Gi and GiB are 2^30. Text
-    without a unit is a fraction ("0.6"), or bytes where nothing else can be meant ("1_000_000").
+    without a unit is a fraction ("0.6"), or bytes if it is a large number ("1_000_000").
 
     Raises:
         BudgetFormatError: the value is not positive, a float above 1, or unreadable.
