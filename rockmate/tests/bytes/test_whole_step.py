@@ -241,7 +241,7 @@ def test_the_optimizer_is_refused_its_step_where_it_has_no_room() -> None:
         ({}, "needs a budget"),
         ({"budget": "1MB", "memory": "1MB", "optimizer": "sgd"}, "and got both"),
         ({"memory": "1MB"}, "needs the optimizer"),
-        ({"budget": "1MB", "optimizer": "sgd"}, "beside memory= only"),
+        ({"budget": "1MB", "optimizer": "sgd"}, "only with memory="),
         ({"memory": "1MB", "optimizer": "adamx"}, "optimizer 'adamx' is unknown"),
         ({"memory": "1MB", "optimizer": 3}, "optimizer 'int' is unknown"),
         ({"memory": "60%", "optimizer": "sgd"}, "memory '60%' is a fraction"),
