@@ -70,9 +70,9 @@ class Settings:
             `ROCKMATE_CACHE` (a path, or "off"), or else the user's cache directory.
         share: with torch.distributed, let rank 0 plan for all ranks with the same step. False lets
             each rank plan separately, without waiting for others.
-        check_every: record every so many calls again before they run, and compare them with their
-            plans (`Rockmate.check`); also compare in their backward the contents of tensors from
-            which it recomputes. The calls after a recorded one are always compared.
+        check_every: with n above 0, each n-th call is recorded again before it runs, and compared
+            with its plan (`Rockmate.check`). Its backward also compares the contents of tensors
+            from which it recomputes. The calls after a recorded one are always compared.
 
     Example:
         >>> careful = rockmate.Settings(effort="best", self_test="deterministic")

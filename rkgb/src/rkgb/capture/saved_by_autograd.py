@@ -17,7 +17,8 @@ from torch import Tensor
 from rkgb.recording.blanks import Blanks
 from rkgb.recording.recorder import Recorder
 
-# Tensors of up to so many elements keep their content: scalars that autograd wraps, scales, tables.
+# Tensors of at most this many elements keep their content: scalars that autograd wraps, scales,
+# tables.
 _SMALL = 16
 
 

@@ -18,8 +18,8 @@ from rkgb.graphs.simplified import SimplifiedGraph
 Step = tuple[Literal["F", "B"], int]
 Places = tuple[tuple[int, ...], ...]  # of edges, by their numbers in the recording
 
-# Gradients of so many bytes are handed over even if there is headroom, because an optimizer or
-# other processes may be waiting for them.
+# Gradients of more than this many bytes are handed over even if there is headroom, because an
+# optimizer or other processes may be waiting for them.
 _MOST_WAITING_BYTES = 1 << 18
 
 

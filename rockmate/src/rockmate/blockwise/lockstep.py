@@ -38,8 +38,8 @@ class LockstepForward(PlannedForward):
             return super().__call__(args, kwargs)
         except _NotPlannedError as other:
             warnings.warn(
-                f"a {type(self.model).__name__} spread over processes is called otherwise than it "
-                f"was planned for ({other}). It runs plain, and may take more memory than the "
+                f"this call of a {type(self.model).__name__} spread over processes is not the one "
+                f"that was planned ({other}). It runs plain, and may take more memory than the "
                 "budget: its processes plan together only in apply_to_blocks.",
                 RuntimeWarning,
                 stacklevel=3,

@@ -28,8 +28,8 @@ SMALL_BLOCK_NODES = 14  # up to here blocks are solved to the optimum at once
 LARGE_BLOCK_NODES = 24  # from here on a box is so slow that a small graph is better solved whole
 _SLOTS = 500
 _HEADROOM = 1.5  # `reserved_bytes` is conservative, so schedules well above the budget may fit
-_STRIDE = 4  # on the way up, one of so many candidates is tried
-_MISSES = 2  # after so many misses in a row, no larger candidate is tried
+_STRIDE = 4  # on the way up, every fourth candidate is tried
+_MISSES = 2  # after this many misses in a row, no larger candidate is tried
 
 
 @dataclass(frozen=True)

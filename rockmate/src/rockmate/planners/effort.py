@@ -12,7 +12,7 @@ from rockmate.errors import UnknownChoiceError
 class Effort:
     """Limits of the planners' work; all but `seconds` are deterministic."""
 
-    whole_nodes: int  # graphs of up to so many nodes are solved whole
+    whole_nodes: int  # graphs of at most this many nodes are solved whole
     unlike_nodes: int  # the same limit, if most blocks differ
     hinted_nodes: int  # the same limit, with the best plan so far as a hint
     whole_limit: float  # deterministic seconds, about four to ten of the clock

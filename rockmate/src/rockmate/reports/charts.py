@@ -111,7 +111,7 @@ def ticks(begin: float, end: float, count: int, unit: float = 1.0) -> list[float
 
 
 def byte_unit(count: float) -> float:
-    """Return the unit for so many bytes: 1, 1024, …"""
+    """Return the unit for this many bytes: 1, 1024, …"""
     return float(next((u for u in (1 << 30, 1 << 20, 1 << 10) if count >= u), 1))
 
 

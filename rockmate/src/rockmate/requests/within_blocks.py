@@ -20,7 +20,7 @@ from rockmate.networks.self_test import over_budget, refuse_wrong_prediction
 
 _log = logging.getLogger("rockmate")
 _MOST_TRIES = 5
-# Makes a plan within a budget, with so many bytes reserved for blocks.
+# Makes a plan within a budget, with this many bytes reserved for blocks.
 Make = Callable[[int, int], Planned]
 # Tries a plan; returns it with its measurements, and the step.
 Try = Callable[[Planned], tuple[Planned, StepResult]]

@@ -20,8 +20,8 @@ from torch.autograd.profiler import profile, record_function
 from rotor.runtime.device import device_of
 
 T = TypeVar("T")
-# Adam keeps so many values for each one of a parameter. It allocates them after the first step,
-# when the limit has already been determined.
+# Adam keeps two float32 values for each number of a parameter. It allocates them after the first
+# step, when the limit has already been determined.
 OPTIMIZER_BYTES_PER_NUMBER = 8
 _LABEL = "rotor.runtime.memory:"
 
