@@ -167,6 +167,39 @@ def test_memory_is_used_where_activations_could_use_it() -> None:
     assert 0.98 * memory <= max(peaks) <= memory
 
 
+@pytest.mark.parametrize("rules", ["host", pytest.param("blocks", marks=pytest.mark.nightly)])
+def test_activations_use_the_room_of_gradients_until_they_come(rules: str) -> None:
+    torch.manual_seed(0)
+    model, x, loss = Mlp(128, 4), torch.randn(256, 128), lambda y: y.abs().square().mean()
+    twin = copy.deepcopy(model)
+    stepper = torch.optim.AdamW(model.parameters())
+    how: dict[str, Any] = {"optimizer": stepper, "cost": "flops", "loss": loss}
+    with counting_as(rules):
+        with pytest.raises(rockmate.InfeasibleBudgetError) as refused:
+            rockmate.Rockmate(model, x, memory=1000, **how)
+        memory = refused.value.minimum_bytes
+        rk = rockmate.Rockmate(model, x, memory=memory, **how)
+        gradients = sum(p.nbytes for p in model.parameters())
+        there = rockmate.Rockmate(
+            *(model, x, rk.budget_bytes - gradients), cost="flops", loss=loss, planner="auto"
+        )
+        assert rk.plan.overhead < there.plan.overhead / 2
+        assert "then, gradients" in str(rk.memory)
+        assert rk.memory.budget_bytes == rk.budget_bytes
+        peaks = peaks_of_steps(rk, stepper, x, lambda y: y[0], none=True)
+        assert 0.98 * memory <= max(peaks) <= memory
+        # Micro-batches after the first find gradients, and so do steps after zero_grad(False).
+        for none in (True, False):
+            more = peaks_of_steps(rk, stepper, x, lambda y: y[0], none=none, micro_batches=3)
+            assert max(more) <= memory
+    for found in (rk, twin):
+        found.load_state_dict(twin.state_dict())
+        found.zero_grad()
+        for _ in range(2):
+            (found(x)[0] if found is rk else loss(found(x))).backward()
+    assert_same_gradients(model, twin)
+
+
 def test_steps_are_those_of_plain_training() -> None:
     torch.manual_seed(0)
     model, x = Mlp(), torch.randn(256, 64)

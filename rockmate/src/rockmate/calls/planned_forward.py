@@ -82,10 +82,11 @@ class PlannedForward(SecondLook):
             if family is None:
                 family = self._plan(key, (args, ordered))
                 snapshot = self.watch.now(autocast)
-            planned = family.variants[0]
+            planned = self._for_gradients(family.variants[0])
             external = self._values(snapshot, planned).now(tuple(leaves))
             if planned.outcomes.basic.reads:
-                planned = self._variant(family, snapshot, leaves, (args, ordered))
+                found = self._variant(family, snapshot, leaves, (args, ordered))
+                planned = self._for_gradients(found)
                 external = self._values(snapshot, planned).now(tuple(leaves))
         except HandedOverOtherwiseError:
             family = None
@@ -96,6 +97,13 @@ class PlannedForward(SecondLook):
         if planned.may_go_another_way:
             return self._with_pieces(planned, external, leaves, args, kwargs)
         return planned.run(self.model, external, leaves, call=(args, kwargs))
+
+    def _for_gradients(self, planned: Planned) -> Planned:
+        """Return the plan with room for gradients, where there are some before the step."""
+        other = planned.accumulating
+        if other is None or all(p.grad is None for p in self.model.parameters()):
+            return planned
+        return other
 
     def _run_by_blocks(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a module that is not planned as a whole."""

@@ -156,7 +156,9 @@ class PlansOfModule(Requester):
     def _locate(self, planned: Planned) -> ModuleState:
         """Return the state that a plan was made for, which knows where it reads kept tensors."""
         snapshot = self.watch.now(ambient()[0])
-        snapshot.locate(planned.executor, planned.network.graph.dataflow.basic.constants)
+        for one in (planned, planned.accumulating):
+            if one is not None:
+                snapshot.locate(one.executor, one.network.graph.dataflow.basic.constants)
         return snapshot.state
 
     def _try_any_attribute(self, key: Key, call: Call) -> None:

@@ -98,7 +98,8 @@ class Requester:
             return None
         peak_bytes = None if self.first is None else self.first.plan.peak_bytes
         memory: Memory = whole.memory(self.model, found, peak_bytes)
-        return memory
+        uses = self.first is not None and self.first.network.coming is not None
+        return memory.using_room_to_come() if uses else memory
 
     def _planned(
         self,
@@ -121,7 +122,7 @@ class Requester:
             if not self._sources:
                 self._sources = sources_of(self.settings, given_file(self.settings))
             with unseen():  # planned modules inside belong to this plan
-                known = () if self.settings.has_pieces else (*self.plans, *self.known)
+                known = () if self.settings.has_pieces else self._known(settings or self.settings)
                 request = Request.of(
                     *(bare, call, settings or self.settings),
                     known=known,
@@ -159,6 +160,12 @@ class Requester:
             self.settings = replace(self.settings, budget=planned.budget_bytes)
         return planned
 
+    def _known(self, settings: Terms) -> tuple[Planned, ...]:
+        """Return the plans whose gradients come as these settings say."""
+        found = (*self.plans, *self.known)
+        both = (one for planned in found for one in (planned, planned.accumulating) if one)
+        return tuple(one for one in both if one.network.coming == settings.coming)
+
     def as_called(self, call: Call) -> Call:
         """Return a call without the attributes that are handed over beside its arguments."""
         own = self.watch.numbers(ambient()[0]) if self.watch.open else {}
@@ -191,7 +198,8 @@ class Requester:
         """Return what was planned as a file holds it, the plan for the sample first."""
         first = self.planned
         others = [planned for planned in self.plans if planned is not first]
-        return plan_file_of([first, *others], self.model)
+        whole = [planned.accumulating or planned for planned in (first, *others)]
+        return plan_file_of(whole, self.model)
 
     @property
     def planned(self) -> Planned:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rkgb import RkgbError
 from rkgb.elements import flatten, is_running
-from rkgb.engine import Sample, record
+from rkgb.engine import Sample, external_values, record
 from rkgb.torch_api import is_abstract, without_global_hooks, without_saved_hooks
 from rockmate.arguments import Call
 from rockmate.calls.plan_store import PlanRow, PlanRows
@@ -24,12 +24,12 @@ from rockmate.calls.plans_of_module import HandedOverOtherwiseError
 from rockmate.calls.requester import planning
 from rockmate.decisions.choosing import Chosen, NoBlocksError, plan_step
 from rockmate.decisions.report import DecidedPlan, no_file
-from rockmate.errors import InfeasibleBudgetError
+from rockmate.errors import InfeasibleBudgetError, RockmateError
 from rockmate.files.plan_file import PlanFile
 from rockmate.keys.input_signature import ambient, in_order
 from rockmate.keys.module_watch import without_hooks
 from rockmate.keys.sharded import settled_call
-from rockmate.networks import Planned
+from rockmate.networks import Planned, gradients_stay
 from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms
 from rockmate.whole_step import Memory
@@ -78,7 +78,34 @@ class DecidingForward(PlannedForward):
     def _planned(self, call: Call, why: str, **options: Any) -> Planned:
         settings, memory = self.for_call(call)
         with _told(memory):
-            return self._whole_or_by_blocks(call, why, settings=settings, **options)
+            planned = self._whole_or_by_blocks(call, why, settings=settings, **options)
+        coming = None if memory is None else memory.coming
+        if memory is None or coming is None or not planned.plan.overhead_ms:
+            return planned
+        budget = memory.budget_bytes + coming.size_bytes
+        terms = replace(settings, budget=budget, coming=coming)
+        return self._using_room_to_come(planned, call, why, terms, options)
+
+    def _using_room_to_come(
+        self, planned: Planned, call: Call, why: str, settings: Terms, options: Mapping[str, Any]
+    ) -> Planned:
+        """Return a plan that uses the room of gradients until they come, if it saves time."""
+        graph, sample = planned.network.graph, flatten(call)[0]
+        external = external_values(graph.dataflow.basic, self.model, tuple(sample))
+        as_made = not settings.coming.gradients or gradients_stay(graph, external)
+        if settings.has_pieces or not as_made:
+            return planned
+        try:
+            found = super()._planned(call, why, settings=settings, **options)
+        except (RockmateError, RkgbError) as error:
+            _log.debug("the room of gradients to come is not used: %s", error)
+            return planned
+        if found.plan.overhead_ms >= planned.plan.overhead_ms:
+            return planned
+        found = replace(found, accumulating=planned)
+        if self.first is planned:
+            self.first = found
+        return found
 
     def _whole_or_by_blocks(self, call: Call, why: str, **options: Any) -> Planned:
         try:

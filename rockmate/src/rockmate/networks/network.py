@@ -20,6 +20,7 @@ from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.schedules.opaque_piece import OpaquePiece
 from rockmate.settings import Terms
+from rockmate.whole_step import Coming
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Network:
     kept: frozenset[int] = frozenset()  # compiled nodes that save more for their backward
     rebuilding: Network | None = None  # the same network in which none does
     cut: CutGraph | None = None  # if it has parts in pieces of rows
+    coming: Coming | None = None  # what comes beside activations in the backward, and counts
 
     @property
     def has_pieces(self) -> bool:
@@ -94,7 +96,7 @@ def network_of(
         if settings.cost == "flops":
             measured = replace(measured, costs=by_flops(graph, measured))
     with phases.phase("calibration"):
-        return assembled(graph, recorded, measured, external, compiled)
+        return assembled(graph, recorded, measured, external, compiled, settings.coming)
 
 
 def assembled(
@@ -103,16 +105,18 @@ def assembled(
     measured: Measured,
     external: Mapping[str, Tensor],
     compiled: CompiledGraph | None = None,
+    coming: Coming | None = None,
 ) -> Network:
     """Return the network of a recording with measured kinds of operation."""
     facts = node_facts(graph, measured.costs)
     fixed = _unsteady_nodes(graph, measured) | _readers_of_written(graph) | _runs_once(graph)
     fixed |= _written_by_backwards(graph, facts)
-    problem = asked = problem_of(graph, facts, external, fixed=fixed)
+    problem = asked = problem_of(graph, facts, external, fixed=fixed, coming=coming)
     if device_of(graph.dataflow.basic.device).block_bytes(1) > 1:
         plain = node_facts(graph, measured.costs, in_blocks=False)
-        asked = problem_of(graph, plain, external, in_blocks=False, fixed=fixed)
-    return Network(recorded, graph, measured, facts, problem, asked, fixed, compiled)
+        asked = problem_of(graph, plain, external, in_blocks=False, fixed=fixed, coming=coming)
+    own = (recorded, graph, measured, facts, problem, asked, fixed, compiled)
+    return Network(*own, coming=coming)
 
 
 def _unsteady_nodes(graph: SimplifiedGraph, measured: Measured) -> frozenset[int]:

@@ -11,6 +11,7 @@ from rkgb.costs import NodeFacts
 from rkgb.engine import device_of
 from rkgb.graphs import SimplifiedGraph, SimplifiedNode
 from rockmate.problems.problem import Node, Problem, Storage
+from rockmate.whole_step import Coming
 
 _SPARSE = "_sparse_coo_tensor_with_dims_and_tensors"  # joins indices and values
 
@@ -22,14 +23,17 @@ def problem_of(
     *,
     in_blocks: bool = True,
     fixed: Collection[int] = (),
+    coming: Coming | None = None,
 ) -> Problem:
     """Return the problem of a graph; `external` identifies equal leaves and parameters.
 
     `in_blocks` must be that of the facts. The results of `fixed` nodes must be saved, because a
-    recomputation would give other bits.
+    recomputation would give other bits. Gradients of parameters are taken to be there before
+    the step, and are not counted, unless they are `coming`.
     """
     device = device_of(graph.dataflow.basic.device)
-    waiting = _waiting_gradients(graph, external, device.block_bytes if in_blocks else int)
+    taken = device.block_bytes if in_blocks else int
+    waiting = _waiting_gradients(graph, external, taken, coming)
     storages: list[Storage] = []
     nodes: list[Node] = []
     for index, (node, fact) in enumerate(zip(graph.nodes, facts, strict=True)):
@@ -76,26 +80,49 @@ def problem_of(
 
 
 def _waiting_gradients(
-    graph: SimplifiedGraph, external: Mapping[str, Tensor], taken: Callable[[int], int]
+    graph: SimplifiedGraph,
+    external: Mapping[str, Tensor],
+    taken: Callable[[int], int],
+    coming: Coming | None,
 ) -> list[int]:
     """Return for each node the bytes of gradients that wait in autograd during its backward.
 
     Autograd sums all gradients of a tied weight before it accumulates them, so the first waits for
-    the last. The gradient of an input waits for the end.
+    the last. The gradient of an input waits for the end, as all do that are `coming` to stay.
     """
     uses: dict[int, tuple[Tensor, list[int]]] = {}
     for index, node in enumerate(graph.nodes):
         for hand_over in node.hand_overs:
             leaf = external[hand_over.leaf]
             uses.setdefault(id(leaf), (leaf, []))[1].append(index)
-    waiting = [0] * len(graph.nodes)
+    aside_bytes = 0 if coming is None or coming.gradients else coming.size_bytes
+    waiting = [aside_bytes] * len(graph.nodes)
     for tensor, nodes in uses.values():
-        first = min(nodes) if isinstance(tensor, nn.Parameter) else 0
+        stays = not isinstance(tensor, nn.Parameter) or (coming is not None and coming.gradients)
+        first = 0 if stays else min(nodes)
         for index in range(first, max(nodes)):
             waiting[index] += taken(tensor.numel() * tensor.element_size())
     for index, size_bytes in _sparse_sums(graph, external):
         waiting[index] += taken(size_bytes)
     return waiting
+
+
+def gradients_stay(graph: SimplifiedGraph, external: Mapping[str, Tensor]) -> bool:
+    """Whether autograd keeps the gradients of parameters in the very memory they are made in.
+
+    It copies one that lies otherwise than its parameter, and keeps all of what one is a view of.
+    """
+    infos = graph.dataflow.infos
+    for hand_over in (each for node in graph.nodes for each in node.hand_overs):
+        leaf, info = external[hand_over.leaf], infos[hand_over.value]
+        if not isinstance(leaf, nn.Parameter):
+            continue
+        strides = zip(info.shape, info.stride, leaf.stride(), strict=False)
+        lies_alike = len(info.stride) == leaf.dim() and info.dtype == leaf.dtype
+        lies_alike &= all(size == 1 or own == its for size, own, its in strides)
+        if not lies_alike or info.storage_bytes != leaf.numel() * leaf.element_size():
+            return False
+    return True
 
 
 def _sparse_sums(

@@ -222,7 +222,8 @@ def _within_budget(
     external = external_values(graph.dataflow.basic, model, tuple(leaves))
     known = planned.network.measured
     measured = measure_others(graph.dataflow.basic, operations(graph), external, known)
-    network = assembled(graph, planned.network.recorded, measured, external)
+    old = planned.network
+    network = assembled(graph, old.recorded, measured, external, coming=old.coming)
     like = _hands_over_like(planned, graph.dataflow.basic.kind)
     steps = _steps_of(graph, planned.plan)
     is_apart = not _fits(network, planned.plan, steps, like)

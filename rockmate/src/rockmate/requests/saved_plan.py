@@ -174,7 +174,8 @@ def _network(saved: SavedPlan, request: Request, *, unknown: OpCost | None) -> N
     measured = Measured(
         costs, callees, saved.spread, saved.device_ms, saved.host_ms, frozenset(unsteady)
     )
-    return assembled(recorded.graph, recorded, measured, external)
+    coming = request.settings.coming
+    return assembled(recorded.graph, recorded, measured, external, coming=coming)
 
 
 def _costs(

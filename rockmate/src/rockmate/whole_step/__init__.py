@@ -8,7 +8,7 @@ puts them together.
 """
 
 from rockmate.whole_step.loss import Loss, with_loss, without_loss
-from rockmate.whole_step.memory import Memory, Part
+from rockmate.whole_step.memory import Coming, Memory, Part
 from rockmate.whole_step.optimizers import (
     OPTIMIZERS,
     OptimizerBytes,
@@ -21,6 +21,7 @@ from rockmate.whole_step.whole_step import WholeStep
 __all__ = [
     "OPTIMIZERS",
     "CallBytes",
+    "Coming",
     "Loss",
     "Memory",
     "OptimizerBytes",

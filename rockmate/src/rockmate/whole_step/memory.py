@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.schedules.report import format_bytes
 
+GRADIENTS = "gradients"
 _COLOURS = ("#4c78a8", "#72b7b2", "#f58518", "#e45756", "#54a24b", "#b279a2", "#9d755d", "#bab0ac")
 
 
@@ -18,6 +19,18 @@ class Part:
     """Something that takes memory."""
 
     name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Coming:
+    """What a backward brings beside activations, where none of it is there before.
+
+    That is the gradients of parameters, one after the other; or, where they go as they come, the
+    room for one of them and its step.
+    """
+
+    gradients: bool
     size_bytes: int
 
 
@@ -34,6 +47,7 @@ class Memory:
     stepping: tuple[Part, ...]
     peak_bytes: int | None = None  # of forward and backward, as planned
     fragments_bytes: int = 0  # a share of all, among the parts
+    coming: Coming | None = None  # of the parts, what is not there before the backward
 
     @property
     def resident_bytes(self) -> int:
@@ -49,6 +63,14 @@ class Memory:
     def stepping_bytes(self) -> int:
         """What is there while the optimizer steps, beside the parts."""
         return sum(part.size_bytes for part in self.stepping)
+
+    def using_room_to_come(self) -> Memory:
+        """Return the same where activations use the room of what is `coming`."""
+        parts = tuple(part for part in self.parts if part.name != GRADIENTS)
+        assert self.coming is not None
+        own = Part(GRADIENTS, self.coming.size_bytes)
+        then = (own,) if self.coming.gradients else ()
+        return replace(self, parts=parts, stepping=(*then, *self.stepping))
 
     def holds(self) -> bool:
         """Whether the optimizer can step, and something is left to forward and backward."""

@@ -15,7 +15,7 @@ from rockmate.whole_step.device import (
     other_tensors_bytes,
     there_is_bytes,
 )
-from rockmate.whole_step.memory import Memory, Part
+from rockmate.whole_step.memory import GRADIENTS, Coming, Memory, Part
 from rockmate.whole_step.optimizers import (
     OptimizerBytes,
     optimizer_bytes,
@@ -91,16 +91,16 @@ class WholeStep:
             asked = there_is_bytes(device, held)
         elif not self.is_beside_context:
             context = context_bytes(device)
-        fragments = fragments_bytes(device, asked)
+        fragments, buckets = fragments_bytes(device, asked), _buckets_bytes(trained, gradients)
         when = "" if optimizer.is_there or not optimizer.state_bytes else ", to come"
         parts = (
             Part("parameters", parameters),
             Part("buffers", buffers),
-            Part("gradients", gradients),
+            Part(GRADIENTS, gradients),
             Part(f"state of {optimizer.name}{when}", optimizer.state_bytes),
             Part("inputs", call.inputs_bytes),
             Part("loss outside of the module", call.loss_bytes),
-            Part("buckets of DistributedDataParallel", _buckets_bytes(trained, gradients)),
+            Part("buckets of DistributedDataParallel", buckets),
             Part("other tensors, workspaces", others),
             Part("context of CUDA", context),
             Part("between blocks of the allocator", fragments),
@@ -110,7 +110,16 @@ class WholeStep:
             own = f"what {optimizer.name} takes to step"
             stepping.insert(0, Part(own, optimizer.temporary_bytes))
         kept = tuple(part for part in parts if part.size_bytes or part.name == "parameters")
-        return Memory(asked, kept, tuple(stepping), peak_bytes, fragments)
+        seen = any(map(_has_hooks, trained)) and not optimizer.in_backward
+        come = gradients and not (buckets or seen)
+        coming = Coming(not optimizer.in_backward, gradients) if come else None
+        return Memory(asked, kept, tuple(stepping), peak_bytes, fragments, coming)
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether something sees its gradient come, and may keep another."""
+    hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return any(hooks)
 
 
 def _gradients_bytes(
