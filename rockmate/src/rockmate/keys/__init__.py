@@ -1,7 +1,8 @@
-"""What a plan takes for granted about a call and its module, as one hashable key.
+"""Keys: the guards of a plan on its call and its module, as one hashable value.
 
-Gets a module and the arguments of a call; gives keys, quickly: what was found out once is looked at
-again. Read input_signature.py (the call and torch's global state), module_state.py (what a module
-is, as a part of a key), snapshot.py (how that is found), tables.py (what was written to since),
-module_watch.py (whether it still holds), and sharded.py (what torch's sharding does to a module).
+Gets a module and the arguments of a call; gives keys. It is fast, because what was found once is
+only checked afterwards. Read input_signature.py (the call and torch's global state),
+module_state.py (the module's part of a key), snapshot.py (how that is found), tables.py (which
+dicts were written to since), module_watch.py (whether a snapshot still holds), and sharded.py (what
+torch's sharding does to a module).
 """

@@ -1,4 +1,4 @@
-"""Places outside of a module whose value is another at every step: who reads them."""
+"""Places outside of a module whose value changes at every step, and which submodules read them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from rkgb.elements import is_inside
 from rkgb.guards import Sources
 from rockmate.keys.module_state import ModuleState
 
-_MOST_VALUES = 4  # of one place, recorded one after the other
+_MOST_VALUES = 4  # of one place, in successive recordings
 Fact = tuple[str, str, str]
 
 
 class ChangingPlaces:
-    """Counts for how many recordings in a row nothing was otherwise but the same places."""
+    """Counts how many recordings in a row were made only because the same places had changed."""
 
     def __init__(self) -> None:
         self._values: dict[Fact, int] = {}
-        self._left: set[str] = set()  # those whose readers cannot run whole, in words
+        self._left: set[str] = set()  # places, in words, whose readers cannot be opaque calls
 
     def note(self, now: ModuleState, then: ModuleState | None) -> list[Fact]:
-        """Note a recording for `now` after one for `then`, None if more is otherwise than states.
+        """Note a recording for the state `now` after one for `then`.
 
-        Returns the places that have had too many values.
+        `then` is None if more than the state differs. Returns the places with too many values.
         """
         facts = () if then is None else dict.fromkeys((*now.facts, *then.facts))
         differ = [f for f in facts if then is not None and now.facts.get(f) != then.facts.get(f)]
@@ -32,12 +32,12 @@ class ChangingPlaces:
         return [f for f, n in self._values.items() if n >= _MOST_VALUES and f[0] not in self._left]
 
     def leave(self, facts: Collection[Fact]) -> None:
-        """Ask no more for the readers of these places: they cannot run whole."""
+        """Stop returning these places, because their readers cannot be opaque calls."""
         self._left |= {told for told, _, _ in facts}
 
 
 def readers(facts: Collection[Fact], sources: Sources) -> tuple[str, ...]:
-    """Return the outermost submodules whose Python reads places."""
+    """Return the outermost submodules whose Python reads these places."""
     keys = list(sources.places)
     paths = {path for _, _, number in facts for path in sources.paths[keys[int(number)]]}
     return tuple(p for p in sorted(paths) if not any(p != q and is_inside(p, q) for q in paths))

@@ -1,7 +1,7 @@
-"""What a plan takes for granted about a call: its inputs and torch's global state, as a key.
+"""The key of a call: the guards of a plan on its inputs and on torch's global state.
 
-A recording freezes shapes, strides and Python values. When one of them differs at a call, running
-the program would silently compute something else; so all of them are in the key of a plan.
+A recording specialises shapes, strides and Python values. If one of them differed at a call, the
+program would silently compute something else. So all of them are in the key of a plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ANY = "any number"
 
 @dataclass(frozen=True)
 class InputSignature:
-    """How the leaves of a call are put together again, and the region that it was in."""
+    """The structure, the autocast region and the device of a call."""
 
     structure: Structure
     autocast: tuple[str, torch.dtype] | None
@@ -36,13 +36,13 @@ class InputSignature:
         return cls(sample.structure, ambient_autocast(), sample.device)
 
     def sample_of(self, leaves: Sequence[Any]) -> Sample:
-        """Return the sample that a call with these leaves was."""
+        """Return a call with these leaves as a sample."""
         args, kwargs = self.structure.unflatten(leaves)
         return Sample(args, kwargs, tuple(leaves), self.structure, self.device)
 
 
 def autocast_state() -> Hashable:
-    """Return which autocast regions are active, of what type, and whether casts are kept."""
+    """Return the dtypes of the active autocast regions, and whether casts are cached."""
     active = tuple(
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         for device in _DEVICES
@@ -51,12 +51,12 @@ def autocast_state() -> Hashable:
 
 
 def ambient() -> tuple[Hashable, Hashable]:
-    """Return what is set outside of module and inputs: autocast, and what chooses kernels."""
+    """Return the settings outside of module and inputs: autocast, and flags that choose kernels."""
     return autocast_state(), kernel_flags()
 
 
 def in_order(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments in the order of their names: calls may name them in any."""
+    """Return keyword arguments in the order of their names, because calls may use any order."""
     return dict(sorted(kwargs.items())) if len(kwargs) > 1 else dict(kwargs)
 
 
@@ -82,7 +82,7 @@ def key_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], H
 
 
 def _told_apart(leaves: Sequence[Any], kinds: list[Any]) -> tuple[Hashable, ...]:
-    """Say of a tensor that is given again where it was first: `key is value` decides in Python."""
+    """Mark each tensor that is given a second time, because Python may ask `key is value`."""
     if len(set(map(id, leaves))) < len(leaves):
         first: dict[int, int] = {}
         for place, leaf in enumerate(leaves):
@@ -99,9 +99,9 @@ class _Again:
 
 
 def for_any_number(key: Hashable, whole: Collection[int]) -> Hashable | None:
-    """Return the key of calls that differ in floats, and in ints in the places `whole`, only.
+    """Return the key of all calls that differ only in floats, and in ints at the places `whole`.
 
-    None where there is no float, and these are not all ints.
+    None if the key has no such number, or if a leaf at one of these places is no int.
     """
     kinds = _kinds_in(key)
     if any(place >= len(kinds) or not _is_of(int, kinds[place]) for place in whole):
@@ -116,7 +116,7 @@ def for_any_number(key: Hashable, whole: Collection[int]) -> Hashable | None:
 
 
 def other_ints(key: Hashable, other: Hashable) -> frozenset[int] | None:
-    """Return where two keys have other ints; None where they differ in more than numbers."""
+    """Return the places where ints of two keys differ; None if more than numbers differs."""
     ours, theirs = _kinds_in(key), _kinds_in(other)
     if _shape_of(key) != _shape_of(other) or len(ours) != len(theirs):
         return None
@@ -131,10 +131,10 @@ def _is_of(number: type, kind: Any) -> bool:
 
 
 def unlike(now: Hashable, then: Hashable) -> list[str]:
-    """Say in words how the inputs of one key differ from those of another."""
+    """Return the differences between the inputs of two keys, in words."""
     ours, theirs = _kinds_in(now), _kinds_in(then)
     if _shape_of(now) != _shape_of(then) or len(ours) != len(theirs):
-        return ["arguments put together otherwise"]
+        return ["arguments of another structure"]
     pairs = zip(ours, theirs, strict=True)
     return [
         f"{_named(now, i)} was {_told(b)} and is {_told(a)}"
@@ -144,7 +144,7 @@ def unlike(now: Hashable, then: Hashable) -> list[str]:
 
 
 def _named(key: Any, place: int) -> str:
-    """Return what a leaf is called; numbers of attributes are the last keywords."""
+    """Return the name of a leaf in messages; numbers of attributes are the last keywords."""
     if not isinstance(key, _Tree):
         count, keywords, _ = key
         attribute = attribute_of(keywords[place - count]) if place >= count else None

@@ -1,4 +1,4 @@
-"""The state of a module as a part of the key of a plan, and what has changed in it, in words."""
+"""The state of a module, which is a part of a plan's key, and its changes in words."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from weakref import WeakKeyDictionary
 
 from rkgb.guards import Kept, Named
 
-UNDRESSED = "_rockmate_undressed"  # of a class that stands for another: which one
-Place = tuple[str, str]  # of an attribute: path of its module, and name
+UNDRESSED = "_rockmate_undressed"  # attribute of a class that replaces another: the original
+Place = tuple[str, str]  # of an attribute: the path of its module, and its name
 
 
 @dataclass(frozen=True, eq=False)
 class ModuleState:
     """One state of a module; equal states of one `ModuleWatch` are one object.
 
-    `facts` says everything by (path, what, name): the content of the key, and the words for it.
+    `facts` is the content of the key, by (path, what, name). Messages are made of it too.
     """
 
     facts: Mapping[tuple[str, str, str], Hashable]
-    trains: bool  # a module in it is in train mode
-    wants: bool  # a parameter in it requires a gradient
-    # For each executor, which of the state's tensors its recording has read as constants.
+    trains: bool  # whether a module in it is in train mode
+    wants: bool  # whether a parameter in it requires a gradient
+    # For each executor, the tensors of the state that its recording has read as constants.
     kept: MutableMapping[object, Mapping[str, int]] = field(default_factory=WeakKeyDictionary)
 
     def unlike(self, other: ModuleState) -> list[str]:
-        """Say in words what is otherwise here than in `other`."""
+        """Return the differences from `other`, in words."""
         found = []
         for where in dict.fromkeys((*self.facts, *other.facts)):
             now, then = self.facts.get(where), other.facts.get(where)
@@ -36,9 +36,9 @@ class ModuleState:
         return found
 
     def numbers_unlike(self, other: ModuleState) -> tuple[Place, ...]:
-        """Return the attributes, by path and name, that are other numbers here than in `other`.
+        """Return the attributes, by path and name, whose numbers differ from those in `other`.
 
-        None of them where more is otherwise.
+        Returns none if anything else differs too.
         """
         if self.facts.keys() != other.facts.keys():
             return ()
@@ -54,7 +54,7 @@ class ModuleState:
 
 
 def module_in_words(path: str) -> str:
-    """Return what a module is called, by its path or by where it is found."""
+    """Return the name of a module in messages, made of its path or of where it was found."""
     own, around, where = path.rpartition(" in ")
     if around:
         return f"module '{own}' in {where}"
@@ -88,7 +88,7 @@ def _is_number(worth: Hashable) -> bool:
 
 
 def _apart(now: Hashable, then: Hashable) -> tuple[Hashable, Hashable]:
-    """Return the first values in two containers or objects that differ."""
+    """Return the first two values in which two containers or objects differ."""
     while isinstance(now, tuple) and isinstance(then, tuple) and len(now) == len(then):
         if _is_value(now) or _is_value(then):
             break
@@ -97,7 +97,7 @@ def _apart(now: Hashable, then: Hashable) -> tuple[Hashable, Hashable]:
 
 
 def _is_value(worth: tuple[Any, ...]) -> bool:
-    """Whether that is a type and a plain value."""
+    """Whether this is a pair of a type and a plain value."""
     return len(worth) == 2 and isinstance(worth[0], type) and not isinstance(worth[1], tuple)
 
 

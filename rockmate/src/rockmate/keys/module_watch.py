@@ -1,4 +1,4 @@
-"""A module as it is at every call: the snapshot of it that still holds, or a new one."""
+"""Finds the state of a module at each call: by a snapshot that still holds, or by a new one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MORE_OF_HOOKS = (
     *("_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-_MOST_SNAPSHOTS = 8  # of one module in its states: a GAN's discriminator has two
+_MOST_SNAPSHOTS = 8  # of one module, one per state: a GAN's discriminator has two
 
 
 class ModuleWatch:
-    """A module as it is now: `now()` is taken at every call."""
+    """A module whose state `now()` returns at each call."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -32,27 +32,27 @@ class ModuleWatch:
         self.open: tuple[Place, ...] = ()  # attributes that calls hand over as numbers
 
     def ignore(self, paths: Sequence[str], names: Sequence[Place] = ()) -> None:
-        """Leave attributes of these submodules, and of those in them, out of states from now on.
+        """Leave the attributes of these submodules and their submodules out of states from now on.
 
-        They run whole, so nothing of them is frozen. `names` are single attributes, by the path of
-        their module, that every step sets anew.
+        They are opaque calls, so no recording specialises what they read. `names` are single
+        attributes, by the path of their module, that every step sets.
         """
         new: frozenset[str | Place] = self._ignored | {*paths, *names}
         if new != self._ignored:
             self._ignored, self._recent = new, []
 
     def read(self, sources: Sources) -> None:
-        """Look at these places too from now on."""
+        """Include these places in states from now on."""
         joined = self.sources.joined(sources)
         if joined is not self.sources:
             self.sources, self._recent = joined, []
 
     def hand_over(self, names: tuple[Place, ...]) -> None:
-        """Leave these attributes out of states from now on: calls hand over their numbers."""
+        """Leave these attributes out of states from now on, because calls pass their numbers."""
         self.open, self._recent = names, []
 
     def numbers(self, autocast: Hashable) -> dict[str, Any]:
-        """Return the numbers of open attributes by keyword; one that is none is open no more."""
+        """Return the numbers of open attributes by keyword; an attribute without one is closed."""
         while self.open:
             snapshot = self.now(autocast)
             found = [snapshot.attribute(*place) for place in self.open]
@@ -64,7 +64,7 @@ class ModuleWatch:
         return {}
 
     def now(self, autocast: Hashable) -> Snapshot:
-        """Return the snapshot that still holds, or a new one; the ones used last come first."""
+        """Return a snapshot that still holds, the last used one first, or else a new one."""
         recent = self._recent
         if recent and recent[0].holds(autocast):
             return recent[0]
@@ -79,7 +79,7 @@ class ModuleWatch:
         return taken
 
     def forget(self, used: Sequence[ModuleState]) -> None:
-        """Forget the states that no plan is for, and what was looked up for plans."""
+        """Forget the states without plans, and the values that were looked up for plans."""
         kept = {*used, *(snapshot.state for snapshot in self._recent[:1])}
         self._states = {facts: s for facts, s in self._states.items() if s in kept}
         self._recent = [s for s in self._recent if s.state in kept]
@@ -88,7 +88,7 @@ class ModuleWatch:
 
 
 def without_hooks(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """Return a module with everything that `model` has but its own hooks, which a call runs."""
+    """Return a copy of `model` that shares everything but its own hooks, which a call runs."""
     bare: nn.Module = object.__new__(kind)
     table = vars(bare)
     table.update((n, value) for n, value in vars(model).items() if not n.startswith("__"))

@@ -1,4 +1,4 @@
-"""What torch's sharding does to a module: another class over its own, and parameters in pieces."""
+"""Modules that torch has sharded: they have another class, and own a part of each parameter."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rockmate.errors import UnsupportedModuleError
 
 
 def own_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that a module had before `fully_shard`; its own where that was not called.
+    """Return the class that a module had before `fully_shard`, or `kind` if it is not sharded.
 
-    What FSDP puts over a class refuses to be copied, and a recording is made on a copy.
+    A recording is made on a copy, and instances of FSDP's class refuse to be copied.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = getattr(fsdp, "FSDPModule", None)
@@ -26,7 +26,7 @@ def own_class(kind: type[nn.Module]) -> type[nn.Module]:
     return own
 
 
-# Wrappers of torch that talk to other processes themselves; the steps that planning runs would.
+# Wrappers of torch with collectives of their own. Steps that planning runs would start these too.
 _ENGINES = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "Plan the module in it: "
     "rockmate.apply(ddp.module, ...), or rockmate.apply(model, ...) before DDP is put around it",
@@ -37,10 +37,10 @@ _ENGINES = {
 
 
 def refuse_engines(model: nn.Module) -> None:
-    """Refuse a wrapper that talks to other processes, of a model or inside it.
+    """Refuse wrappers with collectives of their own, around the model or inside it.
 
     Raises:
-        UnsupportedModuleError: it says what to give instead.
+        UnsupportedModuleError: there is one; the message says what to give instead.
     """
     for path, module in model.named_modules():
         for kind in type(module).__mro__:
@@ -53,14 +53,14 @@ def refuse_engines(model: nn.Module) -> None:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` was called on this very module."""
+    """Whether `fully_shard` was called on this module itself."""
     return own_class(type(module)) is not type(module)
 
 
 def spread_parts(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of submodules that own distributed tensors, as tensor parallelism leaves.
+    """Return the paths of submodules that own distributed tensors, as after tensor parallelism.
 
-    What they compute with is no plain tensor; what goes into them and comes out of them may be.
+    They compute with distributed tensors. Their inputs and outputs may be plain ones.
     """
     return tuple(
         path
@@ -70,18 +70,18 @@ def spread_parts(model: nn.Module) -> tuple[str, ...]:
 
 
 def whole_parts(model: nn.Module) -> tuple[str, ...]:
-    """Return the outermost of `spread_parts`, which are run whole."""
+    """Return the outermost of `spread_parts`, which become opaque calls."""
     found: list[str] = []
-    for path in spread_parts(model):  # a module comes before what is in it
+    for path in spread_parts(model):  # a module comes before its submodules
         if not any(is_inside(path, other) for other in found):
             found.append(path)
     return tuple(found)
 
 
 def settled_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the arguments of a call once the collectives that make them have ended.
+    """Return the arguments of a call after the collectives that compute them have ended.
 
-    Programs run kernels directly, and only what torch dispatches would wait.
+    Programs run kernels directly. Only an operation that torch dispatches would wait by itself.
     """
     leaves, structure = flatten((tuple(args), dict(kwargs)))
     if not any(map(is_running, leaves)):
@@ -90,7 +90,7 @@ def settled_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any,
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this process has of a distributed tensor; a plain one is its own part."""
+    """Return this process's part of a distributed tensor, or a plain tensor itself."""
     if not hasattr(tensor, "device_mesh"):
         return tensor
     part: Tensor = tensor.to_local()  # type: ignore[attr-defined]

@@ -1,10 +1,9 @@
-"""What a plan takes for granted about the module: found out once, looked at again at every call.
+"""Snapshots: a plan's guards on its module, found once and checked at every call.
 
-A recording freezes the modules, their train/eval flags, their attributes and the kind of every
-parameter and buffer. Together they are a `ModuleState`, a part of the key of a plan. Taking it is
-a walk through the whole module (10 µs a module). A call only looks whether everything is the very
-same object as when the walk was made, in loops that run in C (0.4 µs a parameter), and walks again
-if something is not.
+A recording specialises the modules, their train/eval flags, their attributes and the kind of each
+parameter and buffer. Together they are a `ModuleState`, a part of the key of a plan. A snapshot
+takes a walk through the whole module (10 µs per module). A call only checks, in loops that run in C
+(0.4 µs per parameter), that everything is the same object as in the walk. If not, it walks again.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from rockmate.keys.tables import Tables
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_modules", "_parameters", "_buffers")
-# What nn.Module keeps for itself, and no forward reads.
+# Attributes that nn.Module has for itself, and that no forward reads.
 _OWN = (frozenset(vars(nn.Module())) - {"training"}) | {"_compiled_call_impl", "_rockmate"}
-# What libraries write on modules for themselves, torch's sharding and compiling among them.
+# Prefixes of attributes that libraries, such as torch's sharding, set on modules for themselves.
 _OTHERS = ("__", "_fsdp", "_is_fsdp", "_is_torch_compile")
-_CALLED = frozenset(("forward",))  # methods that torch asks for
+_CALLED = frozenset(("forward",))  # attributes that torch reads
 
 
 class Snapshot:
-    """A state of a module, and what to look at to see whether it still holds."""
+    """A state of a module, and the objects by which to check that it still holds."""
 
     def __init__(
         self,
@@ -85,12 +84,12 @@ class Snapshot:
         self.state = states[key]
 
     def attribute(self, path: str, name: str) -> Any:
-        """Return what a module has as an attribute of its own; None where it has none."""
+        """Return the value of a module's own attribute, or None if it has none."""
         module = self._by_path.get(path)
         return None if module is None else vars(module).get(name)
 
     def holds(self, autocast: Hashable) -> bool:
-        """Whether everything is as it was; no exception and no new object in the usual case."""
+        """Whether nothing has changed; usually this makes no exception and no new object."""
         written = self._tables.written()
         if written is None or not self._tables.hold(written):
             return False
@@ -101,7 +100,7 @@ class Snapshot:
         return self._are_of_the_same_kinds(autocast)
 
     def is_of_the_same(self, other: Snapshot) -> bool:
-        """Whether both are of the same modules and tensors, in whatever state."""
+        """Whether both are of the same modules and tensors, in any states."""
         ours = [*self._tables.modules, *self._tensors]
         theirs = [*other._tables.modules, *other._tensors]
         return len(ours) == len(theirs) and all(map(is_, ours, theirs))
@@ -124,7 +123,7 @@ class Snapshot:
         ignored: set[str],
     ) -> None:
         table = vars(module)
-        for name, value in sorted(table.items()):  # their order means nothing
+        for name, value in sorted(table.items()):  # because their order must not count
             if name in _OWN or name in ignored or name.startswith(_OTHERS):
                 continue
             self._watched.where = _of(path, name)
@@ -139,7 +138,7 @@ class Snapshot:
         runs_whole: Callable[[str], bool],
         facts: dict[tuple[str, str, str], Hashable],
     ) -> None:
-        """Add what Python reads elsewhere, but for what runs whole and reads it itself."""
+        """Add the other places that Python reads, except those that only opaque calls read."""
         if not sources.attributes and not sources.places:
             return
         for number, (key, source) in enumerate(sources.places.items()):
@@ -163,9 +162,9 @@ class Snapshot:
         sources: Sources,
         facts: dict[tuple[str, str, str], Hashable],
     ) -> None:
-        """Add a module that is none of the tree, and those in it.
+        """Add a module outside of the model, and its submodules.
 
-        Of one that did not run, the attributes count that are asked for.
+        If such a module did not run, only those of its attributes count that Python asks for.
         """
         for own, part in module.named_modules():
             if id(part) in self._paths:
@@ -177,14 +176,14 @@ class Snapshot:
             self._add_attributes(path, part, facts, {*unread})
 
     def _shared_memory(self) -> tuple[int, ...]:
-        """Return for each kept tensor the first of all tensors that shares its memory."""
+        """Return for each kept tensor the number of the first tensor that shares its memory."""
         kept = [tensor for ref in self._watched.tensors if (tensor := ref()) is not None]
         places = [_memory(tensor) for tensor in (*self._tensors, *kept)]
         first = {place: number for number, place in reversed([*enumerate(places)])}
         return tuple(first[place] for place in places[len(self._tensors) :])
 
     def locate(self, executor: object, constants: Mapping[str, Tensor]) -> None:
-        """Remember where the tensors are that a plan for this state has found kept somewhere."""
+        """Remember the places of the tensors that a plan for this state reads as constants."""
         every = [*self._tensors, *(ref() for ref in self._watched.tensors)]
         places = {id(tensor): place for place, tensor in enumerate(every)}
         lying = {geometry_of(t): n for n, t in enumerate(every) if t is not None and constants}
@@ -192,7 +191,7 @@ class Snapshot:
         self.state.kept[executor] = {n: place for n, place in found.items() if place is not None}
 
     def kept(self, executor: object) -> dict[str, Tensor]:
-        """Return what is there now."""
+        """Return the tensors that are at these places now."""
         every = [*self._tensors, *(ref() for ref in self._watched.tensors)]
         found = self.state.kept.get(executor, {})
         tensors = {name: every[place] for name, place in found.items()}
@@ -220,16 +219,16 @@ class Snapshot:
                     facts[path, "submodule", name] = self._paths.get(id(value))
                 elif kind in _TABLES:
                     where = f"{path}.{name}" if path else name
-                    # Two names of one tensor: what is known of the first holds for the second.
+                    # The second name of a tensor refers to the first, which has its kind.
                     first = self._tensor_paths.setdefault(id(value), where)
                     is_first = value is None or first == where
                     facts[path, "tensor", name] = _kind(value) if is_first else first
-                elif not (runs_whole and may_run_again(value)):  # a library puts such in a call
+                elif not (runs_whole and may_run_again(value)):  # a library may add it in a call
                     facts[path, "hook", f"{kind} {name}"] = Same(value)
 
 
 class ExternalValues:
-    """The values that exist before a step: as long as a snapshot holds, all but inputs stay."""
+    """The values that exist before a step; while a snapshot holds, only inputs change."""
 
     def __init__(
         self, graph: BasicGraph, model: nn.Module, kept: Mapping[str, Tensor] = MappingProxyType({})
@@ -260,7 +259,7 @@ def _kind(tensor: Tensor | None) -> tuple[Any, ...] | None:
 
 
 def _class_of(module: nn.Module) -> type:
-    """Return the class of a module, where another stands for it the one that is meant."""
+    """Return the class of a module, or the original if another class replaces it."""
     kind = type(module)
     meant: type = vars(kind).get(UNDRESSED, kind)
     return meant

@@ -1,7 +1,7 @@
-"""The modules of a snapshot and their tables: which of them were written to since the last look.
+"""The tables of a snapshot's modules, and which of them were written to since the last check.
 
-A table is a dict: the attributes of a module, its submodules, parameters, buffers, hooks. Most of
-them are empty, and most are never written to after a model has been made.
+A table is a dict of a module: its attributes, submodules, parameters, buffers or hooks. Most of
+them are empty, and most are never written to after the model has been made.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Table = dict[Any, Any]
 
 
 class Tables:
-    """The tables of some modules, which are kept alive; `close` begins to look at them."""
+    """The tables of some modules, which it keeps alive; `close` begins to watch them."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
-        self._own: list[Table] = []  # of attributes, by module
-        self._full: list[Table] = []  # the others that hold something
+        self._own: list[Table] = []  # the attributes of each module
+        self._full: list[Table] = []  # other tables that are not empty
         self._empty: list[Table] = []
-        # Whether one still is, after a write, what is in the key by it, by identity.
+        # By the id of a table: whether its part of the key still holds after a write.
         self._checks: dict[int, Callable[[], bool]] = {}
 
     def add(self, module: nn.Module, names: Sequence[str]) -> list[tuple[str, Table]]:
-        """Add a module and its tables by these names; return those that hold something."""
+        """Add a module and its tables of these names; return those that are not empty."""
         own = vars(module)
         self.modules.append(module)
         self._own.append(own)
@@ -53,7 +53,7 @@ class Tables:
         if any(self._empty) or [*map(type, self.modules)] != self._types:
             return None
         self._now = dict_versions(self._every)
-        if self._now is None or self._versions is None:  # nobody can tell
+        if self._now is None or self._versions is None:  # this torch has none
             return self._every
         if self._now == self._versions:
             return ()
@@ -61,7 +61,7 @@ class Tables:
         return [table for table, now, then in rows if now != then]
 
     def hold(self, written: Sequence[Table]) -> bool:
-        """Whether these have as many entries as they had, and submodules the same order."""
+        """Whether these have the same number of entries, and submodules the same order."""
         return all(self._checks.get(id(table), _always)() for table in written)
 
     def pass_over(self) -> None:
