@@ -162,7 +162,7 @@ class Terms(Settings):
     budget: Budget
     most_kept_bytes: int | None = None  # of a module among others: from its forward to its backward
     whole_step: Any = None  # a `WholeStep`, where memory was given: each call's budget follows
-    coming: Any = None  # a `Coming`, where the budget holds what comes in the backward, too
+    coming: Any = None  # a `Coming`, if the budget includes gradients that the backward allocates
 
 
 def parse_memory(memory: Budget) -> int | None:

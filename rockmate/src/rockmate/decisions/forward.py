@@ -89,7 +89,7 @@ class DecidingForward(PlannedForward):
     def _using_room_to_come(
         self, planned: Planned, call: Call, why: str, settings: Terms, options: Mapping[str, Any]
     ) -> Planned:
-        """Return a plan that uses the room of gradients until they come, if it saves time."""
+        """Return a plan that uses the memory of gradients until they exist, if it saves time."""
         graph, sample = planned.network.graph, flatten(call)[0]
         external = external_values(graph.dataflow.basic, self.model, tuple(sample))
         as_made = not settings.coming.gradients or gradients_stay(graph, external)
@@ -98,7 +98,7 @@ class DecidingForward(PlannedForward):
         try:
             found = super()._planned(call, why, settings=settings, **options)
         except (RockmateError, RkgbError) as error:
-            _log.debug("the room of gradients to come is not used: %s", error)
+            _log.debug("the memory of gradients is not used before they exist: %s", error)
             return planned
         if found.plan.overhead_ms >= planned.plan.overhead_ms:
             return planned

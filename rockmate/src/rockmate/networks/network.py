@@ -38,7 +38,7 @@ class Network:
     kept: frozenset[int] = frozenset()  # compiled nodes that save more for their backward
     rebuilding: Network | None = None  # the same network in which none does
     cut: CutGraph | None = None  # if it has parts in pieces of rows
-    coming: Coming | None = None  # what comes beside activations in the backward, and counts
+    coming: Coming | None = None  # gradients that the backward allocates, and the budget includes
 
     @property
     def has_pieces(self) -> bool:

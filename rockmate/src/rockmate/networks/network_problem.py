@@ -28,8 +28,8 @@ def problem_of(
     """Return the problem of a graph; `external` identifies equal leaves and parameters.
 
     `in_blocks` must be that of the facts. The results of `fixed` nodes must be saved, because a
-    recomputation would give other bits. Gradients of parameters are taken to be there before
-    the step, and are not counted, unless they are `coming`.
+    recomputation would give other bits. Gradients of parameters count only if the backward
+    allocates them (`coming`). Otherwise they exist before the step.
     """
     device = device_of(graph.dataflow.basic.device)
     taken = device.block_bytes if in_blocks else int
@@ -88,7 +88,7 @@ def _waiting_gradients(
     """Return for each node the bytes of gradients that wait in autograd during its backward.
 
     Autograd sums all gradients of a tied weight before it accumulates them, so the first waits for
-    the last. The gradient of an input waits for the end, as all do that are `coming` to stay.
+    the last. The gradient of an input waits for the end. So do `coming` gradients of parameters.
     """
     uses: dict[int, tuple[Tensor, list[int]]] = {}
     for index, node in enumerate(graph.nodes):
@@ -108,9 +108,10 @@ def _waiting_gradients(
 
 
 def gradients_stay(graph: SimplifiedGraph, external: Mapping[str, Tensor]) -> bool:
-    """Whether autograd keeps the gradients of parameters in the very memory they are made in.
+    """Whether autograd keeps each gradient of a parameter in the memory in which it was made.
 
-    It copies one that lies otherwise than its parameter, and keeps all of what one is a view of.
+    Autograd copies a gradient whose strides differ from its parameter's. Of a gradient that is a
+    view, it keeps the whole storage.
     """
     infos = graph.dataflow.infos
     for hand_over in (each for node in graph.nodes for each in node.hand_overs):

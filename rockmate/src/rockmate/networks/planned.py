@@ -70,7 +70,7 @@ class Planned:
     family: object = field(default_factory=object)  # shared by plans that differ only in sizes
     comparison: str = ""  # result of the self-test, if bits cannot be equal
     other_gradients: Replan | None = None  # of a plan for gradients at only some outputs
-    accumulating: Planned | None = None  # for steps that begin with gradients, which take room
+    accumulating: Planned | None = None  # for steps that begin when gradients exist already
 
     @property
     def problem(self) -> Problem:
