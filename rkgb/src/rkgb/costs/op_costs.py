@@ -152,6 +152,10 @@ class FlopCost:
 
     def time_ms(self, op: Op, infos: Mapping[str, TensorInfo]) -> float:
         """Return the cost of one call as a time."""
+        if isinstance(op.target, InPieces):
+            parts = op.target.pieces.recorded
+            calls = (op.target.pieces.count - 1) * len(parts)
+            return sum(self.time_ms(p, infos) for p in parts) + self.flops_per_op * calls / 1e9
         weighted = self.flops_per_byte * moved_bytes(op, infos) + self.flops_per_op
         return (count_flops(op, infos) + weighted) / 1e9
 
