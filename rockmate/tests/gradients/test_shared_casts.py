@@ -128,3 +128,28 @@ def test_weights_of_several_uses_are_refused_before_anything_is_added(decides: b
 def test_a_weight_that_several_whole_parts_cast(outside: bool) -> None:
     torch.manual_seed(0)
     trained_alike(Calls(outside=outside), one)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_weight_that_changes_within_a_region(cache: bool) -> None:
+    """Plain PyTorch goes on with the old cast: refused before anything runs; exact without it."""
+    torch.manual_seed(0)
+    model, x = net(), torch.randn(64, 8)
+    theirs = copy.deepcopy(model)
+    planned = Rockmate(model, x, 2**20)
+    found = []
+    for call, trained in ((theirs, theirs), (planned, model)):
+        optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            one(call, x).backward()
+            optimizer.step()
+            if cache and call is planned:
+                with pytest.raises(UnsupportedModuleError, match="leave the autocast region"):
+                    one(call, x)
+                optimizer.zero_grad()
+            else:
+                one(call, x).backward()
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            one(call, x).backward()
+        found.append([p.grad for p in trained.parameters()])
+    assert cache or all(map(torch.equal, *found))

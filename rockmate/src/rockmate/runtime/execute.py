@@ -49,6 +49,8 @@ class Executor(Backwards):
         if executable.flows:
             kind = SplitStep if executable.kind.is_split else JointStep
         step = kind(self, executable, external, variant, numbers)
+        if executable.cast_leaves:
+            note_casts(step)
         values = list(executable.read_externals(external))
         step.remember_start(values)
         if executable.has_pieces:
@@ -67,8 +69,6 @@ class Executor(Backwards):
         if aliased := executable.aliased_outputs:
             step.remember_aliases(outputs, aliased)
         rail = step.rail = step.laid.rail(external)
-        if executable.cast_leaves:
-            note_casts(step)
         passed = step.pass_to_hooks() if has_saved_hooks() else ()
         if isinstance(step, HungStep):
             return step.hang(outputs, passed)

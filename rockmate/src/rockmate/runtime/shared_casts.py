@@ -4,13 +4,17 @@ Plain PyTorch casts a weight once per region. Gradients of all its uses there ar
 lower precision, and their sum is cast back. A planned step makes its own casts. If a backward
 reaches several steps of one region, gradients of such weights are converted back to the lower
 precision (without loss), summed from step to step, and handed over by the last step.
+
+A weight that changes within a region is refused: plain PyTorch goes on with the old cast.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -40,8 +44,23 @@ class CastingStep(Protocol):
 _steps: weakref.WeakSet[CastingStep] = weakref.WeakSet()
 
 
+@dataclass
+class _Region(threading.local):
+    """The last region in which this thread cast weights, and their versions at that time."""
+
+    node: Any = None
+    weights: dict[int, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
+
+
+_region = _Region()
+
+
 def note_casts(step: CastingStep) -> None:
-    """Store in a step, during its forward, the autocast region whose casts it would share."""
+    """Store in a step, before its forward, the autocast region whose casts it would share.
+
+    Raises:
+        UnsupportedModuleError: a weight has changed since this region began to cast it.
+    """
     autocast = ambient_autocast()
     if autocast is None or not torch.is_autocast_cache_enabled():
         return
@@ -50,6 +69,21 @@ def note_casts(step: CastingStep) -> None:
         made: Any = torch.mm(probe, probe)
     step.region = made.grad_fn.next_functions[0][0]  # of the cast, which is made once per region
     _steps.add(step)
+    if _region.node is not step.region:
+        _region.node, _region.weights = step.region, {}
+    assert step.external is not None
+    for leaf in step.casts():
+        weight = step.external[leaf]
+        known, version = _region.weights.get(id(weight), (None, 0))
+        if known is None or known() is not weight:
+            _region.weights[id(weight)] = weakref.ref(weight), weight._version
+        elif version != weight._version:
+            raise UnsupportedModuleError(
+                "leave the autocast region before the optimizer steps, and enter another for the "
+                f"next forward: '{step.laid_for.told(leaf)}' has changed since this region cast it "
+                "first, and plain PyTorch computes with the old cast until the region ends. With "
+                "torch.autocast(..., cache_enabled=False) it casts every time."
+            )
 
 
 @functools.cache
