@@ -238,7 +238,7 @@ CASES: dict[str, Case] = {
 
 
 def laid_out(
-    target: Any, args: tuple[Any, ...], cuts: dict[int, tuple[int, ...]]
+    target: Any, args: tuple[Any, ...], cuts: dict[int, tuple[int, ...]], count: int = 4
 ) -> tuple[Cutting, InPieces, dict[str, Tensor], list[Tensor]]:
     """Return an operation in pieces, what it takes by name, and what it makes as a whole."""
     given: dict[str, Tensor] = {}
@@ -269,7 +269,7 @@ def laid_out(
         results=tuple(names),
         returns_many=not isinstance(expected, Tensor),
     )
-    cutting = Cutting(infos, 4, {f"in_{place}": cut for place, cut in cuts.items()})
+    cutting = Cutting(infos, count, {f"in_{place}": cut for place, cut in cuts.items()})
     cutting.add(op)
     return cutting, InPieces(cutting.pieces(names), "op", "forward"), given, made
 
@@ -288,6 +288,17 @@ def test_pieces_make_the_whole(name: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_short_types_are_rounded_once(dtype: torch.dtype) -> None:
+    """Adding 4096 rows up in the type itself would stop at 256."""
+    ones = torch.ones(4096, 2, dtype=dtype)
+    args, cuts = (ones, [0]), {0: (2048, 1)}
+    _, call, given, (expected,) = laid_out(aten.sum.dim_IntList, args, cuts, 2048)
+    (found,) = call(*(given[taken] for taken in call.pieces.takes))
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("target", "args", "cuts"),
     [
@@ -301,7 +312,8 @@ def test_pieces_make_the_whole(name: str) -> None:
         (aten.view.default, (rows(2, 4, 3), [8, 3]), {0: (1, 4, 1)}),
         (aten.mean.dim, (rows(8, 4), [0]), {0: (4, 1)}),
         (aten.cumsum.default, (rows(8, 4), 1), {0: (4, 1)}),  # has no rule yet
-        (aten.sum.default, (torch.ones(8, 4, dtype=torch.bfloat16),), {0: (4, 1)}),
+        (aten.mean.default, (torch.ones(8, 4, dtype=torch.bfloat16),), {0: (4, 1)}),
+        (aten.sum.default, (torch.ones(8, 4, dtype=torch.int64),), {0: (4, 1)}),
     ],
 )
 def test_what_pieces_cannot_make_is_refused(

@@ -210,6 +210,18 @@ def test_a_refusal_names_both_minima() -> None:
         Rockmate(model, inputs, 1, **CHEAP)
 
 
+class UnderAutocast(nn.Module):
+    """Enters a region for each forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(*inputs)
+
+
 class Drifting(Block):
     """A block whose forward reads a buffer that it then moves; no backward of eager reads it."""
 
@@ -255,6 +267,23 @@ def test_gradients_that_come_otherwise_than_planned() -> None:
     (loss + logits.square().mean()).backward()
     for ours, other in zip(model.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, other.grad, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("split", [True, "exact"])
+def test_a_head_under_autocast_is_cut(split: bool | str) -> None:
+    """The weight's gradient is a sum in bfloat16, which is rounded once."""
+    torch.manual_seed(0)
+    model, inputs = Head(), words()
+    theirs = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        least = smallest(model, inputs, split=split)
+        assert least < smallest(model, inputs, split=False)
+        rk = Rockmate(model, inputs, least, **{**CHEAP, "split": split})
+    ours, expected = (steps(UnderAutocast(m), inputs) for m in (rk, theirs))
+    if split == "exact":
+        assert all(map(torch.equal, ours, expected))
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
 
 
 def test_what_split_does_not_go_with() -> None:

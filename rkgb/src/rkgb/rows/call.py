@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from rkgb.elements.op import Op, map_refs
+from rkgb.elements.tensor_info import TensorInfo
 from rkgb.rows.cuts import piece_of
-from rkgb.rows.pieces import Pieces
+from rkgb.rows.pieces import SHORT, Pieces
 
 _MM = torch.ops.aten.mm.default
 
@@ -66,7 +67,8 @@ class InPieces:
                 if (
                     line.op.target is _MM
                     and line.op.results[0] in wholes
-                    and (line.op.results[0] in pieces.summed)
+                    and line.op.results[0] in pieces.summed
+                    and pieces.infos[line.op.results[0]].dtype not in SHORT
                 ):
                     a, b = (values[name] for name in line.op.inputs)
                     whole = wholes[line.op.results[0]]
@@ -83,8 +85,8 @@ class InPieces:
                     values.pop(name, None)
         for name in self._done:
             del values[name]
-        values.update(wholes)
-        wholes.clear()
+        for name in tuple(wholes):
+            values[name] = _rounded(wholes.pop(name), pieces.infos.get(name))
         for line in self._after:
             _run(line, values)
             for name in line.frees:
@@ -131,10 +133,14 @@ def _add(name: str, term: Tensor, wholes: dict[str, Tensor], pieces: Pieces) -> 
         whole.add_(term)
         return
     info = pieces.infos.get(name)
-    if info is None or term.stride() == info.stride:
+    if info is None or (term.stride() == info.stride and info.dtype not in SHORT):
         wholes[name] = term
     else:
-        wholes[name] = _empty(name, pieces, term).copy_(term)
+        wholes[name] = _empty(name, pieces, term, sums=True).copy_(term)
+
+
+def _rounded(whole: Tensor, info: TensorInfo | None) -> Tensor:
+    return whole if info is None else whole.to(info.dtype)
 
 
 def _put(name: str, piece: Tensor, wholes: dict[str, Tensor], pieces: Pieces, index: int) -> None:
@@ -143,6 +149,7 @@ def _put(name: str, piece: Tensor, wholes: dict[str, Tensor], pieces: Pieces, in
     piece_of(wholes[name], pieces.gathered[name], index).copy_(piece)
 
 
-def _empty(name: str, pieces: Pieces, like: Tensor) -> Tensor:
+def _empty(name: str, pieces: Pieces, like: Tensor, *, sums: bool = False) -> Tensor:
     info = pieces.infos[name]
-    return torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=like.device)
+    dtype = torch.float32 if sums and info.dtype in SHORT else info.dtype
+    return torch.empty_strided(info.shape, info.stride, dtype=dtype, device=like.device)

@@ -27,7 +27,8 @@ from rkgb.rows.cuts import Cuts
 from rkgb.rows.find import find
 from rkgb.rows.rules import Asked, Value
 
-_SUMMED = (torch.float32, torch.float64)  # shorter types would round after each piece
+_SUMMED = (torch.float32, torch.float64)
+SHORT = (torch.bfloat16, torch.float16)  # added up in float32: not rounded at each piece
 
 
 class NotByPiecesError(Exception):
@@ -209,8 +210,9 @@ class Cutting:
             if own is not None:
                 self.cut[name] = own
                 continue
-            if self.infos[known_as].dtype not in _SUMMED:
-                raise NotByPiecesError(f"{op.target_name} makes a sum of a short type")
+            dtype = self.infos[known_as].dtype
+            if dtype not in _SUMMED and (found.after or dtype not in SHORT):
+                raise NotByPiecesError(f"{op.target_name} makes a sum of {dtype}")
             self.summed.add(name)
             self.late.add(name)
         for late_op in found.after:
