@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from oracles.training import assert_same_gradients
 from rockmate import Rockmate
 
 
@@ -74,3 +75,46 @@ def test_several_forwards_before_a_backward(name: str) -> None:
             loss.backward()
         for (own, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad), own
+
+
+class Tells(nn.Module):
+    """Runs whole, and goes by which weights want gradients, as torch's own kernels may.
+
+    It uses a weight that belongs to another module, too.
+    """
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.others = nn.Linear(8, 8), [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.mean() > 100:
+            x = x * 0.5
+        for module in (self.inner, *self.others):
+            factors = [2.0 if p.requires_grad else 0.5 for p in module.parameters()]
+            x = module(x) * factors[0] + factors[1]
+        return x
+
+
+@pytest.mark.parametrize("unfreezes", [False, True])
+@pytest.mark.parametrize("place", range(6))
+def test_parameters_that_are_frozen_or_unfrozen_after_planning(place: int, unfreezes: bool) -> None:
+    torch.manual_seed(0)
+    first = nn.Linear(8, 8)
+    model = nn.Sequential(first, Tells(first), nn.Linear(8, 8))
+    plain = copy.deepcopy(model)
+    plain[1].others = [plain[0]]  # type: ignore[assignment]
+    every = [list(model.parameters())[place], list(plain.parameters())[place]]
+    for p in every:
+        p.requires_grad_(not unfreezes)
+    planned = Rockmate(model, torch.randn(4, 8), 2**20, self_test=False)
+    assert planned.plan.opaque
+    for flag in (unfreezes, not unfreezes):
+        for p in every:
+            p.requires_grad_(flag)
+        x = torch.randn(4, 8)
+        ours, theirs = planned(x), plain(x)
+        assert torch.equal(ours, theirs)
+        ours.square().mean().backward()
+        theirs.square().mean().backward()
+        assert_same_gradients(model, plain)

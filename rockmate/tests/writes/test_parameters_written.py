@@ -198,3 +198,21 @@ def test_what_an_interrupted_planning_has_written_is_put_back(
     with pytest.raises(KeyboardInterrupt):
         Rockmate(model, torch.randn(32, 16), 1.0, cost="flops", progress=False)
     assert_untouched(model, before)
+
+
+def test_memory_that_a_forward_made_in_inference_mode() -> None:
+    torch.manual_seed(0)
+    model = MovesInside()
+    twin = copy.deepcopy(model)
+    x = torch.randn(8, 16)
+    planned = Rockmate(model, x, 2**20)
+    assert planned.plan.opaque
+    for each in (planned, twin):
+        with torch.inference_mode():
+            each(x)
+    with pytest.warns(RuntimeWarning, match="made under torch.inference_mode"):
+        planned(x).square().mean().backward()
+    twin(x).square().mean().backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(p.grad, q.grad)

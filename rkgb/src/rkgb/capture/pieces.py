@@ -129,6 +129,7 @@ class PieceRecorder:
                 autocast=ambient_autocast(),
                 function=function,
                 numbers=tuple(i for i, leaf in enumerate(leaves) if type(leaf) in (float, int)),
+                trainable=frozenset(self.trials.names.values()),
             ),
         )
 
@@ -219,7 +220,7 @@ class PieceRecorder:
         known = self.known.get((call.path, call.number))
         if not self.runs:
             return self._stood_in(known, call, tensors)
-        if known is None or not known.call.like(call):
+        if known is None or not known.call.like(call) or not known.call.serves(call.trainable):
             with self.codes.apart() as ran:
                 seen = self.trials.once(call, module, tensors)
             runs_once = seen.moves or self.must_run_once(ran)

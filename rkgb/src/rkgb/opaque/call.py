@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rkgb.elements.spread import memory_of
 from rkgb.elements.tensor_info import storage_id
 from rkgb.elements.trees import Structure, flatten
+from rkgb.errors import OpaquePieceError
 from rkgb.graphs.basic import Region, autocast_as
 from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.torch_api.compiled_code import uncompiled
@@ -89,6 +90,7 @@ class Call:
     # Attributes, by path and name, in which it leaves tensors with a history: these are results
     # too.
     left: tuple[tuple[str, str], ...] = ()
+    trainable: frozenset[str] = frozenset()  # parameters of the whole model that wanted gradients
 
     def __str__(self) -> str:
         return f"'{self.path or '(root)'}' ({self.kind})"
@@ -103,6 +105,13 @@ class Call:
             (but_for_numbers and place in self.numbers) or _is_same(a, b)
             for place, (a, b) in enumerate(zip(self.leaves, other.leaves, strict=True))
         )
+
+    def serves(self, trainable: Collection[str]) -> bool:
+        """Whether what was seen of it holds where just these parameters want gradients.
+
+        What had to want one must; what did not may not, since nobody has seen its gradient.
+        """
+        return self.trainable.issuperset(trainable) and set(self.parameters) <= set(trainable)
 
     def own_numbers(self) -> tuple[float, ...]:
         """Return the numbers of the sample's call."""
@@ -184,6 +193,11 @@ def _own_parameters(
             if parameter is None or name is None:
                 continue
             if name not in made:
+                if parameter.is_inference():  # the plain forward may give it other memory first
+                    raise OpaquePieceError(
+                        f"the memory of parameter '{name}' was made under torch.inference_mode().",
+                        module_path=name.rpartition(".")[0],
+                    )
                 made[name] = nn.Parameter(parameter.detach())
                 made[name].register_hook(hook)
             replaced.append((part._parameters, own, parameter))

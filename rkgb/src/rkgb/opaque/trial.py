@@ -48,11 +48,14 @@ class _Trial:
     came: tuple[int, ...]  # inputs, then parameters, that got parts of gradients, in order
 
     def in_order(self, call: Call) -> tuple[str, ...]:
-        """Return the parameters in the order in which their gradients are complete."""
-        last = {place: turn for turn, place in enumerate(self.came)}
-        first = len(call.places)
+        """Return the parameters in the order in which their gradients are complete.
+
+        Those that get none in this call come last, what is probably used last before the others.
+        """
+        turns = {place: turn for turn, place in enumerate(self.came)}
+        first, end = len(call.places), len(self.came) + len(call.parameters)
         found = sorted(
-            enumerate(call.parameters, first), key=lambda row: last.get(row[0], len(self.came))
+            enumerate(call.parameters), key=lambda row: turns.get(first + row[0], end - row[0])
         )
         return tuple(name for _, name in found)
 
@@ -347,10 +350,11 @@ class Trials:
         inputs: Sequence[Tensor],
         given: Any,
     ) -> None:
-        if any(tensor._backward_hooks for tensor in inputs):
+        if any(tensor._backward_hooks or tensor.retains_grad for tensor in inputs):
             hooked = SideEffectError(
-                f"cannot run module {call} whole: it registers a hook on an argument, whose "
-                "gradient is put together outside. Register it on what the module computes."
+                f"cannot run module {call} whole: it asks for the gradient of an argument, by a "
+                "hook or by retain_grad(), and that is put together outside. Ask for the gradient "
+                "of what the module computes."
             )
             hooked.module_path = call.path
             raise hooked
