@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import gc
 import os
 import random
 import re
@@ -238,3 +239,33 @@ def test_what_can_no_more_be_recorded_is_named() -> None:
     assert found
     assert found[0].module_path == "1"
     assert "draws from Python's `random`" in str(found[0])
+
+
+def _living() -> set[int]:
+    gc.collect()
+    return {id(found) for found in gc.get_objects() if issubclass(type(found), Tensor)}
+
+
+@pytest.mark.parametrize("stops", [0.4, 0.9])  # in the forward, in the backward
+def test_a_look_that_takes_too_much_memory_leaves_no_tensor(stops: float) -> None:
+    class Net(nn.Module):
+        """Its LSTM saves small results and a workspace, as they are."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = nn.LSTM(8, 4, num_layers=2, bidirectional=True, batch_first=True)
+            self.last = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.last(self.cells(x.tanh())[0]).softmax(-1)
+            return made
+
+    model = Net()
+    sample = Sample.of(model, (torch.randn(4, 5, 8),))
+    known = record(model, sample)
+    count = len(known.ops) + len(known.backward)
+    needs = [0 if place < stops * count else 2**40 for place in range(count)]
+    before = _living()
+    for _ in range(2):
+        look_again(model, sample, known, within=(needs, 2**30))
+        assert not _living() - before

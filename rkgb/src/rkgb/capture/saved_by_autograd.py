@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rkgb.elements.tensor_info import storage_id
 from rkgb.recording.blanks import Blanks
 from rkgb.recording.recorder import Recorder
 
@@ -27,11 +28,21 @@ def saving(recorder: Recorder) -> Iterator[None]:
     """While active, saved tensors are given up, and later replaced by new memory."""
     blanks = Blanks() if recorder.repeated is None else recorder.repeated.blanks
 
+    def alone(tensor: Tensor, name: str | None) -> Tensor:
+        """Return it without its history, which would keep a recording alive that is given up."""
+        if tensor.grad_fn is None or type(tensor) is not Tensor:
+            return tensor
+        with recorder.paused():
+            found = tensor.detach()
+        if name is not None:
+            recorder.names.bind(name, found, storage_id(found))
+        return found
+
     def pack(tensor: Tensor) -> tuple[str | None, int, Tensor | tuple[Any, ...]]:
         small = tensor.numel() <= _SMALL or not (tensor.is_floating_point() or tensor.is_complex())
         name = recorder.name_of(tensor)
         if name is None or small or recorder.is_resident(name) or type(tensor) is not Tensor:
-            return name, recorder.count, tensor
+            return name, recorder.count, alone(tensor, name)
         return name, recorder.count, (tensor.size(), tensor.stride(), tensor.dtype)
 
     def unpack(packed: tuple[str | None, int, Tensor | tuple[Any, ...]]) -> Tensor:
