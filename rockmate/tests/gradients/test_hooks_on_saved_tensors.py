@@ -121,6 +121,58 @@ def test_what_runs_whole_is_exact_inside_them(part: str, around: str) -> None:
         assert _same_buffers(model, twin)
 
 
+@pytest.mark.parametrize("around", [_checkpoint, _reentrant])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_what_runs_whole_is_as_a_checkpoints_second_run_makes_it(
+    around: Callable[[nn.Module, Tensor], Tensor], calls: int
+) -> None:
+    torch.manual_seed(0)
+    first = torch.nn.utils.spectral_norm(nn.Linear(24, 24))  # another weight at each run
+    looks = Looks()
+    model = nn.Sequential(first, *[looks] * calls, nn.Linear(24, 24))
+    twin = copy.deepcopy(model)
+    wrapped = wrap(model, torch.randn(32, 24), "1MiB", self_test=False)
+    assert set(wrapped.plan.opaque) == {"1"}
+    for _ in range(2):
+        x = torch.randn(32, 24)
+        for module in (wrapped, twin):
+            module.zero_grad()
+            around(module, x.clone().requires_grad_()).square().mean().backward()
+        assert_same_gradients(model, twin)
+        assert _same_buffers(model, twin)
+
+
+class Counts(nn.Module):
+    """Sets a buffer and an attribute before the last tensor is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(24, 24), None
+        self.register_buffer("mean", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        self.last = x.detach() + self.mean  # type: ignore[assignment]
+        return x * self.mean
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_what_a_forward_sets_is_set_by_the_run_of_a_checkpoint(around: str) -> None:
+    torch.manual_seed(0)
+    model = Counts()
+    twin = copy.deepcopy(model)
+    wrapped = wrap(model, torch.randn(8, 24), "1MiB")
+    for _ in range(3):
+        x = torch.randn(8, 24)
+        for module in (wrapped, twin):
+            module.zero_grad()
+            AROUND[around](module, x.clone().requires_grad_()).square().mean().backward()
+        assert_same_gradients(model, twin)
+        assert _same_buffers(model, twin)
+        assert torch.equal(model.last, twin.last)
+
+
 def test_a_checkpoint_lets_go_of_what_a_planned_step_has_saved() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)])

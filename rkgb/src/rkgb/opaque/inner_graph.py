@@ -21,15 +21,18 @@ from rkgb.elements.spread import memory_of, settled, wrapper_of
 from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.errors import OpaquePieceError
 from rkgb.torch_api.patches import Patches
-from rkgb.torch_api.torch_private import back_to_autograd, without_saved_hooks
+from rkgb.torch_api.torch_private import back_to_autograd, saved_hooks, without_saved_hooks
 
 _CAST_BACKWARD = "ToCopyBackward0"
 
 
 class _Saved:
-    """One saved tensor: held, or taken from inputs and results in the backward."""
+    """One saved tensor: held, or taken from inputs and results in the backward.
 
-    __slots__ = ("__weakref__", "geometry", "place", "shell", "tensor", "version")
+    Or what hooks around the step have made of it, with what they find it again by.
+    """
+
+    __slots__ = ("__weakref__", "geometry", "packed", "place", "shell", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
@@ -37,6 +40,7 @@ class _Saved:
         self.place: tuple[str, int] | None = None
         self.geometry: Any = None
         self.shell: Any = None
+        self.packed: tuple[Callable[[Any], Tensor], Any] | None = None
 
     def give_up(self, place: tuple[str, int]) -> None:
         assert self.tensor is not None
@@ -44,6 +48,12 @@ class _Saved:
         tensor = memory_of(self.tensor)
         self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
         self.tensor = None
+
+    def unpacked(self) -> Tensor:
+        """Return what hooks around the step give back."""
+        assert self.packed is not None
+        unpack, packed = self.packed
+        return unpack(packed)
 
 
 @dataclass
@@ -58,6 +68,7 @@ class InnerGraph:
     saved: list[weakref.ref[_Saved]] = field(default_factory=list)
     given: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)  # positions of the inputs, by storage
+    around: list[weakref.ref[_Saved]] = field(default_factory=list)  # what outer hooks packed
     trail: list[Any] = field(default_factory=list)  # saved tensors; equal runs have equal trails
     came: list[int] = field(default_factory=list)  # the ends that got parts of gradients, in order
     transforms: bool = False  # whether autograd ran inside a transform, which allows no hooks
@@ -134,12 +145,18 @@ class InnerGraph:
 
     def _hooks(self) -> saved_tensors_hooks:
         """Return the hooks, which do not hold the graph: autograd holds hooks in its nodes."""
-        mine = weakref.ref(self)
+        mine, hooks = weakref.ref(self), saved_hooks()
 
         def pack(tensor: Tensor) -> _Saved:
             graph = mine()
             assert graph is not None
-            return graph.pack(tensor)
+            entry = graph.pack(tensor)
+            if hooks is not None:  # a checkpoint lets go of it, and gives that of another run
+                pack_around, unpack_around = hooks
+                entry.packed = unpack_around, pack_around(tensor.detach())
+                entry.tensor = None
+                graph.around.append(weakref.ref(entry))
+            return entry
 
         def unpack(entry: _Saved) -> Tensor:
             graph = mine()
@@ -167,6 +184,8 @@ class InnerGraph:
             RuntimeError: it was changed in place since; autograd would raise the same.
             OpaquePieceError: the backward of a later run has reached this graph.
         """
+        if entry.packed is not None:
+            return entry.unpacked()
         if entry.tensor is not None:
             if entry.tensor._version != entry.version:
                 raise RuntimeError(
@@ -221,6 +240,10 @@ class InnerGraph:
         longer needs it. The graph can be used once.
         """
         self.given = given
+        # A checkpoint runs its forward once for each backward, of which the one inside is another.
+        for entry in filter(None, (taken() for taken in self.around)):
+            entry.tensor, entry.packed = entry.unpacked(), None
+            entry.version = entry.tensor._version
         parts: list[list[Tensor]] = [[] for _ in self.ends]
         place_of = {_key(end): place for place, end in enumerate(self.ends) if end is not None}
         ways = []

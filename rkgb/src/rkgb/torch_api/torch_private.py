@@ -368,6 +368,12 @@ def has_saved_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+def saved_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """Return the two hooks that see what autograd saves here, packing and unpacking, if any."""
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
 @contextlib.contextmanager
 def without_saved_hooks() -> Iterator[None]:
     """Disable hooks on saved tensors, which transforms of functions refuse."""
