@@ -220,6 +220,61 @@ def test_hooks_of_a_part_that_runs_whole_are_called_in_eagers_order() -> None:
     assert_same_gradients(model, twin)
 
 
+class Chooses(nn.Module):
+    """Runs whole: it takes another expert for other values, and one parameter never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.idle = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen: Tensor = self.experts[int(x.mean() > 0)](x)
+        return chosen
+
+
+class TwoHeads(nn.Module):
+    """Is planned; a loss of one output gives the other head no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.body(x).tanh()
+        return self.left(y), self.right(y)
+
+
+@pytest.mark.parametrize("kind", [Chooses, TwoHeads])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_no_hook_is_called_for_a_parameter_that_gets_no_gradient(
+    kind: type[nn.Module], is_part: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), kind()) if is_part else kind()
+    twin, calls = eager_copy(model), list[list[str]]()
+    rk = wrap(model, torch.randn(4, 8), "1MiB")
+    for net, run in ((model, rk), (twin, twin)):
+        calls.append(seen := [])
+        handles = {}
+        for name, p in net.named_parameters():
+
+            def hook(g: Tensor, seen: list[str] = seen, name: str = name) -> Tensor:
+                seen.append(name)
+                return g + 0.1 * torch.randn_like(g)
+
+            handles[name] = p.register_hook(hook)
+        torch.manual_seed(1)
+        for step in range(4):
+            out = run(torch.randn(4, 8) + (-1) ** step)
+            (out if isinstance(out, Tensor) else out[step % 2]).square().mean().backward()
+            if step == 2:  # a hook that was not called can be taken off
+                handles[name].remove()
+                assert name not in seen[-1:]
+    assert calls[0] == calls[1]
+    assert_same_gradients(model, twin)
+
+
 @pytest.mark.parametrize("way", ["Rockmate", "apply", "apply_to_blocks"])
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_backward_is_split_into_inputs_and_weights(way: str, is_shared: bool) -> None:

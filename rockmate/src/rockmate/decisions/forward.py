@@ -61,7 +61,14 @@ class DecidingForward(PlannedForward):
         wanting = (*leaves, *self.model.parameters())
         if any(map(is_abstract, leaves)) or not any(map(wants, wanting)):
             return self.model.forward(*args, **kwargs)
-        return self._step_for((args, kwargs)).step.run(self.model, args, kwargs)
+        try:
+            chosen = self._step_for((args, kwargs))
+        except (RockmateError, RkgbError):
+            raise
+        except Exception:  # the user's own: the plain forward raises it, after what it changes
+            self.model.forward(*args, **kwargs)
+            raise
+        return chosen.step.run(self.model, args, kwargs)
 
     # ------------------------------------------------------------------ planning
 

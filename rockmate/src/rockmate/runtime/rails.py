@@ -14,9 +14,10 @@ import functools
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -79,6 +80,7 @@ class Rail:
         self.token = torch.empty(0, device=device, requires_grad=True)
         self.tokens = [self.token]  # the token before each place, and after the last one
         self._nodes: list[Any] = []
+        self._firsts = [*accumulate(map(len, layout.leaves), initial=0)]  # leaves before each place
         end = len(leaves)
         for place in reversed(range(len(layout.leaves))):
             start = end - len(layout.leaves[place])
@@ -110,6 +112,16 @@ class Rail:
         for node in self._nodes if self.has_hooks else ():
             node.given = None
 
+    def pass_over(self, place: int, given: Sequence[Tensor | None]) -> None:
+        """Let no hook of a leaf be called with None: plain PyTorch comes to no such leaf."""
+        for slot, grad in enumerate(given):
+            if grad is not None:
+                continue
+            hooks: Any = self.leaves[self._firsts[place] + slot]._backward_hooks
+            for key, hook in [*hooks.items()] if hooks else ():
+                if not isinstance(hook, _PassedOver):
+                    hooks[key] = _PassedOver(hooks, key, hook)
+
     def give_all(self) -> None:
         """Run the step to its end, and store at each place the gradients that it will return.
 
@@ -124,6 +136,18 @@ class Rail:
             node.given = step.advance(place)
 
 
+class _PassedOver:
+    """Stands for a hook of a tensor, at its next call, and leaves it out if no gradient comes."""
+
+    def __init__(self, hooks: MutableMapping[int, Any], key: int, hook: Any) -> None:
+        self.hooks, self.key, self.hook = hooks, key, hook
+
+    def __call__(self, grad: Tensor | None) -> Any:
+        if self.key in self.hooks:
+            self.hooks[self.key] = self.hook
+        return None if grad is None else self.hook(grad)
+
+
 class _HandOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rail: Rail, place: int, token: Tensor, *_leaves: Tensor) -> Tensor:
@@ -133,13 +157,15 @@ class _HandOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-        if ctx.given is not None:
-            return (None, None, grad, *ctx.given)
-        rail = ctx.rail()
-        step = None if rail is None or rail.step is None else rail.step()
-        if step is None:
-            raise BackwardTwiceError(OUT_OF_ORDER)
-        return (None, None, grad, *step.advance(ctx.place))
+        rail, given = ctx.rail(), ctx.given
+        if given is None:
+            step = None if rail is None or rail.step is None else rail.step()
+            if step is None:
+                raise BackwardTwiceError(OUT_OF_ORDER)
+            given = step.advance(ctx.place)
+        if rail is not None:
+            rail.pass_over(ctx.place, given)
+        return (None, None, grad, *given)
 
 
 class _HandOverNode(_HandOver._backward_cls):  # type: ignore[name-defined, misc]
