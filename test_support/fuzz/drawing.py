@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ WAYS: tuple[tuple[str, int | float], ...] = (
     *(("segments", 0.7), ("auto", 0.7)),
 )
 SIZES = (4, 4, 4, 4, 2, 3, 1, 0)
+WITH_BUFFERS = {name for name in PLAIN if re.search("batch norm|spectral|running", name)}
 NUMBERS = (2.0, 0.25, 3.0, 0.5, True, 1.0)
 
 
@@ -72,7 +74,7 @@ def _network(chance: random.Random) -> Network:
 
 def _block(chance: random.Random, layers: tuple[Layer, ...]) -> Block:
     own = chance.random() < 0.5
-    keeps_nothing = all(layer.form in PLAIN and "norm" not in layer.form for layer in layers)
+    keeps_nothing = all(layer.form in PLAIN - WITH_BUFFERS for layer in layers)
     calls = 2 if own and chance.random() < 0.1 else 1
     return Block(
         layers,
@@ -80,7 +82,7 @@ def _block(chance: random.Random, layers: tuple[Layer, ...]) -> Block:
         residual=chance.random() < 0.25,
         calls=calls,
         shown=chance.random() < 0.15,
-        # A checkpoint runs its forward twice, and sets twice what it keeps, statistics too.
+        # A checkpoint runs its forward twice, and writes buffers twice; a plan does once, as said.
         checkpointed=own and calls == 1 and keeps_nothing and chance.random() < 0.1,
     )
 

@@ -96,15 +96,18 @@ class Turns(nn.Module):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_buffer_that_cannot_be_put_back_is_named(late: bool) -> None:
-    planned = Rockmate(Turns(late=late), torch.randn(4, 8), 2**20, self_test=False)
+    part = Turns(late=late)
+    planned = Rockmate(
+        nn.Sequential(nn.Linear(8, 8), part), torch.randn(4, 8), 2**20, self_test=False
+    )
     other = torch.randn(4, 8)
     with torch.no_grad():
-        planned.inner.bias.fill_(100)
+        part.inner.bias.fill_(100)
     if late:
         with pytest.raises(OpaquePieceError) as error:
             planned(other)
-        assert any("buffer 'seen'" in note for note in error.value.__notes__)
+        assert any("buffer '1.seen'" in note for note in error.value.__notes__)
     else:
         with pytest.warns(RuntimeWarning, match="runs plain"):
             assert planned(other).shape == (8, 8)
-        assert planned.seen == 1
+        assert part.seen == 1

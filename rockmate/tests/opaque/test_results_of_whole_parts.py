@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from oracles.training import assert_same_gradients
 from rockmate import InfeasibleBudgetError, Rockmate
 
 
@@ -112,3 +113,57 @@ def test_a_forward_whose_backward_comes_after_another_kind_of_call_is_planned() 
         waits.square().sum().backward()
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
+
+
+class Hidden(nn.Module):
+    """Decides by a value; its results are computed from one another, and it keeps its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.state = nn.Linear(8, 8), nn.Linear(8, 8), torch.zeros(8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.first(x)
+        self.state = 0.5 * self.state + h.mean(0)
+        if h.mean() > 100:
+            h = h * 0.5
+        self.kept = h.sin()
+        return self.last(self.kept + self.state).exp(), h
+
+
+def hooked(out: Any, module: Any) -> list[Any]:
+    out[1].register_hook(lambda g: g * 3)
+    out[0].square().mean().backward(retain_graph=True)
+    return []
+
+
+def kept(out: Any, module: Any) -> list[Any]:
+    out[1].retain_grad()
+    module.kept.retain_grad()
+    out[0].square().mean().backward(retain_graph=True)
+    return [out[1].grad, module.kept.grad]
+
+
+def asked(out: Any, module: Any) -> list[Any]:
+    return [*torch.autograd.grad(out[0].sum(), [out[1], module.kept], retain_graph=True)]
+
+
+def twice(out: Any, module: Any) -> list[Any]:
+    (grad,) = torch.autograd.grad(out[0].sum(), out[1], create_graph=True)
+    grad.square().sum().backward(retain_graph=True)
+    return [grad]
+
+
+@pytest.mark.parametrize("use", [hooked, kept, asked, twice])
+def test_a_root_that_runs_whole_is_plain_pytorch(use: Callable[[Any, Any], list[Any]]) -> None:
+    torch.manual_seed(0)
+    model = Hidden()
+    plain = copy.deepcopy(model)
+    planned = Rockmate(model, torch.randn(4, 8), 2**20)
+    assert planned.plan.opaque == ("",)
+    for _ in range(2):  # the second goes back through the first
+        x = torch.randn(4, 8)
+        both = [use(each(x), each) for each in (planned, plain)]
+        for ours, theirs in zip(*both, strict=True):
+            assert torch.equal(ours, theirs)
+    assert_same_gradients(model, plain)

@@ -138,11 +138,12 @@ class Decayed(nn.Module):
 
 
 def test_a_backward_into_an_earlier_forward_is_refused_with_what_to_do():
-    planned = Rockmate(Decayed(), torch.randn(4, 8), 2**20, self_test=False)
-    planned.state = torch.zeros(())
+    model = nn.Sequential(nn.Linear(8, 8), Decayed())
+    planned = Rockmate(model, torch.randn(4, 8), 2**20, self_test=False)
+    model[1].state = torch.zeros(())
     earlier, later = planned(torch.randn(4, 8)), planned(torch.randn(4, 8))
     with pytest.raises(OpaquePieceError, match=r"into an earlier forward.*state\.detach"):
         later.sum().backward()
     assert earlier.requires_grad
-    planned.state = planned.state.detach()
+    model[1].state = model[1].state.detach()
     planned(torch.randn(4, 8)).sum().backward()  # and the next step is as ever

@@ -27,7 +27,7 @@ from rockmate.keys.input_signature import ambient, in_order, key_of
 from rockmate.keys.sharded import settled_call
 from rockmate.keys.snapshot import ExternalValues, Snapshot
 from rockmate.networks import Planned
-from rockmate.runtime.plain import is_plain
+from rockmate.runtime.plain import is_plain, plain
 
 # Why a step runs plain | and what to do instead.
 _GLOBAL_HOOKS = (
@@ -94,6 +94,9 @@ class PlannedForward(SecondLook):
             return self(args, kwargs)
         if looks and self.is_otherwise(family, planned, external, leaves, (args, ordered)):
             return self(args, kwargs)
+        if planned.is_plain:
+            with plain():
+                return self.model.forward(*args, **kwargs)
         if planned.may_go_another_way:
             return self._with_pieces(planned, external, leaves, args, kwargs)
         return planned.run(self.model, external, leaves, call=(args, kwargs))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from rkgb import RkgbError
@@ -31,6 +32,7 @@ from rkgb.engine import (
 from rkgb.graphs import BackwardKind, SimplifiedGraph
 from rkgb.opaque import RunPiece
 from rkgb.run import Outcomes, RunnableGraph, without_idle_steps
+from rkgb.torch_api import has_saved_hooks
 from rockmate.comparison.contents import Contents
 from rockmate.keys.input_signature import InputSignature
 from rockmate.networks.executables import executable, planned_executable
@@ -121,6 +123,11 @@ class Planned:
         ops = self.network.graph.dataflow.basic.ops
         return checks or any(isinstance(op.target, RunPiece) for op in ops)
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the root runs whole: its step is plain PyTorch's, and takes as much memory."""
+        return self.network.graph.dataflow.basic.opaque == ("",)
+
     @property
     def assigned(self) -> tuple[tuple[str, str], ...]:
         """Attributes that every step sets: path of the submodule, and name."""
@@ -189,6 +196,8 @@ class Planned:
                     effect.apply(*call, value)
             elif looks or not isinstance(effect, ObserverHook):
                 effect.apply(model, value)
+        if has_saved_hooks():  # a checkpoint's second run stops where as much has been saved
+            torch.empty(0, requires_grad=True).exp()
         return result
 
 
