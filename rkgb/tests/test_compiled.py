@@ -17,16 +17,17 @@ from torch.nn import functional
 import rkgb.compiled.code.known as knowing
 import rkgb.compiled.rewrite as rewriting
 from rkgb.capture import make_B
+from rkgb.compiled.code.call import CompiledCall
 from rkgb.compiled.code.classes import NotCompiledError, check_form
 from rkgb.compiled.code.compiling import compile_joint
 from rkgb.compiled.code.keeping import check_bits
 from rkgb.compiled.code.known import KnownClasses
-from rkgb.compiled.pieces.grouping import merging, refusal, runs_of
+from rkgb.compiled.pieces.grouping import refusal, runs_of
 from rkgb.compiled.pieces.joint import Joint, joint_of
 from rkgb.costs.op_costs import count_flops
-from rkgb.elements.compiled_call import CompiledCall
 from rkgb.engine import B_to_D, D_to_S
 from rkgb.graphs import PLANNED_PASSES, SimplifiedGraph
+from rkgb.graphs.simplified import merging
 
 CPU = torch.device("cpu")
 
@@ -158,7 +159,7 @@ def test_a_compiled_class_saves_its_inputs_themselves_and_asserts_sizes() -> Non
     code = compile_joint(joint, CPU)
     recorded = [*joint.forward, *joint.backward]
     flops = sum(count_flops(op, joint.infos) for op in recorded)
-    assert code.forward.flops + code.backward.flops == flops  # nothing heavy twice
+    assert code.forward.flops_of_one + code.backward.flops_of_one == flops  # nothing heavy twice
     assert not any(made.home[0] == "primal" for made in code.results)  # no views of weights
     primals = [torch.randn(joint.infos[name].shape) for name in joint.primals]
     tangents = [torch.randn(joint.infos[name].shape) for name in joint.tangents]
@@ -213,7 +214,7 @@ def test_the_other_form_keeps_more_and_has_the_same_bits() -> None:
     assert kept_bytes[0] < kept_bytes[1]
     assert (code.keeps_more, other.keeps_more) == (False, True)
     assert repr(code.forward) != repr(other.forward)
-    assert code.forward.flops == other.forward.flops
+    assert code.forward.flops_of_one == other.forward.flops_of_one
     with pytest.raises(NotCompiledError, match="keeps no more"):
         compile_joint(joint, CPU, other)
 

@@ -13,12 +13,13 @@ from rkgb.capture import make_B
 from rkgb.compiled.code.classes import NotCompiledError
 from rkgb.compiled.code.compiling import compile_joint
 from rkgb.compiled.code.known import KnownClasses
-from rkgb.compiled.pieces.grouping import merging, refusal, runs_of
+from rkgb.compiled.pieces.grouping import refusal, runs_of
 from rkgb.compiled.pieces.joint import joint_of
 from rkgb.compiled.pieces.layouts import channels_last, laid_out
 from rkgb.engine import B_to_D, D_to_S
 from rkgb.graphs import PLANNED_PASSES, SimplifiedGraph
 from rkgb.graphs.dataflow import DataFlowGraph
+from rkgb.graphs.simplified import merging
 
 CPU = torch.device("cpu")
 needs_mkldnn = pytest.mark.skipif(

@@ -18,10 +18,11 @@ from rkgb.compiled.code.classes import CompiledClass, NotCompiledError
 from rkgb.compiled.code.compiling import compile_joint
 from rkgb.compiled.code.known import KnownClasses
 from rkgb.compiled.code.sizes import SizeRule, Term
-from rkgb.compiled.pieces.grouping import merging, refusal, runs_of
+from rkgb.compiled.pieces.grouping import refusal, runs_of
 from rkgb.compiled.pieces.joint import Joint, joint_of
 from rkgb.engine import B_to_D, D_to_S
 from rkgb.graphs import PLANNED_PASSES
+from rkgb.graphs.simplified import merging
 from rkgb.run.stand_ins import Drawn, StandIns
 
 CPU = torch.device("cpu")

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
+from rkgb.errors import NotByPiecesError
 from rkgb.rows.call import InPieces
 from rkgb.rows.cuts import piece_of, piece_shape, reshaped, spread, spread_from
-from rkgb.rows.pieces import Cutting, NotByPiecesError
+from rkgb.rows.pieces import Cutting
 
 aten = torch.ops.aten
 Case = tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dict[int, tuple[int, ...]]]

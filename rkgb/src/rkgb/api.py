@@ -14,9 +14,9 @@ from rkgb.capture.record import record
 from rkgb.costs.forward_backward import KGraph, k_graph
 from rkgb.costs.inspection import CostChoice, Inspection, inspect_model
 from rkgb.costs.node_facts import node_facts
-from rkgb.costs.op_costs import OpCost
 from rkgb.costs.recorded_costs import RecordedCosts
 from rkgb.elements.sample import Sample
+from rkgb.elements.target import OpCost
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs import serialize
 from rkgb.graphs.anonymize import AnonymousGraph, anonymize, equivalence_classes

@@ -72,6 +72,10 @@ class InvalidGraphError(RkgbError, ValueError):
     """A graph violates an invariant, or eager PyTorch would refuse it too."""
 
 
+class NotByPiecesError(Exception):
+    """Operations cannot run piece by piece; the text says which, and why."""
+
+
 class CompilerMissingError(RkgbError, RuntimeError):
     """Compilation was requested, and inductor's compiler for this device is not installed."""
 

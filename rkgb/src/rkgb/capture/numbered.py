@@ -21,9 +21,9 @@ from rkgb.capture.record import record
 from rkgb.elements.numbers import OPERATIONS, Numbers, TapeEntry, unspecialised, values_on
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.sample import Sample
+from rkgb.elements.target import target_of
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.compare import same_but_for_numbers
-from rkgb.opaque.piece import RunPiece
 from rkgb.recording.numbers import NumberTrace, types_watched
 
 _log = logging.getLogger("rkgb")
@@ -257,9 +257,7 @@ def _matched(
 
 def _takes_the_same(ours: Op, theirs: Op) -> bool:
     """Return whether two opaque calls differ only in numbers; True for other operations."""
-    if not isinstance(ours.target, RunPiece) or not isinstance(theirs.target, RunPiece):
-        return True
-    return ours.target.piece.call.like(theirs.target.piece.call, but_for_numbers=True)
+    return target_of(ours).takes_as(theirs.target)
 
 
 def _tree(ours: Any, theirs: Any, number: Callable[[float, float], float]) -> Any:

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from rkgb.capture.backward import AskedKind
-from rkgb.capture.functions import Function, function_of
 from rkgb.capture.hooks import refuse_hooks_inside
 from rkgb.capture.step import RecordedStep
 from rkgb.device.rng import RngState
@@ -26,7 +25,6 @@ from rkgb.elements.sample import Sample
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import BrokenPieceError, RkgbError, SideEffectError
 from rkgb.graphs.basic import BackwardKind, BasicGraph
-from rkgb.opaque.piece import RunPiece
 from rkgb.recording.bounded import BoundedRecorder
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.places import Places
@@ -130,7 +128,8 @@ def record(
                 return recorded
             except RkgbError as error:
                 first = first or error
-                function = None if strict else function_of(error)
+                strict = strict or not _can_run_whole()
+                function = None if strict else _function_of(error)
                 if error is not first:
                     let_go(error)
                 if function is not None and function not in functions:
@@ -152,11 +151,25 @@ def record(
         stream.restore()
 
 
-def _functions_of(known: BasicGraph | None) -> list[type[Function]]:
+def _can_run_whole() -> bool:
+    """Return whether this package has the part that makes opaque calls."""
+    try:
+        import rkgb.opaque  # noqa: F401
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def _function_of(error: RkgbError) -> type[torch.autograd.Function] | None:
+    from rkgb.opaque import function_of
+
+    return function_of(error)
+
+
+def _functions_of(known: BasicGraph | None) -> list[type[torch.autograd.Function]]:
     """Return the Functions that are opaque calls in a recording of the same call."""
-    targets = [op.target for op in known.ops] if known is not None else []
-    calls = (target.piece.call for target in targets if isinstance(target, RunPiece))
-    return list(dict.fromkeys(call.function for call in calls if call.function is not None))
+    wholes = () if known is None else known.whole_calls
+    return list(dict.fromkeys(w.function for w in wholes if w.function is not None))
 
 
 def _recorded(
@@ -164,7 +177,7 @@ def _recorded(
     sample: Sample,
     kind: AskedKind,
     opaque: Sequence[str],
-    functions: Sequence[type[Function]],
+    functions: Sequence[type[torch.autograd.Function]],
     guards: bool,
     places: list[Places],
     settled: Settled,

@@ -11,15 +11,14 @@ import io
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from rkgb.capture.backward import AskedKind, RecordedBackward
 from rkgb.capture.flows import flows_of
-from rkgb.capture.functions import Function, run_functions_whole
 from rkgb.capture.hooks import HookWatch
-from rkgb.capture.pieces import PieceRecorder
 from rkgb.capture.saved_by_autograd import saving
 from rkgb.capture.twin import geometry_of, twin_of
 from rkgb.device.memory import trace_memory
@@ -34,7 +33,6 @@ from rkgb.guards.code_watch import CodeWatch, Seen
 from rkgb.guards.outside import Outside
 from rkgb.guards.sources import Sources
 from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
-from rkgb.opaque.adding import add_in_parts
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.places import Places
 from rkgb.recording.recorder import Recorder
@@ -56,6 +54,9 @@ from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.quiet import printing_to, without_warnings
 from rkgb.torch_api.torch_private import current_autograd_node
 
+if TYPE_CHECKING:
+    from rkgb.opaque import PieceRecorder
+
 
 class RecordedStep:
     """One step on a copy of the module."""
@@ -72,7 +73,7 @@ class RecordedStep:
         guards: bool = True,
         keep_content: bool = False,
         written: frozenset[str] = frozenset(),
-        functions: Sequence[type[Function]] = (),
+        functions: Sequence[type[torch.autograd.Function]] = (),
         repeats: bool = True,
         numbers: NumberTrace | None = None,
         is_metered: bool = False,
@@ -102,13 +103,10 @@ class RecordedStep:
         if keep_content or not repeats:
             self.recorder.repeated = None
         self.is_metered = is_metered and self.recorder.repeated is not None
-        self.pieces = PieceRecorder(
-            *(self.recorder, self.twin, opaque, known),
-            *(self.codes, self._must_run_once),
-            runs=runs_pieces,
-        )
-        self.places.run_whole(opaque, self.pieces.call)
-        self.functions = run_functions_whole(self.pieces, functions)
+        self.opaque, self.pieces = tuple(opaque), None
+        self.functions: list[tuple[Any, str, Any]] = []
+        if opaque or functions:
+            self.pieces = self._pieces(functions, known, runs=runs_pieces)
         self.leaves: dict[int, str] = {}
         self.parameters: dict[str, str] = {}
         self.buffers: dict[str, str] = {}
@@ -120,6 +118,31 @@ class RecordedStep:
         self.hooks = HookWatch(
             self.recorder, self.codes, self.twin, () if known is None else known.effects
         )
+
+    def _pieces(
+        self,
+        functions: Sequence[type[torch.autograd.Function]],
+        known: BasicGraph | None,
+        *,
+        runs: bool,
+    ) -> PieceRecorder:
+        """Return the recorder of opaque calls."""
+        # A step without any does without this part of the package.
+        from rkgb.opaque import PieceRecorder, run_functions_whole
+
+        pieces = PieceRecorder(
+            *(self.recorder, self.twin, self.opaque, known),
+            *(self.codes, self._must_run_once),
+            runs=runs,
+        )
+        self.places.run_whole(self.opaque, pieces.call)
+        self.functions = run_functions_whole(pieces, functions)
+        return pieces
+
+    @property
+    def _left(self) -> dict[tuple[str, str], None]:
+        """The attributes in which opaque calls leave tensors."""
+        return {} if self.pieces is None else self.pieces.left
 
     def run(self, asked: AskedKind) -> BasicGraph:
         """Return the recording, with the memory of kernels if it is metered."""
@@ -157,7 +180,8 @@ class RecordedStep:
             self.recorder.kept_writes = KeptWrites(placed_parameters(self.twin))
             stack.callback(self.recorder.kept_writes.restore)
             stack.callback(before.restore)  # Python's random state, if the step is refused
-            stack.callback(self.pieces.close)
+            if self.pieces is not None:
+                stack.callback(self.pieces.close)
             with contextlib.nullcontext() if self.keep_content else saving(self.recorder):
                 result = self._forward_or_refusal()
             printed.refuse()
@@ -201,16 +225,14 @@ class RecordedStep:
     def _graph(self, *, roots: tuple[str, ...], **found: Any) -> BasicGraph:
         """Return the recording, from the recorder's operations and the step's results."""
         recorder = self.recorder
-        if self.pieces.paths:
-            ops = (*recorder.forward, *recorder.backward)
-            self.pieces.refuse_shared_writes(ops, self.parameters)
-            self.pieces.refuse_shared_casts(recorder.forward, self.parameters)
+        pieces = self.pieces
+        back = recorder.backward if pieces is None else pieces.finished(self.parameters)
         wanting = {name: recorder.requires_grad(name) for name in recorder.infos}
         wanting.update(dict.fromkeys(roots, True))
         return BasicGraph(
             ops=tuple(recorder.forward),
-            backward=tuple(add_in_parts(recorder.backward)),
-            opaque=self.pieces.paths,
+            backward=tuple(back),
+            opaque=self.opaque,
             reads=tuple(recorder.reads),
             parameters=self.parameters,
             buffers=self.buffers,
@@ -303,7 +325,7 @@ class RecordedStep:
         if settings:
             raise SettlesError(settings, self.recorder.forward)
         new = assigned(self.twin, attributes, buffers)
-        new -= {*self.hidden.targets, *self.pieces.left}
+        new -= {*self.hidden.targets, *self._left}
         if new:
             raise AssignsError(new)
         return result
@@ -340,7 +362,7 @@ class RecordedStep:
                 )
             found.append((InputMutation(place), copy))
         found += self.arguments.refilled()
-        for path, name in self.pieces.left.keys() - {*self.hidden.targets}:
+        for path, name in self._left.keys() - {*self.hidden.targets}:
             value = vars(self.twin.get_submodule(path))[name]
             found.append((Assign(path, name), value))
         return [*found, *self.hidden.effects(), *self.hooks.looks]

@@ -29,6 +29,6 @@ Read `pieces/` (`grouping`, `layouts`, `joint`, `formulas`), then `code/` (`halv
 """
 
 from rkgb.compiled.code.classes import NotCompiledError
-from rkgb.compiled.rewrite import CompiledGraph, compile_pieces, compile_variant
+from rkgb.compiled.rewrite import CompiledGraph, compile_pieces
 
-__all__ = ["CompiledGraph", "NotCompiledError", "compile_pieces", "compile_variant"]
+__all__ = ["CompiledGraph", "NotCompiledError", "compile_pieces"]

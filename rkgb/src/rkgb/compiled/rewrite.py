@@ -5,21 +5,20 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rkgb.compiled.code.classes import CompiledClass
 from rkgb.compiled.code.keeping import check_bits
 from rkgb.compiled.code.known import KnownClasses
-from rkgb.compiled.pieces.grouping import merging, refusal, runs_of
+from rkgb.compiled.pieces.grouping import refusal, runs_of
 from rkgb.compiled.pieces.joint import Joint, joint_of
 from rkgb.compiled.pieces.layouts import channels_last, laid_out
 from rkgb.compiled.replacing import replaced
 from rkgb.device.rng import RngState
-from rkgb.graphs.backward_slices import slice_backward
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.passes import PLANNED_PASSES
-from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
+from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, merging
 from rkgb.torch_api.torch_private import refuse_missing_compiler
 
 _log = logging.getLogger("rkgb")
@@ -58,6 +57,28 @@ class CompiledGraph:
         """Return the graph in which these nodes of `keeping` save more for their backward."""
         other = {i: (self.pieces[i][0], self.keeping[i]) for i in nodes}
         return replaced(self.laid, {**self.pieces, **other})
+
+    def with_backward(self, basic: BasicGraph) -> SimplifiedGraph:
+        """Return the same nodes with the backward of another recording of the same forward.
+
+        The compiled forward may differ, because the saved tensors also depend on the backward.
+        """
+        sg = self.recorded.with_backward(basic)
+        wanted = [i for i, code in enumerate(self.classes) if code and not refusal(sg.nodes[i], sg)]
+        stay = {*self.as_recorded}
+        stream = RngState.save(basic.device)
+        try:
+            while True:
+                compiling = _Compiling(sg, {*wanted} - stay, _ignore)
+                failed = {index for index in wanted if compiling.compile(index)}
+                if not failed:
+                    break
+                laid = {*filter(compiling.is_laid_out, failed)}
+                stay |= laid
+                wanted = [index for index in wanted if index not in failed - laid]
+        finally:
+            stream.restore()
+        return compiling.rewritten()
 
     @property
     def count(self) -> int:
@@ -137,29 +158,6 @@ def _compiled(
             return compiling, recorded
 
 
-def compile_variant(known: CompiledGraph, basic: BasicGraph) -> SimplifiedGraph:
-    """Return the same nodes with the backward of another recording of the same forward.
-
-    The compiled forward may differ, because the saved tensors also depend on the backward.
-    """
-    sg = with_backward(known.recorded, basic)
-    wanted = [i for i, code in enumerate(known.classes) if code and not refusal(sg.nodes[i], sg)]
-    stay = {*known.as_recorded}
-    stream = RngState.save(basic.device)
-    try:
-        while True:
-            compiling = _Compiling(sg, {*wanted} - stay, _ignore)
-            failed = {index for index in wanted if compiling.compile(index)}
-            if not failed:
-                break
-            laid = {*filter(compiling.is_laid_out, failed)}
-            stay |= laid
-            wanted = [index for index in wanted if index not in failed - laid]
-    finally:
-        stream.restore()
-    return compiling.rewritten()
-
-
 def _ignore(_: str, __: float) -> None: ...
 
 
@@ -219,15 +217,3 @@ class _Compiling:
     def rewritten(self) -> SimplifiedGraph:
         """Return the graph with the operations of its compiled nodes replaced."""
         return replaced(self.sg, self.compiled)
-
-
-def with_backward(sg: SimplifiedGraph, basic: BasicGraph) -> SimplifiedGraph:
-    """Return a recorded graph with the backward of another recording of the same forward."""
-    node_of = {place: i for i, node in enumerate(sg.nodes) for place in node.positions}
-    slices = slice_backward(basic, len(sg.nodes), node_of)
-    nodes = tuple(
-        replace(node, backward=backward, hand_overs=hand_overs)
-        for node, (backward, hand_overs) in zip(sg.nodes, slices, strict=True)
-    )
-    dataflow = replace(sg.dataflow, basic=basic)
-    return replace(sg, dataflow=dataflow, nodes=nodes)

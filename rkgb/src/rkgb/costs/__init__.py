@@ -9,11 +9,12 @@ op_costs.py (one kind of operation), measure.py and rounds.py (how it is measure
 from rkgb.costs.estimated import EstimatedCosts, estimate_as_recorded, estimate_costs
 from rkgb.costs.measure import Measured, choose_callees
 from rkgb.costs.node_facts import Cost, NodeFacts
-from rkgb.costs.op_costs import FlopCost, OpCost, call_kind, cost_of_piece, made_bytes, op_key
+from rkgb.costs.op_costs import FlopCost, call_kind, made_bytes, op_key
 from rkgb.costs.plain_step import plain_peak_bytes
 from rkgb.costs.rounds import Timing
 from rkgb.costs.same_bits import BitsOfPieces
 from rkgb.costs.scaled import estimate_resized, measure_others, measure_resized
+from rkgb.elements.target import OpCost
 
 __all__ = [
     "BitsOfPieces",
@@ -26,7 +27,6 @@ __all__ = [
     "Timing",
     "call_kind",
     "choose_callees",
-    "cost_of_piece",
     "estimate_as_recorded",
     "estimate_costs",
     "estimate_resized",

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rkgb.costs.measure import measure
-from rkgb.costs.op_costs import FlopCost, OpCost, count_flops, kinds_of, made_bytes, named, op_key
+from rkgb.costs.op_costs import FlopCost, count_flops, kinds_of, made_bytes, named, op_key
 from rkgb.elements.op import Op
+from rkgb.elements.target import OpCost
 from rkgb.graphs.basic import BasicGraph
 
 # Limits of one call, and of all calls together: about a second of a slow core.

@@ -12,9 +12,10 @@ from torch import nn
 
 from rkgb.costs.measure import measure
 from rkgb.costs.node_facts import NodeFacts, node_facts
-from rkgb.costs.op_costs import FlopCost, OpCost, kinds_of, named
+from rkgb.costs.op_costs import FlopCost, kinds_of, named
 from rkgb.elements.op import Op
 from rkgb.elements.sample import Sample
+from rkgb.elements.target import OpCost
 from rkgb.graphs.anonymize import equivalence_classes, node_key
 from rkgb.graphs.basic import external_values
 from rkgb.graphs.simplified import SimplifiedGraph, operations

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 from rkgb.costs.op_costs import (
-    OpCost,
-    cost_of_piece,
     count_flops,
     kinds_of,
     made_bytes,
@@ -31,8 +29,8 @@ from rkgb.device.base import CallTime
 from rkgb.device.chosen import device_of
 from rkgb.device.memory import trace_memory
 from rkgb.device.rng import RngState
-from rkgb.elements.compiled_call import CompiledCall
 from rkgb.elements.op import Op, Ref
+from rkgb.elements.target import OpCost, target_of
 from rkgb.graphs.basic import BasicGraph
 from rkgb.run.bindings import choose_callee
 from rkgb.run.stand_ins import Drawn
@@ -75,7 +73,7 @@ def measure(
     `workspaces` are not measured again. The external tensors and the random state are restored.
     """
     every = kinds_of(basic, ops)
-    known = {key: cost for key, op in every.items() if (cost := cost_of_piece(op)) is not None}
+    known = {key: cost for key, op in every.items() if (cost := target_of(op).cost(op)) is not None}
     kinds = {key: op for key, op in every.items() if key not in known}
     device = device_of(basic.device)
     differ = times or device.is_asynchronous  # sums in another order must show
@@ -119,7 +117,7 @@ def choose_callees(
 
     The external tensors and the random state are restored.
     """
-    kinds = {k: op for k, op in kinds_of(basic, ops).items() if cost_of_piece(op) is None}
+    kinds = {k: op for k, op in kinds_of(basic, ops).items() if target_of(op).cost(op) is None}
     benches = _benches(basic, kinds, external, Drawn())
     stream = RngState.save(basic.device)
     try:
@@ -201,22 +199,20 @@ def _workspaces(
         op = benches[key].op
         beside = span.added_peak_bytes - made_bytes(op, basic.infos)
         # Negative if arguments are freed while results are allocated.
-        found[key] = beside if _frees(op) else max(0, beside)
+        found[key] = beside if target_of(op).frees else max(0, beside)
     return found
-
-
-def _frees(op: Op) -> frozenset[int]:
-    return op.target.frees if isinstance(op.target, CompiledCall) else frozenset()
 
 
 def _call_once(
     op: Op, callee: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], Any]:
     """Return the call as a step makes it: no one else holds the arguments that it frees."""
-    if not isinstance(op.target, CompiledCall):
+    target = target_of(op)
+    run = target.run
+    if run is None:
         return partial(callee, *args, **kwargs)
-    kept = [arg for place, arg in enumerate(args) if place not in op.target.frees]
-    boxed, run = list(args), op.target.run
+    kept = [arg for place, arg in enumerate(args) if place not in target.frees]
+    boxed = list(args)
 
     def call() -> tuple[Any, Any]:
         return run(boxed), kept

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rkgb.costs.op_costs import OpCost, op_key
+from rkgb.costs.op_costs import op_key
 from rkgb.device.chosen import device_of
 from rkgb.elements.cut import GradientCut
 from rkgb.elements.op import Op
+from rkgb.elements.target import OpCost, target_of
 from rkgb.graphs.basic import HandOver
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.graphs.uses import At, made_by, roots_of
-from rkgb.opaque.piece import RunPiece
 from rkgb.run.node_storages import NodeStorage, dying_in_backward, storages_of
 from rkgb.run.state import rerun_ops, rerun_state
 
@@ -226,7 +226,8 @@ class _Facts:
 
 
 def _copied_buffers(op: Op) -> int:
-    return op.target.piece.buffer_bytes if isinstance(op.target, RunPiece) else 0
+    whole = target_of(op).whole
+    return 0 if whole is None else whole.buffer_bytes
 
 
 def _as_asked(size_bytes: int) -> int:

@@ -16,26 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from rkgb.elements.compiled_call import CompiledCall
-from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op, Ref
+from rkgb.elements.target import target_of
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
-from rkgb.opaque.piece import RunPiece, RunPieceBackward
-from rkgb.rows.call import InPieces
 from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
 
 _NUMBERS = re.compile(r"\d+")
 _LISTS = re.compile(r"\[(-?0(, )?)*\]")
-
-
-@dataclass(frozen=True, slots=True)
-class OpCost:
-    """Time and temporary memory of one call; `workspace_bytes` is above what it returns."""
-
-    time_ms: float
-    flops: int = 0
-    workspace_bytes: int = 0
 
 
 def op_key(op: Op, infos: Mapping[str, TensorInfo]) -> str:
@@ -80,22 +68,6 @@ def named(op: Op) -> str:
     return f"'{op.target_name}' ({op.module_path or 'root'}, {op.source})"
 
 
-def cost_of_piece(op: Op) -> OpCost | None:
-    """Return the cost of an opaque piece from its trial runs; None for other operations.
-
-    `GradientPart` and `GradientCut` cost nothing.
-    """
-    if isinstance(op.target, (GradientCut, GradientPart)):
-        return OpCost(0.0)
-    if isinstance(op.target, RunPiece):
-        piece = op.target.piece
-        return OpCost(piece.time_ms[0], piece.flops[0], piece.workspace_bytes[0])
-    if isinstance(op.target, RunPieceBackward):
-        piece, workspace = op.target.piece, op.target.workspace_bytes(op.args[2])
-        return OpCost(piece.time_ms[1], piece.flops[1], workspace)
-    return None
-
-
 def made_bytes(op: Op, infos: Mapping[str, TensorInfo]) -> int:
     """Return the bytes of the storages that the operation allocates."""
     return sum(infos[n].storage_bytes for n in op.results if n and infos[n].alias_of == n)
@@ -111,13 +83,9 @@ def moved_bytes(op: Op, infos: Mapping[str, TensorInfo]) -> int:
 
 def count_flops(op: Op, infos: Mapping[str, TensorInfo]) -> int:
     """Return the FLOPs of one call by torch's formulas; 0 for an operation that has none."""
-    piece = cost_of_piece(op)
-    if piece is not None:
-        return piece.flops
-    if isinstance(op.target, CompiledCall):
-        return op.target.flops
-    if isinstance(op.target, InPieces):
-        return sum(count_flops(part, infos) for part in op.target.pieces.recorded)
+    known = target_of(op).flops(lambda part: count_flops(part, infos))
+    if known is not None:
+        return known
     packet = getattr(op.target, "overloadpacket", None)
     if packet in EXTRA_FLOP_FORMULAS:
         shapes = [infos[arg.name].shape for arg in op.args if isinstance(arg, Ref)]
@@ -152,10 +120,11 @@ class FlopCost:
 
     def time_ms(self, op: Op, infos: Mapping[str, TensorInfo]) -> float:
         """Return the cost of one call as a time."""
-        if isinstance(op.target, InPieces):
-            parts = op.target.pieces.recorded
-            calls = (op.target.pieces.count - 1) * len(parts)
-            return sum(self.time_ms(p, infos) for p in parts) + self.flops_per_op * calls / 1e9
+        target = target_of(op)
+        if target.recorded:
+            calls = (target.rounds - 1) * len(target.recorded)
+            whole_ms = sum(self.time_ms(part, infos) for part in target.recorded)
+            return whole_ms + self.flops_per_op * calls / 1e9
         weighted = self.flops_per_byte * moved_bytes(op, infos) + self.flops_per_op
         return (count_flops(op, infos) + weighted) / 1e9
 

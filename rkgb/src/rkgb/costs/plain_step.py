@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from rkgb.costs.op_costs import OpCost, made_bytes, op_key
+from rkgb.costs.op_costs import made_bytes, op_key
+from rkgb.elements.target import OpCost
 from rkgb.graphs.basic import BasicGraph
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from rkgb.costs.inspection import Inspection
-from rkgb.costs.op_costs import OpCost
 from rkgb.device.chosen import device_of
+from rkgb.elements.target import OpCost
 from rkgb.errors import InvalidGraphError
 
 FORMAT = "rkgb costs 2"

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from rkgb.costs.estimated import EstimatedCosts, estimate_costs
 from rkgb.costs.measure import Measured, measure
-from rkgb.costs.op_costs import FlopCost, OpCost, kinds_of, made_bytes, named, op_key
+from rkgb.costs.op_costs import FlopCost, kinds_of, made_bytes, named, op_key
 from rkgb.elements.op import Op
+from rkgb.elements.target import OpCost
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
 

@@ -2,12 +2,11 @@
 
 Gets the arguments and results of calls; gives frozen facts. Read op.py (one operation), then
 tensor_info.py (one tensor), numbers.py (unspecialised numbers of a call), trees.py and sample.py
-(arguments and results flattened), effect.py (side effects of a forward), compiled_call.py (a
-compiled target), cut.py (where a gradient goes to autograd and comes back) and module_paths.py
-(names of modules in a model).
+(arguments and results flattened), effect.py (side effects of a forward), target.py (a target that
+is no operation of torch's), cut.py (where a gradient goes to autograd and comes back) and
+module_paths.py (names of modules in a model).
 """
 
-from rkgb.elements.compiled_call import CompiledCall
 from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.effect import (
     Assertion,
@@ -22,6 +21,7 @@ from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import BATCH_NORMS, CAST, Op, Ref
 from rkgb.elements.sample import attribute_keyword, attribute_of
 from rkgb.elements.spread import is_running, settled
+from rkgb.elements.target import running_on, target_of
 from rkgb.elements.tensor_info import TensorInfo, storage_id
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 
@@ -30,7 +30,6 @@ __all__ = [
     "CAST",
     "Assertion",
     "Assign",
-    "CompiledCall",
     "ContainerMutation",
     "Effect",
     "GradientCut",
@@ -48,6 +47,8 @@ __all__ = [
     "flatten",
     "is_inside",
     "is_running",
+    "running_on",
     "settled",
     "storage_id",
+    "target_of",
 ]

@@ -11,34 +11,43 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rkgb.elements.op import Op
+from rkgb.elements.target import OpCost, Target
+
 
 @dataclass(frozen=True)
-class GradientPart:
+class GradientPart(Target):
     """Passes a part of an output's gradient to autograd."""
 
     root: str  # the output
     from_outside: bool  # whether this is the first part and is added to one from outside
 
     @property
-    def __name__(self) -> str:
+    def __name__(self) -> str:  # type: ignore[override]
         return "part"
 
     def __call__(self, *parts: Tensor) -> Tensor:
         """Return what autograd then holds: the part, added to the sum so far if there is one."""
         return parts[0] + parts[1] if len(parts) > 1 else parts[0]
 
+    def cost(self, op: Op) -> OpCost:
+        return OpCost(0.0)
+
 
 @dataclass(frozen=True)
-class GradientCut:
+class GradientCut(Target):
     """Takes the whole gradient of an output from autograd."""
 
     root: str
     from_outside: bool  # whether autograd also holds one from outside, from the beginning on
 
     @property
-    def __name__(self) -> str:
+    def __name__(self) -> str:  # type: ignore[override]
         return "cut"
 
     def __call__(self, held: Tensor) -> Tensor:
         """Return the gradient as it is, the case in which no hook changes it."""
         return held
+
+    def cost(self, op: Op) -> OpCost:
+        return OpCost(0.0)

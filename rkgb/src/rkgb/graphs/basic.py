@@ -18,6 +18,7 @@ from rkgb.elements.cut import GradientCut
 from rkgb.elements.effect import Effect
 from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import Op, Ref
+from rkgb.elements.target import WholeCall, target_of
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.elements.trees import Structure, flatten
 from rkgb.guards.sources import Sources
@@ -177,6 +178,12 @@ class BasicGraph:
         """The edges from autograd nodes to leaves, in the order of eager's backward."""
         return self.leaf_edges or tuple((h.leaf, h.sequence_nr) for h in self.hand_overs)
 
+    @property
+    def whole_calls(self) -> tuple[WholeCall, ...]:
+        """The calls of the user's own Python in the forward, in order."""
+        found = (target_of(op).whole for op in self.ops)
+        return tuple(whole for whole in found if whole is not None)
+
     @cached_property
     def externals(self) -> tuple[str, ...]:
         """Values that exist before the forward: parameters, buffers, constants and inputs."""
@@ -187,10 +194,9 @@ class BasicGraph:
     def written_roots(self) -> frozenset[str]:
         """Storages from before the forward that the step writes to, mostly of buffers."""
         writes = {name for op in (*self.ops, *self.backward) for name in op.writes}
-        for op in self.ops:  # an opaque call only says whether it writes to its buffers
-            piece = getattr(op.target, "piece", None)
-            if piece is not None and piece.buffer_bytes:
-                around = f"{piece.call.path}." if piece.call.path else ""
+        for whole in self.whole_calls:  # they only say whether they write to their buffers
+            if whole.buffer_bytes:
+                around = f"{whole.path}." if whole.path else ""
                 writes |= {name for name, path in self.buffers.items() if path.startswith(around)}
         found = {self.infos[name].alias_of for name in writes}
         return frozenset(found & {self.infos[name].alias_of for name in self.externals})
@@ -200,8 +206,8 @@ class BasicGraph:
         """Parameters that the forward writes to, by their names in the model."""
         roots = {self.infos[name].alias_of for op in self.ops for name in op.writes}
         found = [self.parameters[root] for root in roots if root in self.parameters]
-        for op in self.ops:  # opaque calls
-            found += getattr(getattr(op.target, "piece", None), "written", ())
+        for whole in self.whole_calls:
+            found += whole.written
         return tuple(sorted(set(found)))
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 
 from rkgb.elements.numbers import is_unspecialised
 from rkgb.elements.op import Op, Ref
+from rkgb.elements.target import Target, target_of
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
 
@@ -90,25 +91,17 @@ def _same_operation(a: Op, b: Op, same: _Values) -> bool:
     if ours != theirs:
         return False
     order, scalars = _scalars_of(a.target)
-    is_piece = hasattr(a.target, "piece")
+    is_whole = target_of(a).whole is not None
     pairs = [
         (order[i] if i < len(order) else "", x, y)
         for i, (x, y) in enumerate(zip(a.args, b.args, strict=True))
     ]
     pairs += [(name, a.kwargs[name], b.kwargs[name]) for name in a.kwargs]
-    return all(same(x, y, is_piece or name in scalars) for name, x, y in pairs)
+    return all(same(x, y, is_whole or name in scalars) for name, x, y in pairs)
 
 
 def _same_target(a: Any, b: Any) -> bool:
-    if a is b or a == b:
-        return True
-    piece = getattr(a, "piece", None)  # of an opaque call
-    return (
-        piece is not None
-        and type(a) is type(b)
-        and (b.piece is piece or piece.costs_as(b.piece))
-        and getattr(a, "in_parts", None) == getattr(b, "in_parts", None)
-    )
+    return a is b or a == b or (isinstance(a, Target) and a.costs_as(b))
 
 
 _SCALARS = ("number", "Optional[number]", "Tensor")

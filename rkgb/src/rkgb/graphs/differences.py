@@ -17,6 +17,7 @@ from torch import Tensor
 from rkgb.elements.module_paths import around
 from rkgb.elements.numbers import is_unspecialised
 from rkgb.elements.op import Op, Ref
+from rkgb.elements.target import Target, target_of
 from rkgb.graphs.basic import BasicGraph
 
 _MOST_SHOWN = 60  # characters of a value in an error
@@ -83,7 +84,7 @@ class _Differences:
             changed = next(self._arguments(a, b), None)
             if changed is not None:
                 path, source = self._place(b)
-                if hasattr(b.target, "piece"):  # the caller of an opaque call has decided
+                if target_of(b).runs_python:  # the caller of an opaque call has decided
                     path = path.rpartition(".")[0]
                 was, now = (_shown(value) for value in changed)
                 self._note(
@@ -156,19 +157,13 @@ def _is_same_call(a: Op, b: Op) -> bool:
 
 
 def _is_same_target(a: Any, b: Any) -> bool:
-    piece = getattr(a, "piece", None)
-    if piece is None:
-        return bool(a is b or a == b)
-    return type(a) is type(b) and b.piece.call.is_of_kind(piece.call)
+    return bool(a is b or a == b) or (isinstance(a, Target) and a.is_of_kind(b))
 
 
 def _given(op: Op) -> Sequence[Any]:
-    """Return the arguments of an operation; for an opaque call with its plain values."""
-    call = getattr(getattr(op.target, "piece", None), "call", None)
-    if call is None or not op.source:
-        return op.args
-    others = enumerate(call.leaves)
-    return [*op.args, *(leaf for place, leaf in others if place not in call.numbers)]
+    """Return the arguments of an operation, for an opaque call with its plain values."""
+    whole = target_of(op).whole
+    return op.args if whole is None else [*op.args, *whole.plain_values]
 
 
 def _assigned(effects: Sequence[Any]) -> set[tuple[str, str]]:

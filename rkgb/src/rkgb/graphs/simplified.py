@@ -20,7 +20,7 @@ from torch import nn
 from rkgb.elements.op import VIEW_NAMES, Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.backward_slices import slice_backward
-from rkgb.graphs.basic import HandOver
+from rkgb.graphs.basic import BasicGraph, HandOver
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.passes import PASSES, Groups, Pass
 from rkgb.graphs.topology import strongly_connected, topological_order
@@ -97,6 +97,16 @@ class SimplifiedGraph:
         basic = self.dataflow.basic
         return frozenset(roots_of(basic.infos, self.output_names) - basic.leaving_roots)
 
+    def with_backward(self, basic: BasicGraph) -> SimplifiedGraph:
+        """Return the same nodes with the backward of another recording of the same forward."""
+        node_of = {place: i for i, node in enumerate(self.nodes) for place in node.positions}
+        slices = slice_backward(basic, len(self.nodes), node_of)
+        nodes = tuple(
+            replace(node, backward=backward, hand_overs=hand_overs)
+            for node, (backward, hand_overs) in zip(self.nodes, slices, strict=True)
+        )
+        return replace(self, dataflow=replace(self.dataflow, basic=basic), nodes=nodes)
+
     @cached_property
     def input_names(self) -> tuple[str, ...]:
         """Values that the graph reads but does not make; empty for a whole forward."""
@@ -171,6 +181,18 @@ def D_to_S(
     for simplify in passes:
         simplify(groups)
     return _condense(groups)
+
+
+def merging(sg: SimplifiedGraph, runs: Sequence[Sequence[int]]) -> Pass:
+    """Return the pass that makes one node of each run of nodes of `sg`."""
+
+    def merge_runs(groups: Groups) -> None:
+        for run in runs:
+            positions = [place for index in run for place in sg.nodes[index].positions]
+            for place in positions[1:]:
+                groups.merge(positions[0], place)
+
+    return merge_runs
 
 
 def cut(sg: SimplifiedGraph) -> list[SimplifiedGraph]:

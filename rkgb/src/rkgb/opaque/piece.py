@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import threading
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.spread import settled
+from rkgb.elements.target import OpCost, Target, running_model
 from rkgb.elements.tensor_info import storage_id
 from rkgb.elements.trees import Structure
 from rkgb.errors import OpaquePieceError
@@ -36,19 +36,6 @@ from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.opaque.memory import apart, span
 from rkgb.torch_api.quiet import printing_to
 from rkgb.torch_api.torch_private import back_to_autograd
-
-_running = threading.local()
-
-
-@contextlib.contextmanager
-def running_on(model: nn.Module) -> Iterator[None]:
-    """While active, opaque calls run the submodules of this model."""
-    before = getattr(_running, "model", None)
-    _running.model = model
-    try:
-        yield
-    finally:
-        _running.model = before
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +68,22 @@ class Piece:
         kept = [tensors[p.number] if isinstance(p, Place) else p for p in self.plain]
         return self.results.unflatten(kept)
 
+    @property
+    def path(self) -> str:
+        return self.call.path
+
+    @property
+    def kind(self) -> str:
+        return self.call.kind
+
+    @property
+    def function(self) -> Any:
+        return self.call.function
+
+    @property
+    def plain_values(self) -> Sequence[Any]:
+        return [x for place, x in enumerate(self.call.leaves) if place not in self.call.numbers]
+
     def costs_as(self, other: Piece) -> bool:
         """Return whether another piece has the same memory, time and inputs."""
         ours, theirs = self.call, other.call
@@ -93,8 +96,7 @@ class Piece:
 
         Returns its tensors and its graph.
         """
-        model = getattr(_running, "model", None)
-        assert model is not None, "no model to run on"
+        model = running_model()
         count = len(self.call.places)
         tensors, numbers = given[:count], given[count:]
         result, inner, inputs, _ = run_call(self.call, model, tensors, numbers)
@@ -159,23 +161,53 @@ def _in_words(leaf: Any) -> str:
     return f"tensor {leaf.number}" if isinstance(leaf, Place) else repr(leaf)
 
 
-class RunPiece:
-    """The forward operation of a piece; `again` gives that of a recomputation."""
+class _OfPiece(Target):
+    runs_python = True
+    piece: Piece
+
+    def costs_as(self, other: object) -> bool:
+        return type(self) is type(other) and (
+            other.piece is self.piece or self.piece.costs_as(other.piece)
+        )
+
+    def is_of_kind(self, other: object) -> bool:
+        return type(self) is type(other) and other.piece.call.is_of_kind(self.piece.call)
+
+
+class RunPiece(_OfPiece):
+    """The forward operation of a piece."""
 
     def __init__(self, piece: Piece, *, keeps_state: bool = True) -> None:
-        self.piece, self.keeps_state = piece, keeps_state
+        self.piece = self.whole = piece
+        self.keeps_state = keeps_state
         self.__name__ = f"run_{piece.call.kind}"
 
     def __repr__(self) -> str:
         return f"run {self.piece.call.path} {self.piece.call.number}"
 
-    def without_state(self) -> RunPiece:
-        """Return the operation for a plan that does not recompute the piece."""
-        return RunPiece(self.piece, keeps_state=False)
+    def cost(self, op: Op) -> OpCost:
+        piece = self.piece
+        return OpCost(piece.time_ms[0], piece.flops[0], piece.workspace_bytes[0])
 
-    def again(self) -> RunPieceAgain:
+    def flops(self, count: Callable[[Op], int]) -> int:
+        return self.piece.flops[0]
+
+    def once(self, op: Op) -> Op:
+        """Return the operation for a plan that does not recompute the piece."""
+        target = RunPiece(self.piece, keeps_state=False)
+        return replace(op, target=target, results=(*op.results[:-1], ""))
+
+    def again(self, op: Op) -> Op:
         """Return the operation of a recomputation, which takes the state of the first run."""
-        return RunPieceAgain(self.piece)
+        *results, before = op.results
+        args = (*op.args, Ref(before))
+        target = RunPieceAgain(self.piece)
+        return replace(op, target=target, args=args, results=(*results, ""), writes=())
+
+    def takes_as(self, other: object) -> bool:
+        return not isinstance(other, RunPiece) or self.piece.call.like(
+            other.piece.call, but_for_numbers=True
+        )
 
     def __call__(self, *given: Any) -> tuple[Any, ...]:
         before = _Before(self.piece) if self.keeps_state else None
@@ -185,7 +217,7 @@ class RunPiece:
         return (*made, inner, before)
 
 
-class RunPieceAgain:
+class RunPieceAgain(_OfPiece):
     """The forward operation of a recomputation."""
 
     def __init__(self, piece: Piece) -> None:
@@ -203,16 +235,7 @@ class RunPieceAgain:
         return (*made, inner, None)
 
 
-def piece_again(op: Op) -> Op:
-    """Return the operation of a piece's recomputation, which takes the state of the first run."""
-    if not isinstance(op.target, RunPiece):
-        return op
-    *results, before = op.results
-    args = (*op.args, Ref(before))
-    return replace(op, target=op.target.again(), args=args, results=(*results, ""), writes=())
-
-
-class RunPieceBackward:
+class RunPieceBackward(_OfPiece):
     """The backward operation: gradients of the inputs and parameters that require one.
 
     It takes its arguments in a list, which it empties. The gradients at the positions `frees` among
@@ -240,6 +263,16 @@ class RunPieceBackward:
         return RunPieceBackward(
             self.piece, self.in_parts, frozenset(at for at in places if at >= first)
         )
+
+    def cost(self, op: Op) -> OpCost:
+        piece = self.piece
+        return OpCost(piece.time_ms[1], piece.flops[1], self.workspace_bytes(op.args[2]))
+
+    def flops(self, count: Callable[[Op], int]) -> int:
+        return self.piece.flops[1]
+
+    def costs_as(self, other: object) -> bool:
+        return super().costs_as(other) and getattr(other, "in_parts", None) == self.in_parts
 
     def workspace_bytes(self, given: Sequence[Any]) -> int:
         """Return the temporary memory of the call; `given` says which gradients there are."""
@@ -327,10 +360,10 @@ class _Before:
     """The state at the first run, and the trail that a recomputation must have."""
 
     def __init__(self, piece: Piece) -> None:
-        module = _running.model.get_submodule(piece.call.path)
+        module = running_model().get_submodule(piece.call.path)
         self.piece, self.module = piece, module
         self.state = ModuleState(module)
-        self.written = [_running.model.get_parameter(name) for name in piece.written]
+        self.written = [running_model().get_parameter(name) for name in piece.written]
         self.buffers = BufferContents(module, self.written) if piece.buffer_bytes else None
         self.trail: Any = None
 

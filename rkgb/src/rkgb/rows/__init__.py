@@ -20,8 +20,6 @@ rules.py (each kind of operation), pieces.py (a run of operations), call.py (how
 regions.py (which runs are worth cutting), rewrite.py (into a graph).
 """
 
-from rkgb.rows.call import InPieces
-from rkgb.rows.pieces import NotByPiecesError
 from rkgb.rows.rewrite import CutGraph, CutNode, cut_in_rows
 
-__all__ = ["CutGraph", "CutNode", "InPieces", "NotByPiecesError", "cut_in_rows"]
+__all__ = ["CutGraph", "CutNode", "cut_in_rows"]

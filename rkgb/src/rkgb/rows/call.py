@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rkgb.elements.op import Op, map_refs
+from rkgb.elements.target import Target
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.rows.cuts import piece_of
 from rkgb.rows.pieces import SHORT, Pieces
@@ -28,11 +29,14 @@ class _Line:
     frees: tuple[str, ...]
 
 
-class InPieces:
+class InPieces(Target):
     """Runs a part of a step piece by piece: a function from its inputs to its results."""
+
+    is_half = True
 
     def __init__(self, pieces: Pieces, name: str, side: str) -> None:
         self.pieces, self.side = pieces, side
+        self.recorded, self.rounds = pieces.recorded, pieces.count
         self.__name__ = f"{name}_in_{pieces.count}"
         self.digest = hashlib.sha1(pieces.text.encode()).hexdigest()[:20]
         kept = {*pieces.results}
@@ -52,6 +56,9 @@ class InPieces:
 
     def __repr__(self) -> str:  # the same in every process: a key of recorded costs
         return f"pieces {self.digest} {self.side}"
+
+    def flops(self, count: Callable[[Op], int]) -> int:
+        return sum(map(count, self.recorded))
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         pieces = self.pieces

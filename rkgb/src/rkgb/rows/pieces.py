@@ -23,16 +23,13 @@ import torch
 
 from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.elements.tensor_info import TensorInfo
+from rkgb.errors import NotByPiecesError
 from rkgb.rows.cuts import Cuts
 from rkgb.rows.find import find
 from rkgb.rows.rules import Asked, Value
 
 _SUMMED = (torch.float32, torch.float64)
 SHORT = (torch.bfloat16, torch.float16)  # added up in float32: not rounded at each piece
-
-
-class NotByPiecesError(Exception):
-    """Operations cannot run piece by piece; the text says which one, and why."""
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from rkgb.compiled.pieces.grouping import merging
-from rkgb.compiled.rewrite import with_backward
 from rkgb.elements.op import Op, Ref
+from rkgb.errors import NotByPiecesError
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.passes import PLANNED_PASSES
-from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, SimplifiedNode
+from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, SimplifiedNode, merging
 from rkgb.rows.call import InPieces
 from rkgb.rows.cuts import Cuts, spread_from
-from rkgb.rows.pieces import Cutting, NotByPiecesError, Pieces, SameBits
+from rkgb.rows.pieces import Cutting, Pieces, SameBits
 from rkgb.rows.regions import wide_runs
 
 _log = logging.getLogger("rkgb")
@@ -61,7 +60,7 @@ class CutGraph:
         Raises:
             NotByPiecesError: it reads values that this forward does not keep.
         """
-        merged = with_backward(self.merged, basic)
+        merged = self.merged.with_backward(basic)
         cut = {n.index: _cut_node(merged, n.index, n.rows, same_bits) for n in self.nodes}
         nodes = enumerate(merged.nodes)
         return replace(merged, nodes=tuple(cut.get(i, node) for i, node in nodes))

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rkgb.elements.compiled_call import CompiledCall
 from rkgb.elements.op import Op
+from rkgb.elements.target import target_of
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.graphs.uses import At, roots_of
-from rkgb.opaque.piece import RunPieceBackward
 from rkgb.run.node_storages import dying_in_backward, storages_of
-
-FREEING = (CompiledCall, RunPieceBackward)  # targets that take donated arguments
 
 
 def freeing(sg: SimplifiedGraph) -> SimplifiedGraph:
     """Return the graph in which backwards of several kernels take donated arguments."""
-    if not any(isinstance(op.target, FREEING) for node in sg.nodes for op in node.backward):
+    if not any(target_of(op).run for node in sg.nodes for op in node.backward):
         return sg
     infos, home, last = sg.dataflow.infos, sg.producer, sg.uses_behind.last
     outside = set(sg.dataflow.basic.externals)
@@ -32,7 +29,8 @@ def freeing(sg: SimplifiedGraph) -> SimplifiedGraph:
     }  # autograd holds those of losses to the end
 
     def frees(op: Op, at: At) -> Op:
-        if not isinstance(op.target, FREEING):
+        target = target_of(op)
+        if target.run is None:
             return op
         made = roots_of(infos, op.results)
         places = []
@@ -42,7 +40,7 @@ def freeing(sg: SimplifiedGraph) -> SimplifiedGraph:
             ends = last[root] == at and root not in made and root not in held
             if ends and (is_gradient or root in dying[at.part]):
                 places.append(place)
-        return replace(op, target=op.target.freeing(frozenset(places)))
+        return replace(op, target=target.freeing(frozenset(places)))
 
     nodes = tuple(
         replace(

@@ -16,10 +16,9 @@ from dataclasses import replace
 
 from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op, Ref, map_refs
+from rkgb.elements.target import target_of
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
-from rkgb.opaque.piece import RunPiece
-from rkgb.run.freeing import FREEING
 from rkgb.run.node_storages import dying_in_backward, storages_of
 from rkgb.run.places import Places, Step, ends_of, given_by, waiting_places
 from rkgb.run.state import copied_for_rerun, rerun_ops, rerun_state, runs_once
@@ -166,7 +165,7 @@ class _Lowering:
         if t < self.count:
             ops = node.ops
             if self.last_forward[index] < self.count:
-                ops = tuple(map(_piece_once, ops))
+                ops = tuple(target_of(op).once(op) for op in ops)
             return [Begin("F", index), *self._kept(index, node), *map(Call, ops)]
         return [Begin("F", index, again=True), *self._again(t, index, node)]
 
@@ -276,9 +275,10 @@ class _Lowering:
 def _freeing(statement: Call, dead: Sequence[str]) -> tuple[Call, tuple[str, ...]]:
     """Return a call with donated arguments, and the other variables that are dead after it."""
     op = statement.op
-    if not isinstance(op.target, FREEING):
+    frees = target_of(op).frees
+    if not frees:
         return statement, tuple(dead)
-    theirs = {name for at, name in enumerate(op.inputs) if at in op.target.frees}
+    theirs = {name for at, name in enumerate(op.inputs) if at in frees}
     freed = tuple(name for name in dead if name in theirs)
     return Call(op, freed), tuple(name for name in dead if name not in theirs)
 
@@ -301,12 +301,6 @@ def _calls_and_cuts(node: int, ops: Sequence[Op]) -> list[Statement]:
         else:
             lines.append(replace(last, receives=op.name))
     return lines
-
-
-def _piece_once(op: Op) -> Op:
-    if not isinstance(op.target, RunPiece):
-        return op
-    return replace(op, target=op.target.without_state(), results=(*op.results[:-1], ""))
 
 
 def _renamed(op: Op, names: Mapping[str, str]) -> Op:

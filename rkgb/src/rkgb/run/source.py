@@ -56,12 +56,10 @@ from torch.profiler import record_function
 
 from rkgb.device.profiled import is_profiled_by_user
 from rkgb.device.rng import RngState
-from rkgb.elements.compiled_call import CompiledCall
 from rkgb.elements.numbers import is_unspecialised
 from rkgb.elements.op import Op, Ref
+from rkgb.elements.target import Boxed, target_of
 from rkgb.graphs.simplified import SimplifiedGraph
-from rkgb.opaque.piece import RunPieceBackward
-from rkgb.run.freeing import FREEING
 from rkgb.run.program import for_backward_alone
 from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram, Sum
 from rkgb.torch_api.kernel_choice import calling_with, switch_forward
@@ -226,10 +224,9 @@ class _Writer:
                 before = self.end_of_span()
                 self.in_span = True
                 return [*before, f"span = span_of({text!r})"]
-            case Call(op) if isinstance(op.target, FREEING):
-                return self._boxed_call(op, op.target, statement.frees)
-            case Call(op):
-                return [self._call(op)]
+            case Call(op, frees):
+                run = target_of(op).run
+                return [self._call(op)] if run is None else self._boxed_call(op, run, frees)
             case Drop(names):
                 return [f"del {self.names(names)}"]
             case Copy(name, source):
@@ -276,13 +273,11 @@ class _Writer:
             return f"{', '.join(results)}{',' if len(results) == 1 else ''} = {call}"
         return f"{results[0]} = {call}"
 
-    def _boxed_call(
-        self, op: Op, target: CompiledCall | RunPieceBackward, frees: Sequence[str]
-    ) -> list[str]:
+    def _boxed_call(self, op: Op, run: Boxed, frees: Sequence[str]) -> list[str]:
         """Return the lines of a call that takes a list and empties it."""
         results = [_variable(name) if name else "_" for name in op.results]
         made = f"{', '.join(results)}{',' if len(results) == 1 else ''} = "
-        function = self._constant(target.run, op.target_name)
+        function = self._constant(run, op.target_name)
         if not frees:
             return [f"{made}{function}([{self._arguments(op)}])"]
         return [

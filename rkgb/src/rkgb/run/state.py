@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rkgb.elements.op import BATCH_NORMS, Op
+from rkgb.elements.target import target_of
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.graphs.uses import live_ops, roots_of
-from rkgb.opaque.piece import RunPiece, piece_again
 
 _NO_NAMES: Mapping[str, str] = {}
 
@@ -60,8 +60,8 @@ def runs_once(sg: SimplifiedGraph, node: SimplifiedNode) -> bool:
 
 def rerun_ops(sg: SimplifiedGraph, node: SimplifiedNode) -> tuple[Op, ...]:
     """Return the operations of a recomputation of `node`, without updates that nothing reads."""
-    if any(isinstance(op.target, RunPiece) for op in node.ops):
-        node = replace(node, ops=tuple(map(piece_again, node.ops)))
+    if any(target_of(op).runs_python for op in node.ops):
+        node = replace(node, ops=tuple(target_of(op).again(op) for op in node.ops))
     if not node.written_buffers:
         return node.ops
     infos, written = sg.dataflow.infos, set(node.written_buffers)

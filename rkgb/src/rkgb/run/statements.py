@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from rkgb.elements import CompiledCall, Op
+from rkgb.elements import Op, target_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +130,7 @@ class StepProgram:
         for statement in self.backward:
             if isinstance(statement, Begin):
                 again = statement.again
-            elif isinstance(statement, Call) and (
-                again or isinstance(statement.op.target, CompiledCall)
-            ):
+            elif isinstance(statement, Call) and (again or target_of(statement.op).is_half):
                 found.update(statement.op.inputs)
         return frozenset(found)
 

@@ -18,7 +18,6 @@ from torch import nn
 from rkgb.costs import BitsOfPieces, Timing
 from rkgb.engine import B_to_D, Sample, external_values, runnable
 from rkgb.graphs import BasicGraph
-from rkgb.rows import cut_in_rows
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.networks.keeping import measured_too
 from rockmate.networks.network import Network, assembled, by_flops
@@ -104,6 +103,8 @@ class Cutting:
         return self._made[key]
 
     def _cut(self, count: int, most: int | None, *, times: bool) -> Network | None:
+        from rkgb.rows import cut_in_rows
+
         cut = cut_in_rows(B_to_D(self.basic), count, most, self.same_bits)
         if not cut.nodes or (most is None and len(cut.nodes) == 1):  # was tried before
             _log.debug("nothing is cut in %d pieces: %s", count, "; ".join(cut.refused))

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from rkgb.compiled import CompiledGraph
 from rkgb.costs import FlopCost, Measured, NodeFacts, OpCost, measure_resized, op_key
-from rkgb.elements import InputMutation
+from rkgb.elements import InputMutation, target_of
 from rkgb.engine import Sample, device_of, external_values, measure, node_facts, operations
 from rkgb.graphs import SimplifiedGraph
-from rkgb.opaque import RunPiece
-from rkgb.rows import CutGraph
 from rkgb.run import RunnableGraph, runs_once
 from rockmate.networks.network_problem import problem_of
 from rockmate.problems.problem import Problem
@@ -21,6 +19,10 @@ from rockmate.progress import Phases
 from rockmate.schedules.opaque_piece import OpaquePiece
 from rockmate.settings import Terms
 from rockmate.whole_step import Coming
+
+if TYPE_CHECKING:  # each of the two may be taken out of rkgb
+    from rkgb.compiled import CompiledGraph
+    from rkgb.rows import CutGraph
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,10 @@ class Network:
     @property
     def pieces(self) -> tuple[OpaquePiece, ...]:
         """Memory and time on the sample of each opaque call."""
-        targets = (op.target for op in self.graph.dataflow.basic.ops)
-        pieces = (target.piece for target in targets if isinstance(target, RunPiece))
         return tuple(
-            OpaquePiece(p.call.path, p.call.kind, p.held_bytes, p.time_ms[0])
-            for p in pieces
-            if p.call.function is None
+            OpaquePiece(whole.path, whole.kind, whole.held_bytes, whole.time_ms[0])
+            for whole in self.graph.dataflow.basic.whole_calls
+            if whole.function is None
         )
 
 
@@ -162,11 +162,11 @@ def _written_by_backwards(graph: SimplifiedGraph, facts: Sequence[NodeFacts]) ->
 
 def _runs_once(graph: SimplifiedGraph) -> frozenset[int]:
     """Return the nodes with opaque calls that change or consume outside state."""
-    targets = ([op.target for op in node.ops] for node in graph.nodes)
+    wholes = ([target_of(op).whole for op in node.ops] for node in graph.nodes)
     return frozenset(
         index
-        for index, own in enumerate(targets)
-        if any(isinstance(target, RunPiece) and target.piece.runs_once for target in own)
+        for index, own in enumerate(wholes)
+        if any(whole is not None and whole.runs_once for whole in own)
     )
 
 

@@ -30,7 +30,6 @@ from rkgb.engine import (
     operations,
 )
 from rkgb.graphs import BackwardKind, SimplifiedGraph
-from rkgb.opaque import RunPiece
 from rkgb.run import Outcomes, RunnableGraph, without_idle_steps
 from rkgb.torch_api import has_saved_hooks
 from rockmate.comparison.contents import Contents
@@ -113,15 +112,13 @@ class Planned:
     def _written_buffers(self) -> tuple[frozenset[str], tuple[str, ...]]:
         basic, executable = self.network.graph.dataflow.basic, self.executor.planned
         found = {basic.buffers[name] for name in executable.written if name in basic.buffers}
-        pieces = [op.target.piece for op in basic.ops if isinstance(op.target, RunPiece)]
-        return frozenset(found), tuple(p.call.path for p in pieces if p.buffer_bytes)
+        return frozenset(found), tuple(w.path for w in basic.whole_calls if w.buffer_bytes)
 
     @cached_property
     def may_go_another_way(self) -> bool:
         """Whether a step may find that a guard fails."""
         checks = any(isinstance(effect, (Assertion, InputMutation)) for effect in self.effects)
-        ops = self.network.graph.dataflow.basic.ops
-        return checks or any(isinstance(op.target, RunPiece) for op in ops)
+        return checks or bool(self.network.graph.dataflow.basic.whole_calls)
 
     @cached_property
     def is_plain(self) -> bool:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.capture import for_same_numbers, no_collection, record_other_backward
-from rkgb.compiled import compile_variant
 from rkgb.costs import BitsOfPieces, Measured, measure_others
 from rkgb.engine import (
     device_of,
@@ -24,6 +23,7 @@ from rkgb.engine import (
     record,
     runnable,
 )
+from rkgb.errors import NotByPiecesError
 from rkgb.graphs import (
     BackwardKind,
     BasicGraph,
@@ -31,7 +31,6 @@ from rkgb.graphs import (
     autocast_as,
     forward_differences,
 )
-from rkgb.rows import NotByPiecesError
 from rkgb.run import held_bytes, without_idle_steps
 from rkgb.torch_api import placed_parameters
 from rockmate.errors import InfeasibleBudgetError, RockmateError, UnsupportedModuleError
@@ -145,7 +144,7 @@ def _in_pieces(
         UnsupportedModuleError: parts in pieces of rows cannot be cut for these gradients.
     """
     if network.compiled is not None:
-        return compile_variant(network.compiled, basic)
+        return network.compiled.with_backward(basic)
     assert network.cut is not None
     try:
         same = BitsOfPieces(basic, external) if network.cut.is_exact else None

@@ -15,12 +15,11 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from rkgb.capture import no_collection
-from rkgb.compiled import CompiledGraph, compile_pieces
 from rkgb.costs import BitsOfPieces
 from rkgb.engine import B_to_D, Sample, device_of, external_values, record, runnable
 from rkgb.graphs import BackwardKind
@@ -47,6 +46,9 @@ from rockmate.requests.request import PHASES, Request, lowered, refuse_nothing
 from rockmate.requests.within_blocks import within_blocks
 from rockmate.schedules.plan import Plan
 from rockmate.settings import Terms, parse_budget
+
+if TYPE_CHECKING:
+    from rkgb.compiled import CompiledGraph
 
 _log = logging.getLogger("rockmate")
 _FOR_BLOCKS = (
@@ -75,6 +77,8 @@ def _planned_anew(request: Request) -> Planned:
     budget_bytes, fraction = parse_budget(settings.budget)
     compiled: CompiledGraph | None = None
     if settings.compile:
+        from rkgb.compiled import compile_pieces
+
         with phases.phase("inductor"):
             both = settings.cost == "measured"  # otherwise it is not known which form is faster
             compiled = compile_pieces(B_to_D(request.basic), phases.note, both=both)

@@ -12,7 +12,8 @@ from dataclasses import replace
 from torch import nn
 
 from rkgb.capture import no_collection
-from rkgb.costs import Measured, OpCost, choose_callees, cost_of_piece, op_key
+from rkgb.costs import Measured, OpCost, choose_callees, op_key
+from rkgb.elements import target_of
 from rkgb.engine import device_of, external_values, operations
 from rkgb.run import RunnableGraph
 from rockmate.errors import PlanFileError, PlanMismatchError
@@ -187,10 +188,10 @@ def _costs(
     costs: dict[str, OpCost] = {}
     unsteady = set()
     for key, op in kinds.items():
-        piece = cost_of_piece(op)
+        given = target_of(op).cost(op)
         row = saved.costs.get(kind_digest(key))
-        if piece is not None:
-            costs[key] = piece
+        if given is not None:
+            costs[key] = given
         elif row is not None:
             costs[key] = OpCost(row.time_ms, row.flops, row.workspace_bytes)
         elif unknown is not None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from rkgb.graphs import BackwardKind, BasicGraph, SimplifiedGraph, Tangent
-from rkgb.opaque import RunPiece
 from rkgb.run import rerun_state
 from rockmate.networks.planned import Planned
 from rockmate.runtime.executable import Executable, plain_strides
@@ -44,8 +43,8 @@ def has_same_nodes(ours: SimplifiedGraph, theirs: SimplifiedGraph) -> bool:
 
 def can_run_again(graph: SimplifiedGraph) -> bool:
     """Return whether the forward can be run again for unexpected gradients."""
-    pieces = any(isinstance(op.target, RunPiece) for op in graph.dataflow.basic.ops)
-    return not pieces and not any(rerun_state(graph, node) for node in graph.nodes)
+    has_state = any(rerun_state(graph, node) for node in graph.nodes)
+    return not graph.dataflow.basic.whole_calls and not has_state
 
 
 def versions_like(known: Sequence[Planned], basic: BasicGraph) -> Iterator[Version]:

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.elements import BATCH_NORMS, CAST, CompiledCall, Numbers
+from rkgb.elements import BATCH_NORMS, CAST, Numbers, target_of
 from rkgb.graphs import BackwardKind, Flow, SimplifiedGraph, Tangent
 from rkgb.module_state import KeptWrites
-from rkgb.opaque import RunPiece
-from rkgb.rows import InPieces
 from rkgb.run import Begin, CompiledStep, Give, Places, StepProgram, made_by, read_by, rerun_state
 from rkgb.torch_api import current_dispatch_modes, dispatch_mode_stack
 from rockmate.runtime.rails import Rail, RailPlaces, reader
@@ -78,7 +76,7 @@ class Executable:
     @cached_property
     def has_pieces(self) -> bool:
         """Whether it has opaque calls, which run the user's Python."""
-        return any(isinstance(op.target, RunPiece) for op in self.graph.dataflow.basic.ops)
+        return bool(self.graph.dataflow.basic.whole_calls)
 
     @cached_property
     def cast_leaves(self) -> tuple[str, ...]:
@@ -86,8 +84,7 @@ class Executable:
         basic = self.graph.dataflow.basic
         leaves = {leaf for leaf, _ in basic.edges}
         found = {op.inputs[0] for op in basic.ops if op.target is CAST and op.inputs}
-        pieces = (op.target.piece for op in basic.ops if isinstance(op.target, RunPiece))
-        inside = {name for piece in pieces for name in piece.casts}
+        inside = {name for whole in basic.whole_calls for name in whole.casts}
         return tuple(
             leaf for leaf in sorted(leaves) if leaf in found or basic.parameters.get(leaf) in inside
         )
@@ -297,7 +294,7 @@ class Executable:
     def keeps_by_backward(self) -> bool:
         """Whether the saved tensors depend on the backward with which it was compiled."""
         ops = (op for node in self.graph.nodes for op in node.ops)
-        return any(isinstance(op.target, (CompiledCall, InPieces)) for op in ops)
+        return any(target_of(op).is_half for op in ops)
 
     @cached_property
     def saved_outputs(self) -> tuple[tuple[int, str], ...]:

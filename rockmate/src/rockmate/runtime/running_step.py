@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.device import KeptGenerators
-from rkgb.elements import settled
+from rkgb.elements import running_on, settled
 from rkgb.graphs import BackwardKind, ambient_autocast
-from rkgb.opaque import running_on
 from rkgb.torch_api import (
     KernelChoice,
     RecomputingAs,

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rkgb.compiled.code.call import CompiledCall
 from rkgb.compiled.code.flops import Flops, is_heavy
 from rkgb.compiled.code.halves import Kind, Place
 from rkgb.compiled.code.sizes import SizeRule
 from rkgb.compiled.pieces.joint import Joint
-from rkgb.elements.compiled_call import Boxed, CompiledCall
+from rkgb.elements.target import Boxed
 from rkgb.elements.tensor_info import TensorInfo, storage_bytes, storage_id
 from rkgb.run.stand_ins import Drawn, StandIns
 from rkgb.torch_api.torch_private import AnySize, straight_to_kernels

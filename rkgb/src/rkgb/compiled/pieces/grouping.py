@@ -10,12 +10,11 @@ only behind products and sums that do not depend on it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
 
 from rkgb.elements.op import BATCH_NORMS, VIEW_NAMES, Op
-from rkgb.graphs.passes import Groups, Pass
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.graphs.uses import roots_of
 
@@ -250,15 +249,3 @@ def _is_epilogue(node: SimplifiedNode, sg: SimplifiedGraph) -> bool:
 
     known = (op.target_name in _EPILOGUE or op.target_name in VIEW_NAMES for op in node.ops)
     return all(known) and not any(map(is_gated, node.ops))
-
-
-def merging(sg: SimplifiedGraph, runs: Sequence[Sequence[int]]) -> Pass:
-    """Return the pass that makes one node of each run of nodes of `sg`."""
-
-    def merge_pieces(groups: Groups) -> None:
-        for run in runs:
-            positions = [place for index in run for place in sg.nodes[index].positions]
-            for place in positions[1:]:
-                groups.merge(positions[0], place)
-
-    return merge_pieces

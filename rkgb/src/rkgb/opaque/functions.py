@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.capture.pieces import Link, PieceRecorder
 from rkgb.elements.trees import flatten
 from rkgb.errors import SideEffectError
 from rkgb.opaque.call import Place
+from rkgb.opaque.recording import Link, PieceRecorder
 from rkgb.torch_api.patches import ForAll
 from rkgb.torch_api.torch_private import latest_sequence_nr
 

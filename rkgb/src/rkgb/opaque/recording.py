@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from rkgb.elements.module_paths import around
 from rkgb.elements.op import CAST, Op, Ref
 from rkgb.elements.spread import memory_of
+from rkgb.elements.target import running_on
 from rkgb.elements.trees import flatten
 from rkgb.errors import BrokenPieceError, RkgbError, SideEffectError
 from rkgb.graphs.basic import BasicGraph, ambient_autocast
 from rkgb.guards.code_watch import CodeWatch, Seen
 from rkgb.module_state.kept_writes import Contents
 from rkgb.module_state.start_of_call import Lent, ModuleState
+from rkgb.opaque.adding import add_in_parts
 from rkgb.opaque.call import Call, Kind
-from rkgb.opaque.piece import Piece, RunPiece, RunPieceBackward, running_on
+from rkgb.opaque.piece import Piece, RunPiece, RunPieceBackward
 from rkgb.opaque.trial import Trials
 from rkgb.recording.recorder import Recorder
 from rkgb.torch_api.placed import placed_parameters
@@ -133,7 +135,19 @@ class PieceRecorder:
             ),
         )
 
-    def refuse_shared_writes(self, ops: Sequence[Op], parameters: Mapping[str, str]) -> None:
+    def finished(self, parameters: Mapping[str, str]) -> list[Op]:
+        """Return the backward, in which partial gradients are added one by one.
+
+        Raises:
+            SideEffectError: a larger submodule has to be an opaque call.
+        """
+        recorder = self.recorder
+        if self.paths:
+            self._refuse_shared_writes((*recorder.forward, *recorder.backward), parameters)
+            self._refuse_shared_casts(recorder.forward, parameters)
+        return add_in_parts(recorder.backward)
+
+    def _refuse_shared_writes(self, ops: Sequence[Op], parameters: Mapping[str, str]) -> None:
         """Refuse a parameter that is used inside and outside of an opaque call, and written by one.
 
         A recomputed opaque call restores only parameters that it writes itself.
@@ -170,7 +184,7 @@ class PieceRecorder:
             error.module_path = ""
             raise error
 
-    def refuse_shared_casts(self, ops: Sequence[Op], parameters: Mapping[str, str]) -> None:
+    def _refuse_shared_casts(self, ops: Sequence[Op], parameters: Mapping[str, str]) -> None:
         """Refuse a parameter that autocast casts both inside and outside of an opaque call.
 
         Autocast casts it once per region, and sums the gradients of all uses before it casts back.

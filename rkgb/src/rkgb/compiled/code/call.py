@@ -6,15 +6,18 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-# Takes a list of tensors, which it empties.
-Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
+from rkgb.elements.op import Op
+from rkgb.elements.target import Boxed, Target
 
 
-class CompiledCall:
+class CompiledCall(Target):
     """The forward or the backward of a class of pieces, as the target of an operation.
 
     The arguments at the positions `frees` are donated: the call frees each after its last use.
     """
+
+    is_half = True
+    run: Boxed
 
     def __init__(
         self,
@@ -22,10 +25,10 @@ class CompiledCall:
         name: str,
         digest: str,
         side: str,
-        flops: int,
+        flops_of_one: int,
         frees: frozenset[int] = frozenset(),
     ) -> None:
-        self.run, self.digest, self.side, self.flops = run, digest, side, flops
+        self.run, self.digest, self.side, self.flops_of_one = run, digest, side, flops_of_one
         self.frees = frees
         self.__name__ = name
 
@@ -36,6 +39,11 @@ class CompiledCall:
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         return self.run(list(tensors))
 
+    def flops(self, count: Callable[[Op], int]) -> int:
+        return self.flops_of_one
+
     def freeing(self, places: frozenset[int]) -> CompiledCall:
         """Return the same call, with the arguments at these positions donated to it."""
-        return CompiledCall(self.run, self.__name__, self.digest, self.side, self.flops, places)
+        return CompiledCall(
+            self.run, self.__name__, self.digest, self.side, self.flops_of_one, places
+        )
