@@ -1,25 +1,30 @@
 """The facts of every node: its storages, its costs, and the peaks of its forward and backward.
 
-Memory is not measured here. It is simulated operation by operation, in the order and with the frees
-of the generated program, from recorded sizes and measured workspaces.
+Memory is not measured here. It is read off the statements of a program, from recorded sizes and
+measured workspaces. Above its start, a part holds the same in every plan, except for phantoms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import NamedTuple
 
 from rkgb.costs.op_costs import op_key
 from rkgb.device.chosen import device_of
 from rkgb.elements.cut import GradientCut
 from rkgb.elements.op import Op
 from rkgb.elements.target import OpCost, target_of
-from rkgb.graphs.basic import HandOver
+from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
-from rkgb.graphs.uses import At, made_by, roots_of
+from rkgb.graphs.uses import made_by as roots_made_by
+from rkgb.graphs.uses import roots_of
 from rkgb.run.node_storages import NodeStorage, dying_in_backward, storages_of
-from rkgb.run.state import rerun_ops, rerun_state
+from rkgb.run.places import Step
+from rkgb.run.program import lowered_parts
+from rkgb.run.state import rerun_ops, rerun_state, runs_once
+from rkgb.run.statements import Call, Give, Statement, dropped_by, free_variables, made_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,16 @@ class _Facts:
             for made in storages_of(sg)
         )
         self.dying = dying_in_backward(self.storages)
-        self.gradient_roots = self._gradients()
+        self.known = {*sg.producer, *sg.dataflow.basic.externals}  # what is no gradient
+        count = len(sg.nodes)
+        forward: list[Step] = [("F", index) for index in range(count)]
+        plain = lowered_parts(sg, [*forward, *(("B", i) for i in reversed(range(count)))])
+        backwards = [step for i in reversed(range(count)) for step in self._with_rerun(i)]
+        dropping = lowered_parts(sg, [*forward, *backwards])
+        self.keeping, self.dropping = (
+            [self._forward_peak(lines) for lines in parts[:count]] for parts in (plain, dropping)
+        )
+        self.backwards = self._backward_peaks(plain)
 
     def all(self) -> tuple[NodeFacts, ...]:
         return tuple(self._node(index, node) for index, node in enumerate(self.sg.nodes))
@@ -91,19 +105,12 @@ class _Facts:
         beside = copies + (self.random_bytes if node.is_random else 0)
         state += beside
         twice += beside + copies
-        others = {s.root for s in self.storages[index] if not s.is_phantom}
-        all_kept = {s.root for s in self.storages[index]}
         # A recomputation briefly holds the recorded and the present random state.
         least = self.random_bytes if node.is_random else 0
-        keeping = max(least, self._forward_peak(index, all_kept))
-        dropping = max(least, self._forward_peak(index, others))
-        before = sum(
-            self._size(root)
-            for root, (made, last) in self.gradient_roots.items()
-            if made > index >= last
-        )
-        peak, left = self._backward_peak(index, node)
-        kept = sum(self._size(root) for root in all_kept)
+        keeping = max(least, self.keeping[index])
+        dropping = max(least, self.dropping[index])
+        before, peak, left = self.backwards[index]
+        kept = sum(s.size_bytes for s in self.storages[index])
         return NodeFacts(
             cost=Cost(
                 self._sum(node.ops, lambda cost: cost.time_ms),
@@ -143,86 +150,118 @@ class _Facts:
     def _made(self, op: Op) -> list[str]:
         if isinstance(op.target, GradientCut) and op.target.from_outside:
             return []  # it existed before
-        return made_by(self.infos, op)
+        return roots_made_by(self.infos, op)
 
-    # ------------------------------------------------------------------ forward
+    # ------------------------------------------------------------------ peaks
 
-    def _forward_peak(self, index: int, kept: set[str]) -> int:
-        """Return the peak of a forward that keeps the storages `kept` to its end."""
-        last = self.sg.uses.last
+    def _with_rerun(self, index: int) -> list[Step]:
+        again: list[Step] = [("F", index)]
+        return [*([] if runs_once(self.sg, self.sg.nodes[index]) else again), ("B", index)]
+
+    def _forward_peak(self, lines: Sequence[Statement]) -> int:
+        """Return the peak of a forward above its start."""
+        held = _Held(self.infos)
         alive = peak = 0
-        mine: set[str] = set()
-        for place, op in enumerate(self.sg.nodes[index].ops):
-            made = self._made(op)
-            mine.update(made)
-            alive += sum(map(self._size, made))
-            peak = max(peak, alive + self._workspace(op))
-            ends = {root for root in mine if last[root] == At(index, place)}
-            alive -= sum(map(self._size, ends - kept))
+        for statement in lines:
+            if isinstance(statement, Call):
+                made = self._made(statement.op)
+                held.own.update(made)
+                alive += sum(map(self._size, made))
+                peak = max(peak, alive + self._workspace(statement.op))
+            alive -= sum(self._size(root) for root in held.after(statement) if root in held.own)
         return peak
 
-    # ------------------------------------------------------------------ backward
-
-    def _gradients(self) -> dict[str, tuple[int, int]]:
-        """Return the maker and the last reader of each gradient's storage, as nodes.
-
-        The gradient of an output counts as made by a node after the last one.
-        """
-        behind, basic = self.sg.uses_behind, self.sg.dataflow.basic
-        known = {*self.sg.producer, *basic.externals}
-        found = {
-            root: (behind.first[root].part, last.part)
-            for root, last in behind.last.items()
-            if root not in known
-        }
+    def _backward_peaks(self, parts: Sequence[Sequence[Statement]]) -> dict[int, _Peak]:
+        """Return what each backward of a program without recomputation takes, by its node."""
+        basic, count = self.sg.dataflow.basic, len(self.sg.nodes)
+        held = _Held(self.infos)
+        for statement in itertools.chain(*parts[:count]):
+            held.after(statement)
+        held.keep_only(free_variables(itertools.chain(*parts[count:])))
         waiting = [op.name for op in basic.cuts if op.target.from_outside]  # type: ignore[attr-defined]
-        for name in (*filter(None, basic.tangent_names), *waiting):
-            # The gradient of a loss starts the backward, and autograd holds it to the end.
-            last = found.get(name, (0, 0))[1] if self.infos[name].shape else -1
-            found[name] = len(self.sg.nodes), last
+        held.make([*filter(None, basic.tangent_names), *waiting])
+        # The gradient of a loss starts the backward, and autograd holds it to the end.
+        held.for_good = {n for n in basic.tangent_names if n and not self.infos[n].shape}
+        found = {}
+        for index, lines in zip(reversed(range(count)), parts[count:], strict=True):
+            before = sum(self._size(root) for root in held.names if root not in self.known)
+            found[index] = _Peak(before, *self._backward_peak(index, lines, held))
         return found
 
-    def _backward_peak(self, index: int, node: SimplifiedNode) -> tuple[int, int]:
+    def _backward_peak(
+        self, index: int, lines: Sequence[Statement], held: _Held
+    ) -> tuple[int, int]:
         """Return the bytes above the start: at the peak and at the end."""
         alive = peak = 0
-        for place, op in enumerate(node.backward):
-            at = At(index, place)
-            alive += sum(map(self._size, self._made(op)))
-            peak = max(peak, alive + self._workspace(op) - self._reused_bytes(op, at))
-            alive -= sum(map(self._size, self._ending.get(at, ())))
-        # Autograd copies a gradient whose strides differ from its parameter's.
-        peak = max(peak, alive + sum(map(self._copied_bytes, node.hand_overs)))
-        alive -= sum(map(self._size, self._ending.get(At(index, len(node.backward)), ())))
+        for statement in lines:
+            gone = held.after(statement)
+            if isinstance(statement, Call):
+                op = statement.op
+                alive += sum(map(self._size, self._made(op)))
+                peak = max(peak, alive + self._workspace(op) - self._reused_bytes(op, gone))
+            elif isinstance(statement, Give):
+                # Autograd copies a gradient whose strides differ from its parameter's.
+                copied = sum(self._copied_bytes(*pair) for pair in statement.gradients if pair[1])
+                peak = max(peak, alive + copied)
+            # The plan decides when other storages are freed.
+            own = (r for r in gone if r not in self.known or r in self.dying[index])
+            alive -= sum(map(self._size, own))
         return peak, alive + sum(map(self._size, self.dying[index]))
 
-    @cached_property
-    def _ending(self) -> Mapping[At, Sequence[str]]:
-        """The storages that a backward frees after their last use: gradients and dying values."""
-        found: dict[At, list[str]] = {}
-        for root, at in self.sg.uses_behind.last.items():
-            if root in self.dying[at.part] or self._goes_in(root, at.part):
-                found.setdefault(at, []).append(root)
-        return found
-
-    def _goes_in(self, root: str, index: int) -> bool:
-        """Return whether `root` is a gradient's storage and this backward is its last reader."""
-        return root in self.gradient_roots and self.gradient_roots[root][1] == index
-
-    def _reused_bytes(self, op: Op, at: At) -> int:
+    def _reused_bytes(self, op: Op, gone: Sequence[str]) -> int:
         """Return the bytes of a summed gradient that lies in the memory of its parts."""
         if not isinstance(op.target, GradientCut) or op.target.from_outside or not op.inputs:
             return 0
         root = self.infos[op.inputs[0]].alias_of
-        is_alone = self._goes_in(root, at.part) and self.sg.uses_behind.last[root] == at
-        return self._size(op.name) if is_alone else 0
+        return self._size(op.name) if root in gone and root not in self.known else 0
 
-    def _copied_bytes(self, hand_over: HandOver) -> int:
-        leaf = self.infos[hand_over.leaf]
-        value = self.infos[hand_over.value]
+    def _copied_bytes(self, leaf_name: str, name: str) -> int:
+        leaf, value = self.infos[leaf_name], self.infos[name]
         if value.shape and not value.stride:  # a sparse one is not copied
             return 0
         whole = value.storage_bytes == value.size_bytes
         return 0 if leaf.stride == value.stride and whole else self.rounded(leaf.size_bytes)
+
+
+class _Peak(NamedTuple):
+    """What a backward finds of gradients, takes above that, and leaves above that."""
+
+    before_bytes: int
+    peak_bytes: int
+    left_bytes: int
+
+
+class _Held:
+    """Which variables of a program hold each storage."""
+
+    def __init__(self, infos: Mapping[str, TensorInfo]) -> None:
+        self.infos = infos
+        self.names: dict[str, set[str]] = {}  # by storage
+        self.own: set[str] = set()  # storages that were made here
+        self.for_good: set[str] = set()
+
+    def make(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name in self.infos:
+                self.names.setdefault(self.infos[name].alias_of, set()).add(name)
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Let all other variables go."""
+        kept = {root: own & {*names} for root, own in self.names.items()}
+        self.names = {root: own for root, own in kept.items() if own}
+
+    def after(self, statement: Statement) -> list[str]:
+        """Run a statement; return the storages that nothing holds any more."""
+        self.make(made_by(statement))
+        gone = []
+        for name in dropped_by(statement):
+            root = self.infos[name].alias_of if name in self.infos else ""
+            if root in self.names and name not in self.for_good:
+                self.names[root].discard(name)
+                if not self.names[root]:
+                    del self.names[root]
+                    gone.append(root)
+        return gone
 
 
 def _copied_buffers(op: Op) -> int:

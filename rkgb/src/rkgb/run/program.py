@@ -47,6 +47,14 @@ def lower_step(
     return _Lowering(sg, steps, waiting_places(sg, steps) if places is None else places).run()
 
 
+def lowered_parts(sg: SimplifiedGraph, steps: Sequence[Step]) -> list[list[Statement]]:
+    """Return the statements of each step of a plan, for whoever counts what they take.
+
+    What hands a part of an output's gradient to autograd, or takes the whole from it, is a call.
+    """
+    return _Lowering(sg, steps, waiting_places(sg, steps)).parts()
+
+
 def for_backward_alone(program: StepProgram) -> StepProgram:
     """Return the program of a second forward, whose outputs the user already has.
 
@@ -125,10 +133,11 @@ class _Lowering:
         self.dying = dying_in_backward(storages)
 
     def run(self) -> StepProgram:
-        parts = [self._part(t) for t in range(len(self.steps))]
-        self._hand_over(parts)
-        externals = self._externals(parts)
-        lines = self._with_drops(parts, set(externals))
+        lines = [
+            _with_gives(index, part)
+            for (_, index), part in zip(self.steps, self.parts(), strict=True)
+        ]
+        externals = self._externals(lines)
         forward = [s for part in lines[: self.count] for s in part]
         backward = [s for part in lines[self.count :] for s in part]
         made = dict.fromkeys(externals)
@@ -150,6 +159,12 @@ class _Lowering:
             tangents=self.tangents,
         )
 
+    def parts(self) -> list[list[Statement]]:
+        """Return the statements of each step, with a drop behind the last use of each variable."""
+        parts = [self._part(t) for t in range(len(self.steps))]
+        self._hand_over(parts)
+        return self._with_drops(parts, set(self._externals(parts)))
+
     # ------------------------------------------------------------------ parts
 
     def _part(self, t: int) -> list[Statement]:
@@ -161,7 +176,7 @@ class _Lowering:
                 "reads memory that the forward writes to and that no copy can stand for."
             )
         if kind == "B":
-            return [Begin("B", index), *_calls_and_cuts(index, node.backward)]
+            return [Begin("B", index), *map(Call, node.backward)]
         if t < self.count:
             ops = node.ops
             if self.last_forward[index] < self.count:
@@ -221,16 +236,15 @@ class _Lowering:
     ) -> list[list[Statement]]:
         """Add a drop after the last use of every variable, going backwards through the program."""
         outputs = set(self.outputs)
-        needed: set[str] = set()  # read later, before it is made again
+        live: set[str] = set()  # read later, before it is made again
         result: list[list[Statement]] = []
         for t in range(len(parts) - 1, -1, -1):
             if t == self.count - 1:
-                needed |= outputs
+                live |= outputs
             part = parts[t]
             kind, index = self.steps[t]
             dying = self.dying[index] if kind == "B" else None
             made = {name for statement in part for name in made_by(statement)}
-            live = set(needed)
             late: dict[str, None] = {}
             lines: list[Statement] = []
             gives = 0
@@ -238,23 +252,22 @@ class _Lowering:
                 uses = dict.fromkeys((*made_by(statement), *read_by(statement)))
                 dead = [n for n in uses if n not in live and n not in externals]
                 # Random states are dropped one at a time; a hand-over drops its own values.
-                if not isinstance(statement, Draw | Give):
+                if not isinstance(statement, Draw | Give) and not _hands_over(statement):
                     late.update((n, None) for n in dead if self._stays(n, made, dying))
                 now = tuple(n for n in dead if n not in late)
                 if isinstance(statement, Call):
                     statement, now = _freeing(statement, now)
                 if isinstance(statement, Give):
                     lines.append(replace(statement, dropped=now))
-                    gives += not statement.output
+                    gives += 1
                 else:
                     lines += [Drop(now)] if now else []
                     lines.append(statement)
-                live -= set(made_by(statement))
-                live |= set(read_by(statement))
+                live.difference_update(made_by(statement))
+                live.update(read_by(statement))
             lines.reverse()
             if late:
                 lines.insert(len(lines) - gives, Drop(tuple(late)))
-            needed = live
             result.append(lines)
         result.reverse()
         return result
@@ -275,6 +288,8 @@ class _Lowering:
 def _freeing(statement: Call, dead: Sequence[str]) -> tuple[Call, tuple[str, ...]]:
     """Return a call with donated arguments, and the other variables that are dead after it."""
     op = statement.op
+    if _hands_over(statement):
+        return Call(op, tuple(dead)), ()
     frees = target_of(op).frees
     if not frees:
         return statement, tuple(dead)
@@ -283,24 +298,40 @@ def _freeing(statement: Call, dead: Sequence[str]) -> tuple[Call, tuple[str, ...
     return Call(op, freed), tuple(name for name in dead if name not in theirs)
 
 
-def _calls_and_cuts(node: int, ops: Sequence[Op]) -> list[Statement]:
-    """Return the statements of a backward, with hand-overs of parts of outputs' gradients."""
-    lines: list[Statement] = []
-    for op in ops:
-        if not isinstance(op.target, (GradientCut, GradientPart)):
-            lines.append(Call(op))
+def _hands_over(statement: Statement) -> bool:
+    return isinstance(statement, Call) and isinstance(
+        statement.op.target, (GradientCut, GradientPart)
+    )
+
+
+def _with_gives(node: int, lines: Sequence[Statement]) -> list[Statement]:
+    """Return statements that hand over parts of gradients of outputs, and receive the wholes.
+
+    Last parts go where the whole is received. What autograd holds meanwhile is no variable.
+    """
+    found: list[Statement] = []
+    for statement in lines:
+        if not isinstance(statement, Call) or not isinstance(
+            statement.op.target, (GradientCut, GradientPart)
+        ):
+            found.append(statement)
             continue
-        last = lines[-1] if lines else None
-        if isinstance(last, Give) and last.output == op.target.root and not last.receives:
-            lines.pop()
+        op, target = statement.op, statement.op.target
+        last = found[-1] if found else None
+        if isinstance(last, Give) and last.output == target.root and not last.receives:
+            found.pop()
         else:
-            last = Give(node, (), (), output=op.target.root)
-        if isinstance(op.target, GradientPart):
-            part = (op.target.root, op.inputs[-1])
-            lines.append(replace(last, gradients=(*last.gradients, part)))
+            last = Give(node, (), (), output=target.root)
+        read = {value for _, value in last.gradients}
+        if isinstance(target, GradientPart):
+            read.add(op.inputs[-1])
+            last = replace(last, gradients=(*last.gradients, (target.root, op.inputs[-1])))
         else:
-            lines.append(replace(last, receives=op.name))
-    return lines
+            read.add(op.name)
+            last = replace(last, receives=op.name)
+        dropped = tuple(name for name in statement.frees if name in read)
+        found.append(replace(last, dropped=(*last.dropped, *dropped)))
+    return found
 
 
 def _renamed(op: Op, names: Mapping[str, str]) -> Op:

@@ -166,6 +166,14 @@ def read_by(statement: Statement) -> tuple[str, ...]:
     return ()
 
 
+def dropped_by(statement: Statement) -> tuple[str, ...]:
+    """Return the variables that a statement lets go."""
+    match statement:
+        case Call(frees=names) | Drop(names) | Give(dropped=names):
+            return names
+    return ()
+
+
 def free_variables(statements: Iterable[Statement]) -> set[str]:
     """Return the variables that the statements read without having made them."""
     made: set[str] = set()
