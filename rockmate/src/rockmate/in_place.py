@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rockmate.arguments import Arguments, called_with, refuse_loss
-from rockmate.decisions import DecidingForward
+from rockmate.decisions import DecidingModule
 from rockmate.errors import ArgumentsError, RockmateError
 from rockmate.module import (
     Rockmate,
@@ -55,7 +55,7 @@ def apply(given: InPlace) -> nn.Module:
         raise ArgumentsError("rockmate.apply takes kwargs and samples beside a sample only")
     if not is_applied(model):
         plain_of(model)  # refuses anything but a module
-    planned = DecidingForward(plain_view(model), given.terms())
+    planned = DecidingModule(plain_view(model), given.terms())
     if is_sampled:
         planned.prepare(given.calls())
         refuse_no_output(planned)

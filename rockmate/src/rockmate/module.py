@@ -20,7 +20,7 @@ from rockmate.calls.class_attributes import CompiledCallAttribute, ForwardAttrib
 from rockmate.calls.first_call import INSTEAD
 from rockmate.calls.plan_store import PlanRows
 from rockmate.calls.second_look import Differences
-from rockmate.decisions import DecidingForward
+from rockmate.decisions import DecidingModule
 from rockmate.decisions.report import DecidedPlan
 from rockmate.errors import UnsupportedModuleError
 from rockmate.files.plan_file import PlanFile
@@ -96,7 +96,7 @@ class Rockmate(nn.Module):
             module is not changed.
     """
 
-    _rockmate: DecidingForward
+    _rockmate: DecidingModule
     memory = _WholeStepOf()
 
     def __new__(cls, model: nn.Module | None = None, *_: Any, **__: Any) -> Rockmate:
@@ -113,7 +113,7 @@ class Rockmate(nn.Module):
         plain = plain_of(given.model)
         if plain is not given.model and not isinstance(given.model, Rockmate):
             _log.info("torch.compile around %s is taken off: %s", type(plain).__name__, INSTEAD)
-        planned = DecidingForward(with_loss(plain, given.loss), given.terms())
+        planned = DecidingModule(with_loss(plain, given.loss), given.terms())
         planned.prepare(given.calls())
         refuse_no_output(planned)
         object.__setattr__(self, "_rockmate", planned)
@@ -239,7 +239,7 @@ class Rockmate(nn.Module):
         parts[2:3] = [_without_plans(part) for part in parts[2:3]]
         # As in `copy`, but registered as the copy of this object, not of its plain view.
         model = copy._reconstruct(self, memo, *parts)  # type: ignore[attr-defined]
-        dressed(model, DecidingForward(plain_view(model), planned.settings))
+        dressed(model, DecidingModule(plain_view(model), planned.settings))
         model._rockmate.take_plans_of(planned)
         return model
 
@@ -337,7 +337,7 @@ def plain_of(model: Any) -> nn.Module:
     return plain
 
 
-def refuse_no_output(planned: DecidingForward) -> None:
+def refuse_no_output(planned: DecidingModule) -> None:
     """Refuse a sample for which the model returns no tensor for a loss.
 
     Raises:
@@ -357,7 +357,7 @@ def refuse_no_output(planned: DecidingForward) -> None:
     )
 
 
-def dressed(model: nn.Module, planned: DecidingForward) -> nn.Module:
+def dressed(model: nn.Module, planned: DecidingModule) -> nn.Module:
     """Replace the forward of a module by a planned one, and return the module."""
     vars(model)["_rockmate"] = planned
     object.__setattr__(model, "__class__", _class_of(Rockmate, type(model), wraps=False))
@@ -372,7 +372,7 @@ def _without_plans(state: Any) -> Any:
 
 def _load(model: nn.Module, settings: Terms) -> Rockmate:
     wrapper = Rockmate.__new__(Rockmate, model)
-    object.__setattr__(wrapper, "_rockmate", DecidingForward(model, settings))
+    object.__setattr__(wrapper, "_rockmate", DecidingModule(model, settings))
     return wrapper
 
 
@@ -392,4 +392,4 @@ def _restore(model: nn.Module, saved: tuple[Any, Terms]) -> None:
     if state is not None:
         set_state = getattr(model, "__setstate__", None) or vars(model).update
         set_state(state)
-    dressed(model, DecidingForward(plain_view(model), settings))
+    dressed(model, DecidingModule(plain_view(model), settings))

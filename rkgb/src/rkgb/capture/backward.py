@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rkgb.capture.flows import Edge, edge_of
 from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op, Ref
+from rkgb.elements.target import target_of
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.errors import RkgbError, TraceError
 from rkgb.graphs.basic import BackwardKind, Flow, HandOver, Tangent, autocast_as
@@ -48,7 +49,7 @@ class RecordedBackward:
         For an opaque call, its trial has shown the order.
         """
         ranks = {leaf: rank for rank, leaf in enumerate(self._complete)}
-        whole = {op.sequence_nr for op in self.recorder.backward if hasattr(op.target, "piece")}
+        whole = {op.sequence_nr for op in self.recorder.backward if target_of(op).runs_python}
 
         def turn(edge: tuple[int, int, str]) -> tuple[int, int, int]:
             number, index, leaf = edge

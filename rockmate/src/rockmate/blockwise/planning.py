@@ -35,11 +35,11 @@ from rockmate.blockwise.kinds import (
     refuse_shards_inside,
     ways_to_run,
 )
-from rockmate.blockwise.lockstep import LockstepForward
+from rockmate.blockwise.lockstep import LockstepModule
 from rockmate.blockwise.rehearsal import END, TURN, Marker, marked, run_step, trace_step
 from rockmate.blockwise.saved_blocks import numbers_for, over_budget, steps_for
 from rockmate.blockwise.team import Team
-from rockmate.calls.planned_forward import PlannedForward
+from rockmate.calls.planned_module import PlannedModule
 from rockmate.comparison.deterministic import deterministic_algorithms
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
 from rockmate.files.plan_file import SavedBlocks
@@ -70,7 +70,7 @@ _MOST_TRIES = 5  # to choose again after a step that took more than predicted
 class Chosen:
     """The result: planned forwards by path of the block, and the choice of options."""
 
-    forwards: Mapping[str, PlannedForward]
+    forwards: Mapping[str, PlannedModule]
     kinds: Mapping[str, Kind]
     memory: StepMemory
     choice: Choice
@@ -79,7 +79,7 @@ class Chosen:
     budget_bytes: int
 
 
-class _Intercepted(PlannedForward):
+class _Intercepted(PlannedModule):
     """Replaces the forward of a block in a step that is run for planning: it calls `call`."""
 
     def __init__(self, path: str, model: nn.Module, call: Callable[..., Any]) -> None:
@@ -125,7 +125,7 @@ class Planner:
         self.kind_of: dict[str, Kind] = {}
         self.order: list[str] = []  # blocks in the order of their forwards
         self.numbers: dict[str, int] = {}  # of their options
-        self.forwards: dict[str, PlannedForward] = {}
+        self.forwards: dict[str, PlannedModule] = {}
         self.error: Exception | None = None
         self.is_meeting = False  # inside a block, between its collectives
         self.tested: set[tuple[int, int]] = set()
@@ -202,7 +202,7 @@ class Planner:
         self, memory: StepMemory, choice: Choice, measured: int, keeping_all: int, budget: int
     ) -> Chosen:
         for forward in self.forwards.values():
-            if isinstance(forward, LockstepForward):
+            if isinstance(forward, LockstepModule):
                 forward.is_sealed = True
         kinds = {path: self.kind_of[path] for path in self.order}
         return Chosen(self.forwards, kinds, memory, choice, measured, keeping_all, budget)
@@ -274,7 +274,7 @@ class Planner:
         )
 
     @contextlib.contextmanager
-    def _in_place(self, forwards: Mapping[str, PlannedForward]) -> Any:
+    def _in_place(self, forwards: Mapping[str, PlannedModule]) -> Any:
         """Install these forwards in the blocks."""
         for path, forward in forwards.items():
             vars(self.views[path])["_rockmate"] = forward
@@ -304,7 +304,7 @@ class Planner:
                 self.forwards[block.path] = forward
             except Exception as error:
                 self._remember(error)
-        if self._all_are_well(block) and isinstance(forward, LockstepForward):
+        if self._all_are_well(block) and isinstance(forward, LockstepModule):
             with self._meeting(block.model):
                 forward.prepare([(args, kwargs)])
         return self._go_on(block, args, kwargs)
@@ -408,7 +408,7 @@ class Planner:
         inside = (p for p in self.settings.opaque if p.startswith(f"{path}."))
         return tuple(p.removeprefix(f"{path}.") for p in inside)
 
-    def _forward(self, path: str, kind: Kind, number: int) -> PlannedForward:
+    def _forward(self, path: str, kind: Kind, number: int) -> PlannedModule:
         planned, option = kind.planned(number), kind.options[number]
         settings = replace(
             self.settings,
@@ -418,7 +418,7 @@ class Planner:
             most_kept_bytes=option.saved_bytes,
             opaque=self._opaque_in(path),
         )
-        make = LockstepForward if kind.is_spread else PlannedForward
+        make = LockstepModule if kind.is_spread else PlannedModule
         forward = make(self.views[path], settings)
         forward.known = (planned,)
         return forward

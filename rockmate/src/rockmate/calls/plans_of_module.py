@@ -45,8 +45,14 @@ class HandedOverOtherwiseError(Exception):
     """Calls hand over other attributes from now on, so that this one has another key."""
 
 
+class NotPlannedError(Exception):
+    """A call of a kind that nothing is planned for any more; the text says which."""
+
+
 class PlansOfModule(Requester):
     """Plans for the calls of `model`, the plain module, by what they take for granted."""
+
+    is_sealed = False  # no more plans are made
 
     def __init__(self, model: nn.Module, settings: Terms) -> None:
         super().__init__(model, settings)
@@ -93,9 +99,11 @@ class PlansOfModule(Requester):
             family = self.plans.get(key)
             if family is not None:  # another thread has planned it
                 return family
+            last = self.plans.last_key()
+            if self.is_sealed:
+                raise NotPlannedError("no plan" if last is None else key.unlike(last))
             if self._first_call.sets():
                 raise HandedOverOtherwiseError
-            last = self.plans.last_key()
             why = self._because or ("the sample" if last is None else key.unlike(last))
             self._because = ""
             _log.debug("planning: %s", why)
@@ -226,6 +234,8 @@ class PlansOfModule(Requester):
         """Plan for values of the inputs that lead the forward another way."""
         with planning:
             why = "values of the inputs that the forward looks at"
+            if self.is_sealed:
+                raise NotPlannedError(why)
             # After some ways, what looks at values is run whole rather than followed again.
             guards = len(family.variants) < _MOST_WAYS
             planned = self._planned(call, why, guards=guards)

@@ -8,7 +8,7 @@ submodule around it runs whole from then on, and the call is planned anew before
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rkgb.capture import look_again, no_collection
 from rkgb.costs import made_bytes, op_key
+from rkgb.elements import target_of
 from rkgb.engine import Sample
 from rkgb.graphs import Difference, ambient_autocast
 from rkgb.torch_api import current_dispatch_modes, has_saved_hooks
@@ -29,7 +30,6 @@ from rockmate.keys.module_watch import without_hooks
 from rockmate.networks import Planned
 from rockmate.networks.network import Network
 from rockmate.runtime.plain import unseen
-from rockmate.settings import Terms
 
 _log = logging.getLogger("rockmate")
 _MOST_NAMED = 3  # differences, in the log
@@ -55,37 +55,35 @@ class _LookedAtError(Exception):
         self.found = found
 
 
-class SecondLook(PlansOfModule):
-    """Plans for the calls of a module, some of which are recorded once more before they run."""
+class SecondLook:
+    """Records some of the calls of a module once more, before their plans run them."""
 
-    def __init__(self, model: nn.Module, settings: Terms) -> None:
-        super().__init__(model, settings)
+    def __init__(self, plans: PlansOfModule) -> None:
+        self.plans = plans
         self.is_asked = False  # for a look at the next call
-        self.looks_often = bool(settings.check_every)
+        self.is_likely = bool(plans.settings.check_every)
         self._calls, self._stops = 0, False
 
-    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module."""
-        raise NotImplementedError
-
-    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Differences:
-        """Look at a call, which does not run; without arguments at the next one, before it runs.
+    def check(
+        self, run: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Differences:
+        """Look at the call that `run` makes, which does not run; without arguments at the next one.
 
         Raises:
             RockmateError: the call is none that a plan is for.
         """
-        self.looks_often = True
+        self.is_likely = True
         if not args and not kwargs:
             self.is_asked = True
             return Differences()
         self._stops = True
         try:
             with torch.enable_grad():
-                self(args, kwargs)
+                run()
         except _LookedAtError as look:
             return look.found
         finally:
-            self._stops, self.looks_often = False, bool(self.settings.check_every)
+            self._stops, self.is_likely = False, bool(self.plans.settings.check_every)
         raise RockmateError(
             "this call is run by the plain module (in eval mode, nothing requires a gradient, or a "
             "transform of torch.func is around it), so that no plan can be compared with it."
@@ -115,9 +113,9 @@ class SecondLook(PlansOfModule):
         found = self._recorded_again(planned, external, leaves, call)
         if found is None and self._stops:
             raise RockmateError(
-                f"a call of {type(self.model).__name__} cannot be recorded once more here, so that "
-                "nothing can be compared: its values are looked at, its processes run collectives, "
-                "it is in a region of autocast, or it takes too much memory."
+                f"a call of {type(self.plans.model).__name__} cannot be recorded once more here, "
+                "so that nothing can be compared: its values are looked at, its processes run "
+                "collectives, it is in a region of autocast, or it takes too much memory."
             )
         if not found:
             return Differences()
@@ -127,25 +125,25 @@ class SecondLook(PlansOfModule):
             "%s was recorded otherwise than it is called now, though nothing differs that a plan "
             "knows of: %s%s. What runs whole from now on: %s. Pass what decides this as an "
             "argument, or keep it as an attribute of the module",
-            type(self.model).__name__,
+            type(self.plans.model).__name__,
             "; ".join(map(str, found[:_MOST_NAMED])),
             more,
             ", ".join(f"'{path or '(root)'}'" for path in paths),
         )
-        self.run_whole(paths, str(found[0]))
+        self.plans.run_whole(paths, str(found[0]))
         return Differences(found)
 
     def _is_due(self, family: Family) -> bool:
-        if self.settings.check_every:
+        if self.plans.settings.check_every:
             self._calls += 1
-        often = self.settings.check_every
+        often = self.plans.settings.check_every
         is_due = family.looks > 0 or self.is_asked or bool(often and self._calls % often == 0)
         # Whoever watches the operations of this call has not asked for those of a look.
         if not is_due or current_dispatch_modes() or has_saved_hooks():
             return False
         family.looks = max(0, family.looks - 1)
-        self.is_asked, self.looks_often = False, bool(often)
-        family.variants[0].executor.look_at(self.model)
+        self.is_asked, self.is_likely = False, bool(often)
+        family.variants[0].executor.look_at(self.plans.model)
         return True
 
     def _recorded_again(
@@ -154,14 +152,14 @@ class SecondLook(PlansOfModule):
         basic = planned.network.graph.dataflow.basic
         basic = replace(basic, constants={name: external[name] for name in basic.constants})
         spaces = {getattr(op.target, "namespace", "") for op in basic.ops}
-        if not self.plans_alone or not spaces.isdisjoint(_COLLECTIVES):
+        if not self.plans.plans_alone or not spaces.isdisjoint(_COLLECTIVES):
             return None  # the other processes may not be looking
         # A region of autocast keeps casts that others have made, which a look would take for its
         # own: what it then finds otherwise, nobody has decided.
         if ambient_autocast() is not None:
             return None
         numbers = () if planned.numbers is None else planned.numbers.of(leaves) or ()
-        bare = without_hooks(self.model, type(self.model))
+        bare = without_hooks(self.plans.model, type(self.plans.model))
         with planning, unseen(), no_collection():
             sample = Sample.of(bare, *call)
             within = _needs_bytes(planned.network), planned.budget_bytes
@@ -169,7 +167,7 @@ class SecondLook(PlansOfModule):
 
     def _called(self, path: str) -> str:
         """Return the module at a path, or the one around it that is called: a list never is."""
-        while path and type(self.model.get_submodule(path)).forward is nn.Module.forward:
+        while path and type(self.plans.model.get_submodule(path)).forward is nn.Module.forward:
             path = path.rpartition(".")[0]
         return path
 
@@ -180,7 +178,7 @@ def _needs_bytes(network: Network) -> list[int]:
     most = max((cost.workspace_bytes for cost in costs.values()), default=0)
     needs: list[int] = []
     for op in (*basic.ops, *basic.backward):
-        if hasattr(op.target, "piece"):  # something stands for what it makes
+        if target_of(op).runs_python:  # something stands for what it makes
             needs.append(sum(basic.infos[name].size_bytes for name in op.results if name))
             continue
         cost = costs.get(op_key(op, basic.infos))

@@ -7,6 +7,6 @@ their options), step_plan.py (one option for every call), choosing.py (the choic
 forward.py (the entry).
 """
 
-from rockmate.decisions.forward import DecidingForward
+from rockmate.decisions.forward import DecidingModule
 
-__all__ = ["DecidingForward"]
+__all__ = ["DecidingModule"]

@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rkgb import OpaquePieceError, OtherWayError, RkgbError
+from rkgb import RkgbError
 from rkgb.elements import flatten, is_inside
-from rkgb.module_state import BufferContents, StartOfCall
+from rkgb.module_state import BufferContents
 from rkgb.torch_api import placed_parameters
 from rockmate.arguments import Call
 from rockmate.blockwise.kinds import Kind, ways_to_run
 from rockmate.calls.plan_store import Family, Key
-from rockmate.calls.planned_forward import PlannedForward
+from rockmate.calls.planned_module import PlannedModule
 from rockmate.comparison.fingerprint import Fingerprints
 from rockmate.decisions.dressing import Dressing, view_of
 from rockmate.decisions.recomputed import tensors_read
@@ -40,10 +40,6 @@ EVERYTHING = 1 << 62  # a budget that keeps everything
 _DIGITS = re.compile(r"\d+")
 _MUCH = 0.5  # share of a block's memory that its parts must be able to save to replace it
 _TORCH = "torch.nn.modules."
-
-
-class NotPlannedHereError(Exception):
-    """A call of a kind that a block was not planned for."""
 
 
 class WrittenOutsideError(Exception):
@@ -62,10 +58,8 @@ class WrittenOutsideError(Exception):
         )
 
 
-class BlockForward(PlannedForward):
-    """Plans until it is sealed; for later calls of other kinds it raises `NotPlannedHereError`."""
-
-    is_sealed = False
+class PlannedBlock(PlannedModule):
+    """Plans until it is sealed; for later calls of other kinds it raises `NotPlannedError`."""
 
     def recorded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Key, Planned]:
         """Return the key of a call, and its recording, which keeps everything."""
@@ -73,39 +67,14 @@ class BlockForward(PlannedForward):
         key, family = next(reversed(self.plans.families.items()))
         return key, family.variants[0]
 
-    def as_planned(self, key: Key, planned: Planned) -> BlockForward:
+    def as_planned(self, key: Key, planned: Planned) -> PlannedBlock:
         """Return a forward of the same block that runs calls of one key as planned."""
-        forward = BlockForward(self.model, self.settings)
+        forward = PlannedBlock(self.model, self.settings)
         forward.watch = self.watch
         row = self.plans.families[key].row
         forward.plans.put(key, Family([planned], row))
         forward.first, forward.is_sealed = planned, True
         return forward
-
-    def _plan(self, key: Key, call: Call) -> Family:
-        if self.is_sealed:
-            raise NotPlannedHereError
-        return super()._plan(key, call)
-
-    def _add_way(self, family: Family, call: Call) -> Planned:
-        if self.is_sealed:
-            raise NotPlannedHereError
-        return super()._add_way(family, call)
-
-    def _with_pieces(
-        self,
-        planned: Planned,
-        external: Mapping[str, Tensor],
-        leaves: Sequence[Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        start = StartOfCall(self.model, planned.signature.device)
-        try:
-            return planned.run(self.model, external, leaves, call=(args, kwargs))
-        except (OpaquePieceError, OtherWayError) as error:
-            start.restore()
-            raise NotPlannedHereError from error
 
 
 def group_of(path: str) -> str:
@@ -113,7 +82,7 @@ def group_of(path: str) -> str:
     return _DIGITS.sub("#", path)
 
 
-Run = BlockForward | str  # or `KEEP`, or `AGAIN`
+Run = PlannedBlock | str  # or `KEEP`, or `AGAIN`
 
 
 @dataclass(eq=False)
@@ -123,10 +92,10 @@ class Block:
     path: str
     module: nn.Module
     view: nn.Module  # the same state, never redirected
-    base: BlockForward
+    base: PlannedBlock
     writes_buffers: bool = False
     can_run_again: bool = True  # it changes nothing but buffers and attributes
-    planned: dict[tuple[Key, int], BlockForward] = field(default_factory=dict)
+    planned: dict[tuple[Key, int], PlannedBlock] = field(default_factory=dict)
 
     @property
     def group(self) -> str:
@@ -313,7 +282,7 @@ class Meeting:
         """Return a call with its options, or None if it has none or cannot be recorded."""
         block = self.blocks.get(path)
         if block is None:
-            base = BlockForward(self.views[path], self.settings)
+            base = PlannedBlock(self.views[path], self.settings)
             block = Block(path, self.modules[path], self.views[path], base)
         kinds = self.kinds.setdefault(block.group, [])
         block.base.known = tuple(kind.recorded for kind in kinds)

@@ -19,7 +19,7 @@ from rkgb.engine import Sample, external_values, record
 from rkgb.torch_api import is_abstract, without_global_hooks, without_saved_hooks
 from rockmate.arguments import Call
 from rockmate.calls.plan_store import PlanRow, PlanRows
-from rockmate.calls.planned_forward import PlannedForward, wants
+from rockmate.calls.planned_module import PlannedModule, wants
 from rockmate.calls.plans_of_module import HandedOverOtherwiseError
 from rockmate.calls.requester import planning
 from rockmate.decisions.choosing import Chosen, NoBlocksError, plan_step
@@ -41,7 +41,7 @@ class _ByBlocksError(HandedOverOtherwiseError):
     """From now on the module is planned by blocks."""
 
 
-class DecidingForward(PlannedForward):
+class DecidingModule(PlannedModule):
     """Runs a module by a plan of the whole if one fits, or else by its blocks."""
 
     losses = True  # it is the trained module: only its losses get gradients

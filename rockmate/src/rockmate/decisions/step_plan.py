@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from rockmate.blockwise.rehearsal import Marker
-from rockmate.decisions.blocks import AGAIN, KEEP, Block, NotPlannedHereError, Run
+from rockmate.calls.plans_of_module import NotPlannedError
+from rockmate.decisions.blocks import AGAIN, KEEP, Block, Run
 from rockmate.decisions.dressing import Dressing
 from rockmate.decisions.recomputed import run_recomputed
 from rockmate.runtime.backwards import compares_contents
@@ -102,7 +103,7 @@ class _Step:
         if not isinstance(way, str):
             try:
                 return way(args, kwargs)
-            except NotPlannedHereError:
+            except NotPlannedError:
                 way = AGAIN
         if way is KEEP or not block.can_run_again:
             return block.view.forward(*args, **kwargs)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rkgb import OpaquePieceError, OtherWayError
 from rkgb.elements import is_running
@@ -21,13 +21,19 @@ from rkgb.torch_api import (
 )
 from rockmate.arguments import Call
 from rockmate.calls.plan_store import Family, Key
-from rockmate.calls.plans_of_module import HandedOverOtherwiseError
-from rockmate.calls.second_look import SecondLook
+from rockmate.calls.plans_of_module import (
+    HandedOverOtherwiseError,
+    NotPlannedError,
+    PlansOfModule,
+)
+from rockmate.calls.second_look import Differences, SecondLook
+from rockmate.errors import UnsupportedModuleError
 from rockmate.keys.input_signature import ambient, in_order, key_of
 from rockmate.keys.sharded import settled_call
 from rockmate.keys.snapshot import ExternalValues, Snapshot
 from rockmate.networks import Planned
 from rockmate.runtime.plain import is_plain, plain
+from rockmate.settings import Terms
 
 # Why a step runs plain | and what to do instead.
 _GLOBAL_HOOKS = (
@@ -41,13 +47,17 @@ _MODES = (
 )
 
 
-class PlannedForward(SecondLook):
+class PlannedModule(PlansOfModule):
     """Runs the forward of `model` within a budget; `model` itself is the plain module."""
 
     forward: Any = None  # what a user has put over the planned forward
     compiled_call: Any = None  # by `compile()` of the wrapper
     by_blocks: Any = None  # a plan that is not of the whole module
     why = ""  # it is not planned as a whole; '' while it is
+
+    def __init__(self, model: nn.Module, settings: Terms) -> None:
+        super().__init__(model, settings)
+        self.second_look = SecondLook(self)
 
     def __reduce__(self) -> Any:
         """Leave plans out of copies and files of the plain module, whose attribute this is."""
@@ -77,7 +87,7 @@ class PlannedForward(SecondLook):
             return self.model.forward(*args, **kwargs)
         key = Key(state, inputs, autocast, flags)
         family = self.plans.get(key) or self.plans.for_any_number(key, leaves)
-        looks = self.looks_often or (family is not None and family.looks)
+        looks = self.second_look.is_likely or (family is not None and family.looks)
         try:
             if family is None:
                 family = self._plan(key, (args, ordered))
@@ -92,13 +102,15 @@ class PlannedForward(SecondLook):
             family = None
         if family is None:
             return self(args, kwargs)
-        if looks and self.is_otherwise(family, planned, external, leaves, (args, ordered)):
+        if looks and self.second_look.is_otherwise(
+            family, planned, external, leaves, (args, ordered)
+        ):
             return self(args, kwargs)
         if planned.is_plain:
             with plain():
                 return self.model.forward(*args, **kwargs)
         if planned.may_go_another_way:
-            return self._with_pieces(planned, external, leaves, args, kwargs)
+            return self._run_or_plain(planned, external, leaves, args, kwargs)
         return planned.run(self.model, external, leaves, call=(args, kwargs))
 
     def _for_gradients(self, planned: Planned) -> Planned:
@@ -107,6 +119,10 @@ class PlannedForward(SecondLook):
         if other is None or all(p.grad is None for p in self.model.parameters()):
             return planned
         return other
+
+    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Differences:
+        """Look at a call, which does not run; without arguments at the next one, before it runs."""
+        return self.second_look.check(lambda: self(args, kwargs), args, kwargs)
 
     def _run_by_blocks(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a module that is not planned as a whole."""
@@ -130,7 +146,7 @@ class PlannedForward(SecondLook):
         )
         return self.model.forward(*args, **kwargs)
 
-    def _with_pieces(
+    def _run_or_plain(
         self,
         planned: Planned,
         external: Mapping[str, Tensor],
@@ -138,9 +154,16 @@ class PlannedForward(SecondLook):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Run a plan with submodules that run whole; the plain module where one comes otherwise."""
-        device, writes = planned.signature.device, planned.writes_buffer
-        start = StartOfCall(self.model, device, planned.written, writes)
+        """Run a plan whose step may go another way; then the plain module runs, or who has called.
+
+        Raises:
+            NotPlannedError: it has gone another way, and a sealed one leaves that to its caller.
+        """
+        if not self.plans_alone:  # collectives of a plain run would be more than the others'
+            return planned.run(self.model, external, leaves, call=(args, kwargs))
+        device = planned.signature.device
+        known = () if self.is_sealed else (planned.written, planned.writes_buffer)
+        start = StartOfCall(self.model, device, *known)
         try:
             return planned.run(self.model, external, leaves, call=(args, kwargs))
         except (OpaquePieceError, OtherWayError) as error:
@@ -151,6 +174,8 @@ class PlannedForward(SecondLook):
                 )
                 raise
             start.restore()
+            if self.is_sealed:
+                raise NotPlannedError(str(error)) from error
             result = self.model.forward(*args, **kwargs)  # or the user's own error
             warnings.warn(
                 f"{error} This step runs plain, and may take more memory than the budget.",
@@ -170,7 +195,17 @@ class PlannedForward(SecondLook):
     def _variant(
         self, family: Family, snapshot: Snapshot, leaves: Sequence[Any], call: Call
     ) -> Planned:
-        """Return the plan for calls whose inputs lead the forward where these do."""
+        """Return the plan for calls whose inputs lead the forward where these do.
+
+        Raises:
+            UnsupportedModuleError: processes would have to agree on it.
+        """
+        if not self.plans_alone:
+            raise UnsupportedModuleError(
+                f"{type(self.model).__name__} is spread over processes and goes another way for "
+                "other values of its inputs, which they cannot agree on in a step. Name smaller "
+                "blocks, or compute what it looks at outside of them."
+            )
 
         def look_up(planned: Planned) -> Mapping[str, Tensor]:
             return self._values(snapshot, planned).now(tuple(leaves))
