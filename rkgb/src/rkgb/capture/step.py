@@ -83,7 +83,6 @@ class RecordedStep:
         self.model, self.device, self.keep_content = model, sample.device, keep_content
         twin = twin_of(model)
         self.twin, self.originals, self.own_tensors = twin.module, twin.originals, twin.tensors
-        self.copies_made = twin.copies
         # Python may test whether two inputs are one object; keys of plans contain that.
         self.sample = sample.detached()
         if numbers is not None:
