@@ -62,11 +62,10 @@ test-changed: $(INSTALLED) ## the tests of what differs from main, slow ones lef
 # PyPI is for CUDA: some gigabytes, which run on any CPU.
 OLDEST_TORCH := 2.11.0
 OLDEST := .venv-oldest/.installed
-OLDEST_TESTS := rkgb/tests/test_recorded_bits.py rkgb/tests/test_device.py rkgb/tests/test_memory.py \
-	rkgb/tests/test_fake_cuda_tensors.py \
-	rkgb/tests/test_compare.py $(addprefix rkgb/tests/test_,compiled.py compiled_sizes.py formulas.py) \
+OLDEST_TESTS := rkgb/tests/bytes rkgb/tests/bits/test_recorded_bits.py rkgb/tests/graphs/test_compare.py \
+	$(addprefix rkgb/tests/compiled/test_,compiled.py compiled_sizes.py formulas.py) \
 	$(addprefix rockmate/tests/,compiled/test_compiled_pieces.py bits/test_kernels_as_in_the_forward.py \
-	files/test_fingerprint.py bits/test_any_valid_plan.py) rotor/tests/test_device.py
+	files/test_fingerprint.py bits/test_any_valid_plan.py) rotor/tests/device/test_device.py
 $(OLDEST): Makefile | $(INSTALLED)
 	rm -rf .venv-oldest
 	$(PYTHON) -m venv .venv-oldest
@@ -75,10 +74,11 @@ $(OLDEST): Makefile | $(INSTALLED)
 	@touch $(OLDEST)
 oldest: $(OLDEST) ## a second environment with the oldest torch that is supported
 # The tests of bits and bytes once more, with the CPU counting as CUDA does.
-CUDA_RULES_TESTS := $(addprefix rkgb/tests/test_,recorded_bits.py memory.py overwrite.py program.py) \
+CUDA_RULES_TESTS := rkgb/tests/bytes/test_memory.py \
+	$(addprefix rkgb/tests/bits/test_,recorded_bits.py overwrite.py program.py) \
 	$(addprefix rockmate/tests/,bits/test_training_bits.py bits/test_any_valid_plan.py \
 	gradients/test_arriving_gradients.py gradients/test_shared_uses.py writes/test_what_a_forward_leaves.py) \
-	$(addprefix rotor/tests/test_,checkpointable.py checkpointable_backward.py)
+	$(addprefix rotor/tests/module/test_,checkpointable.py checkpointable_backward.py)
 test-cuda-rules: $(INSTALLED) ## bits and bytes once more, as if the CPU were a CUDA device
 	$(PYTEST) -q --cuda-rules -m "not slow and not nightly" $(CUDA_RULES_TESTS) $(PYTEST_ARGS)
 test-oldest: $(OLDEST) ## bits, bytes and capture with the oldest torch that is supported

@@ -19,7 +19,7 @@ from torch import nn
 
 import rkgb
 
-COMMITTED = sorted((Path(__file__).parents[1] / "pictures").glob("*.svg"))
+COMMITTED = sorted((Path(__file__).parents[2] / "pictures").glob("*.svg"))
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 PIXELS_PER_POINT = 96 / 72  # by the definition of CSS
@@ -114,7 +114,7 @@ def test_the_committed_pictures_are_whole(picture: Path) -> None:
 
 
 def test_the_readme_has_committed_pictures() -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     shown = re.findall(r"\]\(pictures/(\S+\.svg)\)", readme)
     assert sorted(shown) == [picture.name for picture in COMMITTED]
 
