@@ -1,6 +1,6 @@
 """The text of B, D and S of three small modules, with its backward, kept to see every change.
 
-Rewrite the files after an intended change: PYTHONPATH=test_support python rkgb/tests/graphs/test_golden.py
+Rewrite the files after an intended change: PYTHONPATH=test_support python on this file.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rockmate.networks.cutting as cutting
-from rkgb.costs import BitsOfPieces
+from rkgb.rows import BitsOfPieces
 from rockmate import InfeasibleBudgetError, Rockmate
 from rockmate.errors import PlanFileError, UnknownChoiceError
 

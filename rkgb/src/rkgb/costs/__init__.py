@@ -12,12 +12,10 @@ from rkgb.costs.node_facts import Cost, NodeFacts
 from rkgb.costs.op_costs import FlopCost, call_kind, made_bytes, op_key
 from rkgb.costs.plain_step import plain_peak_bytes
 from rkgb.costs.rounds import Timing
-from rkgb.costs.same_bits import BitsOfPieces
 from rkgb.costs.scaled import estimate_resized, measure_others, measure_resized
 from rkgb.elements.target import OpCost
 
 __all__ = [
-    "BitsOfPieces",
     "Cost",
     "EstimatedCosts",
     "FlopCost",

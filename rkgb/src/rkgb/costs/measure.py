@@ -24,13 +24,13 @@ from rkgb.costs.op_costs import (
     op_key,
 )
 from rkgb.costs.rounds import Bench, Timing, rounds
-from rkgb.costs.same_bits import same_bits
 from rkgb.device.base import CallTime
 from rkgb.device.chosen import device_of
 from rkgb.device.memory import trace_memory
 from rkgb.device.rng import RngState
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.target import OpCost, target_of
+from rkgb.elements.tensor_info import same_values
 from rkgb.graphs.basic import BasicGraph
 from rkgb.run.bindings import choose_callee
 from rkgb.run.stand_ins import Drawn
@@ -244,4 +244,4 @@ def _same_bits(first: Any, second: Any) -> bool:
         return True
     if first.dtype == torch.uint8:  # a library's workspace for its backward, partly unwritten
         return True
-    return same_bits(first, second)
+    return same_values(first, second)

@@ -93,3 +93,10 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 def storage_bytes(tensor: Tensor) -> int:
     """Return the bytes that the tensor's storage occupies (more than its elements for a slice)."""
     return int(memory_of(tensor).untyped_storage().nbytes())
+
+
+def same_values(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors of one shape have equal elements; NaN equals NaN."""
+    if torch.equal(first, second):
+        return True
+    return bool(((first == second) | ((first != first) & (second != second))).all())

@@ -18,6 +18,7 @@ from rkgb.elements.module_paths import around
 from rkgb.elements.numbers import is_unspecialised
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.target import Target, target_of
+from rkgb.elements.tensor_info import same_values
 from rkgb.graphs.basic import BasicGraph
 
 _MOST_SHOWN = 60  # characters of a value in an error
@@ -182,7 +183,7 @@ def _is_same_content(a: Tensor, b: Any) -> bool:
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
     with torch.no_grad():
-        return bool(torch.equal(a, b) or ((a == b) | (a != a)).all())
+        return same_values(a, b)
 
 
 def _named(op: Op) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.device.rng import KeptGenerators
+from rkgb.elements.tensor_info import same_values
 from rkgb.guards.contents import CONTAINERS, Contents, content_of, is_used_up, put_back
 from rkgb.guards.outside import OutsideState
 from rkgb.torch_api.torch_private import set_version
@@ -122,7 +123,7 @@ class BufferContents:
 
     def changed(self) -> bool:
         """Return whether a buffer has other content now."""
-        return not all(_same(buffer, copy) for buffer, copy in self.copies)
+        return not all(same_values(buffer, copy) for buffer, copy in self.copies)
 
 
 class StartOfCall:
@@ -155,10 +156,6 @@ class StartOfCall:
         self.stream.restore()
         self.state.restore()
         self.buffers.undo()
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return bool(torch.equal(a, b) or ((a == b) | (a != a)).all())
 
 
 def numpy_state() -> Any:

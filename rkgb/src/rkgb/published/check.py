@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rkgb.api import RkgbResult, make_all_graphs
@@ -13,6 +12,7 @@ from rkgb.device.rng import RngState
 from rkgb.elements.effect import Assign
 from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.elements.sample import Sample
+from rkgb.elements.tensor_info import same_values
 from rkgb.elements.trees import flatten
 from rkgb.graphs.basic import BasicGraph, external_values
 from rkgb.graphs.dataflow import DataFlowGraph
@@ -135,8 +135,5 @@ def same_bits(ours: Any, theirs: Any) -> bool:
     """Return whether two results are equal: type, shape and every element; NaN equals NaN."""
     if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
         return bool(ours == theirs) and isinstance(ours, Tensor) == isinstance(theirs, Tensor)
-    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
-        return False
-    if torch.equal(ours, theirs):
-        return True
-    return bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
+    alike = ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    return alike and same_values(ours, theirs)

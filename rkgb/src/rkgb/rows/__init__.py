@@ -17,9 +17,11 @@ Placements are propagated as for distributed tensors, over time instead of over 
 cut along rows, whole, or a sum over pieces. Each rule is correct for all values. The first cut is
 found by trial, and operations without a rule stay whole. Read cuts.py (how a tensor is cut),
 rules.py (each kind of operation), pieces.py (a run of operations), call.py (how they run),
-regions.py (which runs are worth cutting), rewrite.py (into a graph).
+regions.py (which runs are worth cutting), rewrite.py (into a graph) and same_bits.py
+(pieces that have the bits of the whole).
 """
 
 from rkgb.rows.rewrite import CutGraph, CutNode, cut_in_rows
+from rkgb.rows.same_bits import BitsOfPieces
 
-__all__ = ["CutGraph", "CutNode", "cut_in_rows"]
+__all__ = ["BitsOfPieces", "CutGraph", "CutNode", "cut_in_rows"]

@@ -12,10 +12,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from rkgb.costs import BitsOfPieces, Timing
+from rkgb.costs import Timing
 from rkgb.engine import B_to_D, Sample, external_values, runnable
 from rkgb.graphs import BasicGraph
 from rockmate.errors import InfeasibleBudgetError
@@ -24,6 +25,9 @@ from rockmate.networks.network import Network, assembled, by_flops
 from rockmate.problems.problem import Problem
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.report import format_bytes
+
+if TYPE_CHECKING:
+    from rkgb.rows import BitsOfPieces
 
 _log = logging.getLogger("rockmate")
 COUNTS = (2, 4, 8, 16, 32)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.capture import for_same_numbers, no_collection, record_other_backward
-from rkgb.costs import BitsOfPieces, Measured, measure_others
+from rkgb.costs import Measured, measure_others
 from rkgb.engine import (
     device_of,
     external_values,
@@ -147,6 +147,8 @@ def _in_pieces(
         return network.compiled.with_backward(basic)
     assert network.cut is not None
     try:
+        from rkgb.rows import BitsOfPieces
+
         same = BitsOfPieces(basic, external) if network.cut.is_exact else None
         return network.cut.with_backward(basic, same)
     except NotByPiecesError as error:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rkgb.capture import no_collection
-from rkgb.costs import BitsOfPieces
 from rkgb.engine import B_to_D, Sample, device_of, external_values, record, runnable
 from rkgb.graphs import BackwardKind
 from rkgb.module_state import KeptWrites
@@ -111,6 +110,8 @@ def _planned_anew(request: Request) -> Planned:
     more: Keeping | Cutting | None = keeping
     if settings.split:
         external = external_values(request.basic, model, given.leaves)
+        from rkgb.rows import BitsOfPieces
+
         same = BitsOfPieces(request.basic, external) if settings.split == "exact" else None
         more = Cutting(network, request.basic, model, given, settings.cost == "flops", same)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from rkgb.costs.op_costs import op_key
 from rkgb.device.rng import RngState
 from rkgb.elements.op import Op, map_refs
+from rkgb.elements.tensor_info import same_values
 from rkgb.graphs.basic import BasicGraph
 from rkgb.rows.cuts import Cuts, piece_of
 from rkgb.rows.pieces import Slice
@@ -66,14 +67,9 @@ class BitsOfPieces:
             for ours, theirs, cut in zip(_results(run, pieces), whole, made, strict=True):
                 if ours is not None and theirs is not None:
                     assert cut is not None
-                    if not same_bits(ours, piece_of(theirs, cut, index)):
+                    if not same_values(ours, piece_of(theirs, cut, index)):
                         return False
         return True
-
-
-def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors are equal; NaN equals NaN."""
-    return torch.equal(first, second) or bool(((first == second) | (first != first)).all())
 
 
 def _piece(tensor: Tensor, cuts: Cuts, index: int) -> Tensor:
