@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rkgb.capture.record import make_B
 from rkgb.capture.step import RecordedStep
+from rkgb.capture.ways import Asked, Way
 from rkgb.device.memory import trace_memory
 from rkgb.device.rng import RngState
 from rkgb.elements.sample import Sample
@@ -144,7 +145,9 @@ def assert_recorded_as_it_is(model: nn.Module, sample: Any) -> Any:
     stream = RngState.save(CPU)
     recordings = []
     for keep_content in (False, True):
-        step = RecordedStep(model, Sample.of(model, sample), (), keep_content=keep_content)
+        step = RecordedStep(
+            model, Sample.of(model, sample), Asked(), Way(keeps_content=keep_content)
+        )
         recordings.append(step.run(None))
         if not keep_content:
             repeated = step.recorder.repeated

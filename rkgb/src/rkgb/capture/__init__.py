@@ -1,11 +1,11 @@
 """From a module and a sample to one recorded step, or to an error that says where and why not.
 
 Gets a module and a `Sample`; gives a `BasicGraph`. Read record.py (which submodules become opaque
-calls), then step.py (one step from start to end) with twin.py and held.py (the copy that runs),
-saved_by_autograd.py, flows.py, backward.py and hooks.py. sizes.py records without memory.
-numbered.py records a second time to make numbers of the call unspecialised. look.py compares
-another recording with the one that a plan was made from. live_bytes.py counts the bytes of
-operations without content.
+calls) and ways.py (the options of all attempts, and of one), then step.py (one step from start to
+end) with twin.py and held.py (the copy that runs), saved_by_autograd.py, flows.py, backward.py and
+hooks.py. sizes.py records without memory. numbered.py records a second time to make numbers of the
+call unspecialised. look.py compares another recording with the one that a plan was made from.
+live_bytes.py counts the bytes of operations without content.
 """
 
 from rkgb.capture.backward import AskedKind

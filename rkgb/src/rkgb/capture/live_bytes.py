@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,16 +31,10 @@ class LiveBytes(DispatchMode):
         self._places = ("meta", device.type)
         self._live = {tensor.untyped_storage()._cdata: 0 for tensor in known}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1.0 if args[0].is_floating_point() else 1
-        found = func(*args, **(kwargs or {}))
+        found = func(*args, **kwargs)
         for value in pytree.tree_leaves(found):
             if isinstance(value, Tensor) and value.device.type in self._places:
                 self._see(value.untyped_storage())

@@ -6,10 +6,10 @@ step is recorded again.
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,18 +18,15 @@ from torch import nn
 from rkgb.capture.backward import AskedKind
 from rkgb.capture.hooks import refuse_hooks_inside
 from rkgb.capture.step import RecordedStep
+from rkgb.capture.ways import Asked, Way
 from rkgb.device.rng import RngState
-from rkgb.elements.effect import Assign
 from rkgb.elements.module_paths import is_inside
 from rkgb.elements.sample import Sample
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import BrokenPieceError, RkgbError, SideEffectError
 from rkgb.graphs.basic import BackwardKind, BasicGraph
-from rkgb.recording.bounded import BoundedRecorder
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.places import Places
-from rkgb.recording.recorder import Recorder
-from rkgb.recording.sizes import SizeRecorder
 from rkgb.recording.stops import NeedsContentError, ReadsDataError, WritesInputError
 from rkgb.safeguards.assignments import AssignsError, ReadsBeforeError
 from rkgb.safeguards.refusals import (
@@ -105,50 +102,131 @@ def record(
     """
     refuse_lazy_modules(model)
     refuse_hidden_leaves(model)
+    asked = Asked(guards, known, held_bytes, numbers, is_metered, runs_pieces, bound)
     stream = RngState.save(sample.device)
     grad_mode = torch.is_grad_enabled()
-    paths, functions = list(opaque), _functions_of(known)
-    first: RkgbError | None = None
     try:
         torch.set_grad_enabled(True)
+        return _Recording(model, sample, kind, asked, opaque).made(stream, strict=strict)
+    finally:
+        torch.set_grad_enabled(grad_mode)
+        stream.restore()
+
+
+class _Recording:
+    """The attempts to record one step, each with more opaque calls than the one before."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: Sample,
+        kind: AskedKind,
+        asked: Asked,
+        opaque: Collection[str],
+    ) -> None:
+        self.model, self.sample, self.kind, self.asked = model, sample, kind, asked
+        wholes = () if asked.known is None else asked.known.whole_calls
+        functions = dict.fromkeys(w.function for w in wholes if w.function is not None)
+        self.opaque, self.functions = tuple(opaque), tuple(functions)
+        self.places: Places | None = None  # what the last attempt has seen of the module
+
+    def made(self, stream: RngState, *, strict: bool) -> BasicGraph:
+        """Return the recording; unless `strict`, with the opaque calls that it takes."""
+        first: RkgbError | None = None
         while True:
-            places: list[Places] = []
-            settled = Settled(model)
+            settled = Settled(self.model)
             try:
-                recorded = _recorded(
-                    *(model, sample, kind, paths, functions, guards, places, settled, known),
-                    held_bytes=held_bytes,
-                    numbers=numbers,
-                    is_metered=is_metered,
-                    runs_pieces=runs_pieces,
-                    bound=bound,
-                )
+                recorded = self._once(settled)
                 if first is not None:
                     let_go(first)
                 return recorded
             except RkgbError as error:
                 first = first or error
-                strict = strict or not _can_run_whole()
-                function = None if strict else _function_of(error)
+                can_go_on = not strict and _can_run_whole() and self._runs_more_whole(error)
                 if error is not first:
                     let_go(error)
-                if function is not None and function not in functions:
-                    _log.info("running %s as one operation: %s", function.__name__, error)
-                    functions.append(function)
-                    stream.restore()
-                    continue
-                wider = None if strict or not places else _wider(paths, error, places[-1])
-                if wider is None:
+                if not can_go_on:
                     raise first from first.__cause__
-                _log.info("running '%s' whole: %s", wider or "(root)", error)
-                for path in _alike(model, wider):
-                    paths = [p for p in paths if not is_inside(p, path)] + [path]
                 stream.restore()
             finally:
                 settled.undo()
-    finally:
-        torch.set_grad_enabled(grad_mode)
-        stream.restore()
+                self.places = None
+
+    def _runs_more_whole(self, error: RkgbError) -> bool:
+        """Return whether the submodule or Function that failed is an opaque call from now on."""
+        from rkgb.opaque import function_of
+
+        function = function_of(error)
+        if function is not None and function not in self.functions:
+            _log.info("running %s as one operation: %s", function.__name__, error)
+            self.functions = (*self.functions, function)
+            return True
+        wider = None if self.places is None else _wider(self.opaque, error, self.places)
+        if wider is None:
+            return False
+        _log.info("running '%s' whole: %s", wider or "(root)", error)
+        for path in _alike(self.model, wider):
+            self.opaque = (*(p for p in self.opaque if not is_inside(p, path)), path)
+        return True
+
+    def _once(self, settled: Settled) -> BasicGraph:
+        """Record with the present opaque calls; values that a first call sets are `settled`."""
+        model, sample, asked = self.model, self.sample, self.asked
+        stream = RngState.save(sample.device)
+        way = Way(
+            self.opaque,
+            self.functions,
+            hidden=asked.hidden,
+            # Without content, saved tensors need not be given up.
+            keeps_content=asked.held_bytes is not None,
+            # Opaque calls are tried on their real arguments.
+            repeats=not asked.runs_pieces or not (self.opaque or self.functions),
+        )
+        refused: ReadsBeforeError | None = None
+        while True:
+            step = RecordedStep(model, sample, asked, way)
+            self.places = step.places
+            refuse_backward_hooks(model, way.opaque)
+            refuse_hooks_inside(model, way.opaque)
+            try:
+                basic = step.run(self.kind)
+                settled.refuse_others(basic.ops)
+                basic.sources.settings = tuple(settled.settings)
+                return basic
+            except ReadsDataError:
+                assert asked.held_bytes is None, "it has been explained"
+                # A backward has read a value. With real contents it may take its usual branch.
+                way = replace(way, keeps_content=True)
+            except SettlesError as settles:
+                try:
+                    settled.take(settles)
+                except SideEffectError as error:
+                    raise (refused or error) from None
+            except ReadsBeforeError as reads:
+                if reads.target in way.settling:
+                    raise
+                let_go(reads)
+                refused, target = reads, {reads.target}
+                way = replace(way, settling=way.settling | target, hidden=way.hidden - target)
+            except AssignsError as assigns:
+                if assigns.names & way.settling:  # not a plain value
+                    assert refused is not None
+                    raise refused from None
+                way = replace(way, hidden=way.hidden | assigns.names)
+            except WritesInputError as writes:
+                more = _writable(model, sample, step.inputs, writes)
+                way = replace(way, written=way.written | more)
+            except NeedsContentError:
+                way = replace(way, repeats=False)
+            except RkgbError as error:
+                # A kernel may refuse the stand-ins for results of skipped kernels.
+                repeated = step.recorder.repeated
+                was_kernel = isinstance(error.__cause__, RuntimeError)
+                if repeated is None or not repeated.has_repeated or not was_kernel:
+                    raise
+                let_go(error)
+                way = replace(way, repeats=False)
+            stream.restore()
 
 
 def _can_run_whole() -> bool:
@@ -158,109 +236,6 @@ def _can_run_whole() -> bool:
     except ModuleNotFoundError:
         return False
     return True
-
-
-def _function_of(error: RkgbError) -> type[torch.autograd.Function] | None:
-    from rkgb.opaque import function_of
-
-    return function_of(error)
-
-
-def _functions_of(known: BasicGraph | None) -> list[type[torch.autograd.Function]]:
-    """Return the Functions that are opaque calls in a recording of the same call."""
-    wholes = () if known is None else known.whole_calls
-    return list(dict.fromkeys(w.function for w in wholes if w.function is not None))
-
-
-def _recorded(
-    model: nn.Module,
-    sample: Sample,
-    kind: AskedKind,
-    opaque: Sequence[str],
-    functions: Sequence[type[torch.autograd.Function]],
-    guards: bool,
-    places: list[Places],
-    settled: Settled,
-    known: BasicGraph | None = None,
-    *,
-    held_bytes: dict[str, int] | None = None,
-    numbers: NumberTrace | None = None,
-    is_metered: bool = False,
-    runs_pieces: bool = True,
-    bound: tuple[Sequence[int], int] | None = None,
-) -> BasicGraph:
-    """Record once; `places` is filled by the attempt.
-
-    Values that a first call sets are `settled` for this time.
-    """
-    stream = RngState.save(sample.device)
-    # Without content, saved tensors need not be given up.
-    keep_content, hidden = held_bytes is not None, frozenset[tuple[str, str]]()
-    if known is not None and not runs_pieces:
-        hidden |= {(e.path, e.name) for e in known.effects if isinstance(e, Assign)}
-    make: Callable[..., Recorder] = Recorder
-    if held_bytes is not None:
-        make = functools.partial(SizeRecorder, held_bytes)
-    elif bound is not None:
-        make = functools.partial(BoundedRecorder, *bound)
-    written, settling = frozenset[str](), frozenset[tuple[str, str]]()
-    refused: ReadsBeforeError | None = None
-    # Opaque calls are tried on their real arguments.
-    repeats = not runs_pieces or (not opaque and not functions)
-    while True:
-        step = RecordedStep(
-            *(model, sample, opaque, hidden, known, make),
-            guards=guards,
-            keep_content=keep_content,
-            repeats=repeats,
-            written=written,
-            functions=functions,
-            numbers=numbers,
-            is_metered=is_metered,
-            runs_pieces=runs_pieces,
-            settling=settling,
-        )
-        places.append(step.places)
-        refuse_backward_hooks(model, opaque)
-        refuse_hooks_inside(model, opaque)
-        try:
-            basic = step.run(kind)
-            settled.refuse_others(basic.ops)
-            basic.sources.settings = tuple(settled.settings)
-            return basic
-        except ReadsDataError:
-            assert held_bytes is None, "it has been explained"
-            # A backward has read a value. With real contents it may take its usual branch.
-            keep_content = True
-        except SettlesError as settles:
-            try:
-                settled.take(settles)
-            except SideEffectError as error:
-                raise (refused or error) from None
-        except ReadsBeforeError as reads:
-            if reads.target in settling:
-                raise
-            let_go(reads)
-            refused = reads
-            settling, hidden = settling | {reads.target}, hidden - {reads.target}
-        except AssignsError as assigns:
-            if assigns.names & settling:  # not a plain value
-                assert refused is not None
-                raise refused from None
-            hidden |= assigns.names
-        except WritesInputError as writes:
-            written |= _writable(model, sample, step.inputs, writes)
-        except NeedsContentError:
-            repeats = False
-        except RkgbError as error:
-            # A kernel may refuse the stand-ins for results of skipped kernels.
-            repeated = step.recorder.repeated
-            was_kernel = isinstance(error.__cause__, RuntimeError)
-            if repeated is None or not repeated.has_repeated or not was_kernel:
-                raise
-            let_go(error)
-            repeats = False
-        stream.restore()
 
 
 def _writable(

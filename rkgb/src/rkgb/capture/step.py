@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import io
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from rkgb.capture.backward import AskedKind, RecordedBackward
@@ -21,6 +20,7 @@ from rkgb.capture.flows import flows_of
 from rkgb.capture.hooks import HookWatch
 from rkgb.capture.saved_by_autograd import saving
 from rkgb.capture.twin import geometry_of, twin_of
+from rkgb.capture.ways import Asked, Way
 from rkgb.device.memory import trace_memory
 from rkgb.device.trace import Span
 from rkgb.elements.effect import Assertion, Assign, Effect, InputMutation
@@ -33,9 +33,7 @@ from rkgb.guards.code_watch import CodeWatch, Seen
 from rkgb.guards.outside import Outside
 from rkgb.guards.sources import Sources
 from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
-from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.places import Places
-from rkgb.recording.recorder import Recorder
 from rkgb.recording.repeated import KERNEL
 from rkgb.recording.stops import NeedsContentError, NotRecordedError, WritesInputError
 from rkgb.recording.watch import (
@@ -61,26 +59,9 @@ if TYPE_CHECKING:
 class RecordedStep:
     """One step on a copy of the module."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sample: Sample,
-        opaque: Sequence[str],
-        hidden: frozenset[tuple[str, str]] = frozenset(),
-        known: BasicGraph | None = None,
-        make_recorder: Callable[..., Recorder] = Recorder,
-        *,
-        guards: bool = True,
-        keep_content: bool = False,
-        written: frozenset[str] = frozenset(),
-        functions: Sequence[type[torch.autograd.Function]] = (),
-        repeats: bool = True,
-        numbers: NumberTrace | None = None,
-        is_metered: bool = False,
-        runs_pieces: bool = True,
-        settling: frozenset[tuple[str, str]] = frozenset(),
-    ) -> None:
-        self.model, self.device, self.keep_content = model, sample.device, keep_content
+    def __init__(self, model: nn.Module, sample: Sample, asked: Asked, way: Way) -> None:
+        self.model, self.device, self.keep_content = model, sample.device, way.keeps_content
+        numbers, known = asked.numbers, asked.known
         twin = twin_of(model)
         self.twin, self.originals, self.own_tensors = twin.module, twin.originals, twin.tensors
         # Python may test whether two inputs are one object; keys of plans contain that.
@@ -90,7 +71,7 @@ class RecordedStep:
         for module in (self.twin, *([] if numbers is None else numbers.owners)):
             self.sample.set_attributes(module)
         self.places = Places(self.twin)
-        self.recorder = make_recorder(type(model).__name__, self.device, self.places, guards=guards)
+        self.recorder = asked.recorder(type(model).__name__, self.device, self.places)
         self.recorder.numbers = numbers
         self.outside = Outside(self.twin)
         places = self.places
@@ -99,43 +80,37 @@ class RecordedStep:
         self.backward_codes = CodeWatch(
             lambda: places.path, elsewhere=lambda: current_autograd_node() is not None
         )
-        if keep_content or not repeats:
+        if way.keeps_content or not way.repeats:
             self.recorder.repeated = None
-        self.is_metered = is_metered and self.recorder.repeated is not None
-        self.opaque, self.pieces = tuple(opaque), None
+        self.is_metered = asked.is_metered and self.recorder.repeated is not None
+        self.opaque, self.pieces = way.opaque, None
         self.functions: list[tuple[Any, str, Any]] = []
-        if opaque or functions:
-            self.pieces = self._pieces(functions, known, runs=runs_pieces)
+        if way.opaque or way.functions:
+            self.pieces = self._pieces(way, asked)
         self.leaves: dict[int, str] = {}
         self.parameters: dict[str, str] = {}
         self.buffers: dict[str, str] = {}
         self.inputs: list[str | None] = []
         self._name_externals()
-        self.written = [self.inputs.index(name) for name in sorted(written)]
+        self.written = [self.inputs.index(name) for name in sorted(way.written)]
         self.copies: list[Tensor] = []  # of mutated arguments
-        self.hidden, self.settling = Hidden(self.twin, hidden), settling
+        self.hidden, self.settling = Hidden(self.twin, way.hidden), way.settling
         self.hooks = HookWatch(
             self.recorder, self.codes, self.twin, () if known is None else known.effects
         )
 
-    def _pieces(
-        self,
-        functions: Sequence[type[torch.autograd.Function]],
-        known: BasicGraph | None,
-        *,
-        runs: bool,
-    ) -> PieceRecorder:
+    def _pieces(self, way: Way, asked: Asked) -> PieceRecorder:
         """Return the recorder of opaque calls."""
         # A step without any does without this part of the package.
         from rkgb.opaque import PieceRecorder, run_functions_whole
 
         pieces = PieceRecorder(
-            *(self.recorder, self.twin, self.opaque, known),
+            *(self.recorder, self.twin, way.opaque, asked.known),
             *(self.codes, self._must_run_once),
-            runs=runs,
+            runs=asked.runs_pieces,
         )
-        self.places.run_whole(self.opaque, pieces.call)
-        self.functions = run_functions_whole(pieces, functions)
+        self.places.run_whole(way.opaque, pieces.call)
+        self.functions = run_functions_whole(pieces, way.functions)
         return pieces
 
     @property

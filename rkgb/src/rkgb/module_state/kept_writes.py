@@ -41,14 +41,7 @@ class KeptWrites(DispatchMode):
         """The names of the written tensors."""
         return tuple(name for key in self._kept for name, _ in self._named[key])
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.keep(func, args, kwargs)
         return func(*args, **kwargs)
 

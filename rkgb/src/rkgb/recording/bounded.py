@@ -22,18 +22,12 @@ class BoundedRecorder(Recorder):
         self._most_held = 0  # upper bound of the held bytes
         self._next = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         place = self.count
         if not self.is_paused and self._next <= place < len(self.needs_bytes):
             self._next = place + 1
             self.claim(self.needs_bytes[place])
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().run(func, args, kwargs)
 
     def claim(self, size_bytes: int) -> None:
         """Count memory that is about to be allocated.

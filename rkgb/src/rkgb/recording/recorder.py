@@ -143,23 +143,17 @@ class Recorder(Values, DispatchMode):
                 stack.enter_context(patches.undone())
             yield
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         trace = self.trace
         if trace is None or self._paused:
-            return self._dispatch(func, args, kwargs or {})
+            return self._recorded(func, args, kwargs)
         sys.settrace(None)  # no user code runs in here, and tracing takes time
         try:
-            return self._dispatch(func, args, kwargs or {})
+            return self._recorded(func, args, kwargs)
         finally:
             sys.settrace(trace)
 
-    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._paused:
             return func(*args, **kwargs)
         traits = traits_of(func)

@@ -36,17 +36,11 @@ class SizeRecorder(Recorder):
         self._outside: list[Tensor] = []  # kept alive, so that ids of storages stay unique
         self._own: set[int] = set()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if str(func.__name__).split(".")[0] in ASKS_GEOMETRY:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         try:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+            result = super().run(func, args, kwargs)
         except Exception as error:
             if not asks_content(error):
                 raise

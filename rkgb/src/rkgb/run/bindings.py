@@ -7,7 +7,7 @@ exactly this overload with these arguments must reach the dispatcher.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -54,15 +54,9 @@ class _Seen(DispatchMode):
         super().__init__()
         self.calls: list[tuple[Any, tuple[Any, ...], Mapping[str, Any]]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        self.calls.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self.calls.append((func, args, kwargs))
+        return func(*args, **kwargs)
 
     def is_exactly(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether exactly one call was seen, of `target` with these arguments."""
