@@ -24,7 +24,17 @@ from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op, Ref
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph
-from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram, Sum
+from rkgb.run.program.statements import (
+    Begin,
+    Call,
+    Copy,
+    Draw,
+    Drop,
+    Give,
+    Statement,
+    StepProgram,
+    Sum,
+)
 
 _SUM = torch.ops.aten.sum.dim_IntList
 

@@ -16,11 +16,11 @@ from rkgb.graphs.basic import BasicGraph, external_values
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.module_state.start_of_call import StartOfCall
 from rkgb.published.check import own_copy, same_bits
-from rkgb.run.places import Step
-from rkgb.run.program import lower_step
-from rkgb.run.source import CompiledStep, compile_step, plain_callee
-from rkgb.run.statements import Give, StepProgram
-from rkgb.run.views import runnable
+from rkgb.run.graph.views import runnable
+from rkgb.run.program.lowering import lower_step
+from rkgb.run.program.places import Step
+from rkgb.run.program.source import CompiledStep, compile_step, plain_callee
+from rkgb.run.program.statements import Give, StepProgram
 from rkgb.torch_api.torch_private import straight_to_kernels
 
 

@@ -27,9 +27,9 @@ from rkgb.elements.sample import Sample, bind_inputs
 from rkgb.graphs.basic import external_values
 from rkgb.graphs.dataflow import B_to_D
 from rkgb.graphs.simplified import D_to_S, operations
-from rkgb.run.program import lower_step
-from rkgb.run.source import compile_step, plain_callee
-from rkgb.run.views import runnable
+from rkgb.run.graph.views import runnable
+from rkgb.run.program.lowering import lower_step
+from rkgb.run.program.source import compile_step, plain_callee
 
 __all__ = [
     "B_to_D",

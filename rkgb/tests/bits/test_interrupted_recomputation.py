@@ -13,7 +13,7 @@ from rkgb.capture.record import make_B
 from rkgb.elements.op import Op
 from rkgb.engine import B_to_D, D_to_S, compile_step, lower_step, plain_callee, runnable
 from rkgb.graphs.basic import external_values
-from rkgb.run.places import Step
+from rkgb.run.program.places import Step
 from rkgb.torch_api import straight_to_kernels
 
 

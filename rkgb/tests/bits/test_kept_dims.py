@@ -16,10 +16,10 @@ from rkgb.capture.record import make_B
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.dataflow import B_to_D
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
-from rkgb.run.places import Step
-from rkgb.run.program import lower_step
-from rkgb.run.statements import Call
-from rkgb.run.views import runnable
+from rkgb.run.graph.views import runnable
+from rkgb.run.program.lowering import lower_step
+from rkgb.run.program.places import Step
+from rkgb.run.program.statements import Call
 
 SUM = torch.ops.aten.sum.dim_IntList
 

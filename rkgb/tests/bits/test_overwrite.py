@@ -14,10 +14,10 @@ from oracles.gradients import assert_same_gradients
 from rkgb.capture.record import make_B
 from rkgb.graphs.dataflow import B_to_D
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
-from rkgb.run.part_sums import PART_SUMS
-from rkgb.run.places import Step
-from rkgb.run.program import lower_step, without_idle_steps
-from rkgb.run.views import runnable
+from rkgb.run.graph.part_sums import PART_SUMS
+from rkgb.run.graph.views import runnable
+from rkgb.run.program.lowering import lower_step, without_idle_steps
+from rkgb.run.program.places import Step
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "threshold": F.relu,

@@ -38,11 +38,11 @@ from rkgb.graphs.basic import external_values
 from rkgb.graphs.dataflow import B_to_D
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
 from rkgb.published.check import same_bits as same
-from rkgb.run.places import Step
-from rkgb.run.program import lower_step
-from rkgb.run.source import compile_step, plain_callee
-from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
-from rkgb.run.views import runnable
+from rkgb.run.graph.views import runnable
+from rkgb.run.program.lowering import lower_step
+from rkgb.run.program.places import Step
+from rkgb.run.program.source import compile_step, plain_callee
+from rkgb.run.program.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
 from rkgb.torch_api.torch_private import straight_to_kernels
 from zoo.examples import EXAMPLES, example
 

@@ -13,10 +13,10 @@ from rkgb.capture.record import make_B
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.dataflow import B_to_D
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
-from rkgb.run.program import Step, _renamed, lower_step
-from rkgb.run.state import rerun_state, runs_once
-from rkgb.run.statements import Call, Copy, Drop, Statement
-from rkgb.run.views import runnable
+from rkgb.run.graph.views import runnable
+from rkgb.run.program.lowering import Step, _renamed, lower_step
+from rkgb.run.program.state import rerun_state, runs_once
+from rkgb.run.program.statements import Call, Copy, Drop, Statement
 
 
 class Averages(nn.Module):

@@ -22,8 +22,8 @@ from rkgb.engine import B_to_D, D_to_S, lower_step, runnable
 from rkgb.graphs import SimplifiedGraph
 from rkgb.run import Give, StepProgram, Sum
 from rockmate import Rockmate
-from rockmate.runtime.rails import Rail
-from rockmate.runtime.shared_uses import SharedUses
+from rockmate.runtime.gradients.rails import Rail
+from rockmate.runtime.gradients.shared_uses import SharedUses
 from runs.planned import wrap
 
 STEPS = 6  # the first few show whether gradients come from elsewhere

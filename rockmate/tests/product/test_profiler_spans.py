@@ -89,7 +89,7 @@ def test_without_a_profiler_there_are_no_spans(monkeypatch: pytest.MonkeyPatch) 
     def refuse(_name: str) -> None:
         raise AssertionError("a span was made")
 
-    monkeypatch.setattr("rkgb.run.source._begun_span", refuse)
+    monkeypatch.setattr("rkgb.run.program.source._begun_span", refuse)
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(5)])
     sample = torch.randn(32, 16)

@@ -20,11 +20,11 @@ from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.graphs.uses import made_by as roots_made_by
 from rkgb.graphs.uses import roots_of
-from rkgb.run.node_storages import NodeStorage, dying_in_backward, storages_of
-from rkgb.run.places import Step
-from rkgb.run.program import lowered_parts
-from rkgb.run.state import rerun_ops, rerun_state, runs_once
-from rkgb.run.statements import Call, Give, Statement, dropped_by, free_variables, made_by
+from rkgb.run.graph.node_storages import NodeStorage, dying_in_backward, storages_of
+from rkgb.run.program.lowering import lowered_parts
+from rkgb.run.program.places import Step
+from rkgb.run.program.state import rerun_ops, rerun_state, runs_once
+from rkgb.run.program.statements import Call, Give, Statement, dropped_by, free_variables, made_by
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ linear layers is one run around its hidden layer.
 from __future__ import annotations
 
 from rkgb.graphs.simplified import SimplifiedGraph
-from rkgb.run.node_storages import NodeStorage, storages_of
+from rkgb.run.graph.node_storages import NodeStorage, storages_of
 
 Run = tuple[int, ...]
 _LONGEST = 24  # nodes

@@ -1,19 +1,20 @@
 """From the order of a plan to Python code that runs one step of a recorded module.
 
 Gets a simplified graph and the steps of a plan; gives a forward function and a backward generator.
-Read views.py, kept_dims.py and overwrite.py (rewriting the graph), node_storages.py (the storages
-of a node), freeing.py (donation), statements.py (the parts of a program), places.py (hand-overs of
-gradients), state.py (state for recomputations), program.py (lowering), source.py (code generation),
-then bindings.py (the functions that are called).
+Read graph/: views.py, kept_dims.py and overwrite.py (rewriting the graph), node_storages.py (the
+storages of a node), freeing.py (donation). Then program/: statements.py (the parts of a program),
+places.py (hand-overs of gradients), state.py (state for recomputations), lowering.py (the order and
+the drops), source.py (code generation). Then reads.py (values that a forward has read),
+stand_ins.py and bindings.py (the functions that are called).
 """
 
-from rkgb.run.node_storages import NodeStorage
-from rkgb.run.places import Places, held_bytes, single_places, waiting_places
-from rkgb.run.program import without_idle_steps
-from rkgb.run.reads import Outcomes
-from rkgb.run.source import CompiledStep
-from rkgb.run.state import rerun_state, runs_once
-from rkgb.run.statements import (
+from rkgb.run.graph.node_storages import NodeStorage
+from rkgb.run.graph.views import RunnableGraph
+from rkgb.run.program.lowering import without_idle_steps
+from rkgb.run.program.places import Places, held_bytes, single_places, waiting_places
+from rkgb.run.program.source import CompiledStep
+from rkgb.run.program.state import rerun_state, runs_once
+from rkgb.run.program.statements import (
     Begin,
     Call,
     Drop,
@@ -24,7 +25,7 @@ from rkgb.run.statements import (
     made_by,
     read_by,
 )
-from rkgb.run.views import RunnableGraph
+from rkgb.run.reads import Outcomes
 
 __all__ = [
     "Begin",

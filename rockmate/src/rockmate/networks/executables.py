@@ -14,7 +14,7 @@ from rkgb.graphs import SimplifiedGraph
 from rkgb.run import single_places, waiting_places, without_idle_steps
 from rockmate.networks.network import Network
 from rockmate.runtime.executable import Executable
-from rockmate.runtime.rails import fired_in_order
+from rockmate.runtime.gradients.rails import fired_in_order
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.simulate import simulate

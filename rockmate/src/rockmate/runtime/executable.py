@@ -17,8 +17,8 @@ from rkgb.graphs import BackwardKind, Flow, SimplifiedGraph, Tangent
 from rkgb.module_state import KeptWrites
 from rkgb.run import Begin, CompiledStep, Give, Places, StepProgram, made_by, read_by, rerun_state
 from rkgb.torch_api import current_dispatch_modes, dispatch_mode_stack
-from rockmate.runtime.rails import Rail, RailPlaces, reader
-from rockmate.runtime.shared_uses import Arrivals, FirstsWatch, RunningSums, SharedUses
+from rockmate.runtime.gradients.rails import Rail, RailPlaces, reader
+from rockmate.runtime.gradients.shared_uses import Arrivals, FirstsWatch, RunningSums, SharedUses
 
 _SPARE_RAILS = 4  # for steps that are between forward and backward at the same time
 _hooks_before = operator.attrgetter("_backward_hooks")

@@ -15,12 +15,12 @@ from torch.autograd.graph import increment_version
 
 from rkgb.torch_api import apply_function, has_saved_hooks, straight_to_kernels
 from rockmate.runtime.backwards import Backwards, Variant
-from rockmate.runtime.hung_step import HungStep
-from rockmate.runtime.joint_step import JointStep
-from rockmate.runtime.outputs_held import OutputsHeld
-from rockmate.runtime.running_step import RunningStep, refuse_create_graph
-from rockmate.runtime.shared_casts import note_casts
-from rockmate.runtime.split_step import SplitStep
+from rockmate.runtime.gradients.shared_casts import note_casts
+from rockmate.runtime.steps.hung_step import HungStep
+from rockmate.runtime.steps.joint_step import JointStep
+from rockmate.runtime.steps.outputs_held import OutputsHeld
+from rockmate.runtime.steps.running_step import RunningStep, refuse_create_graph
+from rockmate.runtime.steps.split_step import SplitStep
 
 # Gets tensors by name; gives a function that returns the name of one whose content has changed, or
 # ''.

@@ -13,7 +13,7 @@ from rkgb.elements.op import Op
 from rkgb.elements.target import target_of
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.graphs.uses import At, roots_of
-from rkgb.run.node_storages import dying_in_backward, storages_of
+from rkgb.run.graph.node_storages import dying_in_backward, storages_of
 
 
 def freeing(sg: SimplifiedGraph) -> SimplifiedGraph:

@@ -35,10 +35,10 @@ from rockmate.errors import (
 )
 from rockmate.runtime.backwards import Backwards, Variant
 from rockmate.runtime.executable import Executable, plain_strides
-from rockmate.runtime.outputs_held import OutputsHeld
-from rockmate.runtime.rails import OUT_OF_ORDER, Rail
-from rockmate.runtime.shared_casts import SharedCasts, shared_casts
-from rockmate.runtime.shared_uses import FirstsWatch
+from rockmate.runtime.gradients.rails import OUT_OF_ORDER, Rail
+from rockmate.runtime.gradients.shared_casts import SharedCasts, shared_casts
+from rockmate.runtime.gradients.shared_uses import FirstsWatch
+from rockmate.runtime.steps.outputs_held import OutputsHeld
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 

@@ -23,9 +23,9 @@ from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.graphs.backward_slices import Slice, slice_backward
 from rkgb.graphs.basic import BasicGraph, HandOver
 from rkgb.graphs.simplified import SimplifiedGraph, with_reads
-from rkgb.run.freeing import freeing
-from rkgb.run.kept_dims import without_kept_dims
-from rkgb.run.overwrite import overwrite_gradients
+from rkgb.run.graph.freeing import freeing
+from rkgb.run.graph.kept_dims import without_kept_dims
+from rkgb.run.graph.overwrite import overwrite_gradients
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _AS_FAST = (_AS_STRIDED, torch.ops.aten.t.default)

@@ -26,7 +26,7 @@ from torch import Tensor
 from rkgb.run import Places
 from rkgb.torch_api import latest_sequence_nr, run_backward, set_sequence_nr
 from rockmate.errors import BackwardTwiceError
-from rockmate.runtime.shared_uses import Arrivals
+from rockmate.runtime.gradients.shared_uses import Arrivals
 
 OUT_OF_ORDER = (
     "a part of the backward of a Rockmate module was asked for out of order, or after what it "

@@ -23,8 +23,8 @@ from rkgb.graphs import BackwardKind, ambient_autocast
 from rkgb.torch_api import apply_function, current_backward, is_to_run
 from rockmate.errors import UnsupportedModuleError
 from rockmate.runtime.executable import plain_strides
-from rockmate.runtime.hung_step import HungStep, Output
-from rockmate.runtime.split_step import SplitStep
+from rockmate.runtime.steps.hung_step import HungStep, Output
+from rockmate.runtime.steps.split_step import SplitStep
 
 
 class JointStep(HungStep):

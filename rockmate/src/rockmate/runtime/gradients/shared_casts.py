@@ -24,7 +24,7 @@ from rkgb.graphs import ambient_autocast
 from rkgb.torch_api import is_to_run
 from rockmate.errors import UnsupportedModuleError
 from rockmate.runtime.executable import Executable
-from rockmate.runtime.rails import Rail
+from rockmate.runtime.gradients.rails import Rail
 
 
 class CastingStep(Protocol):

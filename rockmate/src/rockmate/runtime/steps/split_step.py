@@ -23,8 +23,8 @@ from rkgb.graphs import BackwardKind, Flow, Region, Tangent, ambient_autocast
 from rkgb.torch_api import apply_function, current_backward, is_to_run
 from rockmate.errors import BackwardTwiceError, UnsupportedModuleError
 from rockmate.runtime.executable import Executable, plain_strides
-from rockmate.runtime.hung_step import HungStep, Output
-from rockmate.runtime.rails import OUT_OF_ORDER
+from rockmate.runtime.gradients.rails import OUT_OF_ORDER
+from rockmate.runtime.steps.hung_step import HungStep, Output
 
 
 class SplitStep(HungStep):

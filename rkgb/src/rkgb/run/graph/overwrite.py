@@ -24,7 +24,7 @@ from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.simplified import SimplifiedNode, backward_uses
 from rkgb.graphs.uses import At, roots_of
-from rkgb.run.part_sums import PART_SUMS
+from rkgb.run.graph.part_sums import PART_SUMS
 
 _aten = torch.ops.aten
 

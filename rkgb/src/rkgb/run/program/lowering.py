@@ -19,10 +19,10 @@ from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.elements.target import target_of
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
-from rkgb.run.node_storages import dying_in_backward, storages_of
-from rkgb.run.places import Places, Step, ends_of, given_by, waiting_places
-from rkgb.run.state import copied_for_rerun, rerun_ops, rerun_state, runs_once
-from rkgb.run.statements import (
+from rkgb.run.graph.node_storages import dying_in_backward, storages_of
+from rkgb.run.program.places import Places, Step, ends_of, given_by, waiting_places
+from rkgb.run.program.state import copied_for_rerun, rerun_ops, rerun_state, runs_once
+from rkgb.run.program.statements import (
     Begin,
     Call,
     Copy,

@@ -60,8 +60,18 @@ from rkgb.elements.numbers import is_unspecialised
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.target import Boxed, target_of
 from rkgb.graphs.simplified import SimplifiedGraph
-from rkgb.run.program import for_backward_alone
-from rkgb.run.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram, Sum
+from rkgb.run.program.lowering import for_backward_alone
+from rkgb.run.program.statements import (
+    Begin,
+    Call,
+    Copy,
+    Draw,
+    Drop,
+    Give,
+    Statement,
+    StepProgram,
+    Sum,
+)
 from rkgb.torch_api.kernel_choice import calling_with, switch_forward
 
 Callee = Callable[[Op], Callable[..., Any]]

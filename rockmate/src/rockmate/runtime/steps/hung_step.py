@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rkgb.torch_api import apply_function
-from rockmate.runtime.running_step import RunningStep, refuse_create_graph
+from rockmate.runtime.steps.running_step import RunningStep, refuse_create_graph
 
 
 class HungStep(RunningStep):

@@ -1,0 +1,1 @@
+"""Statements of a step, their order and drops (lowering.py), and the source that they become."""
