@@ -186,7 +186,7 @@ def called_with(
     """Return a decorator: a function of an object is called with the arguments of its class."""
 
     def decorate(function: Callable[[Given], Result]) -> Callable[P, Result]:
-        make = _maker(kind, function)
+        make = maker(kind, function.__qualname__.removesuffix(".__init__"))
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
@@ -205,7 +205,7 @@ def method_called_with(
     def decorate(
         function: Callable[[Owner, Given], Result],
     ) -> Callable[Concatenate[Owner, P], Result]:
-        make = _maker(kind, function)
+        make = maker(kind, function.__qualname__.removesuffix(".__init__"))
 
         @functools.wraps(function)
         def call(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> Result:
@@ -216,9 +216,9 @@ def method_called_with(
     return decorate
 
 
-def _maker(kind: Callable[P, Given], function: Callable[..., Any]) -> Callable[P, Given]:
+def maker(kind: Callable[P, Given], name: str) -> Callable[P, Given]:
+    """Return what makes the arguments of a function of this name, and refuses unknown ones."""
     signature = inspect.signature(kind)
-    name = function.__qualname__.removesuffix(".__init__")
 
     def make(*args: P.args, **kwargs: P.kwargs) -> Given:
         try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rockmate.arguments import Arguments, called_with, refuse_loss
+from rockmate.arguments import Arguments, called_with, maker, refuse_loss
 from rockmate.decisions import DecidingModule
 from rockmate.errors import ArgumentsError, RockmateError
 from rockmate.module import (
@@ -68,20 +68,25 @@ def in_trainer(
     """Return the keywords of `apply` for a trainer, which makes its optimizer later.
 
     Raises:
+        RockmateError: as from `checked`.
+    """
+    later = {} if memory is None else {"optimizer": "none", **options}
+    return checked({**options, **later, "budget": budget, "memory": memory}, "rockmate.apply")
+
+
+def checked(options: dict[str, Any], function: str) -> dict[str, Any]:
+    """Return keywords of `apply` that are to serve later.
+
+    Raises:
         RockmateError: neither a budget nor memory is given, it cannot be read, or an option is
             unknown.
     """
-    later = {} if memory is None else {"optimizer": "none", **options}
-    found = {**options, **later, "budget": budget, "memory": memory}
     # Submodules are not known yet.
-    _check(nn.Module(), **{name: value for name, value in found.items() if name != "opaque"})
-    return found
-
-
-@called_with(InPlace)
-def _check(given: InPlace) -> None:
-    given.check_amount("rockmate.apply")
-    refuse_loss(given, "rockmate.apply")
+    known = {name: value for name, value in options.items() if name != "opaque"}
+    given = maker(InPlace, function)(nn.Module(), **known)
+    given.check_amount(function)
+    refuse_loss(given, function)
+    return options
 
 
 def meet_optimizer(model: nn.Module | None, optimizer: Any, options: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 RockmateCallback    Hugging Face `Trainer` and its subclasses, such as TRL's `SFTTrainer`
 LightningCallback   Lightning's `Trainer`
+dynamo.rockmate     `torch.compile(model, backend="rockmate")`, which finds it by its entry point
 
 Your own loops, timm's and accelerate's need no callback but one line before the loop, and before
 `accelerator.prepare`: `rockmate.apply(model, budget="8GB")`.

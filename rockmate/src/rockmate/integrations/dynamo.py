@@ -1,0 +1,172 @@
+"""`torch.compile(model, backend="rockmate", options={"budget": "8GB"})`: dynamo's graphs, planned.
+
+Dynamo says when a graph serves (its guards) and makes another where it does not. Each is planned as
+a module at its first call. Parameters and buffers come with every call, as inputs: behind a graph
+break one graph serves several layers, each with its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import weakref
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from rockmate.errors import UnsupportedModuleError
+from rockmate.in_place import apply, checked
+from rockmate.module import Rockmate
+
+_CALL = "torch.compile(backend='rockmate')"
+_shared: dict[int, SharedBudget] = {}  # by the object that was given as options
+
+
+def rockmate(
+    graph: GraphModule, inputs: list[Any], *, options: Mapping[str, Any] | None = None
+) -> PlannedGraph:
+    """Plan a graph of dynamo: `torch.compile(model, backend="rockmate", options={...})`.
+
+    Options are the keywords of `rockmate.apply`; without any, `ROCKMATE_BUDGET` is the budget. All
+    graphs that share the options share the budget, so that only one of them may be under way: where
+    dynamo breaks a model in several graphs, a step is refused.
+
+    Examples:
+        >>> compiled = torch.compile(model, backend="rockmate", options={"budget": "8GB"})
+        >>> compiled(x).sum().backward()
+
+    Raises:
+        UnsupportedModuleError: at a call, where another graph waits for its backward.
+        InfeasibleBudgetError, RockmateError, rkgb.RkgbError: at the first call of a graph, as from
+            `rockmate.apply`.
+    """
+    known = _shared.setdefault(id(options), SharedBudget(options))
+    return PlannedGraph(graph, known)
+
+
+class SharedBudget:
+    """What the graphs of one `torch.compile` have in common."""
+
+    def __init__(self, options: Mapping[str, Any] | None) -> None:
+        self.options = options  # kept, so that no other object gets its identity
+        self.bytes_of: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()  # by parameters
+        self._under_way: list[weakref.ref[Backward]] = []
+
+    def keywords(self) -> dict[str, Any]:
+        """Return what `apply` is called with.
+
+        Raises:
+            ArgumentsError, BudgetFormatError: they say no budget, or something unknown.
+        """
+        given = dict(self.options or {})
+        if not given.keys() & {"budget", "memory"}:
+            given["budget"] = os.environ.get("ROCKMATE_BUDGET")
+        return checked(given, _CALL)
+
+    def refuse_two(self) -> None:
+        """Refuse a forward while another one waits for its backward.
+
+        Raises:
+            UnsupportedModuleError: the two could hold more than the budget together.
+        """
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint runs a forward again
+            return
+        waiting = [ref for ref in self._under_way if (one := ref()) and not one.has_begun]
+        self._under_way = waiting
+        if waiting:
+            raise UnsupportedModuleError(
+                "a compiled graph runs while another one waits for its backward, and together "
+                "they would hold more than the budget. If torch.compile has broken the model in "
+                "several graphs, fullgraph=True names the line; plan the model itself where it "
+                "has to break: Rockmate(model, sample, budget). Models that train side by side "
+                "need options of their own, each backward comes before the next forward, and "
+                "outputs that get none are to be deleted."
+            )
+
+    def watch(self, outputs: Any) -> None:
+        """Remember that a backward is to come, until it begins or its graph is dropped."""
+        backward = Backward()
+        for output in outputs:
+            if isinstance(output, Tensor) and output.grad_fn is not None:
+                output.grad_fn.register_prehook(backward.begin)
+                self._under_way.append(weakref.ref(backward))
+
+
+class Backward:
+    """One backward that is to come; autograd holds it as long as it may."""
+
+    has_begun = False
+
+    def begin(self, _: Any) -> None:
+        """Note that it has come."""
+        self.has_begun = True
+
+
+class PlannedGraph:
+    """A graph of dynamo, planned at its first call."""
+
+    def __init__(self, graph: GraphModule, budget: SharedBudget) -> None:
+        self.budget = budget
+        self.graph, self.places = _with_own_tensors(graph)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the graph, within the budget where anything trains."""
+        rest = []
+        for value, (table, name) in zip(inputs, self.places, strict=True):
+            if not table:
+                rest.append(value)
+            elif getattr(self.graph, table).get(name) is not value:
+                getattr(self.graph, table)[name] = value
+        trains = any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
+        if not (trains and torch.is_grad_enabled()):
+            return self._plain()(*rest)
+        self.budget.refuse_two()
+        if not isinstance(self.graph, Rockmate):
+            apply(self.graph, **self._keywords(inputs))
+        outputs = self.graph(*rest)
+        self._note_bytes(inputs)
+        self.budget.watch(outputs)
+        return outputs
+
+    def _keywords(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        """Return those of `apply`; a fraction is one of the first plan for these parameters."""
+        given, bytes_of = self.budget.keywords(), self.budget.bytes_of
+        known = [bytes_of[v] for v in inputs if isinstance(v, nn.Parameter) and v in bytes_of]
+        return {**given, "budget": known[0]} if known and "memory" not in given else given
+
+    def _note_bytes(self, inputs: Sequence[Any]) -> None:
+        assert isinstance(self.graph, Rockmate)
+        for value in inputs:
+            if isinstance(value, nn.Parameter):
+                self.budget.bytes_of.setdefault(value, self.graph.budget_bytes)
+
+    def _plain(self) -> nn.Module:
+        return self.graph.original if isinstance(self.graph, Rockmate) else self.graph
+
+
+def _with_own_tensors(graph: GraphModule) -> tuple[GraphModule, list[tuple[str, str]]]:
+    """Return the graph with parameters and buffers as its own, and where each input belongs.
+
+    They are resident, as those of a module are, and their gradients do not count.
+    """
+    tables = {node.name: _table(node) for node in graph.graph.find_nodes(op="placeholder")}
+    # A copy, because dynamo goes on with the graph that it has given.
+    own = GraphModule(graph, copy.deepcopy(graph.graph))
+    for node in own.graph.find_nodes(op="placeholder"):
+        if table := tables[node.name]:
+            getattr(own, table)[node.name] = None
+            with own.graph.inserting_before(node):
+                node.replace_all_uses_with(own.graph.create_node("get_attr", node.name))
+            own.graph.erase_node(node)
+    own.recompile()
+    return own, [(table, name) for name, table in tables.items()]
+
+
+def _table(node: Node) -> str:
+    """Return where a module has the input of a graph; "" where it is no module's."""
+    source = str(getattr(getattr(node, "_dynamo_source", None), "name", ""))
+    return next((table for table in ("_parameters", "_buffers") if f".{table}['" in source), "")

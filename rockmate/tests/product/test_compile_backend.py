@@ -1,0 +1,215 @@
+"""`torch.compile(model, backend="rockmate")`: bits and peak of `Rockmate`, one budget or none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from importlib.metadata import entry_points
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rockmate
+from rockmate import InfeasibleBudgetError, Rockmate, UnsupportedModuleError
+from rockmate.integrations import dynamo
+from zoo.nets import network
+
+FLOPS = {"cost": "flops", "budget": 0.7}
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Compiling:
+    """The backend, and what it has planned."""
+
+    def __init__(self) -> None:
+        self.graphs: list[dynamo.PlannedGraph] = []
+
+    def __call__(self, graph: Any, inputs: Any, **options: Any) -> dynamo.PlannedGraph:
+        self.graphs.append(dynamo.rockmate(graph, inputs, **options))
+        return self.graphs[-1]
+
+    def plans(self) -> list[Any]:
+        return [one.graph.plan for one in self.graphs if isinstance(one.graph, Rockmate)]
+
+
+class Layer(nn.Sequential):
+    """One with dropout and BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(32, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 32), nn.Dropout(0.1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class Layers(nn.Module):
+    """Equal layers, and a break between them, if asked for."""
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if self.breaks:
+                torch._dynamo.graph_break()
+        return x.square().mean()
+
+
+def call(model: Any, sample: Any) -> Any:
+    args = sample if isinstance(sample, tuple) else (sample,)
+    found = model(**sample) if isinstance(sample, dict) else model(*args)
+    found = getattr(found, "loss", found)
+    return found if found.dim() == 0 else found.square().mean()
+
+
+def trained(model: Any, of: nn.Module, samples: list[Any]) -> list[Tensor]:
+    """Return losses of some steps, and all that has come of them."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(of.parameters(), lr=0.01)
+    losses = []
+    for sample in samples:
+        loss = call(model, sample)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *of.state_dict().values(), torch.rand(1)]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+def hugging_face(name: str) -> tuple[nn.Module, Any]:
+    transformers = pytest.importorskip("transformers", reason="transformers is a test extra")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 64, "vocab_size": 64}
+    words = torch.randint(64, (4, 24))
+    if name == "llama":
+        config = transformers.LlamaConfig(**sizes, use_cache=False)
+        return transformers.LlamaForCausalLM(config), {"input_ids": words, "labels": words}
+    config = transformers.BertConfig(**sizes)
+    mask = torch.ones_like(words)
+    mask[1, 17:] = 0
+    sample = {"input_ids": words, "attention_mask": mask, "labels": words}
+    return transformers.BertForMaskedLM(config), sample
+
+
+@pytest.mark.filterwarnings("ignore")  # of dynamo, about Python's own modules
+@pytest.mark.parametrize("name", ["gpt", "resnet", "llama", "bert"])
+def test_bits_and_peak_are_those_of_a_wrapper(name: str) -> None:
+    torch.manual_seed(0)
+    model, sample = hugging_face(name) if name in ("llama", "bert") else network(name)
+    model.train()
+    plain, wrapped = deepcopy(model), Rockmate(deepcopy(model), sample, **FLOPS)
+    compiling = Compiling()
+    compiled = torch.compile(model, backend=compiling, options=FLOPS)
+    assert same(trained(compiled, model, [sample] * 3), trained(plain, plain, [sample] * 3))
+    (plan,) = compiling.plans()
+    if name != "llama":  # which makes a mask for its attention where dynamo looks on
+        assert plan.budget_bytes == wrapped.plan.budget_bytes
+        assert plan.peak_bytes == wrapped.plan.peak_bytes
+    assert compiling.graphs[0].graph.measured_peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_other_sizes_come_by_recompilation_and_keep_the_budget() -> None:
+    model = Layers()
+    plain, compiling = deepcopy(model), Compiling()
+    compiled = torch.compile(model, backend=compiling, options=FLOPS)
+    samples = [torch.randn(rows, 32) for rows in (128, 96, 64, 128)]
+    assert same(trained(compiled, model, samples), trained(plain, plain, samples))
+    assert len(compiling.graphs) == 2  # the second one for any number of rows
+    assert len({plan.budget_bytes for plan in compiling.plans()}) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_parameters_are_inputs_where_one_graph_serves_two_models() -> None:
+    models = [Layers(), Layers()]
+    plains, compiling = deepcopy(models), Compiling()
+    compiled = [torch.compile(model, backend=compiling, options=FLOPS) for model in models]
+    for _ in range(2):
+        for ours, model, plain in zip(compiled, models, plains, strict=True):
+            samples = [torch.randn(64, 32) for _ in range(2)]
+            assert same(trained(ours, model, samples), trained(plain, plain, samples))
+    assert len(compiling.graphs) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("breaks", [True, False])
+def test_what_waits_for_its_backward_refuses_the_next_and_the_model_stays(breaks: bool) -> None:
+    model = Layers(breaks=breaks)
+    options = {**FLOPS, "budget": "1MiB"}
+    compiled = torch.compile(model, backend=dynamo.rockmate, options=options)
+    sample = torch.randn(64, 32)
+    kept = None if breaks else compiled(sample)  # or the same graph twice before any backward
+    with pytest.raises(UnsupportedModuleError, match="fullgraph=True"):
+        compiled(sample)
+    if kept is not None:
+        kept.backward()
+        compiled(sample).backward()
+    model.load_state_dict((plain := Layers()).state_dict())
+    model.zero_grad()
+    assert same(trained(model, model, [sample]), trained(plain, plain, [sample]))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_evaluation_runs_plain_and_does_not_wait_for_a_backward() -> None:
+    model = Layers()
+    compiling = Compiling()
+    compiled = torch.compile(model, backend=compiling, options=FLOPS)
+    sample = torch.randn(64, 32)
+    compiled(sample).backward()
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(compiled(sample), model(sample))
+    model.train()
+    compiled(sample)  # and dropped
+    compiled(sample).backward()
+    assert len(compiling.plans()) == 1
+
+
+def test_the_budget_comes_from_options_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sample = Layers(), torch.randn(64, 32)
+    with pytest.raises(rockmate.ArgumentsError, match=r"torch\.compile\(.* needs a budget"):
+        torch.compile(model, backend=dynamo.rockmate)(sample)
+    with pytest.raises(rockmate.ArgumentsError, match="did you mean 'budget'"):
+        torch.compile(model, backend=dynamo.rockmate, options={"budgt": 1})(sample)
+    torch._dynamo.reset()
+    monkeypatch.setenv("ROCKMATE_BUDGET", "1KiB")
+    with pytest.raises(InfeasibleBudgetError):
+        torch.compile(model, backend=dynamo.rockmate)(sample)
+
+
+def test_the_entry_point_leads_here() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8")
+    found = re.search(r'entry-points.torch_dynamo_backends\]\nrockmate = "(.*)"\n', project)
+    assert found is not None
+    assert resolve_name(found[1]) is dynamo.rockmate
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_knows_it_by_name() -> None:
+    if not entry_points(group="torch_dynamo_backends", name="rockmate"):
+        pytest.skip("rockmate was installed before it had this entry point")
+    model = Layers()
+    compiled = torch.compile(model, backend="rockmate", fullgraph=True, options=FLOPS)
+    plain = deepcopy(model)
+    samples = [torch.randn(64, 32)]
+    assert same(trained(compiled, model, samples), trained(plain, plain, samples))
