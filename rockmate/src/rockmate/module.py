@@ -221,6 +221,12 @@ class Rockmate(nn.Module):
             )
         return ", ".join(filter(None, (super().extra_repr(), text)))
 
+    def _repr_html_(self) -> str | None:
+        """Show the plan in a notebook; None where there is none, and `repr` serves."""
+        planned = self._rockmate
+        is_planned = planned.first is not None or planned.by_blocks is not None
+        return self.plan._repr_html_() if is_planned else None
+
     # ------------------------------------------------------------------ copies and files
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

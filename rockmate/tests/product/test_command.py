@@ -122,7 +122,7 @@ def test_a_page_is_asked_of_the_plan(
         (("plan", "rockmate_factories:net", "1MiB", "--effort", "none"), "effort 'none'"),
         (("plan", "rockmate_factories", "1MiB"), "write module:factory"),
         (("plan", "no_such_module:net", "1MiB"), "ModuleNotFoundError"),
-        (("estimate", "rockmate_factories:none"), "has no attribute 'none'"),
+        (("estimate", "rockmate_factories:none"), "has no 'none'"),
         (("estimate", "rockmate_factories:raises"), "raised RuntimeError: no data here"),
         (("estimate", "rockmate_factories:odd"), "returned type Linear; return a tuple"),
         (("estimate", "rockmate_factories:number"), "is of type int, and no function"),
@@ -162,3 +162,14 @@ def test_the_module_is_a_command() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr.startswith("rockmate: cannot read the plan file")
+
+
+def test_a_wrong_name_is_answered_with_those_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "few_models.py").write_text("def small(): ...\n\n\ndef large(): ...\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "few_models:smal", "1MiB"]) == 1
+    assert "choose one of small, large" in capsys.readouterr().err
+    assert main(["plan", "few_model:small", "1MiB"]) == 1
+    assert "Python files in this folder: few_models" in capsys.readouterr().err

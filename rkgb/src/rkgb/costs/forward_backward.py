@@ -56,6 +56,9 @@ class KGraph:
     compute: tuple[KComputeNode, ...]
     data: tuple[KDataNode, ...]
 
+    def __repr__(self) -> str:
+        return f"<K graph: {len(self.compute)} compute nodes, {len(self.data)} data nodes>"
+
     def to_json(self) -> str:
         """Return the graph and its costs as JSON text."""
         return json.dumps(

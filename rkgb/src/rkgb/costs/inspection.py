@@ -42,6 +42,9 @@ class Inspection:
     device: str
     seconds: float
 
+    def __repr__(self) -> str:
+        return f"<costs of {len(self.facts)} nodes on {self.device}>"
+
 
 def inspect_model(
     sg: SimplifiedGraph,

@@ -29,6 +29,9 @@ class RecordedCosts:
     device: str  # where they were measured, in words
     torch_version: str
 
+    def __repr__(self) -> str:
+        return f"<costs of {len(self.costs)} kinds of operation on {self.device}>"
+
     @classmethod
     def of(cls, inspection: Inspection) -> RecordedCosts:
         """Return the costs that an inspection found."""

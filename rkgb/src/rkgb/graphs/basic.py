@@ -173,6 +173,9 @@ class BasicGraph:
     # The leaves of the forward's autograd graph, whichever backward runs: leaf, number of a node.
     leaf_edges: tuple[tuple[str, int], ...] = ()
 
+    def __repr__(self) -> str:
+        return f"<B graph of {self.model_name}: {len(self.ops)} operations>"
+
     @cached_property
     def edges(self) -> tuple[tuple[str, int], ...]:
         """The edges from autograd nodes to leaves, in the order of eager's backward."""

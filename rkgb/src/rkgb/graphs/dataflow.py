@@ -41,6 +41,9 @@ class DataFlowGraph:
     basic: BasicGraph
     nodes: tuple[DataFlowNode, ...]
 
+    def __repr__(self) -> str:
+        return f"<D graph of {self.basic.model_name}: {len(self.nodes)} nodes>"
+
     @property
     def infos(self) -> Mapping[str, TensorInfo]:
         """Facts about every value."""

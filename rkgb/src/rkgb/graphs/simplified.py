@@ -71,6 +71,9 @@ class SimplifiedGraph:
     output_names: tuple[str, ...]  # values that leave the graph
     outputs: tuple[Any, ...]  # the forward's results: Ref or constant
 
+    def __repr__(self) -> str:
+        return f"<S graph of {self.dataflow.basic.model_name}: {len(self.nodes)} nodes>"
+
     @cached_property
     def uses(self) -> Uses:
         """The uses of values in the forward; its parts are the nodes."""

@@ -128,6 +128,14 @@ def dot_source(
     return str(draw(sketch_of(g, name), folded=folded, columns=columns).source)
 
 
+def inline_svg(g: Any, name: str | None = None) -> str | None:
+    """Return the picture of `g` as a part of a page of HTML; None where Graphviz is missing."""
+    if shutil.which("dot") is None:
+        return None
+    drawn = draw(sketch_of(g, name), folded=True, columns=1).pipe(format="svg", encoding="utf-8")
+    return str(drawn[drawn.index("<svg") :])
+
+
 def sketch_of(g: Any, name: str | None = None) -> Sketch:
     """Return what a picture of `g` shows.
 

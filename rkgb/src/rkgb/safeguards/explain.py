@@ -24,6 +24,11 @@ _USUAL_HINT = (
     "wrapped module."
 )
 
+_NEXT = (
+    "Give the sample as your training loop calls the model: a tensor, a tuple of arguments, or a "
+    "dict of keyword arguments. If the model itself raises this when called so, that comes first."
+)
+
 
 def explained(
     model: nn.Module, name: str, error: Exception, leaves: Sequence[Any] = ()
@@ -42,8 +47,8 @@ def explained(
     text = str(error).strip()
     first = text.splitlines()[0].rstrip(".") if text else "(no message)"
     return TraceError(
-        f"cannot capture {name}: {_advice(model, leaves)}its step raised {type(error).__name__} at "
-        f"{where}: {first}."
+        f"cannot capture {name}: {_advice(model, leaves)}its forward or backward raised "
+        f"{type(error).__name__} at {where}: {first}. {_NEXT}"
     )
 
 

@@ -8,6 +8,7 @@ from itertools import groupby
 from os import PathLike
 
 from rockmate.files.plan_file import PlanFile
+from rockmate.reports.in_full import InFull
 from rockmate.schedules.report import format_bytes, format_ms
 from rockmate.whole_step import Memory
 
@@ -29,7 +30,7 @@ class BlockRow:
 
 
 @dataclass(frozen=True)
-class BlocksPlan:
+class BlocksPlan(InFull):
     """The options of all blocks, chosen within one budget.
 
     All bytes are of the whole step, above what is in use before it and the gradients.
@@ -77,6 +78,10 @@ class BlocksPlan:
             return None
         return self.overhead_ms - self.free_overhead_ms
 
+    def __repr__(self) -> str:
+        peak, budget = format_bytes(self.peak_bytes), format_bytes(self.budget_bytes)
+        return f"<plan of {len(self.rows)} blocks: peak {peak} within {budget}>"
+
     def __str__(self) -> str:
         measured = format_bytes(self.measured_peak_bytes)
         extra = f"{format_ms(self.overhead_ms)}, {100 * self.overhead:.2f} % of the blocks' time"
@@ -99,8 +104,6 @@ class BlocksPlan:
                 f"{format_bytes(first.peak_bytes):>12}{100 * first.overhead:>10.1f} %"
             )
         return "\n".join(lines)
-
-    __repr__ = __str__
 
     def _free_plan(self) -> str:
         more = self.restriction_ms

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rockmate.keys.input_signature import for_any_number, other_ints, told, unlike
 from rockmate.keys.module_state import ModuleState, Place
+from rockmate.reports.in_full import InFull
 
 if TYPE_CHECKING:
     from rockmate.networks import Planned
@@ -70,7 +71,7 @@ class PlanRow:
         )
 
 
-class PlanRows(Sequence[PlanRow]):
+class PlanRows(Sequence[PlanRow], InFull):
     """The plans that are kept, the one used last at the end; printing it shows a line for each."""
 
     def __init__(self, rows: Sequence[PlanRow]) -> None:

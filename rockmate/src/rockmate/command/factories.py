@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,10 +31,17 @@ def made_by(name: str, *, meta: bool = False) -> tuple[nn.Module, Any]:
         sys.path.insert(0, "")  # as with `python -m`
     try:
         found: Any = importlib.import_module(module_name)
-        for part in path.split("."):
-            found = getattr(found, part)
     except Exception as error:
-        raise FactoryError(f"cannot import {name!r}: {type(error).__name__}: {error}") from error
+        raise FactoryError(
+            f"cannot import {name!r}: {type(error).__name__}: {error}.{_here(module_name)}"
+        ) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            own = [n for n, value in vars(found).items() if callable(value) and n[0] != "_"]
+            raise FactoryError(
+                f"{module_name} has no {path!r}; choose one of {', '.join(own) or '(nothing)'}"
+            )
+        found = getattr(found, part)
     if not callable(found):
         raise FactoryError(f"{name!r} is of type {type(found).__name__}, and no function")
     try:
@@ -44,6 +52,14 @@ def made_by(name: str, *, meta: bool = False) -> tuple[nn.Module, Any]:
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         raise FactoryError(f"{name} returned {_told(made)}; return a tuple (model, sample)")
     return made
+
+
+def _here(module_name: str) -> str:
+    """Name the Python files of this folder, where no such module was found."""
+    if importlib.util.find_spec(module_name.partition(".")[0]) is not None:
+        return ""
+    files = ", ".join(sorted(path.stem for path in Path().glob("*.py"))) or "none"
+    return f" Python files in this folder: {files}"
 
 
 def _told(made: Any) -> str:

@@ -74,7 +74,8 @@ class DecidedPlan(BlocksPlan):
             lines.append(f"  not called for the sample: {', '.join(self.unseen)}")
         return "\n".join(head + lines)
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return f"<plan of {self.name}: {self.summary()}>"
 
 
 def no_file(name: str) -> PlanFileError:

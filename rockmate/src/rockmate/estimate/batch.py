@@ -17,6 +17,7 @@ from rockmate.estimate.prediction import NOT_ESTIMATED, Estimate, usual_device
 from rockmate.estimate.sizes import priced_step, sizes_of
 from rockmate.planners import minimum_peak
 from rockmate.progress import Phases
+from rockmate.reports.in_full import InFull
 from rockmate.runtime.plain import plain
 from rockmate.schedules.report import format_bytes
 from rockmate.settings import Budget, Settings, parse_memory
@@ -26,7 +27,7 @@ _log = logging.getLogger("rockmate")
 
 
 @dataclass(frozen=True)
-class LargestBatch:
+class LargestBatch(InFull):
     """The largest batches that fit into some memory; printing it shows a sentence.
 
     `plain` is the largest batch of plain PyTorch (0: not even one sample), `batch` that of Rockmate
@@ -39,6 +40,9 @@ class LargestBatch:
     budget_bytes: int
     overhead: float
     estimate: Estimate  # of `batch`
+
+    def __repr__(self) -> str:
+        return f"<largest batch: {self}>"
 
     def __str__(self) -> str:
         return (

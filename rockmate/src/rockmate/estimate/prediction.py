@@ -15,6 +15,7 @@ from rockmate.estimate.costs_from_file import Cost, recorded_costs
 from rockmate.estimate.sizes import Sizes, sizes_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
+from rockmate.reports.in_full import InFull
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.report import format_bytes
 from rockmate.schedules.simulate import simulate
@@ -50,7 +51,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(InFull):
     """Memory and time of training a model; printing it shows a table. All sizes are in bytes.
 
     `activations_bytes` is the peak of a plain step above what is resident; budgets are counted
@@ -63,6 +64,10 @@ class Estimate:
     points: int
     times: str = "FLOPs"
     settings: Settings = field(default_factory=Settings, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        activations = format_bytes(self.activations_bytes)
+        return f"<estimate of {self.model} on {self.device}: {activations} of activations>"
 
     @property
     def problem(self) -> Problem:

@@ -139,6 +139,9 @@ class PlanFile:
         if not self.plans and self.blocks is None:
             raise ValueError("there is no plan in it")
 
+    def __repr__(self) -> str:
+        return f"<plan file of {self.model}: {len(self.plans)} plans>"
+
     def to_json(self) -> str:
         """Return the file's text; `from_json` gives an equal object back."""
         content = row_of(self)

@@ -95,7 +95,6 @@ class Search:
         if bound is not None:
             bound = min(bound, base + timeline.overhead_ms)  # the linear program rounds
         proven = bound is not None and base + timeline.overhead_ms <= bound * (1 + 1e-9)
-        self.report(1.0, "done")
         return make_plan(
             problem,
             self.best,

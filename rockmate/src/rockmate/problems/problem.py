@@ -81,6 +81,9 @@ class Problem:
     nodes: tuple[Node, ...]
     storages: tuple[Storage, ...]
 
+    def __repr__(self) -> str:
+        return f"<problem of {len(self.nodes)} nodes and {len(self.storages)} storages>"
+
     def __post_init__(self) -> None:
         count = len(self.nodes)
         for node in self.nodes:

@@ -2,5 +2,5 @@
 
 Gets a problem and its plan; gives a `PlanReport`, which is `rk.plan`. Read plan_report.py (the
 report), modules.py and curve.py (its figures by module, and over the budget), charts.py (lines and
-areas as SVG) and page.py (the page). Nothing here sees tensors.
+areas as SVG) and page.py (the page); in_full.py serves other answers. Nothing here sees tensors.
 """

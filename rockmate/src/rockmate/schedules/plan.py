@@ -48,6 +48,12 @@ class Plan:
     status: str = "feasible"  # or "optimal": `bound_ms` meets the plan's own time
     plan_seconds: float = 0.0
 
+    def __repr__(self) -> str:
+        return (
+            f"<plan of {len(self.steps)} steps: peak {self.peak_bytes} of {self.budget_bytes} "
+            f"bytes, {100 * self.overhead:.2f} % more time>"
+        )
+
     @property
     def time_ms(self) -> float:
         """Predicted time of one step, recomputation included."""

@@ -28,6 +28,10 @@ class Timeline:
     peak_step: int  # index of the first step that reaches the peak; -1 for an empty plan
     overhead_ms: float  # time of every forward beyond each node's first
 
+    def __repr__(self) -> str:
+        steps = len(self.bytes_after)
+        return f"<timeline of {steps} steps: peak {self.peak_bytes} bytes at {self.peak_step}>"
+
 
 def simulate(
     problem: Problem, steps: Sequence[Step], *, budget_bytes: int | None = None
