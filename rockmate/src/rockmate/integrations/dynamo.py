@@ -8,7 +8,6 @@ break one graph serves several layers, each with its own.
 from __future__ import annotations
 
 import copy
-import os
 import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rockmate.errors import UnsupportedModuleError
 from rockmate.in_place import apply, checked
+from rockmate.integrations.environment import amount
 from rockmate.module import Rockmate
 
 _CALL = "torch.compile(backend='rockmate')"
@@ -63,8 +63,7 @@ class SharedBudget:
             ArgumentsError, BudgetFormatError: they say no budget, or something unknown.
         """
         given = dict(self.options or {})
-        if not given.keys() & {"budget", "memory"}:
-            given["budget"] = os.environ.get("ROCKMATE_BUDGET")
+        given |= amount(given.get("budget"), given.get("memory"))
         return checked(given, _CALL)
 
     def refuse_two(self) -> None:

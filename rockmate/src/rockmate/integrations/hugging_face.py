@@ -8,6 +8,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from rockmate.in_place import apply, in_trainer, meet_optimizer
+from rockmate.integrations.environment import amount
 from rockmate.module import Rockmate
 from rockmate.settings import Budget
 
@@ -23,7 +24,8 @@ class RockmateCallback(TrainerCallback):
     `rockmate.remove(trainer.model)` undoes it.
 
     Args:
-        budget: bytes, text such as `"8GB"`, or a fraction of the peak of a plain step.
+        budget: bytes, text such as `"8GB"`, or a fraction of the peak of a plain step. If
+            neither it nor `memory` is given, `ROCKMATE_BUDGET` or `ROCKMATE_MEMORY` counts.
         memory: instead of a budget, the limit of a whole step with everything: `"24GB"`, or
             "device" for the device's memory. The trainer's optimizer is counted.
         report: path of a page that shows the plan, written after the first step (see
@@ -48,7 +50,7 @@ class RockmateCallback(TrainerCallback):
         report: str | None = None,
         **options: Any,
     ) -> None:
-        self.report, self.options = report, in_trainer(budget, memory, options)
+        self.report, self.options = report, in_trainer(**amount(budget, memory), options=options)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Plan the trainer's model, before it is wrapped."""

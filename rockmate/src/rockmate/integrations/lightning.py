@@ -9,6 +9,7 @@ from torch import nn
 
 from rockmate.errors import RockmateError
 from rockmate.in_place import apply, in_trainer, meet_optimizer
+from rockmate.integrations.environment import amount
 from rockmate.module import Rockmate
 from rockmate.settings import Budget
 
@@ -21,7 +22,8 @@ class LightningCallback(Callback):
     made at the first training step, from its batch. The network stays the same object.
 
     Args:
-        budget: bytes, text such as `"8GB"`, or a fraction of the peak of a plain step.
+        budget: bytes, text such as `"8GB"`, or a fraction of the peak of a plain step. If
+            neither it nor `memory` is given, `ROCKMATE_BUDGET` or `ROCKMATE_MEMORY` counts.
         memory: instead of a budget, the limit of a whole step with everything: `"24GB"`, or
             "device" for the device's memory. The task's optimizers are counted.
         module: path of the network in the `LightningModule`.
@@ -49,7 +51,7 @@ class LightningCallback(Callback):
         **options: Any,
     ) -> None:
         self.module, self.report = module, report
-        self.options = in_trainer(budget, memory, options)
+        self.options = in_trainer(**amount(budget, memory), options=options)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Plan the network, after `configure_model` has made it."""
@@ -87,3 +89,11 @@ class LightningCallback(Callback):
                 "Name it: LightningCallback(budget, module='...')."
             )
         return task.get_submodule(children[0])
+
+
+def callbacks_by_environment() -> list[Callback]:
+    """Return a switch, if the environment has an amount: Lightning asks at every `Trainer`.
+
+    It is found by its entry point (`lightning.pytorch.callbacks_factory`).
+    """
+    return [LightningCallback()] if any(amount().values()) else []
