@@ -27,6 +27,7 @@ from rockmate.files.plan_file import PlanFile
 from rockmate.keys.sharded import own_class, refuse_engines
 from rockmate.networks import compiled_part, cut_parts
 from rockmate.reports.plan_report import PlanReport
+from rockmate.requests.identity import in_short, input_texts, made_with
 from rockmate.settings import Terms
 from rockmate.whole_step import with_loss, without_loss
 
@@ -167,6 +168,7 @@ class Rockmate(nn.Module):
         if by_blocks is not None:
             return by_blocks.report
         first = self._rockmate.planned
+        basic = first.network.graph.dataflow.basic
         return PlanReport(
             first.problem,
             first.plan,
@@ -178,6 +180,7 @@ class Rockmate(nn.Module):
             compiled_part(first),
             cut_parts(first),
             self._rockmate.settings.cost == "measured",
+            in_short(made_with(basic.device), input_texts(basic)),
         )
 
     @property

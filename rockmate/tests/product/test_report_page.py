@@ -250,3 +250,38 @@ def test_a_browser_shows_all_of_the_page(path: Path, tmp_path: Path, width: int)
     assert found["text"] >= 9, "text in charts can be read"
     assert len({fill for *_, fill in found["fills"]}) >= 3
     assert all(wide > 0 and high > 0 for wide, high, _ in found["fills"])
+
+
+def test_the_page_says_where_it_was_planned_and_what_its_words_mean(wrapped: Rockmate) -> None:
+    report = wrapped.plan
+    said = html.unescape(" ".join(Elements(page.page(*_parts_of(report))).texts))
+    assert f"torch {torch.__version__}" in said
+    assert "inputs float32[64, 32]" in said
+    assert "What the words mean" in said
+    assert re.search(r"forward at [\d.]+ (ms|%): [\d.]+ [KM]?i?B", said), "under the pointer"
+
+
+def test_flops_are_no_milliseconds_on_the_page() -> None:
+    layers = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)]
+    report = wrap(nn.Sequential(*layers), torch.randn(64, 32), 0.6, cost="flops").plan
+    said = " ".join(Elements(page.page(*_parts_of(report))).texts)
+    assert "run again" in said
+    assert re.search(r"\d (ms|us)\b", said) is None
+
+
+def test_the_text_of_a_tick_at_the_end_is_not_cut_off() -> None:
+    chart = Chart("chart", 100.0, 1.0, lambda x: f"{x:g} MiB", str, "budget")
+    chart.line([(0.0, 0.0), (100.0, 1.0)], "plans")
+    ends = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="(\w+)">100 MiB', chart.svg())
+    assert ends == [("379.00", "end")]
+
+
+def test_small_rows_of_modules_are_folded(wrapped: Rockmate) -> None:
+    rows = [ModuleRow(f"layer {k}", 1024, 2048, 1, 1.0) for k in range(20)]
+    text = page._modules_section(rows, True)
+    assert "<summary>12 more</summary>" in text
+    assert Elements(text).tags.count("tr") == 20 + 2
+
+
+def _parts_of(report: PlanReport) -> tuple[Any, ...]:
+    return report.problem, report.plan, report._facts(), []

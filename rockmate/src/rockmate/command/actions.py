@@ -15,6 +15,7 @@ from rockmate.files.differences import of_inputs, of_mappings, of_problems
 from rockmate.files.plan_file import PlanFile, SavedPlan
 from rockmate.module import Rockmate
 from rockmate.reports.plan_report import PlanReport
+from rockmate.requests.identity import in_short
 from rockmate.schedules.report import format_bytes
 from rockmate.schedules.simulate import recompute_counts
 
@@ -96,7 +97,9 @@ def _check_folder(out: str) -> None:
 def _report_of(file: PlanFile, saved: SavedPlan) -> PlanReport:
     measured = saved.measured_peak_bytes
     return PlanReport(
-        saved.problem, saved.plan, "", saved.pieces, file.model, measured_peak_bytes=measured
+        *(saved.problem, saved.plan, "", saved.pieces, file.model),
+        measured_peak_bytes=measured,
+        made_with=in_short(file.made_with, saved.inputs),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 WIDTH, HEIGHT = 380, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 10, 12, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 34
 Point = tuple[float, float]
 
 
@@ -30,6 +30,7 @@ class Chart:
     x_unit: float = 1.0  # unit in which ticks are round numbers
     y_unit: float = 1.0
     _parts: list[str] = field(default_factory=list)
+    _hints: list[str] = field(default_factory=list)  # on top of all
 
     def bars(self, steps: Sequence[tuple[float, float, float]], kind: str) -> None:
         """Fill columns: (from, to, height)."""
@@ -39,6 +40,15 @@ class Chart:
             for a, b, h in steps
         )
         self._parts.append(f'<path class="{kind}" d="{path}"/>')
+
+    def say(self, texts: Sequence[tuple[float, float, str]]) -> None:
+        """Say something of each column, (from, to, text), where the pointer is on it."""
+        self._hints += [
+            f'<rect class="say" x="{self._x(a):.2f}" y="{_TOP}" '
+            f'width="{max(0.5, self._x(b) - self._x(a)):.2f}" '
+            f'height="{HEIGHT - _TOP - _BOTTOM}"><title>{html.escape(text)}</title></rect>'
+            for a, b, text in texts
+        ]
 
     def line(self, points: Sequence[Point], kind: str) -> None:
         """Draw a line through points."""
@@ -76,9 +86,12 @@ class Chart:
                 f"{html.escape(self.y_text(value))}</text>"
             )
         for value in ticks(self.x_from, self.x_to, 4, self.x_unit):
+            x = self._x(value)
+            at_the_end = x > WIDTH - _RIGHT - 25  # where half of the text would be cut off
             grid.append(
-                f'<text x="{self._x(value):.2f}" y="{HEIGHT - _BOTTOM + 14}" '
-                f'text-anchor="middle">{html.escape(self.x_text(value))}</text>'
+                f'<text x="{WIDTH - 1 if at_the_end else x:.2f}" y="{HEIGHT - _BOTTOM + 14}" '
+                f'text-anchor="{"end" if at_the_end else "middle"}">'
+                f"{html.escape(self.x_text(value))}</text>"
             )
         title = (
             f'<text x="{(_LEFT + WIDTH - _RIGHT) / 2}" y="{HEIGHT - 5}" text-anchor="middle">'
@@ -87,7 +100,7 @@ class Chart:
         return (
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
             f'aria-label="{html.escape(self.label, quote=True)}">'
-            + "".join([*grid, *self._parts, title])
+            + "".join([*grid, *self._parts, title, *self._hints])
             + "</svg>"
         )
 

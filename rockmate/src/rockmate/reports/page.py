@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 
 from rockmate.problems.problem import Problem
 from rockmate.reports.charts import Chart, byte_unit, thinned
@@ -15,7 +16,17 @@ from rockmate.schedules.plan import Plan
 from rockmate.schedules.report import certificate, format_bytes, format_ms, round_up
 from rockmate.schedules.simulate import simulate
 
-_MOST_ROWS = 60
+_MOST_ROWS, _OPEN_ROWS = 60, 8
+_WORDS = {
+    "budget": "what forward and backward may hold together, above parameters, their gradients and "
+    "inputs",
+    "predicted peak": "what the plan says that they hold at most; it is computed, not measured",
+    "peak of the self-test": "what the allocator counted in one step that was run after planning",
+    "peak without recomputation": "the same step where nothing runs twice",
+    "extra time": "the time of what runs twice, as a share of a step where nothing does",
+    "above the optimum": "no plan within this budget can be faster by more than that; it is proven",
+    "kept": "bytes that a module leaves for its backward, of those that plain PyTorch keeps",
+}
 _KINDS = ("forward", "recomputation", "backward")
 STYLE = """
 .rockmate{--ink:#1b1f24;--soft:#667;--line:#d8dce2;--paper:#fff;--card:#f5f7fa;--forward:#3b7dd8;
@@ -57,6 +68,13 @@ overflow-wrap:anywhere;min-width:90px}
 .rockmate .texts td:last-child{text-align:left;white-space:normal}
 .rockmate .bar{position:relative;min-width:70px;margin:.25em 0;height:.8em;background:var(--line);
 border-radius:3px;overflow:hidden}
+.rockmate svg .say{fill:transparent}.rockmate svg .say:hover{fill:var(--ink);fill-opacity:.12}
+.rockmate summary{cursor:pointer;color:var(--soft);font-size:.9rem;padding:.3em 0}
+.rockmate dl{font-size:.88rem;margin:.3em 0}.rockmate dt{font-weight:600}
+.rockmate dd{margin:0 0 .4em;color:var(--soft)}
+@media print{.rockmate{--paper:#fff;--card:#fff;--ink:#000;print-color-adjust:exact;
+-webkit-print-color-adjust:exact}.rockmate section,.rockmate .fact{break-inside:avoid;
+border:1px solid var(--line)}}
 .rockmate .bar i{position:absolute;inset:0 auto 0 0;background:var(--forward)}
 """
 
@@ -69,6 +87,8 @@ class Facts:
     seconds: Mapping[str, float] = field(default_factory=dict)  # of planning, by phase
     measured_peak_bytes: int | None = None
     pieces: Sequence[tuple[str, str]] = ()  # paths of opaque calls, and a description
+    made_with: Mapping[str, str] = field(default_factory=dict)  # device, versions, shapes
+    is_timed: bool = True  # False with cost="flops": milliseconds are then FLOPs
 
 
 def page(problem: Problem, plan: Plan, facts: Facts, curve: Sequence[CurvePoint]) -> str:
@@ -78,7 +98,7 @@ def page(problem: Problem, plan: Plan, facts: Facts, curve: Sequence[CurvePoint]
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{title}</title><style>body{{margin:0}}{STYLE}</style></head>"
-        f'<body class="rockmate"><main><h1>{title}</h1>'
+        f'<body class="rockmate"><main><h1>{title}</h1>{_made_with(facts)}'
         + "".join(_parts(problem, plan, facts, curve))
         + "</main></body></html>\n"
     )
@@ -88,7 +108,7 @@ def snippet(problem: Problem, plan: Plan, facts: Facts) -> str:
     """Return the HTML for a notebook: the figures and memory over the step."""
     return (
         f'<style>{STYLE}</style><div class="rockmate"><main>{_facts(problem, plan, facts)}'
-        f'<div class="charts">{memory_section(problem, plan)}</div></main></div>'
+        f'<div class="charts">{memory_section(problem, plan, facts.is_timed)}</div></main></div>'
     )
 
 
@@ -96,8 +116,9 @@ def _parts(
     problem: Problem, plan: Plan, facts: Facts, curve: Sequence[CurvePoint]
 ) -> Iterator[str]:
     yield _facts(problem, plan, facts)
-    yield f'<div class="charts">{memory_section(problem, plan)}{_curve_section(plan, curve)}</div>'
-    yield _modules_section(module_rows(problem, plan.steps))
+    memory = memory_section(problem, plan, facts.is_timed)
+    yield f'<div class="charts">{memory}{_curve_section(plan, curve)}</div>'
+    yield _modules_section(module_rows(problem, plan.steps), facts.is_timed)
     if facts.pieces:
         rows = [
             [html.escape(path or "(the module itself)"), html.escape(text)]
@@ -110,6 +131,8 @@ def _parts(
             _table(["module", "what was found"], rows, "texts"),
         )
     yield _planning_section(plan, facts.seconds)
+    words = "".join(f"<dt>{word}</dt><dd>{said}</dd>" for word, said in _WORDS.items())
+    yield _section("What the words mean", "", f"<dl>{words}</dl>")
 
 
 def _facts(problem: Problem, plan: Plan, facts: Facts) -> str:
@@ -122,8 +145,9 @@ def _facts(problem: Problem, plan: Plan, facts: Facts) -> str:
         (format_bytes(everything), "peak without recomputation"),
         (f"{100 * plan.overhead:.2f} %", "extra time"),
         (_distance(plan), "above the optimum"),
-        (format_ms(plan.time_ms), "predicted step"),
     ]
+    if facts.is_timed:
+        shown.append((format_ms(plan.time_ms), "predicted step"))
     cells = (f'<div class="fact"><b>{html.escape(a)}</b><span>{b}</span></div>' for a, b in shown)
     return f'<div class="facts">{"".join(cells)}</div>'
 
@@ -134,7 +158,13 @@ def _distance(plan: Plan) -> str:
     return "0 %, proven" if plan.status == "optimal" else f"≤ {round_up(100 * plan.gap)} %"
 
 
-def memory_section(problem: Problem, plan: Plan) -> str:
+def _made_with(facts: Facts) -> str:
+    told = ", ".join(f"{name} {value}" for name, value in facts.made_with.items())
+    told = f" with {told}" if told else ""
+    return f"<p>Written on {date.today().isoformat()}; planned{html.escape(told)}.</p>"
+
+
+def memory_section(problem: Problem, plan: Plan, is_timed: bool = True) -> str:
     """Return memory over the step as a section, against the budget."""
     timeline = simulate(problem, plan.steps)
     plain = simulate(problem, no_recomputation(problem))
@@ -150,13 +180,20 @@ def memory_section(problem: Problem, plan: Plan) -> str:
         line += [(then, float(peak)), (then + ms, float(peak))]
         then += ms
     top = 1.12 * max(plan.budget_bytes, timeline.peak_bytes, plain.peak_bytes)
+
+    def at(ms: float) -> str:
+        return f"{ms:.3g} ms" if is_timed else f"{100 * ms / (now or 1.0):.3g} %"
+
     chart = Chart(
         *("memory over one step", now, top),
-        *(lambda ms: f"{ms:g} ms", _short_bytes, "time in the step"),
+        *(at, _short_bytes, "time in the step" if is_timed else "share of the step's FLOPs"),
+        x_unit=1.0 if is_timed else (now or 1.0) / 100,
         y_unit=byte_unit(top),
     )
     for kind in _KINDS:
-        chart.bars(thinned(columns[kind], now), kind)
+        shown = thinned(columns[kind], now)
+        chart.bars(shown, kind)
+        chart.say([(a, b, f"{kind} at {at(a)}: {_short_bytes(high)}") for a, b, high in shown])
     chart.line(_thin_line(line, now), "plain")
     chart.level(float(plan.budget_bytes), "budget", f"budget {format_bytes(plan.budget_bytes)}")
     colours = "".join(_key(kind, kind) for kind in _KINDS)
@@ -192,7 +229,7 @@ def _curve_section(plan: Plan, curve: Sequence[CurvePoint]) -> str:
     )
 
 
-def _modules_section(rows: Sequence[ModuleRow]) -> str:
+def _modules_section(rows: Sequence[ModuleRow], is_timed: bool) -> str:
     shown = []
     for row in rows[:_MOST_ROWS]:
         share = row.kept_bytes / row.plain_bytes if row.plain_bytes else 0.0
@@ -203,7 +240,9 @@ def _modules_section(rows: Sequence[ModuleRow]) -> str:
                 html.escape(row.where or "(top)"),
                 _bar(share)
                 + f"{_short_bytes(row.kept_bytes)}<br>{word} {_short_bytes(row.plain_bytes)}",
-                f"×{row.runs}<br>{format_ms(row.recompute_ms)}" if row.runs else "",
+                (f"×{row.runs}" + (f"<br>{format_ms(row.recompute_ms)}" if is_timed else ""))
+                if row.runs
+                else "",
             ]
         )
     rest = len(rows) - len(shown)
@@ -211,7 +250,7 @@ def _modules_section(rows: Sequence[ModuleRow]) -> str:
     return _section(
         "Kept and recomputed by module",
         text + (f" {rest} smaller rows are left out." if rest > 0 else ""),
-        _table(["module", "kept", "run again"], shown),
+        _folded_table(["module", "kept", "run again"], shown),
     )
 
 
@@ -255,13 +294,22 @@ def _key(colour: str, text: str) -> str:
 
 
 def _section(title: str, text: str, body: str) -> str:
-    return f"<section><h2>{title}</h2><p>{text}</p>{body}</section>"
+    return f"<section><h2>{title}</h2>{f'<p>{text}</p>' if text else ''}{body}</section>"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
     top = "".join(f"<th>{html.escape(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll {kind}"><table><tr>{top}</tr>{body}</table></div>'
+
+
+def _folded_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of which only the first rows are open."""
+    first, rest = rows[:_OPEN_ROWS], rows[_OPEN_ROWS:]
+    if not rest:
+        return _table(head, first)
+    more = f"<details><summary>{len(rest)} more</summary>{_table(head, rest)}</details>"
+    return _table(head, first) + more
 
 
 def _short_bytes(value: float) -> str:

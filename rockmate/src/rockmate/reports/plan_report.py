@@ -60,6 +60,7 @@ class PlanReport:
     compiled: CompiledPart | None = None  # with compile=True
     cut: tuple[str, ...] = ()  # parts that run in pieces of rows, and their agreement with eager
     is_timed: bool = True  # False with cost="flops": milliseconds are then FLOPs
+    made_with: Mapping[str, str] = field(default_factory=dict)  # device, versions, shapes
 
     @property
     def opaque(self) -> tuple[str, ...]:
@@ -137,7 +138,8 @@ class PlanReport:
         from rockmate.reports.page import Facts
 
         pieces = tuple((piece.path, str(piece)) for piece in self.pieces)
-        return Facts(self.name, self.seconds, self.measured_peak_bytes, pieces)
+        measured = self.measured_peak_bytes
+        return Facts(self.name, self.seconds, measured, pieces, self.made_with, self.is_timed)
 
     def __getattr__(self, name: str) -> Any:
         # copy.copy asks for special methods before there is a plan; the plan's would be wrong.

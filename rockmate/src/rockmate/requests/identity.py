@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import platform
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from types import CodeType
 from typing import Any
@@ -73,6 +73,12 @@ def made_with(device: torch.device) -> dict[str, str]:
         **found.environment,
         **named_kernel_flags(),
     }
+
+
+def in_short(made_with: Mapping[str, str], inputs: Sequence[str]) -> dict[str, str]:
+    """Return versions and device for a reader, and the shapes of the inputs."""
+    told = [name for name in ("rockmate", "torch", "device", "threads") if name in made_with]
+    return {**{name: made_with[name] for name in told}, "inputs": "; ".join(inputs)}
 
 
 def cache_key(recording: str, model: nn.Module, device: torch.device, settings: Terms) -> str:
