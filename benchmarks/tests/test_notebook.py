@@ -17,9 +17,15 @@ def code_cells() -> list[str]:
     return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
 
 
-def test_the_notebook_is_committed_without_results() -> None:
+def test_the_notebook_is_committed_with_what_it_prints() -> None:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    assert all(not cell["outputs"] for cell in cells if cell["cell_type"] == "code")
+    printing = [c for c in cells if c["cell_type"] == "code" and "print(" in "".join(c["source"])]
+    assert len(printing) > 9
+    for cell in printing:
+        assert "".join(cell["outputs"][0]["text"]).strip(), "".join(cell["source"])
+    pictures = [o for c in printing for o in c["outputs"] if o["output_type"] == "display_data"]
+    assert all(o["data"]["image/svg+xml"].startswith("<?xml") for o in pictures)
+    assert len(pictures) > 1
 
 
 @pytest.mark.slow
