@@ -91,6 +91,11 @@ class Training:
         self.step_ms: list[float] = []
         self.memory = MemoryTrace((), (), 0)
 
+    def whole_bytes(self, batch: Batch) -> int:
+        """Return what a step takes of the device, with all that stays there between two."""
+        held_bytes = meter.held_bytes(self.module, self.optimizer, batch)
+        return held_bytes + self.memory.peak_bytes
+
     def step(self, batch: Batch, *, trace: bool = False) -> None:
         """Take one step; trace its memory or time it, and append the loss."""
         device = batch[0].device
@@ -187,6 +192,9 @@ def run(task: Task, device: torch.device, budget: float) -> Comparison:
         f"\n    Rockmate   {in_mib(outcome.predicted_bytes):>12}  predicted"
         f"\n               {in_mib(ours.memory.peak_bytes):>12}  measured"
         + ("" if ours.memory.peak_bytes <= outcome.budget_bytes else "  OVER BUDGET")
+        + "\n  memory of a whole step, with parameters, gradients, optimizer and batch"
+        f"\n    plain      {in_mib(plain.whole_bytes(batch)):>12}"
+        f"\n    Rockmate   {in_mib(ours.whole_bytes(batch)):>12}"
         + "\n  time of one step over a plain one"
         f"\n               {outcome.planned_overhead:>+10.1f} %  planned"
         f"\n               {outcome.measured_overhead:>+10.1f} %  measured, median of paired steps",

@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 # The profiler logs a line at every start and stop; errors are raised and need no log.
@@ -66,6 +66,15 @@ def trace_memory(step: Callable[[], object], device: torch.device) -> MemoryTrac
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) - before
     return MemoryTrace(tuple((at - start) / 1e6 for at, _ in events), held, peak)
+
+
+def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Iterable[Tensor]) -> int:
+    """Return what is there between two steps on the device of the model, each storage once."""
+    state = (v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
+    gradients = (p.grad for p in model.parameters() if p.grad is not None)
+    found = list(chain(model.parameters(), model.buffers(), state, gradients, inputs))
+    here = (t.untyped_storage() for t in found if t.device == found[0].device)
+    return sum({storage._cdata: storage.nbytes() for storage in here}.values())
 
 
 def timed_ms(step: Callable[[], object], device: torch.device) -> float:

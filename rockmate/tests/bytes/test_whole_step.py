@@ -6,20 +6,23 @@ import contextlib
 import copy
 import itertools
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
 
 import rockmate
 from fake_cuda.allocator import AllocatorRules
 from fake_cuda.device import fake_cuda
 from oracles.training import assert_same_gradients
 from rkgb.engine import device_of, trace_memory
-from rockmate.whole_step import optimizer_bytes
+from rockmate.whole_step import CallBytes, optimizer_bytes
 
 HOST = torch.device("cpu")
 
@@ -232,7 +235,7 @@ def test_state_and_temporaries_are_what_a_real_step_takes(name: str) -> None:
     assert max(peaks) <= there + found.temporary_bytes <= max(peaks) + 4096
 
 
-def test_the_table_says_what_is_to_come_and_what_is_there() -> None:
+def test_the_table_says_what_is_to_come_and_what_is_there(tmp_path: Path) -> None:
     model, x = Mlp(), torch.randn(256, 64)
     stepper = torch.optim.AdamW(model.parameters())
     memory = least_of(model, x, stepper)
@@ -245,7 +248,11 @@ def test_the_table_says_what_is_to_come_and_what_is_there() -> None:
     after = rk.memory
     assert "to come" not in str(after)
     assert after.resident_bytes == before.resident_bytes
-    assert "<div" in after._repr_html_()
+    page = after.html(tmp_path / "memory.html").read_text(encoding="utf-8")
+    for part in after.parts:
+        assert page.count(part.name) == 3, "in the bar, beside its colour, and in the table"
+    shares = [float(share) for share in re.findall(r"flex:0 1 ([\d.]+)%", page)]
+    assert sum(shares) == pytest.approx(100, abs=0.1)
 
 
 def test_too_little_is_refused_with_the_table_and_the_least_that_does() -> None:
@@ -329,6 +336,37 @@ def test_the_largest_batch_trains_and_the_next_is_refused(case: str, rules: str)
 
 
 WEIGHT = torch.linspace(0.5, 2.0, 64)
+
+
+LABELS, VALUES = torch.arange(64) % 32, torch.rand(64, 32)
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "cross_entropy": lambda y: F.cross_entropy(y, LABELS),
+    "of shifted logits": lambda y: F.cross_entropy(y[:-1].float().contiguous(), LABELS[1:]),
+    "of shares": lambda y: F.cross_entropy(y, VALUES, label_smoothing=0.1),
+    "mse": lambda y: F.mse_loss(y, VALUES),
+    "l1": lambda y: F.l1_loss(y, VALUES),
+    "binary": lambda y: F.binary_cross_entropy_with_logits(y, VALUES, pos_weight=torch.ones(32)),
+    "divergence": lambda y: F.kl_div(y.log_softmax(1), VALUES),
+    "gaussian": lambda y: F.gaussian_nll_loss(y, VALUES, VALUES + 1),
+    "by hand": lambda y: (y - VALUES).abs().square().mean(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction")
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_outside_takes_no_more_than_is_left_to_it(name: str) -> None:
+    model, x = nn.Linear(8, 32), torch.randn(64, 8)
+    left = CallBytes.of(model, x, None, HOST).loss_bytes
+
+    def step(_span: Any) -> None:
+        y = torch.randn(64, 32).requires_grad_() * 1
+        loss = LOSSES[name](y)
+        del y
+        loss.backward()
+
+    # The output and its gradient are the module's.
+    peak = trace_memory(step, HOST).peak_bytes
+    assert peak - 2 * VALUES.nbytes <= left + VALUES.nbytes + 4096
 
 
 def weighted(y: Tensor, target: Tensor, scale: float = 0.5) -> Tensor:

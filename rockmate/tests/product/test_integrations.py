@@ -278,6 +278,17 @@ def lightning_callback(*given: Any, **options: Any) -> Any:
 
 
 @pytest.mark.slow
+def test_lightning_counts_the_optimizers_of_the_task(tmp_path: Path) -> None:
+    lightning_callback()  # or skip
+    from rockmate.integrations import LightningCallback
+
+    switch = LightningCallback(memory="1GB", cost="flops")
+    task, _ = fit(tmp_path, [switch], accumulate_grad_batches=2)
+    assert task.model.memory.asked_bytes == 10**9
+    assert "state of AdamW" in str(task.model.memory)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from dataclasses import dataclass, replace
 from html import escape
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from rockmate.errors import InfeasibleBudgetError
+from rockmate.files.whole import save_text
 from rockmate.schedules.report import format_bytes
 
 GRADIENTS = "gradients"
-_COLOURS = ("#4c78a8", "#72b7b2", "#f58518", "#e45756", "#54a24b", "#b279a2", "#9d755d", "#bab0ac")
+_COLOURS = ("#4c78a8", "#72b7b2", "#f58518", "#e45756", "#54a24b", "#b279a2", "#9d755d")
+_UNUSED = "#e5e5e5"
 
 
 @dataclass(frozen=True)
@@ -121,28 +125,41 @@ class Memory:
         lines += [_row(f"then, {part.name}", part.size_bytes) for part in self.stepping]
         return "\n".join([f"memory of a whole step: {format_bytes(self.asked_bytes)}", *lines])
 
+    def html(self, path: str | PathLike[str]) -> Path:
+        """Write a page with a bar of the parts, and return its path."""
+        head = '<!doctype html><meta charset="utf-8"><title>memory of a whole step</title>'
+        save_text(path, f"{head}\n{self._repr_html_()}\n")
+        return Path(path)
+
     def _repr_html_(self) -> str:
         """Return a bar of the parts, for a notebook."""
-        shown = [*self.parts, Part("forward and backward", max(0, self.budget_bytes))]
-        whole = max(1, sum(part.size_bytes for part in shown))
+        left = max(0, self.budget_bytes)
+        planned = min(left, self.peak_bytes or left)
+        unused = Part("not used", left - planned)
+        used = (*self.parts, Part("forward and backward", planned))
+        pairs = (*zip(used, itertools.cycle(_COLOURS), strict=False), (unused, _UNUSED))
+        drawn = [(part, colour) for part, colour in pairs if part.size_bytes]
         return "".join(
             [
                 '<div style="font:12px sans-serif;max-width:60em">',
                 '<div style="display:flex;height:1.6em">',
-                *_bars(shown, whole),
-                "</div>",
-                f"<pre>{escape(str(self))}</pre></div>",
+                *(_bar(part, colour, self.asked_bytes) for part, colour in drawn),
+                '</div><div style="display:flex;flex-wrap:wrap;gap:0 1.5em;margin-top:.4em">',
+                *(_label(part, colour) for part, colour in drawn),
+                f"</div><pre>{escape(str(self))}</pre></div>",
             ]
         )
 
 
-def _bars(parts: Sequence[Part], whole: int) -> list[str]:
-    return [
-        f'<div style="width:{100 * part.size_bytes / whole:.2f}%;'
-        f'background:{_COLOURS[place % len(_COLOURS)]}" '
-        f'title="{escape(part.name)}: {format_bytes(part.size_bytes)}"></div>'
-        for place, part in enumerate(parts)
-    ]
+def _bar(part: Part, colour: str, whole_bytes: int) -> str:
+    share = 100 * part.size_bytes / max(1, whole_bytes)
+    title = f"{escape(part.name)}: {format_bytes(part.size_bytes)}"
+    return f'<div style="flex:0 1 {share:.2f}%;background:{colour}" title="{title}"></div>'
+
+
+def _label(part: Part, colour: str) -> str:
+    square = f'<span style="color:{colour}">&#9632;</span>'
+    return f"<span>{square} {escape(part.name)}, {format_bytes(part.size_bytes)}</span>"
 
 
 def _row(name: str, size_bytes: int) -> str:

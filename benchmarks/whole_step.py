@@ -1,0 +1,127 @@
+"""What whole steps take of the memory that they were given: ten networks, optimizers and loops.
+
+Each network is planned with a tenth more memory than the least that does, then trained for some
+steps: forward with loss, backward, optimizer, `zero_grad`. Counted is everything that is held:
+parameters, buffers, gradients, the optimizer's state and its temporaries, inputs, activations.
+
+    $ python benchmarks/whole_step.py                     # rows in results/whole_step.csv
+    $ python benchmarks/whole_step.py --only unet --size smoke
+
+Exits with an error where a step has taken more than its memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness import meter
+from harness.networks import NETWORKS
+from rockmate import InfeasibleBudgetError, Rockmate
+
+CPU = torch.device("cpu")
+NAMES = (
+    *("gpt2-small", "gpt2-medium", "resnet50", "regnet-x-3.2", "regnet-y-1.6"),
+    *("mlp-mixer", "transformer", "unet", "gpt", "resnet101", "fno"),
+)
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: Mapping[str, Make] = {
+    "AdamW": partial(torch.optim.AdamW, foreach=False),
+    "AdamW, foreach": partial(torch.optim.AdamW, foreach=True),
+    "SGD": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, foreach=False),
+    "SGD, foreach": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, foreach=True),
+}
+LOOPS = ("one batch", "3 micro-batches", "zeros in gradients", "average of weights")
+_STEPS = 2
+_SHARE = 1.1  # of the least memory
+
+
+def peak_bytes(
+    rk: nn.Module, stepper: torch.optim.Optimizer, sample: Sequence[Tensor], loop: str
+) -> int:
+    """Return the most that is held in some whole steps, all together."""
+    average = [p.detach().clone() for p in rk.parameters()] if loop == LOOPS[3] else []
+
+    def step() -> None:
+        for _ in range(3 if loop == LOOPS[1] else 1):
+            rk(*sample).backward()
+        stepper.step()
+        with torch.no_grad():
+            for own, parameter in zip(average, rk.parameters(), strict=False):
+                own.lerp_(parameter, 0.01)
+        stepper.zero_grad(set_to_none=loop != LOOPS[2])
+
+    found = []
+    for _ in range(_STEPS):
+        held = meter.held_bytes(rk, stepper, sample)
+        found.append(held + meter.trace_memory(step, CPU).peak_bytes)
+    return max(found)
+
+
+def rows_of(name: str, size: str, optimizer: str) -> list[dict[str, object]]:
+    """Plan a network for an optimizer, and return a row for each loop."""
+    case = NETWORKS[name].case(size)
+    stepper = OPTIMIZERS[optimizer](case.model.parameters())
+    how: dict[str, Any] = {"optimizer": stepper, "cost": "flops", "progress": False, "cache": False}
+    try:
+        Rockmate(case.model, case.sample, memory=1000, **how)
+    except InfeasibleBudgetError as error:
+        memory_bytes = int(_SHARE * error.minimum_bytes)
+    rk = Rockmate(case.model, case.sample, memory=memory_bytes, **how)
+    memory = rk.memory
+    parts = {f"{part.name.partition(',')[0]}": part.size_bytes for part in memory.parts}
+    state = next((size for name, size in parts.items() if name.startswith("state of")), 0)
+    gradients = sum(p.nbytes for p in case.model.parameters() if p.requires_grad)
+    row = {
+        "network": name,
+        "size": size,
+        "optimizer": optimizer,
+        "asked_bytes": memory_bytes,
+        "predicted_bytes": memory.resident_bytes + max(rk.plan.peak_bytes, memory.stepping_bytes),
+        "parameters_bytes": parts["parameters"],
+        "buffers_bytes": parts.get("buffers", 0),
+        "gradients_bytes": gradients,
+        "state_bytes": state,
+        "inputs_bytes": parts["inputs"],
+        "budget_bytes": rk.budget_bytes,
+        "peak_bytes": rk.plan.peak_bytes,
+        "stepping_bytes": memory.stepping_bytes,
+        "overhead_percent": f"{100 * rk.plan.overhead:.2f}",
+    }
+    found: list[dict[str, object]] = []
+    for loop in LOOPS:
+        measured = peak_bytes(rk, stepper, case.sample, loop)
+        own = {"loop": loop, "measured_bytes": measured}
+        found.append({**row, **own, "used_percent": f"{100 * measured / memory_bytes:.2f}"})
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, write the rows, and say whether every step kept its promise."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="networks whose name has this in it")
+    parser.add_argument("--size", default="smoke", choices=("smoke", "cpu", "paper"))
+    parser.add_argument("--out", type=Path, default=meter.RESULTS / "whole_step.csv")
+    chosen = parser.parse_args(words)
+    rows: list[dict[str, object]] = []
+    here = meter.environment(CPU)
+    for name in (name for name in NAMES if chosen.only in name):
+        for optimizer in OPTIMIZERS:
+            for row in rows_of(name, chosen.size, optimizer):
+                rows.append({**row, **here})
+                print(f"{name:<14}{optimizer:<16}{row['loop']:<20}{row['used_percent']:>8} %")
+            meter.write_csv(chosen.out, rows)
+    above = [row for row in rows if int(str(row["measured_bytes"])) > int(str(row["asked_bytes"]))]
+    print(f"{len(rows)} loops, {len(above)} above their memory: {chosen.out}")
+    return bool(above)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
