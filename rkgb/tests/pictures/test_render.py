@@ -203,3 +203,22 @@ def test_a_few_equal_calls_inside_one_module_stay_apart() -> None:
     paths = ["attention"] * 3
     assert fold(paths, ["view"] * 3).shown == (0, 1, 2)
     assert fold(["cell"] * 12, ["step"] * 12).shown == (0,)
+
+
+def test_a_box_shows_what_its_operation_makes() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.pool = nn.Linear(16, 500), nn.MaxPool1d(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.pool(torch.cat(self.wide(x).split(250, -1))).relu()
+
+    graph = rkgb.make_all_graphs(Pooled(), torch.randn(4, 8, 16), cost="flops").S_graph
+    boxes = [cell.vertices["fwd"] for cell in sketch_of(graph).cells if "fwd" in cell.vertices]
+    shown = {box.title: (box.detail.partition("\n")[0], box.weight) for box in boxes}
+    made = {title: said for title, said in shown.items() if title in ("addmm", "linear")}
+    assert [size for _, size in made.values()] == [4 * 8 * 500 * 4], "not the weight, transposed"
+    ((detail, size),) = [s for title, s in shown.items() if title.startswith("max_pool")]
+    assert size == 8 * 8 * 125 * 4, "without the places of the maxima"
+    assert "int64" not in detail

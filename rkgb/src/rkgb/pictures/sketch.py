@@ -15,7 +15,7 @@ from rkgb.elements.op import Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.anonymize import anonymize, equivalence_classes, node_key
 from rkgb.graphs.dataflow import DataFlowGraph
-from rkgb.graphs.simplified import SimplifiedGraph
+from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 
 Kind = Literal["fwd", "bwd", "data", "grad", "phantom", "input", "output", "block"]
 
@@ -102,14 +102,18 @@ def sketch_simplified(sg: SimplifiedGraph, *, piece: bool = False) -> Sketch:
     arrows: list[Arrow] = []
     infos = sg.dataflow.infos
     for index, node in enumerate(sg.nodes):
-        made = [infos[name] for name in node.outputs if name in infos]
+        made = _made_by(node, infos)
         marks = ["random"] if node.is_random else []
         marks += ["updates buffers"] if node.written_buffers else []
         body = list(dict.fromkeys(op.target_name for op in node.ops if op is not node.main))
         marks += [f"with {', '.join(body[:3])}{', …' if len(body) > 3 else ''}"] if body else []
-        size = sum({i.alias_of: i.size_bytes for i in made}.values())
-        largest = max(made, key=lambda info: info.size_bytes, default=None)
-        vertex = Vertex(node.main.target_name, _detail(largest, marks), "fwd", size)
+        # Of a split, say, the whole that its views share.
+        wholes = [infos[name] for name in dict.fromkeys(i.alias_of for i in made)]
+        size = sum(whole.size_bytes for whole in wholes)
+        shown = infos.get(node.main.name)
+        if shown not in wholes:
+            shown = max(wholes, key=lambda info: info.size_bytes, default=None)
+        vertex = Vertex(node.main.target_name, _detail(shown, marks), "fwd", size)
         cells.append(Cell(node.module_path, node_key(sg, node), {"fwd": vertex}))
         for op in node.ops:
             place.update((name, base + index) for name in op.results if name)
@@ -125,6 +129,17 @@ def sketch_simplified(sg: SimplifiedGraph, *, piece: bool = False) -> Sketch:
         _add_output(cells, arrows, place, sg.outputs)
     name = sg.dataflow.basic.model_name
     return Sketch(f"{name}: simplified", tuple(cells), tuple(arrows), "bytes of the result")
+
+
+def _made_by(node: SimplifiedNode, infos: Mapping[str, TensorInfo]) -> list[TensorInfo]:
+    """Return what a node makes: no views of what was there, as a transposed weight is one.
+
+    Integers beside other results, such as the places of maxima, are not what it is for.
+    """
+    own = {name for op in node.ops for name in op.results}
+    made = [infos[name] for name in node.outputs if name in infos and infos[name].alias_of in own]
+    numbers = [i for i in made if i.dtype.is_floating_point or i.dtype.is_complex]
+    return numbers or made
 
 
 def sketch_k(kg: KGraph, title: str = "") -> Sketch:
