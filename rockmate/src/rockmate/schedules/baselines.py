@@ -37,25 +37,6 @@ def checkpoint_segments(problem: Problem, borders: Sequence[int]) -> Steps:
     return tuple(steps)
 
 
-def rerun_for_each(problem: Problem) -> Steps:
-    """Return the plan that keeps only outputs, and recomputes before each backward what it needs.
-
-    Its time is quadratic, so it is useful only as a low-memory plan of short graphs.
-    """
-    steps = [Step("F", k) for k in range(len(problem.nodes))]
-    kept = problem.output_mask
-    for node in problem.backward_order:
-        needed = problem.bwd_input_masks[node] & ~kept
-        again: list[Step] = []
-        for k in reversed(range(node + 1)):
-            if needed & problem.product_masks[k]:
-                again.append(Step("F", k))
-                needed = (needed & ~problem.product_masks[k]) | (problem.fwd_input_masks[k] & ~kept)
-        steps += reversed(again)
-        steps.append(Step("B", node))
-    return tuple(steps)
-
-
 def recompute_all(problem: Problem) -> Steps:
     """Return the plan that recomputes every block between two cuts: one checkpoint per block."""
     return checkpoint_segments(problem, _borders(problem))
