@@ -84,7 +84,7 @@ class ExpectedKind:
         If the forward could not be run again for other gradients, no kind is expected.
         """
         last = known[-1].executor.latest if known else None
-        if last is None or last.has_pieces or last.unrepeatable or last.keeps_by_backward:
+        if last is None or last.runs_python or last.unrepeatable or last.keeps_by_backward:
             return None
         return cls(last)
 

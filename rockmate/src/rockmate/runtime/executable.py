@@ -74,7 +74,7 @@ class Executable:
         return (found,)
 
     @cached_property
-    def has_pieces(self) -> bool:
+    def runs_python(self) -> bool:
         """Whether it has opaque calls, which run the user's Python."""
         return bool(self.graph.dataflow.basic.whole_calls)
 
@@ -179,7 +179,7 @@ class Executable:
     def _on_rail_of(self, laid: Executable, form: Executable) -> Executable:
         if form.program.has_sums:
             uses = laid.shared_uses
-            if uses.serves(self.shared_uses) and not self.has_pieces:
+            if uses.serves(self.shared_uses) and not self.runs_python:
                 return self.summed
             if uses not in self._waiting:
                 self._waiting[uses] = self._with(uses.waiting(self.program))
@@ -194,7 +194,7 @@ class Executable:
     @cached_property
     def _has_many_sums(self) -> bool:
         # An opaque call may give no gradient although one is to be added.
-        return self.shared_uses.are_many and not self.has_pieces
+        return self.shared_uses.are_many and not self.runs_python
 
     @cached_property
     def layout(self) -> RailPlaces:

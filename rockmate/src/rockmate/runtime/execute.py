@@ -53,7 +53,7 @@ class Executor(Backwards):
             note_casts(step)
         values = list(executable.read_externals(external))
         step.remember_start(values)
-        if executable.has_pieces:
+        if executable.runs_python:
             step.model = model
         elif keep is not None:
             step.contents = keep({n: external[n] for n in executable.reads_again})
@@ -62,7 +62,7 @@ class Executor(Backwards):
         if executable.seen_writes:  # kernels below autograd do not count writes
             increment_version(executable.read_seen_writes(external))
         step.remember_versions(external)
-        if keep is not None and executable.has_pieces:  # they may write to it
+        if keep is not None and executable.runs_python:  # they may write to it
             step.contents = keep({n: external[n] for n in executable.reads_again})
         if executable.leaving_outputs and not self.has_warned:
             step.outputs_held = OutputsHeld(executable, outputs)

@@ -114,7 +114,7 @@ class RunningStep:
     def remember_versions(self, external: Mapping[str, Tensor]) -> None:
         saved, executable = self.saved, self.executable
         held = self.held = executable.read_held(external)
-        if executable.has_pieces or executable.holds_written:  # opaque calls may write to them
+        if executable.runs_python or executable.holds_written:  # opaque calls may write to them
             self.versions = _versions(held)
         else:
             self.versions = [*executable.pick_held(self.start_versions)]
@@ -286,7 +286,7 @@ class RunningStep:
     def _refuse_second(self, kind: BackwardKind) -> None:
         assert self.variant is not None
         executable = self.backwards.for_backward(kind, self.variant)
-        if executable.has_pieces:
+        if executable.runs_python:
             raise BackwardTwiceError(
                 "backward was called a second time on the same forward of a Rockmate module with "
                 "submodules that run whole, which are not run again. Add the losses before calling "
@@ -335,7 +335,7 @@ class RunningStep:
             UnsupportedModuleError: it cannot run again.
         """
         assert self.external is not None
-        if executable.has_pieces or executable.unrepeatable:
+        if executable.runs_python or executable.unrepeatable:
             raise UnsupportedModuleError(
                 "gradients have arrived at outputs of a compiled Rockmate module in another way "
                 "than before, and its forward, which was compiled for the other way, cannot be run "
@@ -348,7 +348,7 @@ class RunningStep:
         """Return whether a second forward gives the same: no opaque calls, and no changes since."""
         assert self.external is not None
         ran = self.executable
-        if ran.has_pieces or ran.unrepeatable:
+        if ran.runs_python or ran.unrepeatable:
             return False
         pairs = zip(ran.program.externals, self.start_versions, strict=True)
         return all(version < 0 or self.external[n]._version == version for n, version in pairs)
