@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rkgb.capture import look_again, no_collection
 from rkgb.costs import made_bytes, op_key
-from rkgb.elements import target_of
+from rkgb.elements import Op, TensorInfo, target_of
 from rkgb.engine import Sample
 from rkgb.graphs import Difference, ambient_autocast
 from rkgb.torch_api import current_dispatch_modes, has_saved_hooks
@@ -182,8 +182,19 @@ def _needs_bytes(network: Network) -> list[int]:
             needs.append(sum(basic.infos[name].size_bytes for name in op.results if name))
             continue
         cost = costs.get(op_key(op, basic.infos))
-        needs.append(made_bytes(op, basic.infos) + (most if cost is None else cost.workspace_bytes))
+        made = made_bytes(op, basic.infos) + _overwriting_bytes(op, basic.infos)
+        needs.append(made + (most if cost is None else cost.workspace_bytes))
     return needs
+
+
+def _overwriting_bytes(op: Op, infos: Mapping[str, TensorInfo]) -> int:
+    """Return what an operation makes that a planned backward lets it write over its argument."""
+    returns = getattr(getattr(op.target, "_schema", None), "returns", ())
+    if not returns or any(result.alias_info is not None for result in returns):
+        return 0
+    return sum(
+        infos[name].size_bytes for name in op.results if name and infos[name].alias_of != name
+    )
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:
