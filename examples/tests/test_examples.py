@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import math
 import os
 import re
@@ -39,6 +40,18 @@ def test_an_example_is_short_and_says_what_it_gives(path: Path) -> None:
     said = ast.get_docstring(ast.parse(text)) or ""
     assert f"examples/{path.name}" in said, "how it is started"
     assert re.search(r"Measured: .*\d", said), "what it gave"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEEDS)
+def test_an_example_starts_as_a_user_starts_it(name: str) -> None:
+    for library in NEEDS[name]:
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is a test extra")
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr  # nothing of conftest.py has run there
+    assert "--tiny" in run.stdout
 
 
 @pytest.mark.slow

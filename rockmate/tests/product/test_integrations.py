@@ -172,7 +172,7 @@ def test_a_model_that_comes_later_is_planned_too(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_supervised_fine_tuning_of_trl(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="trl brings a large data library")
-    import datasets
+    datasets = pytest.importorskip("datasets", reason="trl brings it")
     import transformers
 
     rows = datasets.Dataset.from_list(

@@ -135,7 +135,7 @@ class PlannedGraph:
         """Return those of `apply`; a fraction is one of the first plan for these parameters."""
         given, bytes_of = self.budget.keywords(), self.budget.bytes_of
         known = [bytes_of[v] for v in inputs if isinstance(v, nn.Parameter) and v in bytes_of]
-        return {**given, "budget": known[0]} if known and "memory" not in given else given
+        return {**given, "budget": known[0]} if known and given["memory"] is None else given
 
     def _note_bytes(self, inputs: Sequence[Any]) -> None:
         assert isinstance(self.graph, Rockmate)
