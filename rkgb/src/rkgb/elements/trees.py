@@ -85,13 +85,13 @@ class Structure:
         taken = [next(leaves) if part is None else part.make(leaves) for part in self.inner]
         return pytree.tree_unflatten(taken, self.spec)
 
-    def shown(self) -> Any:
+    def __str__(self) -> str:
         """Return the tree for display: a star for each leaf, the type of each object."""
         parts = ["*" if part is None else _Named(part) for part in self.inner]
-        return pytree.tree_unflatten(parts, self.spec)
-
-    def __str__(self) -> str:
-        return str(self.shown())
+        try:
+            return str(pytree.tree_unflatten(parts, self.spec))
+        except Exception:  # a type may look at what it is given, as torch's PackedSequence does
+            return f"{self.spec} of {parts}"
 
 
 def flatten(tree: Any, own: Mapping[int, Any] | None = None) -> tuple[list[Any], Structure]:

@@ -43,7 +43,16 @@ _NOT_RECORDED = {
     "grad": "calls torch.autograd.grad. Keep that part outside the wrapped module",
     "backward": "calls backward. Keep that part outside the wrapped module",
 }
-# They pass values to Python or to other libraries without an operation.
+# Functions that take numbers out of their arguments by themselves, and show no operation for that.
+# Where they lie: by place, and by name. A recurrent net has them for packed sequences only.
+_READ_INSIDE: dict[str, tuple[tuple[int, str], ...]] = {
+    **dict.fromkeys(("gru", "lstm", "rnn_tanh", "rnn_relu"), ((1, "batch_sizes"),)),
+    "_pack_padded_sequence": ((1, "lengths"),),
+    "_pad_packed_sequence": ((1, "batch_sizes"),),
+    "ctc_loss": ((2, "input_lengths"), (3, "target_lengths")),
+    "tensor_split": ((1, "indices_or_sections"), (1, "tensor_indices_or_sections")),
+}
+# They hand values to Python or to other libraries without any operation.
 _READS = ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr")
 
 
@@ -70,6 +79,10 @@ class CallWatch(TorchFunctionMode):
             raise NotRecordedError(_NOT_RECORDED[name])
         if name == "bilinear" and ambient_autocast() is not None:
             raise NotRecordedError("computes a bilinear form, which autocast casts inside")
+        for place, keyword in _READ_INSIDE.get(name, ()):
+            given = args[place] if place < len(args) else (kwargs or {}).get(keyword)
+            if isinstance(given, Tensor) and not given.is_floating_point():
+                self.recorder.read_content(given, name)
         if any(kind.__name__ == "NestedTensor" for kind in types):
             raise NotRecordedError("computes with nested tensors, whose sizes are values")
         if self.recorder.numbers is not None:
