@@ -7,6 +7,12 @@ What is emulated: rounding and splitting of blocks; a library's workspace that i
 product of matrices in a thread, and kept; times by events, that include the start of a kernel
 where the device has nothing else to do; random state that takes no device memory; a backward that
 runs in another thread than its forward.
+
+    with fake_cuda(host=[torch.float64]):
+
+Tensors of these types lie on the host beside the device: `x.double()` moves one there, `x.float()`
+back. Torch itself then follows them as it follows tensors of two devices: what is computed from
+them is of their type, and numbers without dimensions go with either.
 """
 
 from __future__ import annotations
@@ -14,13 +20,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from fake_cuda.allocator import AllocatorRules, CachingAllocator
 from rkgb.device.base import CallTime, Device
@@ -29,11 +36,12 @@ from rkgb.device.profiled import PREFIX, profiled
 from rkgb.device.trace import Mark, MemoryTrace, Span, replay
 from rkgb.device.warm_up import warm_up_threads
 from rkgb.graphs.basic import ambient_autocast, autocast_as
-from rkgb.torch_api.torch_private import current_dispatch_modes
+from rkgb.torch_api.torch_private import DispatchMode, current_dispatch_modes, pytree
 
 WORKSPACE_BYTES = 32 << 20  # of cuBLAS on a Hopper GPU
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 _ENGINE = "autograd::engine::evaluate_function"
+_HOST = "an operation of the host"
 
 
 @dataclass
@@ -56,11 +64,13 @@ class FakeCuda(Device):
         launch_ms: float = 0.04,
         memory_bytes: int | None = None,
         cudnn: str = "91002",
+        host: Collection[torch.dtype] = (),
     ) -> None:
         super().__init__(torch.device("cpu"))
         self.allocator = CachingAllocator(rules or AllocatorRules())
         self.workspace_bytes, self.launch_ms = workspace_bytes, launch_ms
         self.memory_bytes, self.cudnn = memory_bytes, cudnn
+        self.host = frozenset(host)
         self.warm_threads: set[str] = set()
         self.given_back = 0
         self.is_tracing = False
@@ -77,6 +87,9 @@ class FakeCuda(Device):
     def is_asynchronous(self) -> bool:
         return True
 
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.dtype not in self.host
+
     def block_bytes(self, size_bytes: int) -> int:
         return self.allocator.rounded(size_bytes)
 
@@ -85,10 +98,21 @@ class FakeCuda(Device):
     def trace_memory(self, run: Callable[[Span], object]) -> MemoryTrace:
         self.is_tracing = True
         try:
-            seen = _seen_in(profiled(run, operations=True))
+            seen = _seen_in(profiled(self._telling_the_host(run), operations=True))
         finally:
             self.is_tracing = False
         return self._counted(seen)
+
+    def _telling_the_host(self, run: Callable[[Span], object]) -> Callable[[Span], object]:
+        """Let a run say of its operations which of them compute on the host."""
+        if not self.host:
+            return run
+
+        def running(span: Span) -> object:
+            with _OnHost(self.host):
+                return run(span)
+
+        return running
 
     def _counted(self, seen: _Seen) -> MemoryTrace:
         asked: list[tuple[int, int]] = []
@@ -155,6 +179,24 @@ class FakeCuda(Device):
         return 0
 
 
+class _OnHost(DispatchMode):
+    """Puts the operations that make tensors of the host's types in spans of their own."""
+
+    only_watches = True
+
+    def __init__(self, types: Collection[torch.dtype]) -> None:
+        super().__init__()
+        self._types = types
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        given = [t for t in given if t.dim()] or given  # numbers go with either
+        like = given[0].dtype if given else torch.get_default_dtype()
+        asked = (kwargs or {}).get("dtype") or like
+        with record_function(_HOST) if asked in self._types else contextlib.nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
 def _seen_in(results: Any) -> _Seen:
     """Read a run off the profiler's tree of events.
 
@@ -162,23 +204,30 @@ def _seen_in(results: Any) -> _Seen:
     """
     host_bytes = torch.get_rng_state().numel()
     seen = _Seen()
-    todo = [(event, False) for event in reversed(results.experimental_event_tree())]
+    on_host: set[int] = set()  # addresses
+    todo = [(event, False, False) for event in reversed(results.experimental_event_tree())]
     while todo:
-        event, in_backward = todo.pop()
+        event, in_backward, is_host = todo.pop()
         if event.tag.name == "Allocation":
             fields = event.extra_fields
             if abs(fields.alloc_size) == host_bytes:
                 continue
+            if is_host and fields.alloc_size > 0:
+                on_host.add(fields.ptr)
+            if fields.ptr in on_host:
+                if fields.alloc_size < 0:
+                    on_host.remove(fields.ptr)
+                continue
             seen.changes.append((event.start_time_ns, fields.ptr, fields.alloc_size))
             continue
         name = event.name
-        in_backward = in_backward or name.startswith(_ENGINE)
+        in_backward, is_host = in_backward or name.startswith(_ENGINE), is_host or name == _HOST
         if name in _PRODUCTS:
             seen.products.append((event.start_time_ns, "autograd" if in_backward else "main"))
         elif name.startswith(PREFIX):
             mark = (event.start_time_ns, event.end_time_ns, name.removeprefix(PREFIX))
             seen.marks.append(mark)
-        todo.extend((child, in_backward) for child in reversed(event.children))
+        todo.extend((child, in_backward, is_host) for child in reversed(event.children))
     # Two changes at one moment keep the order of the tree, which is that of the program.
     seen.changes.sort(key=lambda change: change[0])
     seen.products.sort()

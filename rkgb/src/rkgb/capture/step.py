@@ -27,8 +27,8 @@ from rkgb.elements.effect import Assertion, Assign, Effect, InputMutation
 from rkgb.elements.op import Ref
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten
-from rkgb.errors import RkgbError, SideEffectError, TraceError
-from rkgb.graphs.basic import BasicGraph, Metered
+from rkgb.errors import RkgbError, SideEffectError, TraceError, UnsupportedDeviceError
+from rkgb.graphs.basic import BackwardKind, BasicGraph, Metered
 from rkgb.guards.code_watch import CodeWatch, Seen
 from rkgb.guards.outside import Outside
 from rkgb.guards.sources import Sources
@@ -180,6 +180,7 @@ class RecordedStep:
                 raise refusal from error
             root_names = tuple(self.recorder.name_of(root) or "" for root in roots)
             kind = backward.kind(asked, roots, outputs[:returned])
+            self._refuse_on_host(root_names, kind)
             flows = flows_of(roots)
             del outputs
             with self._following(self.backward_codes):
@@ -220,6 +221,20 @@ class RecordedStep:
             sources=self._sources(),
             **found,
         )
+
+    def _refuse_on_host(self, roots: Sequence[str], kind: BackwardKind) -> None:
+        """Refuse gradients that begin on the host: autograd runs each device in its own thread.
+
+        Raises:
+            UnsupportedDeviceError: one does; it says which.
+        """
+        for name, tangent in zip(roots, kind.tangents, strict=True):
+            if tangent is not None and self.recorder.infos[name].is_on_host:
+                raise UnsupportedDeviceError(
+                    f"an output of {type(self.model).__name__} lies on the CPU and gets a "
+                    f"gradient ({self.recorder.infos[name]}), beside a step on {self.device}. "
+                    "Return it where it was computed, and move it outside of forward."
+                )
 
     def _users(self, constant: Tensor) -> Tensor:
         """Return the user's tensor for a constant that is a copy of it, or the constant itself."""

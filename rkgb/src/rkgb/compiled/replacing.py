@@ -43,7 +43,6 @@ class _Facts:
     def __init__(self, sg: SimplifiedGraph) -> None:
         self.recorded: Mapping[str, TensorInfo] = sg.dataflow.infos
         self.infos = dict(self.recorded)
-        self.is_on_host = sg.dataflow.basic.device.type == "cpu"
         self.made: dict[str, tuple[str, ...]] = {}  # results by the name of the operation
 
     def follow(self, ops: Sequence[Op]) -> None:
@@ -131,8 +130,8 @@ class _Facts:
             root = name if home == name else self.infos[home].alias_of
             known = self.recorded.get(name)
             wants = known.requires_grad if known is not None else False
-            info = form.info(root, wants, self.is_on_host)
-            # An input's layout in its storage was recorded; the class does not decide it.
+            info = form.info(root, wants)
+            # How what comes in lies in its storage was recorded, and is no matter of the class.
             if known is not None and root == known.alias_of and root != name:
                 info = replace(info, offset=known.offset, storage_bytes=known.storage_bytes)
             elif home != name:

@@ -172,7 +172,7 @@ def _gradients(sg: SimplifiedGraph) -> list[KDataNode]:
         others = [f"bwd_{i}" for i in readers if len(writers) != 1 or i not in writers]
         if others:
             names = tuple(f"bwd_{i}" for i in writers)
-            found.append(KDataNode(root, "grad", infos[root].storage_bytes, names, tuple(others)))
+            found.append(KDataNode(root, "grad", infos[root].counted_bytes, names, tuple(others)))
     return found
 
 
@@ -184,7 +184,7 @@ def _forward(sg: SimplifiedGraph, index: int, fact: NodeFacts, key: str) -> KCom
     return replace(
         _computation(sg, index, "fwd", fact, key),
         output_bytes=sum(s.size_bytes for s in fact.storages if not s.is_phantom),
-        saved_bytes=sum(infos[root].storage_bytes for root in saved),
+        saved_bytes=sum(infos[root].counted_bytes for root in saved),
         after=tuple(f"fwd_{dep}" for dep in node.deps if dep not in flowing),
     )
 

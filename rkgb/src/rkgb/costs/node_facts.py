@@ -139,10 +139,11 @@ class _Facts:
         return found
 
     def _size(self, root: str) -> int:
-        return self.rounded(self.infos[root].storage_bytes)
+        return self.rounded(self.infos[root].counted_bytes)
 
     def _copy_bytes(self, name: str) -> int:
-        return self.rounded(self.infos[name].size_bytes)
+        info = self.infos[name]
+        return 0 if info.is_on_host else self.rounded(info.size_bytes)
 
     def _workspace(self, op: Op) -> int:
         return self.rounded(self._cost(op).workspace_bytes)
@@ -220,7 +221,7 @@ class _Facts:
         if value.shape and not value.stride:  # a sparse one is not copied
             return 0
         whole = value.storage_bytes == value.size_bytes
-        return 0 if leaf.stride == value.stride and whole else self.rounded(leaf.size_bytes)
+        return 0 if leaf.stride == value.stride and whole else self._copy_bytes(hand_over.leaf)
 
 
 class _Peak(NamedTuple):

@@ -69,13 +69,14 @@ def named(op: Op) -> str:
 
 
 def made_bytes(op: Op, infos: Mapping[str, TensorInfo]) -> int:
-    """Return the bytes of the storages that the operation allocates."""
-    return sum(infos[n].storage_bytes for n in op.results if n and infos[n].alias_of == n)
+    """Return the bytes of the storages that the operation makes."""
+    return sum(infos[n].counted_bytes for n in op.results if n and infos[n].alias_of == n)
 
 
 def moved_bytes(op: Op, infos: Mapping[str, TensorInfo]) -> int:
     """Return the bytes that the operation reads and writes; 0 for a view."""
-    if not op.writes and not made_bytes(op, infos):
+    made = (infos[n] for n in op.results if n and infos[n].alias_of == n)
+    if not op.writes and not any(info.storage_bytes for info in made):
         return 0
     names = dict.fromkeys((*op.inputs, *(n for n in op.results if n)))
     return sum(infos[name].size_bytes for name in names)

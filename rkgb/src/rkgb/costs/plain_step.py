@@ -38,14 +38,16 @@ def plain_peak_bytes(
         readers = [place for place, op in enumerate(ops) if name in op.inputs]
         # The gradient of a loss is held to the end, that of an output the loss reads until its use.
         last = len(ops) - 1 if not infos[name].shape else max(readers, default=first - 1)
-        _add(extra, first, last, infos[name].storage_bytes)
-    for op in basic.cuts:  # a gradient from outside waits for the parts
+        _add(extra, first, last, infos[name].counted_bytes)
+    for op in basic.cuts:  # what comes from outside waits for the parts
         if op.target.from_outside:  # type: ignore[attr-defined]
-            _add(extra, first, ops.index(op) - 1, infos[op.name].storage_bytes)
+            _add(extra, first, ops.index(op) - 1, infos[op.name].counted_bytes)
     parts: dict[int, list[int]] = {}
     leaves: dict[int, Tensor] = {}
     for hand_over in basic.hand_overs:
         leaf = external[hand_over.leaf]
+        if infos[hand_over.leaf].is_on_host:
+            continue
         leaves[id(leaf)] = leaf
         parts.setdefault(id(leaf), []).append(made.get(hand_over.value, first))
     for key, places in parts.items():

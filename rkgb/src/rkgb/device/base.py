@@ -44,6 +44,10 @@ class Device(ABC):
         """Why the allocator's counters are wrong, or None if they are right."""
         return None
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the memory that is counted here."""
+        return tensor.device.type == self.where.type
+
     @abstractmethod
     def block_bytes(self, size_bytes: int) -> int:
         """Return the bytes that the allocator hands out at least for one request."""

@@ -41,7 +41,10 @@ def attribute_of(keyword: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class Sample:
-    """The arguments of a call, and the device of arguments and module.
+    """What a module is called with, and the device that the step is on.
+
+    Beside CUDA there may be tensors on the CPU: lengths of packed sequences, time steps, numbers,
+    and whatever the forward moves itself.
 
     The keywords may include attributes of the module that are numbers (`attribute_keyword`).
 
@@ -68,8 +71,8 @@ class Sample:
         """Read a sample given as a tensor, a tuple of arguments, or a dict of keywords.
 
         Raises:
-            TraceError: model and sample are on several devices, or not on `device`; or an argument
-                holds tensors and cannot be flattened.
+            TraceError: model and sample are on several GPUs, or not on the device asked for; or an
+                argument holds tensors in a way that cannot be taken apart.
         """
         args, keywords = bind_inputs(inputs, kwargs)
         try:
@@ -158,10 +161,10 @@ def bind_inputs(
 def check_device(
     model: nn.Module, leaves: Sequence[Any], device: torch.device | str | None
 ) -> torch.device:
-    """Return the one device that the model and the sample are on.
+    """Return the device that the model and the sample are on: where one is, the GPU.
 
     Raises:
-        TraceError: they are on several devices, or not on `device`.
+        TraceError: they are on several, or not on the `device` that was asked for.
         UnsupportedDeviceError: it is neither a CPU nor CUDA.
     """
     found: dict[torch.device, str] = {}
@@ -170,14 +173,8 @@ def check_device(
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             found.setdefault(leaf.device, f"tensor {index} of the sample")
-    if len(found) > 1:
-        places = " and ".join(f"{where} on {dev}" for dev, where in found.items())
-        raise TraceError(
-            f"the model and the sample must be on one device, and found {places}. "
-            "Move both with .to(device) first."
-        )
-    only = next(iter(found), torch.device("cpu"))
-    device_of(only)  # refuses unknown devices
+    only = counted_device(found)
+    device_of(only)  # refuses devices that nothing is known about
     asked = only if device is None else torch.device(device)
     if asked.type != only.type or asked.index not in (None, only.index):
         raise TraceError(
@@ -185,3 +182,20 @@ def check_device(
             "Move them with .to(device) first."
         )
     return only
+
+
+def counted_device(found: Mapping[torch.device, str]) -> torch.device:
+    """Return the device whose memory a step is about, of those where something was found.
+
+    Raises:
+        TraceError: there are several; it says what was found on each.
+    """
+    others = [where for where in found if where.type != "cpu"]
+    if len(found) < 2 or (len(others) == 1 and others[0].type == "cuda"):
+        return others[0] if others else torch.device("cpu")
+    places = " and ".join(f"{what} on {where}" for where, what in found.items())
+    raise TraceError(
+        "a step must be on one device, or on one GPU with tensors on the CPU beside it, and found "
+        f"{places}. Move model and sample to one device, a whole model to each GPU (DDP, FSDP2); "
+        "or plan what is on each by itself: rockmate.apply(model.part, budget)."
+    )

@@ -28,12 +28,14 @@ class TensorInfo:
     size_bytes: int
     storage_bytes: int
     offset: int = 0  # of the first element in the storage, in elements
-    is_on_host: bool = False  # in the CPU's memory, like the seed of attention
+    is_on_host: bool = False  # beside a step on CUDA: no part of the memory that a budget is about
     is_conj: bool = False  # a lazily conjugated view: some kernels copy it first
 
     @classmethod
-    def of(cls, tensor: Tensor, alias_of: str, storage_bytes: int) -> TensorInfo:
-        """Return the facts about a tensor that lies in the storage of `alias_of`."""
+    def of(
+        cls, tensor: Tensor, alias_of: str, storage_bytes: int, *, is_on_host: bool = False
+    ) -> TensorInfo:
+        """Return the facts about a tensor whose storage is `alias_of`'s."""
         is_strided = tensor.layout is torch.strided
         return cls(
             tuple(tensor.shape),
@@ -44,9 +46,14 @@ class TensorInfo:
             _element_bytes(tensor) if is_strided else storage_bytes,
             storage_bytes,
             int(tensor.storage_offset()) if is_strided else 0,
-            tensor.device.type == "cpu",
+            is_on_host,
             tensor.is_conj(),
         )
+
+    @property
+    def counted_bytes(self) -> int:
+        """Bytes of the storage in the memory that a budget is about."""
+        return 0 if self.is_on_host else self.storage_bytes
 
     @property
     def is_dense(self) -> bool:

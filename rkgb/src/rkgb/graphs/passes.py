@@ -185,7 +185,7 @@ def merge_into_reader(groups: Groups) -> None:
             for n in results(head)
             if n in groups.kept or any(groups.find(u) != head for u in users.get(n, ()))
         }
-        return sum(infos[root].storage_bytes for root in roots)
+        return sum(infos[root].counted_bytes for root in roots)
 
     def reads_nothing(head: int) -> bool:
         names = (name for i in members[head] for name in groups.nodes[i].op.inputs)

@@ -29,13 +29,15 @@ class Kind:
     stride: tuple[int, ...]
     dtype: torch.dtype
     sparse: tuple[int, int] | None = None  # dimensions and entries of a sparse tensor
+    is_on_cpu: bool = True  # as one may be beside a step on CUDA
 
     @classmethod
     def of(cls, tensor: Tensor) -> Kind:
+        shape, is_on_cpu = tuple(tensor.shape), tensor.device.type == "cpu"
         if tensor.is_sparse:
             entries = (tensor.sparse_dim(), tensor._nnz())
-            return cls(tuple(tensor.shape), (), tensor.dtype, entries)
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            return cls(shape, (), tensor.dtype, entries, is_on_cpu)
+        return cls(shape, tensor.stride(), tensor.dtype, None, is_on_cpu)
 
     @property
     def size_bytes(self) -> int:
@@ -43,7 +45,8 @@ class Kind:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def made(self, device: torch.device) -> Tensor:
-        """Return a tensor of this kind."""
+        """Return some tensor of this kind, in a step on `device`."""
+        device = torch.device("cpu") if self.is_on_cpu else device
         if not self.sparse:
             made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
             return made.fill_(0.5)

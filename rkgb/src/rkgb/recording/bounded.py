@@ -45,4 +45,4 @@ class BoundedRecorder(Recorder):
         """Return the bytes of all live values of the step; stand-ins count separately."""
         outside = {root for root in self.resident if self.kinds.get(root) != "tangent"}
         living = (root for root in self.names.living() if root not in outside)
-        return sum(self.infos[root].storage_bytes for root in living)
+        return sum(self.infos[root].counted_bytes for root in living)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from rkgb.elements.tensor_info import TensorInfo, storage_id
 class LiveNames:
     """The name of each live tensor, and the facts about every name."""
 
-    def __init__(self) -> None:
+    def __init__(self, holds: Callable[[Tensor], bool]) -> None:
+        self._holds = holds
         self.infos: dict[str, TensorInfo] = {}
         self._names: dict[int, str] = {}
         self._watch: dict[int, weakref.ref[Tensor]] = {}
@@ -59,8 +60,8 @@ class LiveNames:
         return name if not count or name not in self.infos else self.fresh(base)
 
     def define(self, name: str, tensor: Tensor, storage: Any, root: str) -> None:
-        """Store the facts about a new value, and name the tensor."""
-        info = TensorInfo.of(tensor, root, storage.nbytes())
+        """Note what there is to know of a new value, and let the tensor go by its name."""
+        info = TensorInfo.of(tensor, root, storage.nbytes(), is_on_host=not self._holds(tensor))
         shift = self._stand_ins.get(storage._cdata)
         if shift is not None:
             whole = self.infos[root].storage_bytes

@@ -64,7 +64,7 @@ class Recorder(Values, DispatchMode):
     def __init__(
         self, model_name: str, device: torch.device, places: Places, *, guards: bool = True
     ) -> None:
-        Values.__init__(self)
+        Values.__init__(self, device)
         DispatchMode.__init__(self)
         self.model_name, self.device, self.places = model_name, device, places
         self.forward: list[Op] = []

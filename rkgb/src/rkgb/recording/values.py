@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rkgb.device.chosen import device_of
 from rkgb.elements.tensor_info import TensorInfo, storage_of
 from rkgb.recording.names import LiveNames
 
@@ -14,8 +15,8 @@ from rkgb.recording.names import LiveNames
 class Values:
     """The values that a step has read and made so far."""
 
-    def __init__(self) -> None:
-        self.names = LiveNames()
+    def __init__(self, device: torch.device) -> None:
+        self.names = LiveNames(device_of(device).holds)
         self.infos = self.names.infos
         self.constants: dict[str, Tensor] = {}
         self.kinds: dict[str, str] = {}  # 'parameter', 'input', 'buffer' of externals

@@ -94,6 +94,8 @@ def _waiting_gradients(
     for index, node in enumerate(graph.nodes):
         for hand_over in node.hand_overs:
             leaf = external[hand_over.leaf]
+            if graph.dataflow.infos[hand_over.leaf].is_on_host:
+                continue
             uses.setdefault(id(leaf), (leaf, []))[1].append(index)
     aside_bytes = 0 if coming is None or coming.gradients else coming.size_bytes
     waiting = [aside_bytes] * len(graph.nodes)

@@ -199,7 +199,7 @@ def _recording_bytes(known: BasicGraph, kind: BackwardKind) -> int:
     largest nodes, and random states.
     """
     infos = known.infos
-    outputs = {infos[name].alias_of: infos[name].storage_bytes for name in known.output_names}
+    outputs = {infos[name].alias_of: infos[name].counted_bytes for name in known.output_names}
     asked = (root for root, t in zip(known.roots, kind.tangents, strict=True) if t is not None)
     gradients = sum(infos[root].size_bytes for root in asked)
     made = ([n for n in op.results if n] for op in (*known.ops, *known.backward))

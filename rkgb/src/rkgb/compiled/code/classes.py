@@ -39,14 +39,14 @@ class Returned:
     storage_bytes: int
     home: Place  # the first value in the same storage
 
-    def info(self, alias_of: str, requires_grad: bool, is_on_host: bool) -> TensorInfo:
-        """Return the facts about such a value."""
+    def info(self, alias_of: str, requires_grad: bool) -> TensorInfo:
+        """Return the facts about a value of this form."""
         size = self.dtype.itemsize
         for length in self.shape:
             size *= length
         return TensorInfo(
             *(self.shape, self.dtype, self.stride, requires_grad, alias_of),
-            *(size, self.storage_bytes, self.offset, is_on_host),
+            *(size, self.storage_bytes, self.offset),
         )
 
 

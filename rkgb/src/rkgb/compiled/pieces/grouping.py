@@ -110,7 +110,7 @@ def _refusal_of(op: Op, sg: SimplifiedGraph) -> str:
         info = infos[value]
         if info.is_conj or info.dtype not in (*_TYPES, *_INTEGERS):
             return f"takes or makes {info.dtype}"
-        if info.is_on_host != (basic.device.type == "cpu"):
+        if info.is_on_host:
             return "takes or makes what lies on the host"
     home, outside = sg.producer, set(basic.externals)
     for value in op.writes:

@@ -60,7 +60,7 @@ def storages_of(sg: SimplifiedGraph) -> tuple[tuple[NodeStorage, ...], ...]:
             bwd_users = behind.parts_reading(root)
             if fwd_users or bwd_users or root in outputs or root in leaving:
                 users = tuple(sorted(fwd_users)), tuple(sorted(bwd_users))
-                size = infos[root].storage_bytes
+                size = infos[root].counted_bytes
                 made.append(NodeStorage(root, size, index, *users, root in outputs))
         found.append(tuple(made))
     return tuple(found)

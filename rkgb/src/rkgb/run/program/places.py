@@ -130,4 +130,4 @@ def _bytes(sg: SimplifiedGraph, waiting: Sequence[Given], known: set[str]) -> in
     roots = {infos[part.value].alias_of for part in waiting}
     sums = {infos[part.leaf].alias_of for part in waiting if part.leaf in known}
     block_bytes = device_of(sg.dataflow.basic.device).block_bytes
-    return sum(block_bytes(infos[root].storage_bytes) for root in (*roots, *sums))
+    return sum(block_bytes(infos[root].counted_bytes) for root in (*roots, *sums))
