@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from rkgb.capture.backward import AskedKind
 from rkgb.capture.record import record
-from rkgb.capture.twin import cannot_copy, copying_histories, uncopied
+from rkgb.capture.twin import cannot_copy, copy_attributes, copying_histories, uncopied
 from rkgb.device.chosen import device_of
 from rkgb.elements.op import Op, map_refs
 from rkgb.elements.sample import Sample, bind_inputs
 from rkgb.elements.trees import flatten
 from rkgb.graphs.basic import BackwardKind, BasicGraph
-from rkgb.torch_api.placed import placed_parameters
+from rkgb.torch_api.placed import leaf_of_kind, placed_parameters
 from rkgb.torch_api.quiet import without_warnings
 from rkgb.torch_api.torch_private import without_content
 
@@ -178,8 +178,8 @@ def _bare_call(
                     value.shape, value.stride(), dtype=value.dtype, device=where
                 )
                 like.requires_grad_(value.requires_grad)
-                is_parameter = isinstance(value, nn.Parameter)
-                made[id(value)] = nn.Parameter(like, value.requires_grad) if is_parameter else like
+                of_kind = leaf_of_kind(value, like) if isinstance(value, nn.Parameter) else like
+                made[id(value)] = of_kind
             return made[id(value)]
 
         for tensor in (*model.parameters(), *model.buffers()):
@@ -187,6 +187,7 @@ def _bare_call(
         made.update(uncopied(model))
         try:
             with copying_histories(lambda tensor: bare(tensor).detach()):
+                copy_attributes(model, made)
                 twin = copy.deepcopy(model, made)
         except Exception as error:
             raise cannot_copy(model, made, error) from error

@@ -140,7 +140,7 @@ class RecordedStep:
 
     def _run(self, asked: AskedKind) -> BasicGraph:
         printed = Printed(self.twin)
-        before = KeptState(self.twin)
+        before = KeptState(self.twin, self.pieces.paths)
         with (
             contextlib.ExitStack() as stack,
             _quiet(),

@@ -18,6 +18,7 @@ from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import TraceError
 from rkgb.guards.contents import Untouched
 from rkgb.torch_api.patches import Patches
+from rkgb.torch_api.placed import leaf_of_kind
 from rkgb.torch_api.torch_private import mode_of
 
 
@@ -47,14 +48,15 @@ def twin_of(model: nn.Module, own: Collection[str] = ()) -> Twin:
     for name in own:
         parameter = model.get_parameter(name)
         clone = parameter.detach().clone()
-        memo[id(parameter)] = nn.Parameter(clone, parameter.requires_grad)
-    buffers = {id(buffer) for buffer in model.buffers()}  # a step may write to them
+        memo[id(parameter)] = leaf_of_kind(parameter, clone)
+    buffers = {id(buffer) for buffer in model.buffers()}  # to which a step may write
 
     def without_history(tensor: Tensor) -> Tensor:
         return tensor.detach().clone() if id(tensor) in buffers else tensor.detach()
 
     try:
         with copying_histories(without_history):
+            copy_attributes(model, memo)
             twin = copy.deepcopy(model, memo)
     except Exception as error:
         raise cannot_copy(model, memo, error) from error
@@ -79,9 +81,16 @@ def _memo(model: nn.Module) -> dict[int, Any]:
     mode = mode_of(next(model.parameters(), None))
     memo: dict[int, Any] = {id(mode): mode}  # the mode of tensors without content, shared by copies
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+        memo[id(parameter)] = leaf_of_kind(parameter, parameter.detach())
     memo.update(uncopied(model))
     return memo
+
+
+def copy_attributes(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Give the copies of parameters copies of their attributes: a step may set them."""
+    for parameter in model.parameters():
+        if vars(parameter):
+            memo[id(parameter)].__dict__ = copy.deepcopy(vars(parameter), memo)
 
 
 def copying_histories(copy_of: Callable[[Tensor], Tensor]) -> Patches:

@@ -40,6 +40,7 @@ class Traits:
     """Facts from a kernel's schema, read once."""
 
     name: str
+    is_foreign: bool  # from another library, whose kernel may be Python
     is_dynamic: bool  # sizes of results depend on values
     may_be_random: bool
     written: tuple[tuple[int, str], ...]  # arguments that it overwrites: position and name
@@ -66,6 +67,7 @@ def traits_of(func: Any) -> Traits:
     name = str(func.__name__).split(".")[0]
     return Traits(
         name=name,
+        is_foreign=func.namespace != "aten",
         is_dynamic=_DYNAMIC in tags,
         may_be_random=_RANDOM in tags or func.namespace != "aten",
         written=tuple(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rkgb.device.rng import RngState
 from rkgb.elements.op import BATCH_NORMS, Op, Ref, map_refs
-from rkgb.elements.spread import memory_of
+from rkgb.elements.spread import is_running, memory_of
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import InvalidGraphError, SideEffectError
 from rkgb.graphs.basic import Read
@@ -181,7 +181,10 @@ class Recorder(Values, DispatchMode):
                 self.kept_writes.keep(func, args, kwargs)
         old = self._snapshots(inputs, writes)
         is_skipped = is_metered = False
-        if self.repeated is None or known or given:
+        if traits.is_foreign:  # it runs as a whole again, and may read values by itself
+            with self.paused():
+                result = self._run(func, args, kwargs)
+        elif self.repeated is None or known or given:
             result = self._run(func, args, kwargs)
         elif writes:
             result, is_skipped = self._overwrite(func, writes, args, kwargs)
@@ -200,6 +203,8 @@ class Recorder(Values, DispatchMode):
                 raise self.reads_data("control flow or a Python number")
             self._note("number", self._op(func, named_args, named_kwargs, ()), result)
             return result
+        for tensor in tensors:
+            _refuse_shell(tensor)
         is_random = traits.may_be_random and (
             is_skipped or self._has_drawn(func, named_args, named_kwargs)
         )
@@ -373,6 +378,7 @@ class Recorder(Values, DispatchMode):
         """Return the name of an argument; one without a name is a constant."""
         name = self.name_of(tensor)
         if name is None:
+            _refuse_shell(tensor)
             root = self.names.alias_of(storage_id(tensor))
             if root is not None and root not in self.resident:
                 raise NotRecordedError(
@@ -465,6 +471,20 @@ class Recorder(Values, DispatchMode):
             return ReadsDataError(what, f"'{node.name()}'")
         place = f"of module '{made.module_path or '(root)'}' ({made.source})"
         return ReadsDataError(what, f"'{node.name()}' {place}", made.module_path)
+
+
+def _refuse_shell(tensor: Tensor | None) -> None:
+    """Refuse what a forward makes of a type that keeps its content in other tensors.
+
+    Raises:
+        NotRecordedError: it is of such a type, and no collective that still runs.
+    """
+    kind = type(tensor)
+    if kind is not Tensor and hasattr(kind, "__tensor_flatten__") and not is_running(tensor):
+        raise NotRecordedError(
+            f"computes with tensors of a type of its own ({kind.__name__}), whose memory and "
+            "content lie in others"
+        )
 
 
 def _is_differentiated(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

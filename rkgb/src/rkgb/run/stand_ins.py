@@ -32,7 +32,10 @@ class Drawn:
         """Fill a tensor of one dimension, and return it."""
         kind = tensor.dtype, tensor.device
         if kind not in self._numbers:
-            self._numbers[kind] = tensor.new_empty(_DRAWN + _APART).uniform_()
+            few_bits = tensor.dtype.itemsize == 1  # of eight, for which torch draws nothing
+            dtype = torch.float32 if few_bits else tensor.dtype
+            drawn = tensor.new_empty(_DRAWN + _APART, dtype=dtype).uniform_()
+            self._numbers[kind] = drawn.to(tensor.dtype)
         self._fills += 1
         first = 61 * self._fills % _APART
         done, count = min(_DRAWN, tensor.numel()), tensor.numel()

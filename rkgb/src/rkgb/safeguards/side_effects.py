@@ -10,7 +10,7 @@ import io
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,15 +22,28 @@ from rkgb.errors import SideEffectError
 from rkgb.guards.code_watch import Seen
 from rkgb.guards.contents import CONTAINERS
 from rkgb.module_state.start_of_call import ModuleState, draw_from_numpy, numpy_state
+from rkgb.opaque.call import is_inside
 from rkgb.safeguards.other_threads import changes_meanwhile, may_draw, same_state
 from rkgb.safeguards.refusals import place_of
 from rkgb.torch_api.patches import Patches
+from rkgb.torch_api.placed import placed_parameters
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
 
 
 class KeptState(ModuleState):
-    """The attributes of every module of a model before a forward, and the changes since."""
+    """The attributes of every module of a model as they were, and what has changed since.
+
+    Those of parameters, too: what runs `whole` may set them.
+    """
+
+    def __init__(self, model: nn.Module, whole: Sequence[str] = ()) -> None:
+        super().__init__(model)
+        self.of_parameters = [
+            (path, parameter, dict(vars(parameter)))
+            for path, parameter in placed_parameters(model)
+            if not any(is_inside(path, around) for around in whole)
+        ]
 
     def refuse_changes(
         self,
@@ -68,6 +81,16 @@ class KeptState(ModuleState):
                 what = self._change(name, value)
                 if what is not None:
                     self._refuse(path, module, name, what, run_again)
+        for path, parameter, attributes in self.of_parameters:
+            now = vars(parameter)
+            for name in {**attributes, **now}:
+                if now.get(name) is not attributes.get(name):
+                    raise _in_module(
+                        path.rpartition(".")[0],
+                        f"cannot capture {type(self.model).__name__}: its forward changes the "
+                        f"attribute '{name}' of parameter '{path}', which a captured graph would "
+                        "freeze. Keep it in the module, or change it outside.",
+                    )
 
     def _change(self, name: str, value: Any) -> str | None:
         """Return the change of a container's content in words, or None."""

@@ -40,6 +40,10 @@ def twin_parameters(code: CodeStage) -> Iterator[list[nn.Parameter]]:
 
 def _twin(parameter: nn.Parameter) -> nn.Parameter:
     twin = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    if type(twin) is not type(parameter):
+        twin.__class__ = type(parameter)
+    if vars(parameter):  # what the memory of a quantised weight means
+        twin.__dict__ = vars(parameter)
     if parameter.grad is not None:
         twin.grad = torch.zeros_like(parameter.grad)
     return twin
