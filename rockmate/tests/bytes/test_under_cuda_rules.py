@@ -224,13 +224,18 @@ def backward(grad, x, threshold):
 
 
 def forward(x):
-    return last_bits(torch.where(x > 0, x, -x))
+    found = torch.where(x > 0, x, -x)
+    if kind == "forward":
+        return last_bits(found)
+    # As cuDNN where it searches: what a backward computes again is by another algorithm.
+    searches = torch.backends.cudnn.benchmark and torch._C._current_autograd_node() is not None
+    return found * (1 + share) if searches else found
 
 
 library = torch.library.Library("aten", "IMPL")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    if kind != "forward":
+    if kind in ("backward", "atomics"):
         library.impl("threshold_backward", backward, "CPU")
     else:
         library.impl("abs", forward, "CPU")
@@ -241,22 +246,20 @@ class Abs(nn.Module):
         return torch.abs(x) * 0.9
 
 
-layer = Abs if kind == "forward" else nn.ReLU
+torch.backends.cudnn.benchmark = kind == "searched"
+layer = Abs if kind in ("forward", "searched") else nn.ReLU
 net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), layer()) for _ in range(5)))
 if planted:
     import rockmate.networks.self_test as pipeline
     real = pipeline.run_step
 
+    # Among noisy gradients 2e-7 of one are within what eager itself differs by.
+    factor = 1.01 if kind in ("backward", "searched") else 1 + 2e-7
+
     def wrong(call, twin, sample, **options):
-        result = real(call, twin, sample, **options)
-        keep = options.get("keep", "values")
-        if call is not twin and keep == "fingerprints" and kind == "atomics":
-            result.gradients[next(iter(result.gradients))] = "another one"
-        if call is not twin and keep == "values":
-            name = next(iter(result.gradients))
-            # Among noisy gradients 2e-7 of one are within what eager itself differs by.
-            result.gradients[name] *= 1.01 if kind == "backward" else 1 + 2e-7
-        return result
+        if call is not twin:
+            next(twin.parameters()).register_hook(lambda grad: grad * factor)
+        return real(call, twin, sample, **options)
 
     pipeline.run_step = wrong
 with fake_cuda(workspace_bytes=0):
@@ -311,6 +314,21 @@ def test_what_gives_other_bits_the_second_time_is_never_run_again() -> None:
     out, _ = in_a_noisy_process(2**-22, "right", "forward")
     assert out.startswith("planned")
     assert "'abs'" not in out
+
+
+def test_a_search_for_algorithms_is_answered_by_the_bits_without_it() -> None:
+    out, err = in_a_noisy_process(2**-22, "right", "searched")
+    assert out.startswith("planned ['abs'")
+    assert "cudnn.benchmark is on" in err
+    assert "equals eager's bit by bit, and with it within" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("share", "planted"), [(2**-22, "planted"), (0.5, "right")])
+def test_a_search_for_algorithms_excuses_nothing_else(share: float, planted: str) -> None:
+    out, _ = in_a_noisy_process(share, planted, "searched")
+    assert out.startswith("refused")
+    assert ("cudnn.benchmark is on" in out) == (planted == "right")
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Compares a planned step with plain PyTorch.
 
-Gets a module and a planned step; gives the differences. Read eager.py (the plain copy and its
-step), fingerprint.py (comparing tensors without keeping them), contents.py (changes without a new
-version), agreement.py (nondeterministic kernels), deterministic.py (deterministic kernels),
-rounding.py (compiled steps).
+Gets a module and a planned step; gives a verdict with the first difference. Read eager.py (the
+plain twin), fingerprint.py and values.py (what is kept of its tensors), contents.py (what no
+version tells of them), agreement.py (where plain PyTorch differs from itself), deterministic.py
+(where bits can be demanded), rounding.py (for compiled steps).
 """

@@ -8,22 +8,24 @@ because noise in one gradient reaches all later ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rockmate.comparison.deterministic import why_bits_may_differ
+from rockmate.comparison.deterministic import searches_algorithms, without_search
 from rockmate.comparison.eager import (
     GRADIENT,
+    Keep,
     StepResult,
     differences,
     equal_values,
     named_results,
 )
+from rockmate.comparison.values import Values, norm
 from rockmate.errors import SelfTestError
 
 EAGER_RUNS = 3
@@ -41,67 +43,106 @@ class Noise:
     """The differences between eager steps from one random state."""
 
     runs: int
-    norms: dict[str, float]  # norm of the largest difference, for every result that differs
-    worst: float  # the largest one, relative to the norm of its result
-
-    def __bool__(self) -> bool:
-        return bool(self.norms)
+    apart: Mapping[str, float]  # the largest distance, for every result that was looked at
+    worst: float  # the largest, relative to the norm of its result
 
     @classmethod
-    def between(cls, steps: Sequence[StepResult]) -> Noise:
-        """Compare the steps pair by pair."""
-        found: dict[str, float] = {}
-        worst = 0.0
-        for a, b in combinations(map(named_results, steps), 2):
-            for name, value in a.items():
-                apart = _distance(value, b[name])
-                if apart > 0:
-                    found[name] = max(found.get(name, 0.0), apart)
-                    worst = max(worst, apart / max(_norm(value), 1e-30))
-        return cls(len(steps), found, worst)
+    def around(cls, first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> Noise:
+        """Gather the distances of other steps from a first one, whose values are known."""
+        apart = {key: max(other[key] for other in others) for key in first}
+        worst = max((far / max(norm(first[key]), 1e-30) for key, far in apart.items()), default=0.0)
+        return cls(1 + len(others), apart, worst)
 
 
 def agree(
-    run_eager: Callable[[], StepResult],
-    run_ours: Callable[[], StepResult],
+    eager: StepResult,
+    ours: StepResult,
+    run_eager: Callable[[Keep], StepResult],
+    run_ours: Callable[[Keep], StepResult],
     name: str,
     suspect: str = "",
 ) -> str:
     """Compare our step with eager's, as closely as eager steps agree; return the finding.
 
-    It is called if a comparison bit by bit has failed. `suspect` is an operation that is known to
-    be nondeterministic.
+    It is called where fingerprints of `eager` and `ours` differ. Values are compared of what
+    differs alone. `suspect` is an operation whose results are known to differ from call to call.
 
     Raises:
         SelfTestError: ours differs by more than eager does.
     """
-    steps = [run_eager() for _ in range(EAGER_RUNS)]
-    noise = Noise.between(steps)
-    first, ours = steps[0], run_ours()
-    if not noise:
-        refuse(differences(first, ours), name, why_bits_may_differ())
+    prints, given = named_results(eager), named_results(ours)
+    noisy = set[str]()
+    for _ in range(EAGER_RUNS - 1):
+        noisy |= _unlike(prints, named_results(run_eager("fingerprints")))
+    if not noisy:
+        if searches_algorithms():
+            return _as_without_search(eager, ours, run_eager, run_ours, name)
+        refuse(differences(eager, ours), name)
         return "eager is deterministic here, and the planned step equals it"
-    wrong = [] if first.stream.equals(ours.stream) else ["the random stream after the step"]
+    wrong = [] if eager.stream.equals(ours.stream) else ["the random stream after the step"]
+    differing = _unlike(prints, given)
+    wrong += [k for k in prints if k in differing - noisy and not k.startswith(GRADIENT)]
+    looked_at = noisy | {key for key in differing if key.startswith(GRADIENT)}
+    first = _of(run_eager(Values(looked_at)), looked_at)
+    compared = Values(looked_at, first)
+    others = [_of(run_eager(compared), looked_at) for _ in range(EAGER_RUNS - 1)]
+    noise = Noise.around(first, others)
     if noise.worst > _MOST_NOISE:
-        refuse(sorted(noise.norms), name, "They differ between two eager steps already")
-    given, within = named_results(ours), 0.0
-    for key, value in named_results(first).items():
-        apart = _distance(value, given.get(key))
-        is_noisy = key in noise.norms or key.startswith(GRADIENT)
-        allowed = _NOISE_FACTOR * noise.norms.get(key, 0.0) + _rounding(value) if is_noisy else 0.0
-        norm = max(_norm(value), 1e-30)
-        within = max(within, allowed / norm)
+        refuse(sorted(noisy), name, "They differ between two eager steps already")
+    within = 0.0
+    for key, apart in _of(run_ours(compared), looked_at).items():
+        allowed = _NOISE_FACTOR * noise.apart[key] + _rounding(first[key])
+        size = max(norm(first[key]), 1e-30)
+        within = max(within, allowed / size)
         if not apart <= allowed:
-            wrong.append(f"{key} (by {apart / norm:.1e} of its norm)")
-    gradients = sum(key.startswith(GRADIENT) for key in noise.norms)
+            wrong.append(f"{key} (by {apart / size:.1e} of its norm)")
+    gradients = sum(key.startswith(GRADIENT) for key in noisy)
     text = (
-        f"eager is not deterministic here ({gradients} of {len(first.gradients)} gradients differ "
+        f"eager is not deterministic here ({gradients} of {len(eager.gradients)} gradients differ "
         f"between {noise.runs} eager steps, by up to {noise.worst:.1e} of their norm"
         + (f"; first of all {suspect}" if suspect else "")
         + f"): compared within {within:.1e}"
     )
     refuse(wrong, name, text)
     return text
+
+
+def _as_without_search(
+    eager: StepResult,
+    ours: StepResult,
+    run_eager: Callable[[Keep], StepResult],
+    run_ours: Callable[[Keep], StepResult],
+    name: str,
+) -> str:
+    """Demand bits where cuDNN searches no algorithms, and values up to rounding where it does."""
+    with without_search():
+        refuse(differences(run_eager("fingerprints"), run_ours("fingerprints")), name)
+    wrong = [] if eager.stream.equals(ours.stream) else ["the random stream after the step"]
+    differing = _unlike(named_results(eager), named_results(ours))
+    first = _of(run_eager(Values(differing)), differing)
+    worst = 0.0
+    for key, apart in _of(run_ours(Values(differing, first)), differing).items():
+        size = max(norm(first[key]), 1e-30)
+        worst = max(worst, apart / size)
+        if not apart <= math.sqrt(_rounding(first[key]) * size):
+            wrong.append(f"{key} (by {apart / size:.1e} of its norm)")
+    text = (
+        "torch.backends.cudnn.benchmark is on: cuDNN times its algorithms in each thread anew, and "
+        "what a backward computes again may have other last bits than in the forward. Without it "
+        f"the planned step equals eager's bit by bit, and with it within {worst:.1e}"
+    )
+    refuse(wrong, name, text)
+    return text
+
+
+def _unlike(some: Mapping[str, Any], others: Mapping[str, Any]) -> set[str]:
+    return {key for key, value in some.items() if not equal_values(value, others.get(key))}
+
+
+def _of(step: StepResult, names: Collection[str]) -> dict[str, Any]:
+    """Return those results, in the order of the step: what it has not is infinitely far off."""
+    found = named_results(step)
+    return {key: math.inf if found[key] is None else found[key] for key in found if key in names}
 
 
 def refuse(wrong: Sequence[str], name: str, found: str = "") -> None:
@@ -120,23 +161,7 @@ def refuse(wrong: Sequence[str], name: str, found: str = "") -> None:
     )
 
 
-def _distance(a: Any, b: Any) -> float:
-    if equal_values(a, b):
-        return 0.0
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.shape != b.shape:
-        return float("inf")
-    return float(torch.linalg.vector_norm(_wide(a) - _wide(b)))
-
-
-def _norm(value: Any) -> float:
-    return float(torch.linalg.vector_norm(_wide(value))) if isinstance(value, Tensor) else 0.0
-
-
 def _rounding(value: Any) -> float:
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return 0.0
-    return _ROUNDINGS * torch.finfo(value.dtype).eps * _norm(value)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return _ROUNDINGS * torch.finfo(value.dtype).eps * norm(value)

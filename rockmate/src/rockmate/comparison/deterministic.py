@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,12 +37,14 @@ def deterministic_algorithms() -> Iterator[None]:
             settings.fill_uninitialized_memory = fills
 
 
-def why_bits_may_differ() -> str:
-    """Return the setting that makes kernels differ between threads, in words, or ''."""
-    if not (torch.cuda.is_available() and torch.backends.cudnn.benchmark):
-        return ""
-    return (
-        "torch.backends.cudnn.benchmark is on: cuDNN times its algorithms in each thread anew, and "
-        "a backward, where forwards are run again, is another thread than the forward. Turn it "
-        "off, or choose self_test=False"
-    )
+def searches_algorithms() -> bool:
+    """Whether cuDNN times its algorithms in each thread anew, and may choose others in each.
+
+    A backward, where forwards are run again, is another thread than the forward.
+    """
+    return bool(torch.backends.cudnn.benchmark)
+
+
+def without_search() -> AbstractContextManager[None]:
+    """While active, cuDNN chooses its algorithms by rules that are the same in every thread."""
+    return with_flags((("cudnn.benchmark", False),))

@@ -24,15 +24,17 @@ from rkgb.module_state import PythonRandom
 from rkgb.recording import as_written
 from rkgb.torch_api import placed_parameters, run_backward
 from rockmate.comparison.fingerprint import Fingerprints
+from rockmate.comparison.values import Values
 
-Keep = Literal["values", "fingerprints", "nothing"]
+GRADIENT = "the gradient of "
+Keep = Literal["values", "fingerprints", "nothing"] | Values
 
 
 @dataclass(frozen=True)
 class StepResult:
     """The results of one forward and backward."""
 
-    outputs: list[Any]  # tensors, or their fingerprints
+    outputs: list[Any]  # tensors, their fingerprints, or what `Values` gives
     gradients: dict[str, Any]
     buffers: dict[str, Any]
     stream: RngState
@@ -129,8 +131,8 @@ class _Results:
             self.gradients[name] = (
                 space.zero_().add_(leaf.grad.cpu()) if is_sparse else space.copy_(leaf.grad)
             )
-        elif leaf.grad is not None and self.keep == "fingerprints":
-            self.gradients[name] = self._fingerprints.of(leaf.grad)
+        elif leaf.grad is not None:
+            self.gradients[name] = self._of(f"{GRADIENT}{name}", leaf.grad)
         leaf.grad = None
 
     def take(self, outputs: Sequence[Any], *, copied: bool = False) -> None:
@@ -138,8 +140,8 @@ class _Results:
         if self.keep == "values":
             own = (t.detach() if isinstance(t, Tensor) else t for t in outputs)
             self.outputs = [t.clone() if copied and isinstance(t, Tensor) else t for t in own]
-        elif self.keep == "fingerprints":
-            self.outputs = [self._fingerprints.of(value) for value in outputs]
+        else:
+            self.outputs = [self._of(f"output {k}", value) for k, value in enumerate(outputs)]
 
     def host_outputs(self) -> list[Any]:
         if self.keep != "values":
@@ -149,7 +151,12 @@ class _Results:
     def buffers(self) -> dict[str, Any]:
         if self.keep == "values":
             return {n: b.detach().cpu().clone() for n, b in self.twin.named_buffers()}
-        return {n: self._fingerprints.of(b.detach()) for n, b in self.twin.named_buffers()}
+        return {n: self._of(f"buffer '{n}'", b.detach()) for n, b in self.twin.named_buffers()}
+
+    def _of(self, name: str, value: Any) -> Any:
+        if isinstance(self.keep, Values):
+            return self.keep.of(name, value)
+        return self._fingerprints.of(value) if self.keep == "fingerprints" else None
 
 
 def losses_among(outputs: list[Tensor]) -> list[Tensor]:
@@ -193,9 +200,6 @@ class _Seed(torch.autograd.Function):
 
 def _usual_strides(output: Tensor) -> tuple[int, ...]:
     return tuple(torch.empty_like(output, device="meta").stride())
-
-
-GRADIENT = "the gradient of "
 
 
 def named_results(step: StepResult) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rkgb.elements import Effect, InputMutation, ObserverHook, flatten
 from rkgb.engine import Sample, device_of, external_values
 from rkgb.safeguards import drawn_elsewhere, other_threads
 from rockmate.comparison.agreement import agree, refuse
-from rockmate.comparison.deterministic import why_bits_may_differ
+from rockmate.comparison.deterministic import searches_algorithms
 from rockmate.comparison.eager import Keep, StepResult, differences, run_step
 from rockmate.comparison.rounding import coarsest_type, compare_rounded, nudge
 from rockmate.errors import SelfTestError
@@ -155,13 +155,12 @@ def _tested(
     def run_ours(keep: Keep) -> StepResult:
         return _planned_step(planned, model, sample, keep)
 
-    def run_eager() -> StepResult:
+    def run_eager(keep: Keep) -> StepResult:
         twin = without_looks(_twin(model, sample, planned.written), planned.effects)
-        return run_step(
-            *(twin, twin, _own_copies(sample, planned.effects)), losses=planned.is_for_losses
-        )
+        own = _own_copies(sample, planned.effects)
+        return run_step(twin, twin, own, keep=keep, losses=planned.is_for_losses)
 
-    if why_bits_may_differ():  # at a first run the search for algorithms takes memory
+    if searches_algorithms():  # the search for algorithms takes memory, at a first run only
         run_ours("nothing")
     ours = run_ours("nothing" if eager is None else "fingerprints")
     if eager is None:
@@ -171,7 +170,9 @@ def _tested(
         return ours, ""
     if not eager.stream.equals(ours.stream):
         refuse(wrong, name)
-    found = agree(run_eager, lambda: run_ours("values"), name, first_unsteady(planned.network))
+    found = agree(
+        *(eager, ours, run_eager, run_ours, name, first_unsteady(planned.network)),
+    )
     _log.warning("%s: %s", name, found)
     return ours, found
 
