@@ -71,6 +71,7 @@ class FakeCuda(Device):
         self.workspace_bytes, self.launch_ms = workspace_bytes, launch_ms
         self.memory_bytes, self.cudnn = memory_bytes, cudnn
         self.host = frozenset(host)
+        self.stream = 0  # a test says which is current
         self.warm_threads: set[str] = set()
         self.given_back = 0
         self.is_tracing = False
@@ -159,6 +160,9 @@ class FakeCuda(Device):
     def give_back(self) -> None:
         self.given_back += 1
         self.allocator.empty_cache()
+
+    def current_stream(self) -> int:
+        return self.stream
 
     # ------------------------------------------------------------------ time, random numbers
 

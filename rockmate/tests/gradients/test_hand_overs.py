@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import rockmate
+from fake_cuda.device import fake_cuda
 from oracles.training import assert_same_gradients, eager_copy
 from rkgb.engine import trace_memory
 from rockmate.errors import BackwardTwiceError
@@ -418,3 +419,23 @@ def test_a_hook_on_an_argument_of_a_part(returns_it: bool) -> None:
     rk(x).square().mean().backward()
     twin(x).square().mean().backward()
     assert_same_gradients(model, twin)
+
+
+def test_a_step_on_another_stream_is_handed_over_there() -> None:
+    """Nodes keep the stream of their making, those that add gradients up too: none may stay."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    twin, x = eager_copy(model), torch.randn(3, 4)
+
+    def adds_up() -> Any:
+        return torch.autograd.graph.get_gradient_edge(model[0].weight).node
+
+    with fake_cuda(workspace_bytes=0) as device:
+        rk = wrap(model, x, 1.0)
+        for stream, is_known in ((0, None), (0, True), (7, False), (7, True), (0, False)):
+            device.stream = stream
+            for module in (rk, twin):
+                module(x).square().mean().backward()
+            assert_same_gradients(rk, twin)
+            if is_known is not None:
+                assert ("met" in adds_up().metadata) == is_known
+            adds_up().metadata["met"] = True

@@ -69,6 +69,10 @@ class Device(ABC):
     def is_asynchronous(self) -> bool:
         """Whether the host continues while kernels run."""
 
+    def current_stream(self) -> int:
+        """Return a number of the queue that kernels of this thread go to now."""
+        return 0
+
     @abstractmethod
     def random_state(self) -> Tensor | None:
         """Return the state of the device's own generator, or None if it has none."""

@@ -21,7 +21,11 @@ from rkgb.device.base import CallTime, Device
 from rkgb.device.trace import MemoryTrace, Span, SpanMemory
 from rkgb.device.warm_up import warm_up_threads
 from rkgb.errors import UnsupportedDeviceError
-from rkgb.torch_api.torch_private import allocator_settings, keep_cuda_busy
+from rkgb.torch_api.torch_private import (
+    allocator_settings,
+    current_cuda_stream,
+    keep_cuda_busy,
+)
 
 # The allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 BLOCK_BYTES = 512
@@ -114,6 +118,9 @@ class Cuda(Device):
             end.record()
             end.synchronize()
         return CallTime(float(start.elapsed_time(end)), host_ms)
+
+    def current_stream(self) -> int:
+        return current_cuda_stream(self.where.index)
 
     # ------------------------------------------------------------------ random numbers
 

@@ -34,6 +34,7 @@ __all__ = [
     "convolves_in_onednn",
     "current_autograd_node",
     "current_backward",
+    "current_cuda_stream",
     "current_dispatch_modes",
     "dict_versions",
     "dispatch_mode_stack",
@@ -477,6 +478,11 @@ def mode_of(tensor: Tensor | None) -> Any:
 def allocator_settings() -> str:
     """Return the settings of the device's allocator as text: `expandable_segments:True`."""
     return torch._C._accelerator_getAllocatorSettings()
+
+
+def current_cuda_stream(index: int) -> int:
+    """Return a number of the current stream of a device, without the object that torch makes."""
+    return int(torch._C._cuda_getCurrentRawStream(index))
 
 
 def keep_cuda_busy(cycles: int) -> None:

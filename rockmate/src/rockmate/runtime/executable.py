@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.elements import BATCH_NORMS, CAST, Numbers, target_of
+from rkgb.elements import BATCH_NORMS, CAST, CompiledCall, Numbers
+from rkgb.engine import device_of
 from rkgb.graphs import BackwardKind, Flow, SimplifiedGraph, Tangent
 from rkgb.module_state import KeptWrites
 from rkgb.run import Begin, CompiledStep, Give, Places, StepProgram, made_by, read_by, rerun_state
@@ -488,15 +489,18 @@ class Executable:
         return self.single if has_hooks or self.arrivals.in_parts else self.backs
 
     def rail(self, external: Mapping[str, Tensor]) -> Rail:
-        """Return a rail to these leaves that no other step is using."""
-        layout = self.layout
+        """Return a rail to the leaves among the external values that no other step is using."""
+        layout, device = self.layout, self.graph.dataflow.basic.device
         leaves = layout.read_leaves(external)
+        stream = device_of(device).current_stream()
         while self._rails:
             rail = self._rails.pop()
-            if rail.layout is layout and rail.fits(leaves):
+            if rail.layout is layout and rail.fits(leaves, stream):
                 rail.renew()
                 return rail
-        return Rail(layout, leaves, self.graph.dataflow.basic.device, self.arrivals)
+            # What adds up at the leaves keeps its stream, too, for as long as a rail leads there.
+            del rail
+        return Rail(layout, leaves, device, self.arrivals, stream)
 
     def give_back(self, rail: Rail) -> None:
         """Take back the rail of a step that has ended."""

@@ -73,8 +73,10 @@ class Rail:
         leaves: Sequence[Tensor],
         device: torch.device,
         arrivals: Arrivals,
+        stream: int = 0,
     ) -> None:
         self.layout, self.leaves, self.arrivals = layout, leaves, arrivals
+        self.stream = stream  # on which the engine will run it: nodes keep that of their making
         self.step: weakref.ref[Advancing] | None = None
         self.has_hooks = False
         self.token = torch.empty(0, device=device, requires_grad=True)
@@ -96,9 +98,9 @@ class Rail:
         """The node that a backward reaches first."""
         return self._nodes[0] if self._nodes else self.end
 
-    def fits(self, leaves: Sequence[Tensor]) -> bool:
-        """Return whether the rail leads to exactly these tensors, in order."""
-        return all(map(operator.is_, leaves, self.leaves))
+    def fits(self, leaves: Sequence[Tensor], stream: int) -> bool:
+        """Whether the rail leads to just these tensors, part after part, on a stream."""
+        return stream == self.stream and all(map(operator.is_, leaves, self.leaves))
 
     def renew(self, first: int = 0, end: int | None = None) -> None:
         """Give places of the rail new sequence numbers: the engine runs later nodes first."""
