@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from rkgb.elements.module_paths import is_inside
 from rkgb.errors import SideEffectError
 from rkgb.guards.code_watch import Seen
 from rkgb.guards.contents import CONTAINERS
 from rkgb.module_state.start_of_call import ModuleState, draw_from_numpy, numpy_state
-from rkgb.opaque.call import is_inside
 from rkgb.safeguards.other_threads import changes_meanwhile, may_draw, same_state
 from rkgb.safeguards.refusals import place_of
 from rkgb.torch_api.patches import Patches
