@@ -18,7 +18,7 @@ from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import TraceError
 from rkgb.guards.contents import Untouched
 from rkgb.torch_api.patches import Patches
-from rkgb.torch_api.placed import leaf_of_kind
+from rkgb.torch_api.placed import attributes_of, leaf_of_kind
 from rkgb.torch_api.torch_private import mode_of
 
 
@@ -89,8 +89,8 @@ def _memo(model: nn.Module) -> dict[int, Any]:
 def copy_attributes(model: nn.Module, memo: dict[int, Any]) -> None:
     """Give the copies of parameters copies of their attributes: a step may set them."""
     for parameter in model.parameters():
-        if vars(parameter):
-            memo[id(parameter)].__dict__ = copy.deepcopy(vars(parameter), memo)
+        if attributes := attributes_of(parameter):
+            vars(memo[id(parameter)]).update(copy.deepcopy(attributes, memo))
 
 
 def copying_histories(copy_of: Callable[[Tensor], Tensor]) -> Patches:

@@ -18,7 +18,7 @@ from rkgb.errors import OpaquePieceError
 from rkgb.graphs.basic import Region, autocast_as
 from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.torch_api.compiled_code import uncompiled
-from rkgb.torch_api.placed import leaf_of_kind
+from rkgb.torch_api.placed import leaf_of_kind, share_attributes
 from rkgb.torch_api.torch_private import back_to_autograd
 
 
@@ -203,6 +203,7 @@ def _own_parameters(
                         module_path=name.rpartition(".")[0],
                     )
                 made[name] = leaf_of_kind(parameter, parameter.detach())
+                share_attributes(made[name], parameter)
                 made[name].register_hook(hook)
             replaced.append((part._parameters, own, parameter))
             part._parameters[own] = made[name]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,14 +19,22 @@ def placed_parameters(
 
 
 def leaf_of_kind(like: nn.Parameter, memory: Tensor) -> nn.Parameter:
-    """Return a leaf on this memory, of the type of a parameter and with its attributes.
-
-    Types of libraries keep what their memory means in attributes, as the states of quantised
-    weights are. What is set in those of one is set in those of both.
-    """
+    """Return a leaf on this memory, of the type of a parameter; it has no attributes yet."""
     made = nn.Parameter(memory, like.requires_grad)
-    if type(made) is not type(like):
+    if type(memory) is Tensor and type(like) is not nn.Parameter:
         made.__class__ = type(like)
-    if vars(like):
-        made.__dict__ = vars(like)
     return made
+
+
+def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the attributes of a parameter in which a library keeps what its memory means.
+
+    A tensor around others has these among its own, and looks after them itself.
+    """
+    return {} if hasattr(type(parameter), "__tensor_flatten__") else vars(parameter)
+
+
+def share_attributes(leaf: nn.Parameter, parameter: nn.Parameter) -> None:
+    """Let what is set on one be set on the other."""
+    if attributes_of(parameter):
+        leaf.__dict__ = vars(parameter)

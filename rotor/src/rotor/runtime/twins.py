@@ -42,8 +42,7 @@ def _twin(parameter: nn.Parameter) -> nn.Parameter:
     twin = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
     if type(twin) is not type(parameter):
         twin.__class__ = type(parameter)
-    if vars(parameter):  # what the memory of a quantised weight means
-        twin.__dict__ = vars(parameter)
+        twin.__dict__ = vars(parameter)  # what the memory of a quantised weight means
     if parameter.grad is not None:
         twin.grad = torch.zeros_like(parameter.grad)
     return twin
