@@ -18,7 +18,7 @@ SOURCES := $(wildcard */pyproject.toml) $(CORE) rotor/setup.py constraints.txt M
 .DEFAULT_GOAL := help
 .PHONY: help install build format lint typecheck test test-all test-nightly test-changed fuzz test-rkgb test-rotor test-rockmate imports \
 	versions check isolated readme outputs docs demo planning step bench bench-smoke bench-paper \
-	bench-solvers gpu gpu-paper oldest test-oldest test-cuda-rules figures core-wheels dist clean
+	bench-solvers gpu gpu-wheels gpu-paper oldest test-oldest test-cuda-rules figures core-wheels dist clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -128,8 +128,17 @@ bench: $(INSTALLED) ## every experiment at CPU sizes, under 40 minutes; continue
 	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py || failed=1; done; exit $$failed
 bench-paper: $(INSTALLED) ## every experiment at the papers' sizes, on CUDA, for hours; continues
 	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py --paper || failed=1; done; exit $$failed
-gpu: $(INSTALLED) ## what holds on the GPU here: bits, budgets, times, tests; under nine minutes
-	$(PY) benchmarks/gpu_probe.py $(GPU_ARGS)
+# On a machine that has torch already, and no network: its own Python, and wheels from a folder.
+GPU_PYTHON ?= python3
+WHEELS ?= wheels
+CALL ?=
+gpu: ## what holds on the GPU here: make gpu CALL=1, then CALL=2; each under nine minutes, nothing is installed
+	$(GPU_PYTHON) benchmarks/gpu_probe.py $(if $(wildcard $(WHEELS)/*.whl),--wheels "$(WHEELS)") $(if $(CALL),--call $(CALL)) $(GPU_ARGS)
+BROUGHT := ortools pulp protobuf immutabledict absl-py graphviz expecttest hypothesis sortedcontainers \
+	pandas python-dateutil six psutil tqdm
+gpu-wheels: $(INSTALLED) ## the wheels that a machine with torch and without a network needs, into wheels/
+	$(PY) -m pip download -q --no-deps -c constraints.txt -d "$(WHEELS)" $(BROUGHT)
+	$(PY) -m pip wheel -q --no-deps -w "$(WHEELS)" $(PACKAGES)
 gpu-paper: $(INSTALLED) ## nine minutes of bench-paper on the GPU here; continues where it was
 	$(PY) benchmarks/paper_piece.py $(GPU_ARGS)
 bench-solvers: $(INSTALLED) ## every solver on the recorded instances, some minutes

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
+import os
 import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,15 +18,62 @@ import gpu_probe
 import paper_piece
 from probe.machine import Machine
 from probe.run import TOTAL_S, append, ended, folder_of, run_all
-from probe.sections import SECTIONS
+from probe.sections import GPU_TESTS, SECTIONS, rows_of_tests
 from probe.table import failures, read, table
+from probe.wheels import find_packages, unpacked
 
 LONG = ("as_users", "matrix", "node_times")  # sections
 CPU = Machine(torch.device("cpu"), tiny=True)
 
 
-def test_all_sections_together_take_less_than_nine_minutes() -> None:
-    assert sum(section.limit_s for section in SECTIONS) <= TOTAL_S <= 9 * 60
+@pytest.mark.parametrize("call", [1, 2])
+def test_the_sections_of_a_call_take_less_than_nine_minutes(call: int) -> None:
+    assert 0 < sum(s.limit_s for s in SECTIONS if s.call == call) <= TOTAL_S < 9 * 60
+
+
+def test_the_tests_that_are_named_are_those_for_a_gpu() -> None:
+    root = Path(gpu_probe.__file__).resolve().parents[1]
+    folders = [root / name / "tests" for name in ("rkgb", "rotor", "rockmate")]
+    files = {f for folder in folders for f in folder.rglob("test_*.py") if _is_for_gpu(f)}
+    assert {str(f.relative_to(root)) for f in files} == set(GPU_TESTS)
+    for file in files:
+        functions = [n for n in ast.parse(file.read_text()).body if isinstance(n, ast.FunctionDef)]
+        named = {f.name for f in functions if f.name.startswith("test_")}
+        assert named == set(GPU_TESTS[str(file.relative_to(root))])
+
+
+def _is_for_gpu(file: Path) -> bool:
+    return "pytest.mark.gpu" in file.read_text(encoding="utf-8")
+
+
+def test_tests_are_told_as_they_end() -> None:
+    said = [
+        "rotor/tests/test_gpu.py::test_a PASSED    [  1%]",
+        "rockmate/tests/bits/test_gpu_bits.py::test_b[cuda-x y] FAILED  [ 2%]",
+        "=== short test summary info ===",
+        "FAILED rockmate/tests/bits/test_gpu_bits.py::test_b[cuda-x y] - AssertionError: no",
+    ]
+    rows = list(rows_of_tests(said))
+    assert [row.get("ended") for row in rows] == ["passed", "failed", None]
+    assert rows[2]["message"] == "AssertionError: no"
+    assert len(failures([{"section": "gpu_tests", **row} for row in rows])) == 1
+
+
+def test_wheels_are_found_without_being_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(FileNotFoundError, match=r"docs/how-to/gpu\.md"):
+        unpacked(tmp_path)
+    with zipfile.ZipFile(tmp_path / "brought-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr("brought_by_wheel.py", "VALUE = 7")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "before")
+    for _ in range(2):
+        find_packages(tmp_path)
+    assert importlib.import_module("brought_by_wheel").VALUE == 7
+    places = os.environ["PYTHONPATH"].split(os.pathsep)
+    assert places[0] == str(tmp_path / "unpacked")
+    assert places[-1] == "before"
 
 
 @pytest.mark.slow
