@@ -19,6 +19,7 @@ from rkgb.device.base import Device
 from rkgb.device.cpu import Cpu
 from rkgb.device.cuda import Cuda
 from rkgb.errors import UnsupportedDeviceError
+from rkgb.torch_api.private_names import ON_CUDA, refuse_missing
 
 _standing_in: list[Device] = []
 
@@ -36,6 +37,8 @@ def device_of(where: torch.device | str) -> Device:
     if where.type == "cpu":
         return Cpu(where)
     if where.type == "cuda" and torch.version.hip is None:
+        if torch.backends.cuda.is_built():
+            refuse_missing(ON_CUDA, "on CUDA")
         return Cuda(where)
     named = f"'{where}' (ROCm)" if where.type == "cuda" else f"'{where}'"
     raise UnsupportedDeviceError(

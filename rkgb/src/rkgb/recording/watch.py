@@ -21,15 +21,19 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
-from rkgb.errors import TraceError
 from rkgb.graphs.basic import ambient_autocast
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.stops import NotRecordedError, ReadsDataError
 from rkgb.torch_api.compiled_code import BRANCHES, uncompiled
 from rkgb.torch_api.patches import Patches
+from rkgb.torch_api.private_names import called_of
 from rkgb.torch_api.torch_private import pytree
 
+called_of(
+    *(torch.autograd, ["backward"], torch.ones((), requires_grad=True).backward),
+    "to see a backward inside of a forward",
+)
 _OLDER_SURROUNDINGS = "_checkpoint_without_reentrant_generator"  # until torch 2.13
 _SEEDING = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
 _WITHOUT_OPERATION: dict[Any, str] = {
@@ -232,27 +236,21 @@ def _surroundings_of_checkpoints() -> str:
     """Return the name of the generator that this torch uses in a checkpoint.
 
     Raises:
-        TraceError: it calls no known one, so that replacing it would have no effect.
+        TraceError: it calls none that is known, or reentrant ones run no Function.
     """
-    names = ("_checkpoint_without_reentrant_generator_impl", _OLDER_SURROUNDINGS)
-    for name in names:
-        called: list[str] = []
+    feature = "to record a step with torch.utils.checkpoint inside"
 
-        def noting(*_args: Any, called: list[str] = called, name: str = name, **_: Any) -> Any:
-            called.append(name)
-            yield
+    def checkpoint(*, reentrant: bool) -> None:
+        torch_checkpoint.checkpoint(int, use_reentrant=reentrant)
 
-        if hasattr(torch_checkpoint, name):
-            with Patches([(torch_checkpoint, name, noting)]):
-                torch_checkpoint.checkpoint(int, use_reentrant=False)
-        if called:
-            return name
-    raise TraceError(
-        f"torch {torch.__version__} does not call torch.utils.checkpoint.{_OLDER_SURROUNDINGS}, "
-        "which has to stand aside while a step is recorded: a checkpoint inside would be recorded "
-        "wrongly. Use a version of torch that rkgb was tried with (see its metadata), or take "
-        "torch.utils.checkpoint out of the model: the plan decides what is recomputed."
+    called_of(
+        *(torch_checkpoint.CheckpointFunction, ["apply"]),
+        functools.partial(checkpoint, reentrant=True),
+        feature,
     )
+    names = ("_checkpoint_without_reentrant_generator_impl", _OLDER_SURROUNDINGS)
+    once = functools.partial(checkpoint, reentrant=False)
+    return called_of(torch_checkpoint, names, once, feature, _no_surroundings)
 
 
 @contextlib.contextmanager

@@ -1,10 +1,11 @@
 """Uses of torch beyond its documented interface.
 
-Gets nothing from the rest of the package; gives torch's private functions under our names, the
-flags that choose kernels, temporary replacements of torch's functions, prints and warnings of one
-thread, the original code of compiled functions, and missing FLOP formulas. When torch changes, read
-torch_private.py first: it is the only file that imports private modules. Then read kernel_choice.py
-and global_hooks.py.
+Gets nothing from the rest of the package; gives torch's private functions under names of ours, the
+flags by which kernels are chosen, functions of torch replaced for a while, prints and warnings of
+one thread, the code that compiled functions were made from, and FLOP formulas that torch has none
+for. When torch changes, read private_names.py, which proves that each name is there and that torch
+calls what is replaced, and torch_private.py, which alone imports private modules (so it is one
+file, though a long one); then kernel_choice.py and global_hooks.py.
 """
 
 from rkgb.torch_api.compiled_code import compiled_modules, is_optimized
@@ -17,6 +18,7 @@ from rkgb.torch_api.kernel_choice import (
     with_flags,
 )
 from rkgb.torch_api.placed import placed_parameters
+from rkgb.torch_api.private_names import refuse_unused
 from rkgb.torch_api.torch_private import (
     apply_function,
     changing_modes,
@@ -67,6 +69,7 @@ __all__ = [
     "latest_sequence_nr",
     "named_kernel_flags",
     "placed_parameters",
+    "refuse_unused",
     "run_backward",
     "running_a_forward",
     "same_kinds",

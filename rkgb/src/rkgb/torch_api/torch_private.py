@@ -18,6 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from rkgb.errors import CompilerMissingError
+from rkgb.torch_api.private_names import (
+    AMONG_PROCESSES,
+    TO_COMPILE,
+    WITHOUT_CONTENT,
+    refuse_missing,
+)
 
 __all__ = [
     "ASKS_GEOMETRY",
@@ -425,7 +431,8 @@ def without_hooks_after_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def group_store() -> Any:
-    """Return the key-value store of the default process group."""
+    """Return the store in which the processes of the default group leave words for each other."""
+    refuse_missing(AMONG_PROCESSES, "to exchange plans between processes")
     return torch.distributed.distributed_c10d._get_default_store()
 
 
@@ -441,7 +448,8 @@ ASKS_GEOMETRY = frozenset(
 
 
 def without_content() -> AbstractContextManager[Any]:
-    """While active, new tensors have sizes and devices but no content; yields the mode."""
+    """While active, new tensors have sizes and devices and no content; the mode is returned."""
+    refuse_missing(WITHOUT_CONTENT, "to record a step by sizes")
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode: AbstractContextManager[Any] = FakeTensorMode()
@@ -563,6 +571,7 @@ def refuse_missing_compiler(device: torch.device) -> None:
     Raises:
         CompilerMissingError: it says what to install.
     """
+    refuse_missing(TO_COMPILE, "for compile=True")
     if device.type == "cpu":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rkgb.run import Places
-from rkgb.torch_api import latest_sequence_nr, run_backward, set_sequence_nr
+from rkgb.torch_api import latest_sequence_nr, refuse_unused, run_backward, set_sequence_nr
 from rockmate.errors import BackwardTwiceError
 from rockmate.runtime.gradients.shared_uses import Arrivals
 
@@ -90,6 +90,8 @@ class Rail:
             self.tokens.insert(0, self.token)
             self._nodes.insert(0, self.token.grad_fn)
             end = start
+        if self._nodes and type(self._nodes[0]) is not _HandOverNode:
+            refuse_unused("torch.autograd.Function._backward_cls", "to see hooks on its nodes")
         # Accumulates for the first token. Only backwards for all leaves reach it.
         self.end = self._nodes[-1].next_functions[0][0] if self._nodes else None
 
