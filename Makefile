@@ -62,9 +62,9 @@ test-changed: $(INSTALLED) ## the tests of what differs from main, slow ones lef
 # PyPI is for CUDA: some gigabytes, which run on any CPU.
 OLDEST_TORCH := 2.11.0
 OLDEST := .venv-oldest/.installed
-OLDEST_TESTS := rkgb/tests/test_recorded_bits.py rkgb/tests/test_device.py rkgb/tests/test_memory.py \
-	rkgb/tests/test_fake_cuda_tensors.py \
-	rkgb/tests/test_compare.py rkgb/tests/test_private_names.py $(addprefix rkgb/tests/test_,compiled.py compiled_sizes.py formulas.py) \
+OLDEST_TESTS := rkgb/tests/bytes rkgb/tests/bits/test_recorded_bits.py rkgb/tests/graphs/test_compare.py \
+	rkgb/tests/refusals/test_private_names.py \
+	$(addprefix rkgb/tests/compiled/test_,compiled.py compiled_sizes.py formulas.py) \
 	$(addprefix rockmate/tests/,compiled/test_compiled_pieces.py bits/test_kernels_as_in_the_forward.py \
 	files/test_fingerprint.py bits/test_any_valid_plan.py) rotor/tests/device/test_device.py
 $(OLDEST): Makefile | $(INSTALLED)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,7 @@ class RecordedStep:
 
     def _run(self, asked: AskedKind) -> BasicGraph:
         printed = Printed(self.twin)
-        before = KeptState(self.twin, self.pieces.paths)
+        before = KeptState(self.twin, self.opaque)
         with (
             contextlib.ExitStack() as stack,
             _quiet(),

@@ -221,7 +221,7 @@ class _Facts:
         if value.shape and not value.stride:  # a sparse one is not copied
             return 0
         whole = value.storage_bytes == value.size_bytes
-        return 0 if leaf.stride == value.stride and whole else self._copy_bytes(hand_over.leaf)
+        return 0 if leaf.stride == value.stride and whole else self._copy_bytes(leaf_name)
 
 
 class _Peak(NamedTuple):

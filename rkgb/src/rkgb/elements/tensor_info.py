@@ -104,6 +104,8 @@ def storage_bytes(tensor: Tensor) -> int:
 
 def same_values(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors of one shape have equal elements; NaN equals NaN."""
+    if first.dtype.itemsize == 1:  # floating numbers of eight bits are not compared by torch
+        first, second = first.view(torch.uint8), second.view(torch.uint8)
     if torch.equal(first, second):
         return True
     return bool(((first == second) | ((first != first) & (second != second))).all())

@@ -183,9 +183,7 @@ def _is_same_content(a: Tensor, b: Any) -> bool:
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
     with torch.no_grad():
-        if a.dtype.itemsize == 1:  # floating numbers of eight bits are not compared by torch
-            a, b = a.view(torch.uint8), b.view(torch.uint8)
-        return bool(torch.equal(a, b) or ((a == b) | (a != a)).all())
+        return same_values(a, b)
 
 
 def _named(op: Op) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.elements import BATCH_NORMS, CAST, CompiledCall, Numbers
+from rkgb.elements import BATCH_NORMS, CAST, Numbers, target_of
 from rkgb.engine import device_of
 from rkgb.graphs import BackwardKind, Flow, SimplifiedGraph, Tangent
 from rkgb.module_state import KeptWrites

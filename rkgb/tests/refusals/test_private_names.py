@@ -16,7 +16,7 @@ from rkgb.recording.watch import transparent_checkpoints
 from rkgb.torch_api import private_names
 from rkgb.torch_api.private_names import called_of, refuse_missing
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LISTED = {
     *(*private_names.TO_RUN_STEPS, *private_names.ON_CUDA, *private_names.WITHOUT_CONTENT),
     *(*private_names.TO_COMPILE, *private_names.AMONG_PROCESSES),
