@@ -1,4 +1,4 @@
-"""What whole steps take of the memory that they were given: ten networks, optimizers and loops.
+"""What whole steps take of the memory that they were given: networks, optimizers and loops.
 
 Each network is planned with a tenth more memory than the least that does, then trained for some
 steps: forward with loss, backward, optimizer, `zero_grad`. Counted is everything that is held:
@@ -7,7 +7,8 @@ parameters, buffers, gradients, the optimizer's state and its temporaries, input
     $ python benchmarks/whole_step.py                     # rows in results/whole_step.csv
     $ python benchmarks/whole_step.py --only unet --size smoke
 
-Exits with an error where a step has taken more than its memory.
+An average of the weights is held beside that memory: `memory=` does not see it on a CPU. Exits with
+an error where a step has taken more than its memory.
 """
 
 from __future__ import annotations
