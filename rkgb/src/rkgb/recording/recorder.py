@@ -49,6 +49,16 @@ from rkgb.torch_api.torch_private import (
 )
 
 _aten = torch.ops.aten
+# Views that the tensor itself becomes.
+_VIEWS_IN_PLACE = {
+    _aten.transpose_.default: _aten.transpose.int,
+    _aten.t_.default: _aten.t.default,
+    _aten.unsqueeze_.default: _aten.unsqueeze.default,
+    _aten.squeeze_.default: _aten.squeeze.default,
+    _aten.squeeze_.dim: _aten.squeeze.dim,
+    _aten.squeeze_.dims: _aten.squeeze.dims,
+    _aten.as_strided_.default: _aten.as_strided.default,
+}
 # They return their argument: same memory, same geometry.
 _IDENTITIES = frozenset((_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default))
 _MOST_READ = 1 << 16  # limit of elements in one guard, if Python reads all of a tensor
@@ -164,6 +174,8 @@ class Recorder(Values, DispatchMode):
                 self.known.add(name)
             self.names.bind(name, result, storage_id(result))
             return result
+        if func in _VIEWS_IN_PLACE:
+            return self._view_in_place(func, args, kwargs)
         inputs: list[str] = []
         named_args = self._named(args, inputs)
         named_kwargs = self._named(kwargs, inputs)
@@ -242,6 +254,17 @@ class Recorder(Values, DispatchMode):
             self.metered[-1] = made
         (self.backward if self.in_backward else self.forward).append(made)
         return result
+
+    def _view_in_place(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """Record a view, which the tensor itself becomes: in a program, others read it as it was.
+
+        A kernel that gets it with other sizes than it was recorded with may overwrite memory.
+        """
+        view = self._recorded(_VIEWS_IN_PLACE[func], args, kwargs)
+        tensor: Tensor = args[0]
+        func(*args, **kwargs)
+        self.names.bind(self.argument(view), tensor, storage_id(tensor))
+        return tensor
 
     def claim(self, size_bytes: int) -> None:
         """Called before memory is allocated; see `BoundedRecorder`."""
