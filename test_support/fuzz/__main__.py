@@ -3,6 +3,7 @@
 $ python -m fuzz --minutes 10 --seed 0           # what `make fuzz` runs
 $ python -m fuzz --case 17                       # one case, with its script
 $ python -m fuzz --case 17 --shrink              # the same, as short as it gets
+$ python -m fuzz --minutes 10 --only "spectral norm"  # cases with one of these forms
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def main() -> int:
     parser.add_argument("--shrink", action="store_true", help="make it small")
     parser.add_argument("--out", type=Path, default=None, help="a folder for the scripts")
     parser.add_argument("--without", nargs="*", default=(), help="leave these forms out")
+    parser.add_argument("--only", nargs="*", default=(), help="cases with one of these forms")
     parser.add_argument("--all", action="store_true", help="look for known faults, too")
     asked = parser.parse_args()
     without = {*asked.without, *(() if asked.all else KNOWN)}
@@ -48,6 +50,7 @@ def main() -> int:
         cases=asked.cases,
         processes=asked.processes,
         without=without,
+        only=asked.only,
         tell=tell,
     )
     print(report(tally))

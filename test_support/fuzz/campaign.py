@@ -74,6 +74,10 @@ class Tally:
         return True
 
 
+def _is_wanted(forms: set[str], without: Collection[str], only: Collection[str]) -> bool:
+    return forms.isdisjoint(without) and not (only and forms.isdisjoint(only))
+
+
 def _needs(case: Case) -> set[str]:
     """Return the forms of a case, but those that are in nearly every one."""
     layers = {layer.form for block in case.network.blocks for layer in block.layers}
@@ -111,11 +115,13 @@ def search(
     cases: int | None = None,
     processes: int = 2,
     without: Collection[str] = (),
+    only: Collection[str] = (),
     tell: Callable[[Found], None] = lambda found: None,
 ) -> Tally:
     """Run the cases of the seeds from `seed` on; what is new is shrunk where it is met.
 
-    Cases with a form of layer or event in `without` are left out: their faults are known.
+    Cases with a form of layer or event in `without` are left out: their faults are known. With
+    `only`, so are those that have none of these forms.
     """
     tally, begin, next_seed = Tally(), time.monotonic(), seed
     workers = [_Worker() for _ in range(processes)]
@@ -127,7 +133,7 @@ def search(
     try:
         while True:
             for worker in workers:
-                while not _needs(draw_case(next_seed)).isdisjoint(without):
+                while not _is_wanted(_needs(draw_case(next_seed)), without, only):
                     next_seed += 1
                 if not worker.is_busy and not is_over():
                     worker.give((next_seed, None))

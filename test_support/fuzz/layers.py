@@ -200,6 +200,10 @@ ANY = {
     "masked in place": Form("x = x * 2\nx.masked_fill_(x < -1, 0.0)"),
     "rolled": Form("x = torch.roll(x, 1, -1) + x.flip(-1)"),
     "transposed copy": Form("x = x.transpose(0, -1).contiguous().transpose(0, -1)"),
+    "turned in place": Form(
+        "x = x * 1.0\nbefore_N = x + 1\nx.transpose_(0, -1)\nx = x.exp().clamp(max=3)\n"
+        "x.unsqueeze_(0).squeeze_(0)\nx = x.transpose(0, -1) + before_N"
+    ),
     "expanded": Form("x = x + x.mean(-1, keepdim=True).expand_as(x)"),
     "strided": Form("x = x.as_strided(x.shape, x.stride()) * 2"),
     "double": Form("x = torch.tanh(x.double()).float()"),
