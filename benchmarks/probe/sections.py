@@ -28,7 +28,7 @@ class Section:
 
 # One by one: to look for tests takes longer than some of them, and nothing else may be met.
 GPU_TESTS = {
-    "rotor/tests/test_gpu.py": (
+    "rotor/tests/device/test_gpu.py": (
         "test_measured_peak_is_within_the_limit_and_results_are_equal",
         "test_the_limit_is_what_is_free_when_none_is_given",
     ),
