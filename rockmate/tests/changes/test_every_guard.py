@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from rkgb.guards import CodeWatch, Sources
+from rkgb.torch_api.patches import Patches
 from rockmate.keys.module_watch import ModuleWatch
 
 FACTOR, TABLE, NAMES = 1.0, {"depth": {"scale": 1.0}}, ["a"]
@@ -172,7 +173,7 @@ def _watched():
     with CodeWatch(lambda: "first") as watch:
         net(torch.ones(2, 4))
     watched = ModuleWatch(net)
-    watched.read(Sources.of(watch.seen.values()))
+    watched.read(Sources.of(watch.seen.values(), None, watch.library.values()))
     return net, watched
 
 
@@ -192,6 +193,31 @@ def test_a_change_outside_of_the_module_is_noticed(kind, monkeypatch):
     assert watched.now(None).state is before
     OUTSIDE_OF_IT[kind](net, monkeypatch)
     assert watched.now(None).state is not before
+
+
+@pytest.mark.parametrize("kind", [*IN_MODULE, *OUTSIDE_OF_IT])
+def test_it_is_noticed_where_heads_cannot_be_read(kind, monkeypatch):
+    monkeypatch.setattr("rkgb.torch_api.object_heads._can_be_read", False)
+    net, watched = _watched()
+    before = watched.now(None).state
+    assert watched.now(None).state is before
+    if kind in IN_MODULE:
+        IN_MODULE[kind](net)
+    else:
+        OUTSIDE_OF_IT[kind](net, monkeypatch)
+    assert watched.now(None).state is not before
+
+
+def test_what_another_thread_replaces_for_a_while_is_no_change():
+    _net, watched = _watched()
+    before = watched.now(None)
+    with Patches([(nn.Linear, "forward", print), (nn.Linear, "__call__", print)]):
+        assert watched.now(None) is before
+        watched.model.more = 1.0
+        changed = watched.now(None).state
+        del watched.model.more
+    assert changed is not before.state
+    assert watched.now(None).state is before.state
 
 
 @pytest.mark.parametrize("kind", IN_MODULE)

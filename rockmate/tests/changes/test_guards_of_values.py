@@ -7,13 +7,20 @@ import collections
 import contextvars
 import copy
 import ctypes
+import enum
 import functools
+import importlib
+import inspect
+import logging
 import math
+import operator
+import os
+import statistics
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -309,6 +316,225 @@ def _() -> tuple[Read, Change]:
     return lambda: chosen(thing), lambda: chosen.register(Thing, lambda _: 3.0)
 
 
+@of("the code of a function")
+def _() -> tuple[Read, Change]:
+    def called() -> float:
+        return 2.0
+
+    return lambda: called(), lambda: setattr(called, "__code__", (lambda: 3.0).__code__)
+
+
+@of("the code of a method")
+def _() -> tuple[Read, Change]:
+    kind: Any = type("K", (), {"__module__": __name__, "get": lambda self: 2.0})
+    thing = kind()
+    return lambda: thing.get(), lambda: setattr(kind.get, "__code__", (lambda self: 3.0).__code__)
+
+
+@of("a default of a function that is only looked at")
+def _() -> tuple[Read, Change]:
+    def looked_at(value: float = 2.0) -> float:
+        return value
+
+    read = lambda: inspect.signature(looked_at).parameters["value"].default  # noqa: E731
+    return read, lambda: setattr(looked_at, "__defaults__", (3.0,))
+
+
+@of("what a partial calls")
+def _() -> tuple[Read, Change]:
+    bound: Any = functools.partial(max, 2.0, 1.0)
+    return lambda: bound(), lambda: bound.__setstate__((max, (3.0,), {}, {}))
+
+
+@of("what a function remembers")
+def _() -> tuple[Read, Change]:
+    held = {"value": 2.0}
+
+    @functools.cache
+    def remembered() -> float:
+        return held["value"]
+
+    remembered()
+    held["value"] = 3.0
+
+    def change() -> None:
+        remembered.cache_clear()
+        remembered()  # as often as before
+
+    return lambda: remembered(), change
+
+
+@of("what a weak reference leads to")
+def _() -> tuple[Read, Change]:
+    thing = Thing(value=2.0)
+    weak = weakref.ref(thing)
+    return lambda: weak().value, lambda: setattr(thing, "value", 3.0)  # type: ignore[union-attr]
+
+
+@of("whether a weak reference leads anywhere")
+def _() -> tuple[Read, Change]:
+    things = [Thing()]
+    weak = weakref.ref(things[0])
+    return lambda: weak() is None, things.clear
+
+
+@of("a value of an enumeration")
+def _() -> tuple[Read, Change]:
+    choice: Any = enum.Enum("Choice", {"FIRST": 2.0})
+    return lambda: choice.FIRST.value, lambda: setattr(choice.FIRST, "_value_", 3.0)
+
+
+@of("a sign that a class gets")
+def _() -> tuple[Read, Change]:
+    kind: Any = type("K", (), {"__module__": __name__})
+    thing = kind()
+    return lambda: bool(thing), lambda: setattr(kind, "__bool__", lambda self: False)
+
+
+@of("a sign that a class has")
+def _() -> tuple[Read, Change]:
+    kind: Any = type("K", (), {"__module__": __name__, "__float__": lambda self: 2.0})
+    thing = kind()
+    return lambda: float(thing), lambda: setattr(kind, "__float__", lambda self: 3.0)
+
+
+@of("how a descriptor reads")
+def _() -> tuple[Read, Change]:
+    reader: Any = type("R", (), {"__module__": __name__, "__get__": lambda self, own, kind: 2.0})
+    kind: Any = type("K", (), {"__module__": __name__, "value": reader()})
+    thing = kind()
+    return lambda: thing.value, lambda: setattr(reader, "__get__", lambda self, own, kind: 3.0)
+
+
+@of("an object in an array")
+def _() -> tuple[Read, Change]:
+    held = {"value": 2.0}
+    items = np.array([held, None], dtype=object)
+    return lambda: items[0]["value"], lambda: held.update(value=3.0)
+
+
+@of("an array of a megabyte")
+def _() -> tuple[Read, Change]:
+    numbers = np.ones(130_000)
+    return lambda: numbers[129_999], lambda: numbers.__setitem__(129_999, 3.0)
+
+
+@of("an item of a very long dict")
+def _() -> tuple[Read, Change]:
+    items = dict.fromkeys(range(150_000), 2.0)
+    return lambda: items[149_999], lambda: items.update({149_999: 3.0})
+
+
+@of("whether a logger would log")
+def _() -> tuple[Read, Change]:
+    above, logger = logging.getLogger("above"), logging.getLogger("above.below")
+    above.setLevel(logging.INFO)
+    return lambda: logger.isEnabledFor(10), lambda: above.setLevel(logging.DEBUG)
+
+
+@of("the number of threads of torch")
+def _() -> tuple[Read, Change]:
+    before = torch.get_num_threads()
+    return lambda: torch.get_num_threads(), lambda: torch.set_num_threads(before + 1)
+
+
+@of("a name of Python's own")
+def _() -> tuple[Read, Change]:
+    return lambda: round(2.5), lambda: globals().update(round=lambda _: 3)
+
+
+@of("the environment, by a function that is kept")
+def _() -> tuple[Read, Change]:
+    read = os.getenv
+    return lambda: read("OF_THE_USER"), lambda: os.environ.update(OF_THE_USER="3.0")
+
+
+@of("the environment in a path")
+def _() -> tuple[Read, Change]:
+    os.environ["OF_A_PATH"] = "a"
+    return lambda: os.path.expandvars("$OF_A_PATH"), lambda: os.environ.update(OF_A_PATH="b")
+
+
+NAME = "val" + "ue"  # of attributes, as no code has it
+
+
+@of("an attribute by a name that is made")
+def _() -> tuple[Read, Change]:
+    thing = Thing(value=2.0)
+    return lambda: getattr(thing, NAME), lambda: vars(thing).update(value=3.0)
+
+
+@of("a missing attribute by a name that is made")
+def _() -> tuple[Read, Change]:
+    thing = Thing()
+    return lambda: hasattr(thing, NAME), lambda: vars(thing).update(value=3.0)
+
+
+@of("an attribute of a class by a name that is made")
+def _() -> tuple[Read, Change]:
+    kind: Any = type("K", (), {"__module__": __name__, "value": 2.0})
+    return lambda: getattr(kind, NAME), lambda: setattr(kind, "value", 3.0)
+
+
+@of("a variable of a module by a name that is made")
+def _() -> tuple[Read, Change]:
+    module = types.ModuleType("of_the_user")
+    module.value = 2.0  # type: ignore[attr-defined]
+    return lambda: getattr(module, NAME), lambda: vars(module).update(value=3.0)
+
+
+@of("a module by a name that is made")
+def _() -> tuple[Read, Change]:
+    module: Any = types.ModuleType("named_by_the_user")
+    module.scale = 2.0
+    sys.modules[module.__name__] = module
+    name = "named_by" + "_the_user"
+    return lambda: importlib.import_module(name).scale, lambda: setattr(module, "scale", 3.0)
+
+
+@of("attributes as a dict")
+def _() -> tuple[Read, Change]:
+    thing = Thing(value=2.0)
+    return lambda: vars(thing)[NAME], lambda: setattr(thing, "value", 3.0)
+
+
+@of("attributes in a loop")
+def _() -> tuple[Read, Change]:
+    thing = Thing(value=2.0)
+    return lambda: [v for v in thing.__dict__.values()], lambda: setattr(thing, "more", 3.0)  # noqa: C416
+
+
+@of("attributes of a copy")
+def _() -> tuple[Read, Change]:
+    thing = Plain()
+    thing.opaque, thing.value = object(), 2.0  # type: ignore[attr-defined]
+    return lambda: vars(copy.copy(thing)), lambda: setattr(thing, "value", 3.0)
+
+
+@of("what a getter is made for")
+def _() -> tuple[Read, Change]:
+    thing = Thing(inner=Thing(deep=2.0))
+    read = operator.attrgetter("inner.deep")
+    return lambda: read(thing), lambda: setattr(thing.inner, "deep", 3.0)  # type: ignore[attr-defined]
+
+
+@of("what a caller is made for")
+def _() -> tuple[Read, Change]:
+    kind: Any = type("K", (), {"__module__": __name__, "make": lambda self: 2.0})
+    thing, call = kind(), operator.methodcaller("make")
+    return lambda: call(thing), lambda: setattr(kind, "make", lambda self: 3.0)
+
+
+@of("what stands for a missing attribute")
+def _() -> tuple[Read, Change]:
+    def look(self: Any, name: str) -> Any:
+        return self.__dict__[f"hidden_{name}"]
+
+    kind: Any = type("K", (Thing,), {"__module__": __name__, "__getattr__": look})
+    thing = kind(hidden_value=2.0)
+    return lambda: thing.value, lambda: setattr(thing, "hidden_value", 3.0)
+
+
 class _Reader(nn.Module):
     def __init__(self, read: Read) -> None:
         super().__init__()
@@ -324,8 +550,21 @@ def watched(read: Read) -> ModuleWatch:
     with CodeWatch(lambda: "") as watch:
         module(torch.ones(1))
     found = ModuleWatch(module)
-    found.read(Sources.of(watch.seen.values()))
+    assert not any(seen.outside for seen in watch.seen.values())
+    found.read(Sources.of(watch.seen.values(), None, watch.library.values()))
     return found
+
+
+LINEAR = nn.Linear(2, 2)
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    threads, known = torch.get_num_threads(), {*globals()}
+    yield
+    torch.set_num_threads(threads)
+    for name in globals().keys() - known:
+        del globals()[name]
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -345,6 +584,16 @@ def test_a_change_is_noticed(kind: str) -> None:
         (torch, "sigmoid", lambda: torch.sigmoid),
         (nn.functional, "gelu", lambda: nn.functional.gelu),
         (sys, "a_flag_of_ours", lambda: getattr(sys, "a_flag_of_ours", None)),
+        (nn.functional, "gelu", lambda: nn.GELU()(torch.ones(1))),
+        (nn.GELU, "forward", lambda: nn.GELU()(torch.ones(1))),
+        (nn.Linear, "__call__", lambda: LINEAR(torch.ones(1, 2))),
+        (nn.modules.linear, "F", lambda: LINEAR(torch.ones(1, 2))),
+        (nn.functional, "linear", lambda: LINEAR(torch.ones(1, 2))),
+        (torch, "layer_norm", lambda: nn.functional.layer_norm(torch.ones(1, 2), [2])),
+        (torch.Tensor, "relu", lambda: torch.ones(1).relu()),
+        (torch.Tensor, "__mul__", lambda: torch.ones(1) * 2),
+        (torch.Tensor, "of_the_user", lambda: getattr(torch.ones(1), "of_the_user", None)),
+        (statistics, "median", lambda: statistics.median([1.0])),
     ],
 )
 def test_what_is_set_in_a_library_is_noticed(
@@ -355,6 +604,16 @@ def test_what_is_set_in_a_library_is_noticed(
     assert watch.now(None) is before
     monkeypatch.setattr(owner, name, lambda *_: 3.0, raising=False)
     assert watch.now(None).state is not before.state
+
+
+def test_the_code_of_a_function_of_a_library_is_noticed() -> None:
+    watch = watched(lambda: statistics.median([1.0]))
+    before, code = watch.now(None), statistics.median.__code__
+    try:
+        statistics.median.__code__ = code.replace()
+        assert watch.now(None).state is not before.state
+    finally:
+        statistics.median.__code__ = code
 
 
 def test_what_nobody_asks_for_may_change() -> None:

@@ -246,7 +246,8 @@ class RecordedStep:
     def _sources(self) -> Sources:
         """Return the sources that the forward's Python has read, besides its arguments."""
         seen = [*self.codes.seen.values(), *self.backward_codes.seen.values()]
-        found = Sources.of(seen, self.originals)
+        library = [*self.codes.library.values(), *self.backward_codes.library.values()]
+        found = Sources.of(seen, self.originals, library)
         for key, module in self.places.outside.items():
             own = self.originals.get(key, module)
             found.called[id(own)] = weakref.ref(own)
@@ -387,11 +388,11 @@ class RecordedStep:
     def _following(self, codes: CodeWatch) -> Iterator[None]:
         """While active, note the user's functions that run."""
         with codes:
-            self.recorder.trace = codes.trace
+            self.recorder.following = codes.trace, codes.profile
             try:
                 yield
             finally:
-                self.recorder.trace = None
+                self.recorder.following = None, None
 
     def _taken_apart(self, result: Any) -> tuple[list[Any], Structure]:
         try:

@@ -1,15 +1,16 @@
-"""Guards: what a recording takes for granted of Python, besides the arguments of its call.
+"""Guards: what a recording takes for granted of Python.
 
-Gets the functions of the user that run while a step is recorded; gives the places that they read
+Gets the functions that run while a step is recorded; gives the places that the user's read
 (variables of modules and of functions around, defaults, attributes), and looks at these again.
-Read code_watch.py (which functions run), on loads.py (what a function loads) and owners.py (whose
-it is), then sources.py (the places that are read), and watched.py (what a value counts as, and
-whether it is the same still), on entries.py (dicts) and holding.py (what values hold, by kind).
+Read code_watch.py (which functions run), on loads.py (what a function loads), doors.py (what it
+reads through functions written in C) and owners.py (whose it is), then sources.py (the places that
+are read), and watched.py (what a value counts as, and whether it is the same still), on entries.py
+(dicts) and holding.py (what values hold, by kind).
 """
 
 from rkgb.guards.code_watch import CodeWatch
 from rkgb.guards.owners import is_users
 from rkgb.guards.sources import Sources
-from rkgb.guards.watched import Kept, Named, Same, Watched
+from rkgb.guards.watched import Kept, Named, Same, Watched, content_of
 
-__all__ = ["CodeWatch", "Kept", "Named", "Same", "Sources", "Watched", "is_users"]
+__all__ = ["CodeWatch", "Kept", "Named", "Same", "Sources", "Watched", "content_of", "is_users"]

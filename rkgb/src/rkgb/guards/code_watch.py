@@ -1,13 +1,15 @@
-"""Which functions of the user run, in which submodules: seen as they start.
+"""Which functions run, in which submodules: seen as they start.
 
-From Python 3.12 on `sys.monitoring` says so, and says it once of what is nobody's; before, a trace
-function does that looks at calls only and follows no line.
+From Python 3.12 on `sys.monitoring` says so; before, a trace function does that looks at calls only
+and follows no line. What is written in C is seen by a profile function, as it is called.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import gc
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -15,9 +17,16 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
-from rkgb.guards.owners import is_users
+from rkgb.guards.doors import Door, Kind, door_of, says, told
+from rkgb.guards.loads import ANY
+from rkgb.guards.owners import is_ours, is_users
+from rkgb.torch_api.patches import Patches
 
 _TOOLS = (4, 3)  # numbers that `sys.monitoring` reserves for nobody
+
+
+_NAMES = Door(Kind.NAMES)
+_IMPORTS = importlib.import_module.__code__
 
 
 @dataclass(slots=True)
@@ -30,13 +39,30 @@ class Seen:
     # What its free variables held when it started, by identity: it must not be kept alive.
     free: set[tuple[int, ...]] = field(default_factory=set)
     owners: set[type] = field(default_factory=set)  # types of its first argument
+    names: set[str] = field(default_factory=set)  # of attributes, that it made while it ran
+    imports: set[str] = field(default_factory=set)  # modules that it imported by a name it made
+    outside: dict[str, None] = field(default_factory=dict)  # what it asks the system for, in words
+    says: set[str] = field(default_factory=set)  # names of functions that say how torch is set
+
+    def add(self, other: Seen) -> None:
+        """Take in what was seen of the same function elsewhere."""
+        self.paths |= other.paths
+        self.free |= other.free
+        self.owners |= other.owners
+        self.names |= other.names
+        self.imports |= other.imports
+        self.outside |= other.outside
+        self.says |= other.says
+
+
+_USERS = Seen((lambda: None).__code__, {})  # stands for all that is the user's
 
 
 class CodeWatch:
-    """While active, notes which functions of the user start on this thread.
+    """While active, notes which functions start on this thread: the user's, and apart libraries'.
 
-    `path` gives the submodule that runs. `first` is called before a function runs for the first
-    time. Another thread counts where `elsewhere` says so, from Python 3.12 on.
+    `path` gives the submodule that runs. `first` is called before a function of the user runs for
+    the first time. Another thread counts where `elsewhere` says so, from Python 3.12 on.
     """
 
     def __init__(
@@ -47,22 +73,33 @@ class CodeWatch:
     ) -> None:
         self._path, self._first, self._elsewhere = path, first, elsewhere
         self.seen: dict[tuple[int, int], Seen] = {}  # by code and module, by identity
-        self._skipped: dict[int, CodeType] = {}  # kept alive: ids are used again
+        self.library: dict[int, Seen] = {}  # by code; what nobody changes is seen, too
+        # Whose code it is; kept alive, as ids are used again. None: nobody's that counts.
+        self._kinds: dict[int, tuple[CodeType, Seen | None]] = {}
         self._thread = 0
-        self.trace: Any = None  # what may rest while nothing of the user's runs
+        # What may rest while nothing of the user's runs: a trace and a profile function.
+        self.trace: Any = None
+        self.profile: Any = None
         self._leave: Callable[[], None] = lambda: None
+        self._named = Patches([(builtins, n, self._noting(n)) for n in ("getattr", "hasattr")])
 
     def __enter__(self) -> CodeWatch:
         self._thread = threading.get_ident()
         for callback in gc.callbacks:  # Python's collector calls them at any time
             code = getattr(callback, "__code__", None)
             if code is not None:
-                self._skipped[id(code)] = code
+                self._kinds[id(code)] = code, None
         if sys.version_info < (3, 12) or not self._monitor():
             self._trace()
+        self._profile()
+        self._named.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._named.__exit__()
+        if self.profile is not None:
+            sys.setprofile(self._profiled)
+            self.profile = None
         self._leave()
 
     @contextlib.contextmanager
@@ -88,10 +125,32 @@ class CodeWatch:
     def add(self, others: Iterable[Seen]) -> None:
         """Note what was noted apart."""
         for other in others:
-            known = self.seen.setdefault((id(other.code), id(other.globals)), other)
-            known.paths |= other.paths
-            known.free |= other.free
-            known.owners |= other.owners
+            self.seen.setdefault((id(other.code), id(other.globals)), other).add(other)
+
+    def _start(self, code: CodeType, frame: FrameType) -> bool:
+        """Note that a function starts; whether others of its code count."""
+        known = self._kinds.get(id(code))
+        if known is None:
+            known = self._kinds[id(code)] = code, self._kind(code, frame)
+        _, library = known
+        if library is None:
+            return False
+        if library.code is code:
+            library.paths.add(self._path())
+            if code is _IMPORTS and (seen := self._reader(_NAMES, frame.f_back)) is not None:
+                seen.imports.add(frame.f_locals.get("name", ""))
+        else:
+            self._note(code, frame)
+        return True
+
+    def _kind(self, code: CodeType, frame: FrameType) -> Seen | None:
+        """Return what there is to note of a code: of the user's, what stands for all of them."""
+        name = frame.f_globals.get("__name__")
+        if is_users(name):
+            return None if code.co_filename.startswith("<frozen") else _USERS
+        if is_ours(name):
+            return None
+        return self.library.setdefault(id(code), Seen(code, frame.f_globals))
 
     def _note(self, code: CodeType, frame: FrameType) -> None:
         key = id(code), id(frame.f_globals)
@@ -107,23 +166,56 @@ class CodeWatch:
             if code.co_argcount:
                 seen.owners.add(type(values.get(code.co_varnames[0])))
 
-    def _is_users(self, code: CodeType, frame: FrameType) -> bool:
-        return is_users(frame.f_globals.get("__name__")) and not code.co_filename.startswith(
-            "<frozen"
-        )
+    # ------------------------------------------------------------------ what is written in C
+
+    def _profile(self) -> None:
+        before = self._profiled = sys.getprofile()
+        if before is not None and not callable(before):  # a profiler that is written in C
+            return
+
+        def profile(frame: FrameType, event: Any, called: Any) -> None:
+            if event == "c_call":
+                door = door_of(called)
+                seen = None if door is None else self._reader(door, frame)
+                if door is not None and seen is not None:
+                    self._came_through(door, seen, called, frame.f_lineno)
+            if before is not None:
+                before(frame, event, called)
+
+        self.profile = profile
+        sys.setprofile(profile)
+
+    def _noting(self, name: str) -> Callable[..., Any]:
+        original = getattr(builtins, name)
+
+        def ask(owner: Any, attribute: str, *default: Any) -> Any:
+            seen = self._reader(_NAMES, sys._getframe(2))
+            if seen is not None:
+                seen.names.add(attribute)
+            return original(owner, attribute, *default)
+
+        return ask
+
+    def _reader(self, door: Door, frame: FrameType | None) -> Seen | None:
+        """Return the function of the user that something is read for; None if it is not watched."""
+        reader = door.reader(frame)
+        return None if reader is None else self.seen.get((id(reader.f_code), id(reader.f_globals)))
+
+    def _came_through(self, door: Door, seen: Seen, called: Any, line: int) -> None:
+        if door.kind is Kind.SYSTEM:
+            seen.outside[told(called, line)] = None
+        elif door.kind is Kind.NAMES:
+            seen.names.add(ANY)
+        elif says(called.__name__) is not None:
+            seen.says.add(called.__name__)
 
     # ------------------------------------------------------------------ before Python 3.12
 
     def _trace(self) -> None:
-        before, skipped = sys.gettrace(), self._skipped
+        before = sys.gettrace()
 
         def trace(frame: FrameType, event: Any, arg: Any) -> Any:
-            code = frame.f_code
-            if id(code) not in skipped:
-                if self._is_users(code, frame):
-                    self._note(code, frame)
-                else:
-                    skipped[id(code)] = code
+            self._start(frame.f_code, frame)
             return None if before is None else before(frame, event, arg)
 
         def leave() -> None:
@@ -146,11 +238,7 @@ class CodeWatch:
         def start(code: CodeType, _offset: int) -> Any:
             if threading.get_ident() != self._thread and not self._elsewhere():
                 return None
-            frame = sys._getframe(1)
-            if id(code) in self._skipped or not self._is_users(code, frame):
-                return monitoring.DISABLE
-            self._note(code, frame)
-            return None
+            return None if self._start(code, sys._getframe(1)) else monitoring.DISABLE
 
         def leave() -> None:
             monitoring.set_events(tool, 0)

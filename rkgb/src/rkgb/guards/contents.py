@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.errors import SideEffectError
+from rkgb.guards.holding import too_long
 from rkgb.guards.owners import is_users
 
 CONTAINERS = (list, dict, set, deque)
@@ -82,6 +83,7 @@ class Reached:
         self.asked = asked
         self.owners: dict[int, Any] = {}  # containers, `vars` of objects, and classes
         self.used: list[Any] = []
+        self.long: list[Any] = []  # longer than a guard looks at
 
     def add(self, value: Any, depth: int = 0) -> None:
         """Add what a value leads to."""
@@ -89,6 +91,8 @@ class Reached:
             return
         if is_used_up(value):
             self.used.append(value)
+        elif too_long(value):
+            self.long.append(value)
         elif isinstance(value, MethodType):
             self.add(value.__self__, depth)
         elif depth < _DEPTH:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from itertools import repeat
-from operator import is_
+from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
+
+from rkgb.torch_api.patches import meant
 
 ABSENT: Any = object()  # in a place that holds nothing
 
@@ -51,12 +53,49 @@ class Entries:
 
     def hold(self) -> bool:
         """Whether everything is as it was."""
-        found = map(dict.get, repeat(self.table), self._names, repeat(ABSENT))
         return (
-            all(map(is_, found, self._found))
-            and self._absent.isdisjoint(self.table)
+            self._holds_the_same()
+            and all(self.get(name) is ABSENT for name in self._absent.intersection(self.table))
             and all(check() for check in self._checks)
         )
+
+    def get(self, name: Any) -> Any:
+        """Return what it holds by a name, whatever stands there for a while; or `ABSENT`."""
+        return meant(dict.get(self.table, name, ABSENT), ABSENT)
+
+    def _holds_the_same(self) -> bool:
+        found = map(dict.get, repeat(self.table), self._names, repeat(ABSENT))
+        return all(map(is_, found, self._found)) or all(
+            map(is_, map(self.get, self._names), self._found)
+        )
+
+
+class Attribute:
+    """An attribute of many objects that are no dicts' own: the same object in each."""
+
+    __slots__ = ("_owners", "_read", "_values", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._read = attrgetter(name)
+        self._owners: list[Any] = []
+        self._values: list[Any] = []
+
+    def note(self, owner: Any, value: Any) -> None:
+        """Look from now on whether this object has the same value by the name."""
+        self._owners.append(owner)
+        self._values.append(value)
+
+    def holds(self) -> bool:
+        """Whether everything is as it was."""
+        try:
+            return all(map(is_, map(self._read, self._owners), self._values))
+        except (AttributeError, ValueError):  # it is gone; ValueError of a cell
+            return False
+
+    def pairs(self) -> list[tuple[Any, str]]:
+        """Return the objects, each with the name."""
+        return [(owner, self.name) for owner in self._owners]
 
 
 def dict_behind(view: Any) -> dict[Any, Any]:

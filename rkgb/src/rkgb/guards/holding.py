@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import array
 import ctypes
+import functools
+import operator
 import sys
 import weakref
 from collections import deque
@@ -27,12 +29,40 @@ OBJECTS = (
 )
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 VIEWS: tuple[type, ...] = (MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+CACHED: type = type(functools.cache(int))  # of functions that remember their results
 LONG = 512  # of longer containers only the length and the identity count: vocabularies, data
+MOST_ITEMS, MOST_BYTES = 100_000, 4 << 20  # what is longer is not looked at in vain: see `too_long`
+# Methods that Python calls by signs of its own, so that no code names them.
+_WITH_SIGNS: tuple[type, ...] = (int, float, str, list, dict, set, type, property, type(iter([])))
+SPECIAL = frozenset(
+    name for kind in _WITH_SIGNS for name in dir(kind) if name.startswith("__")
+) | frozenset(
+    f"__{name}__"
+    for name in (
+        *("get", "set", "delete", "getattr", "getattribute", "call", "enter", "exit", "bool"),
+        *("len", "instancecheck", "subclasscheck", "class_getitem", "matmul", "imatmul"),
+        *("rmatmul", "missing", "torch_function", "array", "array_ufunc", "fspath", "complex"),
+        *("iadd", "isub", "imul", "itruediv", "ipow", "index", "next", "iter", "contains"),
+    )
+)
+# What a class or an object has for Python's own use, or gets when it is looked at.
+UNREAD = frozenset(
+    f"__{name}__"
+    for name in (
+        *("annotations", "annotate_func", "annotations_cache", "dict", "doc", "init_subclass"),
+        *("module", "name", "qualname", "slotnames", "static_attributes", "firstlineno"),
+        *("subclasshook", "weakref", "new", "dir", "mro", "subclasses", "reduce", "reduce_ex"),
+        *("abstractmethods", "prepare", "type_params", "getstate"),
+    )
+) | {"_abc_impl"}
+SPECIAL -= UNREAD
 _BUFFERS: tuple[Any, ...] = (
     *(bytearray, array.array, memoryview),
     *(ctypes.Array, ctypes.Structure, ctypes.c_int.__base__),
 )
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__closure__")
 # Bags of attributes, and loggers, which change whenever anybody logs.
+DECIDES = frozenset(("level", "parent", "disabled"))  # of loggers: whether one would log
 _OPEN = frozenset(("logging", "types", "argparse"))
 
 
@@ -56,16 +86,45 @@ def keeps_to_itself(value: Any) -> bool:
 def bytes_of(value: Any, most: int) -> bytes | None:
     """Return the content of an array of plain numbers; None if it is none, or a longer one."""
     if type(value).__module__ == "numpy":
-        return value.tobytes() if getattr(value, "nbytes", most + 1) <= most else None
+        is_short = getattr(value, "nbytes", most + 1) <= most and not holds_objects(value)
+        return value.tobytes() if is_short else None
     if isinstance(value, _BUFFERS):
         view: memoryview[Any] = memoryview(value)
         return view.tobytes() if view.nbytes <= most else None
     return None
 
 
+def layout_of(value: Any) -> tuple[str, ...]:
+    """Return how the bytes of an array of numpy's are read."""
+    is_numpys = type(value).__module__ == "numpy"
+    return (str(value.dtype), str(value.shape)) if is_numpys else ()
+
+
+def too_long(value: Any) -> bool:
+    """Whether a container or an array is so long that no call can look at all of it."""
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return len(value) > MOST_ITEMS
+    if type(value).__module__ == "numpy":
+        return getattr(value, "nbytes", 0) > MOST_BYTES
+    return isinstance(value, _BUFFERS) and memoryview(value).nbytes > MOST_BYTES
+
+
+def names_asked_by(getter: Any) -> set[str]:
+    """Return the attributes that an `attrgetter` or a `methodcaller` asks for."""
+    _, args, *_ = getter.__reduce__()
+    own = args[:1] if isinstance(getter, operator.methodcaller) else args
+    return {part for name in own if isinstance(name, str) for part in name.split(".")}
+
+
+def holds_objects(value: Any) -> bool:
+    """Whether a value is an array of numpy's that holds objects of Python."""
+    is_array = type(value).__module__ == "numpy" and hasattr(value, "flat")
+    return is_array and bool(value.dtype.hasobject)
+
+
 def slots_of(kind: type) -> list[str]:
     """Return the names of slots that classes of the user have."""
-    found: list[str] = []
+    found = list(_OF_FUNCTIONS) if kind is FunctionType else []
     for base in kind.__mro__:
         own = vars(base).get("__slots__", ()) if is_users(base.__module__) else ()
         found += [own] if isinstance(own, str) else own
@@ -74,6 +133,8 @@ def slots_of(kind: type) -> list[str]:
 
 def items_of(container: Any) -> list[Any]:
     """Return what a container holds; of a dict keys and values."""
+    if type(container).__module__ == "numpy":
+        return [*container.flat]
     if isinstance(container, dict):
         return [*dict.keys(container), *dict.values(container)]
     return list(container)

@@ -8,8 +8,8 @@ from types import CodeType
 
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
-# Functions that are given a name as text.
-_BY_TEXT = frozenset(("getattr", "hasattr", "vars", "globals", "attrgetter", "__dict__"))
+# By these, attributes are read whose names are not written in the code.
+_BY_ANY_NAME = frozenset(("vars", "dir", "attrgetter", "methodcaller", "getmembers", "__dict__"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class Loads:
     stores: dict[str, int]  # global variables and those of functions around it that it sets
 
 
+ANY = "*"  # as the name of an attribute
 _known: dict[int, tuple[CodeType, Loads]] = {}  # codes compare by value, and are few
 _MOST = 20_000
 
@@ -55,10 +56,6 @@ def _read(code: CodeType) -> Loads:
         elif kind.endswith("_DEREF") and name in code.co_freevars:
             stores = kind.startswith(("STORE", "DELETE"))
             (found.stores if stores else found.free).setdefault(name, line)
-    if not _BY_TEXT.isdisjoint(code.co_names):
-        for text in code.co_consts:
-            if isinstance(text, str) and text.isidentifier():
-                found.attributes.setdefault(text, line)
-                if "globals" in code.co_names:
-                    found.globals.setdefault(text, line)
+    if not _BY_ANY_NAME.isdisjoint(code.co_names):
+        found.attributes.setdefault(ANY, line)
     return found

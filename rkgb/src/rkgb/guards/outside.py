@@ -7,11 +7,8 @@ place of what changes by being used. Afterwards everything is compared, and put 
 from __future__ import annotations
 
 import gc
-import os
 import sys
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from datetime import date, datetime
 from types import CellType, FrameType, FunctionType
 from typing import Any
 
@@ -23,13 +20,6 @@ from rkgb.guards.contents import CONTAINERS, OF_MODULE, Contents, Reached
 from rkgb.guards.loads import loads_of
 from rkgb.guards.sources import Source, Sources, function_named
 
-_CLOCKS = frozenset(
-    (
-        *("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns"),
-        *("process_time", "thread_time", "now", "utcnow", "today", "urandom"),
-    )
-)
-_WITH_CLOCKS = (time, datetime, date, os)
 # Places that forwards were seen to change, of all models: few, and looked at by planning only.
 _changing: dict[tuple[int, str | None], tuple[Any, str | None]] = {}
 
@@ -142,7 +132,7 @@ class Outside:
         """
         sources = Sources.of(seen, copies)
         for one in seen:
-            yield from ((max(one.paths), f"reads {text}") for text in _clocks(one))
+            yield from ((max(one.paths), f"reads {text}") for text in one.outside)
         changed = [*self.contents.changed()]
         for owner, name in changed:
             _changing.setdefault((id(owner), name), (owner, name))
@@ -158,6 +148,8 @@ class Outside:
             elif reached.used:
                 text = f"uses the {source.told} ({_kinds(reached)})"
                 self._keep(source, reached)
+            elif reached.long:
+                text = f"reads the {source.told}, which is too long to be compared at every call"
             if text:
                 yield max(sources.paths[key]), f"{text} ({source.where})"
         passed = self._direct if of_piece else frozenset[int]()
@@ -186,22 +178,12 @@ class Outside:
                     reached.add(value)
                     if reached.used:
                         yield path, f"uses attribute '{name}' ({_kinds(reached)})"
+                    elif reached.long:
+                        yield path, f"reads attribute '{name}', too long to be compared at calls"
 
 
 def _kinds(reached: Reached) -> str:
     return ", ".join(dict.fromkeys(type(value).__name__ for value in reached.used))
-
-
-def _clocks(seen: Seen) -> Iterator[str]:
-    loads = loads_of(seen.code)
-    for name, line in loads.globals.items():
-        value = seen.globals.get(name)
-        known = next((c for c in _WITH_CLOCKS if value is c), None)
-        names = sorted(_CLOCKS & loads.attributes.keys() & set(dir(known))) if known else []
-        if not names and getattr(value, "__module__", "") in ("time", "posix"):
-            names = [n for n in (getattr(value, "__name__", ""),) if n in _CLOCKS]
-        for found in names:
-            yield f"'{name if known is None else f'{name}.{found}'}' (line {line})"
 
 
 def _cells(seen: Seen, values: Mapping[str, Any]) -> Iterator[CellType]:

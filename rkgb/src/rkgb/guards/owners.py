@@ -1,4 +1,4 @@
-"""Whose a function, a class or a module is: the user's, or a library's that no forward changes."""
+"""Whose a function, a class or a module is: the user's, or a library's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ _LIBRARIES = frozenset(
         *_OURS,
     )
 )
+# They ask the system for nothing but what they print, or for the code of modules.
+_APART = frozenset(("importlib", "linecache", "logging", "tokenize", "traceback", "warnings"))
+# Of torch, what does as the standard library: it hands on what it has read.
+_HANDS_ON = frozenset(("torch.random", "torch.serialization"))
 
 
 def is_users(module: object) -> bool:
@@ -27,3 +31,21 @@ def is_users(module: object) -> bool:
         return True
     top = module.partition(".")[0]
     return top not in _LIBRARIES or (top in _OURS and ".test" in module)
+
+
+def is_ours(module: object) -> bool:
+    """Whether what is written in a module is Rockmate's own."""
+    return isinstance(module, str) and module.partition(".")[0] in _OURS
+
+
+def hands_on(module: object) -> bool:
+    """Whether a library's module gives to its caller what it reads elsewhere.
+
+    Examples:
+        >>> hands_on("pathlib"), hands_on("logging.handlers"), hands_on("torch.nn.functional")
+        (True, False, False)
+    """
+    top = str(module).partition(".")[0]
+    if top == "torch":
+        return module in _HANDS_ON
+    return top == "numpy" or (top in sys.stdlib_module_names and top not in _APART)

@@ -6,29 +6,37 @@ is among them: where a function holds a copy, the user's function that it was ma
 
 from __future__ import annotations
 
+import builtins
 import gc
 import os
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rkgb.guards.code_watch import Seen
-from rkgb.guards.entries import ABSENT
+from rkgb.guards.entries import ABSENT, attributes_of
 from rkgb.guards.loads import loads_of
+from rkgb.guards.owners import hands_on, is_ours
 from rkgb.guards.watched import Watched
+from rkgb.torch_api.patches import meant
+
+_BUILTINS = vars(builtins)
+_Environ = type(os.environ)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A place that can be read again, and in words which, and where it was read."""
 
-    owner: Any  # the variables of a module, a cell, or a function
+    # The variables of a module, a cell, or a function, which is called where there is no name.
+    owner: Any
     name: str
     told: str
     where: str  # file.py:12
@@ -41,13 +49,13 @@ class Source:
     def read(self) -> Any:
         """Return what is there now, or `ABSENT`."""
         if isinstance(self.owner, dict):
-            return self.owner.get(self.name, ABSENT)
+            return meant(self.owner.get(self.name, ABSENT), ABSENT)
         if isinstance(self.owner, CellType):
             try:
                 return self.owner.cell_contents
             except ValueError:
                 return ABSENT
-        return getattr(self.owner, self.name)
+        return getattr(self.owner, self.name) if self.name else self.owner()
 
     def watch(self, watched: Watched, value: Any) -> None:
         """Look from now on whether it is the same object still."""
@@ -56,8 +64,12 @@ class Source:
         elif isinstance(value, Tensor):
             known = id(value)  # it is not kept alive; that it lives is checked beside this
             watched.checks.append(lambda: id(self.read()) == known)
+        elif isinstance(self.owner, FunctionType):
+            watched.note_attribute(self.owner, self.name, value)
+        elif isinstance(self.owner, CellType) and value is not ABSENT:
+            watched.note_attribute(self.owner, "cell_contents", value)
         else:
-            watched.checks.append(lambda: self.read() is value)
+            watched.checks.append(lambda: self.read() == value)
 
 
 @dataclass
@@ -75,25 +87,39 @@ class Sources:
     settings: tuple[Any, ...] = ()  # what a first call sets (`Setting`)
 
     @classmethod
-    def of(cls, seen: Iterable[Seen], copies: Mapping[int, Any] | None = None) -> Sources:
-        """Return what these functions read; `copies` are of the user's objects, by identity."""
+    def of(
+        cls,
+        seen: Iterable[Seen],
+        copies: Mapping[int, Any] | None = None,
+        library: Iterable[Seen] = (),
+    ) -> Sources:
+        """Return what these functions read; `copies` are of the user's objects, by identity.
+
+        Of functions of a `library` that ran, that they are the same counts, and what they call.
+        """
         found, known = cls(), list(seen)
         for one in known:
             loads = loads_of(one.code)
-            for name in loads.attributes:
-                found.asked[name] = found.asked.get(name, frozenset()) | one.paths
+            found._ask((*loads.attributes, *one.names, one.code.co_name), one)
             for name, line in (*loads.globals.items(), *loads.stores.items()):
-                if name in one.globals:
+                where = _line(one.code, line)
+                if name in loads.globals or name in one.globals:
                     told = f"global '{name}' of {one.globals.get('__name__', 'a module')}"
-                    found._add(Source(one.globals, name, told, _line(one.code, line)), one.paths)
-                    if _reads_environment(one.globals[name], loads.attributes):
-                        found._add(_environment(_line(one.code, line)), one.paths)
-            for name, line in loads.imports.items():
+                    found._add(Source(one.globals, name, told, where), one)
+                if name not in one.globals and name in loads.globals:
+                    found._add(Source(_BUILTINS, name, f"builtin '{name}'", where), one)
+            made = dict.fromkeys(one.imports, one.code.co_firstlineno)
+            for name, line in (*loads.imports.items(), *made.items()):
                 if name in sys.modules:
                     told = f"module '{name}'"
-                    found._add(Source(sys.modules, name, told, _line(one.code, line)), one.paths)
+                    found._add(Source(sys.modules, name, told, _line(one.code, line)), one)
+            for name in one.says:
+                source = Source(getattr(torch._C, name), "", f"'{name.lstrip('_')}()' of torch", "")
+                found._add(source, one)
         for one, function in _functions(known, copies or {}):
             found._add_function(one, function, copies or {})
+        for one in library:
+            found._add_of_library(one)
         return found
 
     def joined(self, other: Sources) -> Sources:
@@ -132,9 +158,17 @@ class Sources:
         known = self.called.get(id(module))
         return known is not None and known() is module
 
-    def _add(self, source: Source, paths: Iterable[str]) -> None:
+    def ask(self, names: Iterable[str]) -> None:
+        """Take it that all submodules ask for attributes of these names."""
+        self.asked = {**self.asked, **dict.fromkeys(names, frozenset(("",)))}
+
+    def _ask(self, names: Iterable[str], seen: Seen) -> None:
+        for name in names:
+            self.asked[name] = self.asked.get(name, frozenset()) | seen.paths
+
+    def _add(self, source: Source, seen: Seen) -> None:
         self.places.setdefault(source.key, source)
-        self.paths[source.key] = self.paths.get(source.key, frozenset()) | frozenset(paths)
+        self.paths[source.key] = self.paths.get(source.key, frozenset()) | seen.paths
 
     def _add_function(self, seen: Seen, function: FunctionType, copies: Mapping[int, Any]) -> None:
         name, loads = function.__qualname__, loads_of(seen.code)
@@ -144,21 +178,38 @@ class Sources:
                 line = loads.free.get(free) or loads.stores.get(free, 0)
                 source = Source(cell, "", source.told, _line(seen.code, line))
                 if id(source.read()) not in copies:
-                    self._add(source, seen.paths)
-        for kind in ("__defaults__", "__kwdefaults__"):
-            if getattr(function, kind):
-                told = f"the defaults of {name}"
-                where = _line(seen.code, seen.code.co_firstlineno)
-                self._add(Source(function, kind, told, where), seen.paths)
+                    self._add(source, seen)
+        where = _line(seen.code, seen.code.co_firstlineno)
+        for kind in ("__defaults__", "__kwdefaults__", "__code__"):
+            what = "the code" if kind == "__code__" else "the defaults"
+            self._add(Source(function, kind, f"{what} of {name}", where), seen)
 
-
-def _reads_environment(value: Any, attributes: Container[str]) -> bool:
-    asks = "environ" in attributes or "getenv" in attributes
-    return value is os.environ or value is os.getenv or (value is os and asks)
-
-
-def _environment(where: str) -> Source:
-    return Source(vars(os.environ), "_data", "environment of the process", where)
+    def _add_of_library(self, seen: Seen) -> None:
+        """Add that a function of a library is the same one still, and what it calls."""
+        code, loads = seen.code, loads_of(seen.code)
+        home = str(seen.globals.get("__name__", "a module"))
+        if home == os.__name__ and code.co_qualname.startswith(_Environ.__name__):
+            self._add(Source(vars(os.environ), "_data", "environment of the process", ""), seen)
+        if hands_on(home):  # as `enum` and `functools` do for what the user has made
+            self._ask(loads.attributes, seen)
+        owner = seen.globals
+        *around, own = code.co_qualname.split(".")
+        for name in around:
+            owner = attributes_of(owner.get(name)) or {}
+        function = unbound(owner.get(own))
+        if isinstance(function, FunctionType) and function.__code__ is code:
+            name = f"function {home}.{code.co_qualname}"
+            self._add(Source(owner, own, name, ""), seen)
+            self._add(Source(function, "__code__", f"the code of {name}", ""), seen)
+        for name in loads.globals:
+            value = seen.globals.get(name)
+            if callable(value) or isinstance(value, ModuleType):
+                self._add(Source(seen.globals, name, f"'{name}' of {home}", ""), seen)
+            if isinstance(value, ModuleType) and not is_ours(value.__name__):
+                for called in loads.attributes.keys() & vars(value).keys():
+                    if callable(vars(value)[called]):
+                        told = f"'{called}' of {value.__name__}"
+                        self._add(Source(vars(value), called, told, ""), seen)
 
 
 def _line(code: CodeType, line: int) -> str:
@@ -168,32 +219,73 @@ def _line(code: CodeType, line: int) -> str:
 def _functions(
     seen: Iterable[Seen], copies: Mapping[int, Any]
 ) -> Iterator[tuple[Seen, FunctionType]]:
-    """Yield the function objects behind the codes that have free variables or may have defaults.
+    """Yield the function objects behind the codes that have run.
 
     Most are found where their name is. Looking through everything that Python keeps takes some
-    milliseconds, once for all others.
+    milliseconds, once for all others; what it finds is remembered.
     """
-    others: dict[int, list[Seen]] = {}
+    others: list[Seen] = []
     for one in seen:
-        code = one.code
-        if code.co_name.endswith(("comp>", "genexpr>")):  # made where it ran
+        if one.code.co_name.endswith(("comp>", "genexpr>")):  # made where it ran
             continue
-        named = None if code.co_freevars else function_named(one)
+        named = None if one.code.co_freevars else function_named(one)
         if named is not None:
             yield one, named
-        elif code.co_freevars or code.co_argcount or code.co_kwonlyargcount:
-            others.setdefault(id(code), []).append(one)
-    found: dict[int, list[FunctionType]] = {}
-    codes = [entries[0].code for entries in others.values()]
-    for function in gc.get_referrers(*codes) if codes else ():
-        if isinstance(function, FunctionType) and id(function.__code__) in others:
-            found.setdefault(id(function.__code__), []).append(function)
-    for key, entries in others.items():
-        for one in entries:
-            ours = [f for f in found.get(key, ()) if f.__globals__ is one.globals]
-            # A variable that was set meanwhile holds something else; then all of them count.
-            ran = [f for f in ours if _has_run(f, one, copies)] or ours
-            yield from ((one, function) for function in ran)
+        else:
+            others.append(one)
+    new = [one for one in others if not _are_all_known(one.code, _holders(one.code))]
+    found: dict[int, list[FunctionType]] = {id(one.code): [] for one in new}
+    for function in gc.get_referrers(*(one.code for one in new)) if new else ():
+        if isinstance(function, FunctionType) and id(function.__code__) in found:
+            found[id(function.__code__)].append(function)
+    for one in new:
+        while len(_known) >= _MOST:
+            del _known[next(iter(_known))]
+        known = _known[id(one.code)] = Known(one.code, found[id(one.code)])
+        known.holders = _holders(one.code)
+    for one in others:
+        ours = _of_the_code(one)
+        # A variable that was set meanwhile holds something else; then all of them count.
+        ran = [f for f in ours if any(_has_run(f, then, copies) for then in one.free)] or ours
+        yield from ((one, function) for function in ran)
+
+
+class Known:
+    """The functions of a code, which is kept alive: ids are used again."""
+
+    def __init__(self, code: CodeType, functions: Iterable[FunctionType]) -> None:
+        self.code, self._functions = code, [*map(weakref.ref, functions)]
+        self.holders = 0  # of the code, when these were all of its functions
+
+    @property
+    def functions(self) -> list[FunctionType]:
+        """Those that are there still."""
+        alive = [function for ref in self._functions if (function := ref()) is not None]
+        return [function for function in alive if function.__code__ is self.code]
+
+    def are_all(self, holders: int) -> bool:
+        """Whether there can be no other by now, where the code has as many holders."""
+        if not self.code.co_freevars:  # others differ in their defaults at most
+            return bool(self.functions)
+        return holders <= self.holders and len(self.functions) == len(self._functions)
+
+
+_known: dict[int, Known] = {}
+_MOST = 20_000
+
+
+def _of_the_code(seen: Seen) -> list[FunctionType]:
+    """Return the functions of a code that are known, and there still."""
+    return [f for f in _known[id(seen.code)].functions if f.__globals__ is seen.globals]
+
+
+def _holders(code: CodeType) -> int:
+    return sys.getrefcount(code)
+
+
+def _are_all_known(code: CodeType, holders: int) -> bool:
+    known = _known.get(id(code))
+    return known is not None and known.are_all(holders)
 
 
 def function_named(seen: Seen) -> FunctionType | None:
@@ -201,20 +293,25 @@ def function_named(seen: Seen) -> FunctionType | None:
     name = seen.code.co_name
     owners = [vars(kind) for owner in seen.owners for kind in owner.__mro__]
     for table in (seen.globals, *owners):
-        value = table.get(name)
-        value = getattr(value, "__func__", value)
+        value = unbound(table.get(name))
         if isinstance(value, FunctionType) and value.__code__ is seen.code:
             return value
     return None
 
 
-def _has_run(function: FunctionType, seen: Seen, copies: Mapping[int, Any]) -> bool:
-    """Whether a function, or one that was made of it for a copy, is one of those that ran."""
+def unbound(value: Any) -> Any:
+    """Return the function that a class or a module has in a wrapping of Python's own."""
+    if isinstance(value, (staticmethod, classmethod)):
+        return value.__func__
+    if isinstance(value, property):
+        return value.fget
+    return value
+
+
+def _has_run(function: FunctionType, then: tuple[int, ...], copies: Mapping[int, Any]) -> bool:
+    """Whether a function, or one that was made of it for a copy, ran with these free variables."""
     contents = [Source(cell, "", "", "").read() for cell in function.__closure__ or ()]
-    return not contents or any(
-        all(
-            id(value) == held or copies.get(held, ABSENT) is value
-            for held, value in zip(then, contents, strict=True)
-        )
-        for then in seen.free
+    return all(
+        id(value) == held or copies.get(held, ABSENT) is value
+        for held, value in zip(then, contents, strict=True)
     )

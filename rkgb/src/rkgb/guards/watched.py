@@ -7,37 +7,49 @@ identity, and by what their attributes hold that the forward's Python asks for.
 
 from __future__ import annotations
 
+import gc
+import sys
 import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from operator import is_
-from types import FunctionType, MappingProxyType, MethodType
+from logging import Logger
+from operator import attrgetter, is_, methodcaller
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rkgb.guards.entries import ABSENT, Entries, attributes_of, dict_behind
+from rkgb.guards.entries import ABSENT, Attribute, Entries, attributes_of, dict_behind
 from rkgb.guards.holding import (
+    CACHED,
     CONTAINERS,
+    DECIDES,
     LONG,
+    MOST_BYTES,
+    MOST_ITEMS,
     OBJECTS,
     PLAIN,
+    SPECIAL,
+    UNREAD,
     VIEWS,
     bytes_of,
+    holds_objects,
     identical,
     is_record,
     is_still,
     items_of,
     keeps_to_itself,
+    layout_of,
+    names_asked_by,
     slots_of,
 )
+from rkgb.guards.loads import ANY
 from rkgb.guards.owners import is_users
 
 _DEPTH, _DEEP = 4, 100  # of containers and objects in each other: of what nobody reads, and others
-_MOST = 100_000  # items and bytes of one that are looked at; of what nobody reads `LONG`
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +97,9 @@ class Watched:
         named: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.asked = asked
+        self.found: set[str] = set()  # names that are asked for, which are not among these
         self.checks: list[Callable[[], bool]] = []
+        self.attributes: dict[str, Attribute] = {}  # of functions and the like, by name
         self.where = ""  # what is looked at now, in words
         self.is_read = True  # by Python of the user: it is followed as far as it leads
         self._modules, self._named = modules, named  # that are known by their path, by identity
@@ -95,7 +109,7 @@ class Watched:
         self._kinds: list[Hashable] = []
         self._numbers: dict[int, int] = {}  # of tensors, by identity
         self._entries: dict[int, Entries] = {}  # by the identity of the dict
-        self._objects: list[Any] = []  # whose classes and attributes may be exchanged
+        self.objects: list[Any] = []  # whose classes and attributes may be exchanged
         self._classes: list[type] = []
         # What is watched already: a configuration is an attribute of every module of its model.
         # Each is kept alive, so that no other gets its place.
@@ -106,17 +120,29 @@ class Watched:
         """The dicts that are looked at again only after somebody has written to them."""
         return [entries.table for entries in self._entries.values()]
 
-    def holds(self, written: Iterable[Mapping[Any, Any]] | None = None) -> bool:
-        """Whether everything is as it was, where of the tables at most these were written to."""
+    def fields(self) -> list[tuple[Any, str]]:
+        """Return the attributes of functions and the like that are looked at, each by its name."""
+        return [pair for one in self.attributes.values() for pair in one.pairs()]
+
+    def holds(
+        self, written: Iterable[Mapping[Any, Any]] | None = None, *, untouched: bool = False
+    ) -> bool:
+        """Whether everything is as it was, where of the tables at most these were written to.
+
+        If it is `untouched`, the classes of `objects` and the `fields` are known to be.
+        """
         for table in self.tables if written is None else written:
             entries = self._entries.get(id(table))
             if entries is not None and not entries.hold():
                 return False
         if self.tensors and [_kind(ref()) for ref in self.tensors] != self._kinds:
             return False
-        if self._objects and not all(map(is_, map(type, self._objects), self._classes)):
-            return False
-        return all(check() for check in self.checks)
+        return (untouched or self._hold_one_by_one()) and all(check() for check in self.checks)
+
+    def _hold_one_by_one(self) -> bool:
+        return all(map(is_, map(type, self.objects), self._classes)) and all(
+            one.holds() for one in self.attributes.values()
+        )
 
     def entries(self, table: dict[Any, Any]) -> Entries:
         """Return what counts of a dict."""
@@ -125,22 +151,28 @@ class Watched:
             entries = self._entries[id(table)] = Entries(table)
         return entries
 
+    def note_attribute(self, owner: Any, name: str, value: Any) -> None:
+        """Look from now on whether an attribute of a function, or the like, is the same object."""
+        if name not in self.attributes:
+            self.attributes[name] = Attribute(name)
+        self.attributes[name].note(owner, value)
+
     def worth(self, value: Any, depth: int = 0) -> Hashable:
         """Return what a value counts as, and watch what it holds."""
-        kind = type(value)
-        if kind is float or (isinstance(value, float) and attributes_of(value) is None):
+        kind = type(value)  # not `isinstance`, which asks objects what they are
+        if kind is float or (issubclass(kind, float) and attributes_of(value) is None):
             return kind, value.hex()  # 0.0 is not -0.0, and nan is nan
         if kind in PLAIN:
             return kind, value
-        if isinstance(value, Tensor):
+        if issubclass(kind, Tensor):
             return self._tensor(value)
-        if isinstance(value, nn.Module):
+        if issubclass(kind, nn.Module):
             if id(value) not in self._modules:
                 self.outside.append((self.where, value))
             return Same(value)
-        if depth >= (_DEEP if self.is_read else _DEPTH) or isinstance(value, OBJECTS):
+        if depth >= (_DEEP if self.is_read else _DEPTH) or issubclass(kind, OBJECTS):
             return Same(value)
-        if isinstance(value, MethodType):
+        if kind is MethodType:
             return Same(value.__func__), self.worth(value.__self__, depth)
         place = id(value), self.is_read
         if place not in self._known:
@@ -159,12 +191,41 @@ class Watched:
             self._kinds.append(_kind(value))
         return Kept(number, self._kinds[number])
 
+    def _weak(self, value: weakref.ref[Any], depth: int) -> Hashable:
+        """Return what an object counts as that nobody may keep alive: by what it holds."""
+        held = value()
+        is_known = held is None or id(held) in self._modules
+        table = None if is_known else attributes_of(held)
+        known = Same(value), type(held)
+        is_there = held is not None
+        del held
+        self.checks.append(lambda: (value() is not None) is is_there)
+        return known if table is None else (*known, *self._entries_of(table, table.keys(), depth))
+
+    def _cached(self, value: Any, depth: int) -> Hashable:
+        """Return what a function counts as that remembers its results: what it has until now."""
+        found, own = self._object(value, depth), attributes_of(value)
+        inside = (held for held in gc.get_referents(value) if type(held) is dict)
+        (table,) = (held for held in inside if held is not own)
+        for key, result in table.items():
+            self.entries(table).note(key, result)
+        return found, *((Same(key), self.worth(result, depth + 1)) for key, result in table.items())
+
     def _followed(self, value: Any, depth: int) -> Hashable:
         kind = type(value)
-        if isinstance(value, partial):
+        if issubclass(kind, partial):
             parts = (value.func, value.args, value.keywords)
+            for name, part in zip(("func", "args", "keywords"), parts, strict=True):
+                self.note_attribute(value, name, part)
             return kind, tuple(self.worth(part, depth + 1) for part in parts)
-        if isinstance(value, CONTAINERS):
+        if issubclass(kind, weakref.ref):
+            return self._weak(value, depth)
+        if kind is CACHED:
+            return self._cached(value, depth)
+        if issubclass(kind, (attrgetter, methodcaller)):
+            self.found |= names_asked_by(value)
+            return Same(value)
+        if issubclass(kind, CONTAINERS):
             content = self._container(value, depth)
             plain = kind in CONTAINERS or not attributes_of(value)
             return content if plain else (content, *self._attributes(value, depth))
@@ -172,16 +233,18 @@ class Watched:
             self._note_class(value)
             found = self._of_classes(value, depth) if self.asked else []
             return (Same(kind), self._container(vars(value), depth), *found)
-        if isinstance(value, VIEWS):
+        if issubclass(kind, VIEWS):
             return Same(value), self._container(dict_behind(value), depth)
-        if isinstance(value, ContextVar):
+        if kind is ContextVar:
             held = value.get(ABSENT)
             self.checks.append(lambda: value.get(ABSENT) is held)
             return Same(value), self.worth(held, depth + 1)
-        content = bytes_of(value, _MOST if self.is_read else LONG)
+        content = bytes_of(value, MOST_BYTES if self.is_read else LONG)
+        if content is None and holds_objects(value):
+            return self._container(value, depth)
         if content is not None:
-            self.checks.append(lambda: bytes_of(value, _MOST) == content)
-            return Same(value), content
+            self.checks.append(lambda: bytes_of(value, MOST_BYTES) == content)
+            return Same(value), content, *layout_of(value)
         return self._object(value, depth)
 
     def _container(self, value: Any, depth: int) -> Hashable:
@@ -190,7 +253,10 @@ class Watched:
             return kind, tuple(self.worth(item, depth + 1) for item in items)
         if isinstance(value, frozenset):
             return kind, frozenset(self.worth(item, depth + 1) for item in items)
-        if len(items) > (_MOST if self.is_read else LONG):
+        if self.is_read and len(items) > MOST_ITEMS and isinstance(value, dict):
+            self._look(value, partial(is_still, value, items))
+            return Same(value), *map(Same, items)
+        if len(items) > (MOST_ITEMS if self.is_read else LONG):
             count = len(items)
             self._look(value, lambda: len(items_of(value)) == count)
             return Same(value), count
@@ -222,28 +288,51 @@ class Watched:
     def _note_class(self, value: Any) -> None:
         kind = type(value)
         if is_users(kind.__module__) and not isinstance(value, type):
-            self._objects.append(value)
+            self.objects.append(value)
             self._classes.append(kind)
             table = attributes_of(value)
             if table is not None:
                 self.checks.append(lambda: attributes_of(value) is table)
 
     def _attributes(self, value: Any, depth: int) -> list[Hashable]:
-        if isinstance(value, type) and not is_users(value.__module__):
+        is_class = isinstance(value, type)
+        if is_class and not is_users(value.__module__):
             return []
         table, found = attributes_of(value), list[Hashable]()
         if table is not None and (table or not isinstance(value, FunctionType)):
-            entries, names = self.entries(table), self.asked & table.keys()
+            asked = self.asked | SPECIAL if is_class else self.asked
+            names: set[Any] = {*asked & table.keys()}
+            is_open = ANY in asked and not isinstance(value, (nn.Module, ModuleType))
+            if is_open:
+                names = known = {*table} - UNREAD
+                self.entries(table).add_check(lambda: table.keys() - UNREAD == known)
             if self.is_read and keeps_to_itself(value):
-                names = frozenset(table)  # its own Python reads them
-            for name in sorted(names):
-                entries.note(name, table[name])
-                found.append((name, self.worth(table[name], depth + 1)))
-            entries.note_absent(self.asked)
+                names = {*table}  # its own Python reads them
+            if isinstance(value, Logger):
+                names |= DECIDES & table.keys()
+            found += self._entries_of(table, names, depth)
+            self.entries(table).note_absent(asked)
         for name in self.asked.intersection(slots_of(type(value))):
             held = getattr(value, name, ABSENT)
             self.checks.append(partial(_holds_in_slot, value, name, held))
             found.append((name, self.worth(held, depth + 1)))
+        return found
+
+    def of_tensor(self, tensor: Tensor) -> list[tuple[str, Hashable]]:
+        """Return what a user has written on a tensor of a module, and is asked for."""
+        table = vars(tensor)
+        self.entries(table).note_absent(self.asked)
+        return self._entries_of(table, self.asked & table.keys(), 0)
+
+    def _entries_of(
+        self, table: dict[Any, Any], names: Iterable[Any], depth: int
+    ) -> list[tuple[str, Hashable]]:
+        """Return what entries of a dict count as, by name, and look at them again."""
+        entries, found = self.entries(table), list[tuple[str, Hashable]]()
+        for name in sorted(names, key=str):
+            value = entries.get(name)
+            entries.note(name, value)
+            found.append((name, self.worth(value, depth + 1)))
         return found
 
     def _of_classes(self, value: Any, depth: int) -> list[Hashable]:
@@ -261,6 +350,32 @@ class Watched:
             self.checks.append(lambda: kind.__bases__ == bases)
             self._known[place] = kind, (Same(kind), *self._attributes(kind, depth))
         return self._known[place][1]
+
+    def of_library(self, kind: type) -> Hashable:
+        """Return what a library's class counts as: by what it has under the names asked for."""
+        table, asked = attributes_of(kind), self.asked | SPECIAL
+        if table is None:
+            return Same(kind)
+        entries, names = self.entries(table), sorted(asked & table.keys())
+        found = [(name, entries.get(name)) for name in names]
+        for name, value in found:
+            entries.note(name, value)
+        entries.note_absent(asked)
+        return Same(kind), *((n, Same(value)) for n, value in found if value is not ABSENT)
+
+
+def content_of(value: Any, asked: frozenset[str]) -> tuple[Hashable, bool]:
+    """Return what an object holds now, whichever object it is, and whether that says all of it.
+
+    Of one that holds more than values, attributes count that are `asked` for.
+    """
+    content = bytes_of(value, sys.maxsize)
+    if content is not None:
+        return (content, *layout_of(value)), True
+    worth = Watched(asked).worth(value)
+    if isinstance(worth, tuple) and worth[:1] == (Same(value),):
+        return worth[1:], False
+    return (None, False) if worth == Same(value) else (worth, True)
 
 
 def _kind(tensor: Tensor | None) -> Hashable:

@@ -173,14 +173,17 @@ def types_watched(trace: NumberTrace) -> Iterator[None]:
     """While active, numbers escape if code outside of torch and rkgb reads a type."""
     seen: set[CodeType] = set()
 
-    def watch(frame: FrameType, event: str, _argument: Any) -> None:
+    before = sys.getprofile()
+
+    def watch(frame: FrameType, event: Any, argument: Any) -> None:
         code = frame.f_code
         if event == "call" and code not in seen:
             seen.add(code)
             if not _is_trusted(code.co_filename) and _asks_for_types(code):
                 trace.escape(f"type() in {code.co_name}")
+        if callable(before):
+            before(frame, event, argument)
 
-    before = sys.getprofile()
     sys.setprofile(watch)
     try:
         yield

@@ -87,7 +87,8 @@ class Recorder(Values, DispatchMode):
         self.metered: list[Op | None] = []
         self.numbers: NumberTrace | None = None  # of the call, if they are tracked
         self.kept_writes: KeptWrites | None = None  # restores parameters that are written
-        self.trace: Any = None  # the trace function for the user's calls
+        # The trace and the profile function for the user's calls.
+        self.following: tuple[Any, Any] = None, None
         self._taken: tuple[int, ...] = ()  # numbers that the running call takes
         self._paused = False
         self._patches: list[Patches] = []
@@ -154,14 +155,21 @@ class Recorder(Values, DispatchMode):
             yield
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        trace = self.trace
-        if trace is None or self._paused:
+        trace, profile = self.following
+        if self._paused:
             return self._recorded(func, args, kwargs)
-        sys.settrace(None)  # no user code runs in here, and tracing takes time
+        # No user code runs in here, and following it takes time.
+        if profile is not None:
+            sys.setprofile(None)
+        if trace is not None:
+            sys.settrace(None)
         try:
             return self._recorded(func, args, kwargs)
         finally:
-            sys.settrace(trace)
+            if trace is not None:
+                sys.settrace(trace)
+            if profile is not None:
+                sys.setprofile(profile)
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._paused:

@@ -17,6 +17,7 @@ from rkgb.torch_api.kernel_choice import (
     running_a_forward,
     with_flags,
 )
+from rkgb.torch_api.object_heads import heads_of
 from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private_names import refuse_unused
 from rkgb.torch_api.torch_private import (
@@ -59,6 +60,7 @@ __all__ = [
     "group_store",
     "has_global_hooks",
     "has_saved_hooks",
+    "heads_of",
     "is_abstract",
     "is_cast_anew",
     "is_optimized",

@@ -114,6 +114,14 @@ class _Replacement:
         return _standing.get(id(vars(self.place).get(self.name, _ABSENT)))
 
 
+def meant(value: Any, absent: Any = None) -> Any:
+    """Return what is in a place where a function stands for a while; `absent` where nothing is."""
+    standing = _standing.get(id(value))
+    if standing is None:
+        return value
+    return absent if standing.before is _ABSENT else standing.before
+
+
 @contextlib.contextmanager
 def as_before(place: Any) -> Iterator[None]:
     """While active, this thread gets the original functions of a class or module."""

@@ -78,7 +78,7 @@ class PlannedModule(PlansOfModule):
         if not state.trains:
             return self.model.forward(*args, **kwargs)
         ordered = {**in_order(kwargs), **numbers}
-        leaves, inputs = key_of(args, ordered)
+        leaves, inputs = key_of(args, ordered, self.watch.asked)
         if type(inputs) is not tuple and any(map(is_running, leaves)):
             return self(*settled_call(args, kwargs))
         if type(inputs) is not tuple and any(map(is_abstract, leaves)):

@@ -88,7 +88,7 @@ class PlansOfModule(Requester):
             for args, kwargs in calls:
                 ordered = in_order(kwargs)
                 autocast, flags = ambient()
-                _, inputs = key_of(args, ordered)
+                _, inputs = key_of(args, ordered, self.watch.asked)
                 key = Key(self.watch.now(autocast).state, inputs, autocast, flags)
                 if self.plans.get(key) is None:
                     self._plan(key, (args, ordered)).looks = _LOOKS
@@ -115,6 +115,8 @@ class PlansOfModule(Requester):
             planned = self._without_readers(key, last, call, why)
             if planned is None:
                 planned = self._planned(call, why, any_number=any_number)
+            self.watch.read(planned.network.graph.dataflow.basic.sources)
+            key = replace(key, inputs=key_of(*call, self.watch.asked)[1])
             if any_number is not None:
                 key, why = self._for_any_number(key, any_number, why, planned)
             row = _row(key, why, planned, time.perf_counter() - began)
@@ -129,7 +131,6 @@ class PlansOfModule(Requester):
                     why,
                 )
             family = self._family(key, planned, row)
-            self.watch.read(planned.network.graph.dataflow.basic.sources)
             self.watch.ignore(planned.network.opaque, planned.assigned)
             key = replace(key, state=self._locate(planned))
             if self.plans.put(key, family):
@@ -183,7 +184,7 @@ class PlansOfModule(Requester):
         why = "numbers among attributes that only enter arithmetic"
         try:
             call = call[0], {**call[1], **self.watch.numbers(key.autocast)}
-            leaves, inputs = key_of(*call)
+            leaves, _ = key_of(*call)
             added = range(len(leaves) - len(names), len(leaves))
             whole |= {place for place in added if type(leaves[place]) is int}
             planned = self._planned(call, why, any_number=whole)
@@ -197,7 +198,7 @@ class PlansOfModule(Requester):
             self.watch.hand_over(before)
             raise
         self.watch.read(planned.network.graph.dataflow.basic.sources)
-        state = self._locate(planned)
+        state, inputs = self._locate(planned), key_of(*call, self.watch.asked)[1]
         general = replace(key, state=state, inputs=inputs).for_any_number(whole)
         if planned.numbers is None or general is None:
             self._leave_attributes(names, before)

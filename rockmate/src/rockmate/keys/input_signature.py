@@ -7,7 +7,7 @@ program would silently compute something else. So all of them are in the key of 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rkgb.elements import Structure, attribute_of, flatten
 from rkgb.engine import Sample
 from rkgb.graphs import ambient_autocast
+from rkgb.guards import content_of
 from rkgb.torch_api import is_cast_anew, kernel_flags
 
 _PLAIN = frozenset((type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size))
@@ -60,10 +61,13 @@ def in_order(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(sorted(kwargs.items())) if len(kwargs) > 1 else dict(kwargs)
 
 
-def key_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Hashable]:
+def key_of(
+    args: Sequence[Any], kwargs: Mapping[str, Any], asked: frozenset[str] = frozenset()
+) -> tuple[list[Any], Hashable]:
     """Return the leaves of (args, kwargs), as `flatten` does, and a key of what they are.
 
-    `kwargs` are in order. Calls with tensors and plain values only, which most are, need no trees.
+    `kwargs` are in order, and `asked` are the attributes that count of objects that hold more than
+    values. Calls with tensors and plain values only, which most are, need no trees.
     """
     leaves = [*args, *kwargs.values()]
     kinds = []
@@ -77,7 +81,7 @@ def key_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], H
             kinds.append((kind, leaf.hex()))  # 0.0 is not -0.0, and nan is nan
         else:
             leaves, structure = flatten((tuple(args), dict(kwargs)))
-            return leaves, _Tree(structure, _told_apart(leaves, list(map(_worth, leaves))))
+            return leaves, _Tree(structure, _told_apart(leaves, [_worth(v, asked) for v in leaves]))
     return leaves, (len(args), tuple(kwargs), _told_apart(leaves, kinds))
 
 
@@ -169,26 +173,35 @@ class _Tree:
 
 @dataclass(frozen=True)
 class _Value:
-    """A leaf of any type: equal where type and content are."""
+    """A leaf of any type: equal where type and content are.
+
+    Unless the content says all there is to say, the leaves have to be equal by themselves, too.
+    """
 
     value: Any
+    content: Hashable = field(repr=False)
+    says_all: bool = field(repr=False)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Value) or type(other.value) is not type(self.value):
             return False
-        return bool(self.value is other.value or self.value == other.value)
+        if self.content != other.content:
+            return False
+        return self.says_all or bool(self.value is other.value or self.value == other.value)
 
     def __hash__(self) -> int:
         return hash(type(self.value))
 
 
-def _worth(leaf: Any) -> Hashable:
+def _worth(leaf: Any, asked: frozenset[str]) -> Hashable:
     if isinstance(leaf, Tensor):
         own = type(leaf) in (Tensor, nn.Parameter)
         return _kind(leaf) if own else (*_kind(leaf), type(leaf))
     if type(leaf) is float:
         return float, leaf.hex()
-    return (type(leaf), leaf) if type(leaf) in _PLAIN else _Value(leaf)
+    if type(leaf) in _PLAIN:
+        return type(leaf), leaf
+    return _Value(leaf, *content_of(leaf, asked))
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

@@ -29,6 +29,7 @@ class ModuleWatch:
         self._states: dict[tuple[Any, ...], ModuleState] = {}
         self._ignored: frozenset[str | Place] = frozenset()
         self.sources = Sources()  # what Python reads besides
+        self.asked = frozenset[str]()  # attributes that it asks objects for
         self.open: tuple[Place, ...] = ()  # attributes that calls hand over as numbers
 
     def ignore(self, paths: Sequence[str], names: Sequence[Place] = ()) -> None:
@@ -46,6 +47,7 @@ class ModuleWatch:
         joined = self.sources.joined(sources)
         if joined is not self.sources:
             self.sources, self._recent = joined, []
+            self.asked = joined.attributes
 
     def hand_over(self, names: tuple[Place, ...]) -> None:
         """Leave these attributes out of states from now on, because calls pass their numbers."""
@@ -74,6 +76,10 @@ class ModuleWatch:
                 return snapshot
         ignored = self._ignored | {*self.open}
         taken = Snapshot(self.model, self._states, ignored, self.sources)
+        if taken.found:  # names that objects ask for which what was read has led to
+            self.sources.ask(taken.found)
+            self.asked = self.sources.attributes
+            return self.now(autocast)
         others = [s for s in recent if s.state is not taken.state and s.is_of_the_same(taken)]
         self._recent = [taken, *others][:_MOST_SNAPSHOTS]
         return taken

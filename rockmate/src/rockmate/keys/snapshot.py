@@ -69,9 +69,11 @@ class Snapshot:
         wants = any(tensor.requires_grad for tensor in self._held)
         trains = any(module.training for module in self._tables.modules)
         self._add_sources(sources, runs_whole, facts)
+        self.found = watched.found - asked
         for told, module in watched.outside:  # grows while it is walked
             self._add_outside(told, module, sources, facts)
-        self._tables.close(watched.tables)
+            self._add_classes(facts)
+        self._tables.close(watched.tables, watched.objects, watched.fields())
         unique = {id(t): t for t in self._held}
         self._tensors = list(unique.values())
         if watched.tensors:
@@ -93,9 +95,10 @@ class Snapshot:
         written = self._tables.written()
         if written is None or not self._tables.hold(written):
             return False
-        if not self._watched.holds(written):
+        untouched = self._tables.is_untouched
+        if not self._watched.holds(written, untouched=untouched):
             return False
-        if written:
+        if not untouched:
             self._tables.pass_over()
         return self._are_of_the_same_kinds(autocast)
 
@@ -149,11 +152,19 @@ class Snapshot:
             worth = self._watched.worth(value)
             facts[f"{source.told} ({source.where})", "source", str(number)] = worth
             source.watch(self._watched, value)
+        self._add_classes(facts)
+
+    def _add_classes(self, facts: dict[tuple[str, str, str], Hashable]) -> None:
+        """Add what counts of the classes of modules, and of tensors."""
         kinds = (kind for module in self._tables.modules for kind in _class_of(module).__mro__)
-        for kind in dict.fromkeys(kinds):
+        for kind in dict.fromkeys((*kinds, Tensor, nn.Parameter)):
+            told = f"class {kind.__module__}.{kind.__qualname__}"
+            if (told, "class", "") in facts:
+                continue
             if is_users(kind.__module__):
-                told = f"class {kind.__module__}.{kind.__qualname__}"
                 facts[told, "class", ""] = self._watched.of_class(kind)
+            elif kind is not object:
+                facts[told, "class", ""] = self._watched.of_library(kind)
 
     def _add_outside(
         self,
@@ -215,6 +226,9 @@ class Snapshot:
         for kind, table in self._tables.add(module, (*_TABLES, *HOOKS) if path else _TABLES):
             for name, value in table.items():
                 self._note(table, name, value)
+                if isinstance(value, Tensor):
+                    for own, worth in self._watched.of_tensor(value):
+                        facts[path, "of tensor", f"{name}.{own}"] = worth
                 if kind == "_modules":
                     facts[path, "submodule", name] = self._paths.get(id(value))
                 elif kind in _TABLES:

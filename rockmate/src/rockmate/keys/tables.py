@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from rkgb.torch_api import dict_versions
+from rkgb.torch_api import dict_versions, heads_of
 
 Table = dict[Any, Any]
 
@@ -29,6 +29,8 @@ class Tables:
         # By the id of a table: whether its part of the key still holds after a write.
         self._checks: dict[int, Callable[[], bool]] = {}
 
+    is_untouched = False  # at the last look, objects and fields included
+
     def add(self, module: nn.Module, names: Sequence[str]) -> list[tuple[str, Table]]:
         """Add a module and its tables of these names; return those that are not empty."""
         own = vars(module)
@@ -42,14 +44,29 @@ class Tables:
         self._empty += (own[name] for name in names if not own[name])
         return full
 
-    def close(self, others: Iterable[Table]) -> None:
-        """Look from now on whether everything is as it is now, also in other tables."""
+    def close(
+        self, others: Iterable[Table], objects: Sequence[Any], fields: Sequence[tuple[Any, str]]
+    ) -> None:
+        """Look from now on whether everything is as it is now, also in other tables.
+
+        Whether other `objects` have the same types and `fields` is looked at where that is quick.
+        """
         self._types = [*map(type, self.modules)]  # parametrizations change it in place
         self._every = [*{id(t): t for t in chain(self._own, self._full, others)}.values()]
         self._versions = self._now = dict_versions(self._every)
+        # All of it at once; None where that cannot be read.
+        typed = (*self.modules, *objects)
+        self._heads = heads_of(typed, self._empty, self._every, fields)
+        self._known_heads = self._heads_now = self._heads and self._heads()
 
     def written(self) -> Sequence[Table] | None:
         """Return those that were written to, if that is all that can be otherwise; else None."""
+        self.is_untouched = False
+        if self._heads is not None:
+            self._heads_now = self._heads()
+            if self._heads_now == self._known_heads:
+                self.is_untouched = True
+                return ()
         if any(self._empty) or [*map(type, self.modules)] != self._types:
             return None
         self._now = dict_versions(self._every)
@@ -66,7 +83,7 @@ class Tables:
 
     def pass_over(self) -> None:
         """Take what was written since the last look for nothing that counts."""
-        self._versions = self._now
+        self._versions, self._known_heads = self._now, self._heads_now
 
 
 def _always() -> bool:

@@ -1,0 +1,128 @@
+"""What the heads of Python's objects say, of many of them at once: in a tenth of the time.
+
+A head holds the type of an object; that of a dict, how many entries it has and a number that is
+another one after every write; that of a function, where its code and its defaults are. Python 3.11
+lays heads out as here; where it is found otherwise, by a trial at import, nothing is read, and
+whoever asks looks at the objects one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any
+
+import numpy as np
+
+_WORD = 8  # bytes
+_TYPE, _COUNT, _VERSION = 8, 16, 24  # where they are in a head
+_FIELDS: dict[tuple[type, str], int] = {
+    (FunctionType, "__code__"): 48,
+    (FunctionType, "__defaults__"): 56,
+    (FunctionType, "__kwdefaults__"): 64,
+    (CellType, "cell_contents"): 16,
+    (partial, "func"): 16,
+    (partial, "args"): 24,
+    (partial, "keywords"): 32,
+}
+_LAST = 1 << 47  # no program has an address behind it
+
+Heads = Callable[[], bytes]
+
+
+def heads_of(
+    objects: Sequence[Any],
+    counted: Sequence[dict[Any, Any]],
+    written: Sequence[dict[Any, Any]],
+    fields: Sequence[tuple[Any, str]] = (),
+) -> Heads | None:
+    """Return what reads the types of objects, the sizes of dicts, whether dicts were written, and
+    which objects functions and the like have as attributes.
+
+    What it gives is the same as long as these are. All must be kept alive. None where heads cannot
+    be read, or one of the attributes is not in them.
+    """
+    places = [id(one) + _TYPE for one in objects]
+    places += [id(table) + _COUNT for table in counted]
+    places += [id(table) + _VERSION for table in written]
+    for owner, name in fields:
+        place = _FIELDS.get((type(owner), name), _LAST)
+        places.append(id(owner) + place)
+    if not _can_be_read or any(place >= _LAST for place in places):
+        return None
+    words = np.array([(place - _WORD) // _WORD for place in places], dtype=np.intp)
+    take = _memory().take
+    return lambda: take(words).tobytes()
+
+
+def _memory() -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the memory of this process, but for its first word."""
+    held: Any = (ctypes.c_int64 * (_LAST // _WORD - 2)).from_address(_WORD)
+    return np.frombuffer(held, dtype=np.int64)
+
+
+class _Tried:
+    """An object whose attributes are set in a loop, as Python does it fastest."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+class _Other(_Tried):
+    pass
+
+
+def _may_be_tried() -> bool:
+    is_known = sys.version_info[:2] == (3, 11) and sys.implementation.name == "cpython"
+    is_longer = hasattr(sys, "gettotalrefcount")  # a build for debugging
+    in_reach = id(None) < _LAST and id([]) < _LAST
+    return is_known and in_reach and not is_longer and ctypes.sizeof(ctypes.c_void_p) == _WORD
+
+
+def _is_as_expected() -> bool:
+    one, table = _Tried(), dict.fromkeys("ab", 0)
+    own, bound = vars(one), partial(int, "1", base=10)
+
+    def function(value: int = 0, *, named: int = 0) -> object:
+        return value, named, cell_of
+
+    cell_of: Any = object()
+    (cell,) = function.__closure__ or ()
+    owners = {FunctionType: function, CellType: cell, partial: bound}
+    fields = [(owners[kind], name) for kind, name in _FIELDS]
+    read = heads_of([one], [own, table], [own, table], fields)
+    assert read is not None
+
+    def write() -> None:
+        for number in range(40):
+            before = read()
+            one.value = number + 1000
+            seen.add(before != read())
+
+    seen: set[bool] = set()
+    write()
+    for change in (
+        lambda: table.update(a=1),
+        lambda: table.__setitem__("c", 1),
+        lambda: table.pop("c"),
+        lambda: setattr(one, "more", 1),
+        lambda: setattr(one, "__class__", _Other),
+        lambda: setattr(function, "__code__", write.__code__.replace(co_freevars=("cell_of",))),
+        lambda: setattr(function, "__defaults__", (1,)),
+        lambda: setattr(function, "__kwdefaults__", {"named": 1}),
+        lambda: setattr(cell, "cell_contents", 1),
+        lambda: bound.__setstate__((float, bound.args, bound.keywords, {})),  # type: ignore[attr-defined]
+        lambda: bound.__setstate__((float, ("2",), bound.keywords, {})),  # type: ignore[attr-defined]
+        lambda: bound.__setstate__((float, bound.args, {"a": 1}, {})),  # type: ignore[attr-defined]
+    ):
+        before = read()
+        change()
+        seen.add(before != read())
+    return seen == {True} and read() == read()
+
+
+_can_be_read = _may_be_tried()
+_can_be_read = _can_be_read and _is_as_expected()
