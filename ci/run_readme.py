@@ -30,7 +30,7 @@ LEFT_OUT = re.compile(r"<!-- no-run: .+ -->\n\n?\Z")
 END = "\x1e end of block \x1e"
 RUN = "exec(compile({code!r}, {path!r}, 'exec')); print({end!r}, flush=True)\n"
 NUMBER = r"\d[\d ,.]*(?:e[+-]\d+)?"
-MEASURED = re.compile(rf"{NUMBER} ?(ms|us|s|bytes|B|[KMG]i?B|%)(?!\w)|\b\d+\.\d+\b")
+MEASURED = re.compile(rf"{NUMBER} ?(ms|us|s|bytes|B|[KMG]i?B|%)(?!\w)|\b\d+\.\d+(?:e[+-]\d+)?\b")
 MACHINE = re.compile(r"torch: ?\S+|torch \d\S+|\((x86_64|aarch64|arm64)[^)]*\)")
 
 
