@@ -196,3 +196,15 @@ def test_tables_that_nobody_wrote_to_are_passed_over():
     assert watched.holds([table])
     assert not watched.holds([other])
     assert not watched.holds()
+
+
+def test_a_watch_that_has_rested_leaves_python_as_it_was() -> None:
+    """Profile function, trace function and builtins; also where it rests several times."""
+    before = sys.getprofile(), sys.gettrace(), getattr, hasattr
+    with CodeWatch(lambda: "") as watch:
+        own = sys.getprofile(), getattr
+        for _ in range(3):
+            with watch.resting():
+                assert sys.getprofile() is before[0]
+            assert (sys.getprofile(), getattr) == own
+    assert (sys.getprofile(), sys.gettrace(), getattr, hasattr) == before

@@ -89,8 +89,7 @@ class CodeWatch:
             code = getattr(callback, "__code__", None)
             if code is not None:
                 self._kinds[id(code)] = code, None
-        if sys.version_info < (3, 12) or not self._monitor():
-            self._trace()
+        self._watch_starts()
         self._profile()
         self._named.__enter__()
         return self
@@ -106,10 +105,15 @@ class CodeWatch:
     def resting(self) -> Iterator[None]:
         """While active, note nothing: frames that are traced hold their arguments to the end."""
         self._leave()
+        is_ours = self.profile is not None and sys.getprofile() is self.profile
+        if is_ours:
+            sys.setprofile(self._profiled)
         try:
             yield
         finally:
-            self.__enter__()
+            if is_ours:
+                sys.setprofile(self.profile)
+            self._watch_starts()
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[list[Seen]]:
@@ -126,6 +130,10 @@ class CodeWatch:
         """Note what was noted apart."""
         for other in others:
             self.seen.setdefault((id(other.code), id(other.globals)), other).add(other)
+
+    def _watch_starts(self) -> None:
+        if sys.version_info < (3, 12) or not self._monitor():
+            self._trace()
 
     def _start(self, code: CodeType, frame: FrameType) -> bool:
         """Note that a function starts; whether others of its code count."""
