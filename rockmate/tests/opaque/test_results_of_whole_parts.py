@@ -166,4 +166,6 @@ def test_a_root_that_runs_whole_is_plain_pytorch(use: Callable[[Any, Any], list[
         both = [use(each(x), each) for each in (planned, plain)]
         for ours, theirs in zip(*both, strict=True):
             assert torch.equal(ours, theirs)
+    for each in (planned, plain):
+        each(x)[0].sum().backward()
     assert_same_gradients(model, plain)
