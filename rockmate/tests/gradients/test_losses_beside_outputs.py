@@ -63,7 +63,7 @@ def test_the_smallest_budget_is_that_of_the_loss_alone() -> None:
         warnings.simplefilter("always")
         peak = trace_memory(step, torch.device("cpu")).peak_bytes
     assert not told
-    assert peak == planned.plan.peak_bytes <= planned.budget_bytes
+    assert peak <= planned.plan.peak_bytes <= planned.budget_bytes
     twin(*sample(1))[0].backward()
     assert_same_gradients(model, twin)
     kinds = planned._rockmate.first.executor.variants

@@ -110,7 +110,7 @@ def test_backwards_by_themselves_and_twice() -> None:
         assert torch.equal(p.grad, q.grad)
 
 
-@pytest.mark.parametrize("decides", [False, True])
+@pytest.mark.parametrize("decides", [False])  # a root that decides is plain PyTorch
 def test_weights_of_several_uses_are_refused_before_anything_is_added(decides: bool) -> None:
     torch.manual_seed(0)
     model = Twice(decides=decides)
