@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
@@ -20,13 +21,14 @@ BRANCHES = ("cond", "while_loop")  # functions of torch that compile their argum
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
     """While active, functions that `torch.compile` has compiled run their original code."""
-    # If nothing loaded the compiler, nothing was compiled. Loading it takes a second.
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
     names = [name for name in BRANCHES if hasattr(torch, name)]
-    branches = Patches([(torch, name, _compiling(getattr(torch, name))) for name in names])
-    with torch.compiler.set_stance("force_eager"), branches:
+    with contextlib.ExitStack() as stack:
+        # If nothing loaded the compiler, nothing was compiled. Loading it takes a second.
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(
+            Patches([(torch, name, _compiling(getattr(torch, name))) for name in names])
+        )
         yield
 
 
@@ -34,8 +36,9 @@ def _compiling(branch: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of torch that undoes `uncompiled` inside, because it needs the compiler."""
 
     def compiling(*args: Any, **kwargs: Any) -> Any:
-        # A compiler captures the methods that it finds, and refuses code that asks for the thread.
-        with torch.compiler.set_stance("default"), as_before(nn.Module):
+        # A compiler captures the methods and builtins that it finds, and refuses code that asks for
+        # the thread. While it is loaded, it notes what the builtins are.
+        with as_before(builtins), as_before(nn.Module), torch.compiler.set_stance("default"):
             return branch(*args, **kwargs)
 
     return compiling
