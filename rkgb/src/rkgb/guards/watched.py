@@ -49,6 +49,8 @@ from rkgb.guards.holding import (
 from rkgb.guards.loads import ANY
 from rkgb.guards.owners import is_users
 
+# Dynamo wraps these of `nn.Module` when it compiles for the first time: they only count modules.
+_TAGGED_BY_DYNAMO = frozenset(("__init__", "__setstate__"))
 _DEPTH, _DEEP = 4, 100  # of containers and objects in each other: of what nobody reads, and others
 
 
@@ -356,6 +358,8 @@ class Watched:
         table, asked = attributes_of(kind), self.asked | SPECIAL
         if table is None:
             return Same(kind)
+        if kind is nn.Module:
+            asked -= _TAGGED_BY_DYNAMO
         entries, names = self.entries(table), sorted(asked & table.keys())
         found = [(name, entries.get(name)) for name in names]
         for name, value in found:
