@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,24 @@ def test_the_second_start_plans_nothing(tmp_path: Path, planned: list[str]) -> N
     third = wrap(model, SAMPLE, 0.6, cache=tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
     assert third.plans[0].how == "planned"
+
+
+def test_a_plan_of_another_problem_is_made_anew(tmp_path: Path, planned: list[str]) -> None:
+    def plan(model: nn.Module, folder: Path) -> Rockmate:
+        return wrap(model, SAMPLE, "1MiB", cache=tmp_path / folder)
+
+    longer = Net()
+    longer.body.append(nn.Linear(8, 8))
+    (ours,) = plan(Net(), Path("here")).plan_file().plans
+    (other,) = plan(longer, Path("there")).plan_file().plans
+    (kept,) = (tmp_path / "here").iterdir()
+    wrong = replace(other, recording=ours.recording, costs=ours.costs)
+    kept.write_text(replace(PlanFile.load(kept), plans=(wrong,)).to_json())
+    before = len(planned)
+    rk = plan(Net(), Path("here"))
+    assert planned[before:] == ["measured", "planned"]
+    assert rk.plan.steps == ours.plan.steps
+    assert PlanFile.load(kept).plans[0].problem.fingerprint == ours.problem.fingerprint
 
 
 @pytest.mark.slow

@@ -95,8 +95,11 @@ def planned_from(saved: SavedPlan, request: Request) -> Planned:
     model, given, settings = request.model, request.sample, request.settings
     phases = request.phases
     with phases.phase("saved plan"):
-        network = _network_from(saved, request)
-        budget_bytes = _budget_for(saved, network, settings)
+        network = _network(saved, request, unknown=None)
+    if found := of_problems(saved.problem, network.problem):  # another source may have a plan
+        raise _mismatch(type(model).__name__, found)
+    budget_bytes = _budget_for(saved, network, settings)
+    with phases.phase("saved plan"):
         plan = _plan_for(saved, network, settings, budget_bytes)
         planned = replace(
             compiled_plan(network, plan, given, budget_bytes, phases),
@@ -119,19 +122,6 @@ def planned_from(saved: SavedPlan, request: Request) -> Planned:
             raise over_budget(planned, model)
     phases.close("a saved plan serves")
     return planned
-
-
-def _network_from(saved: SavedPlan, request: Request) -> Network:
-    """Return the network of a new recording, of equal digest, with the costs of a saved plan.
-
-    Raises:
-        PlanMismatchError: it makes another problem.
-    """
-    network = _network(saved, request, unknown=None)
-    found = of_problems(saved.problem, network.problem)
-    if found:
-        raise _mismatch(type(request.model).__name__, found)
-    return network
 
 
 def not_for(saved: SavedPlan, request: Request) -> PlanMismatchError:
@@ -166,6 +156,7 @@ def refuse_elsewhere(file: PlanFile, request: Request) -> None:
 
 
 def _network(saved: SavedPlan, request: Request, *, unknown: OpCost | None) -> Network:
+    """Return the network of a new recording with the costs of a saved plan."""
     recorded = request.recorded
     basic = recorded.graph.dataflow.basic
     external = external_values(basic, request.model, request.sample.leaves)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rockmate.comparison.deterministic import deterministic_algorithms
-from rockmate.errors import InfeasibleBudgetError, PlanFileError
+from rockmate.errors import InfeasibleBudgetError, PlanFileError, PlanMismatchError
 from rockmate.files.cache_folder import CacheFolder
 from rockmate.files.plan_file import PlanFile
 from rockmate.networks.planned import Planned
@@ -59,8 +59,13 @@ class Cache:
     def find(self, request: Request) -> Planned | None:
         found = self.folder.get(request.key)
         if found is not None and found.plans[0].recording == request.digest:
-            _log.info("a plan from %s serves", self.folder.path)
-            return planned_from(found.plans[0], request)
+            try:
+                planned = planned_from(found.plans[0], request)
+            except PlanMismatchError as error:  # a digest does not cover all that sizes follow from
+                _log.info("the plan in %s is not used: %s", self.folder.path, error)
+            else:
+                _log.info("a plan from %s serves", self.folder.path)
+                return planned
         planned = self.beyond.find(request)
         if planned is not None:
             try:
