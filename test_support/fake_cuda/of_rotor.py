@@ -17,13 +17,11 @@ from rotor.runtime.device import BLOCK_BYTES, USABLE_SHARE_OF_FREE, Cpu, standin
 class FakeCuda(Cpu):
     """Answers for the CPU as a CUDA device would."""
 
+    warms_up = True
+
     def __init__(self, free_bytes: int) -> None:
         super().__init__(torch.device("cpu"))
         self.free_bytes = free_bytes
-
-    @property
-    def warms_up(self) -> bool:
-        return True
 
     def block_bytes(self, size_bytes: int) -> int:
         return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 
 class RockmateError(Exception):
     """Base of every error that these packages raise on purpose: `rockmate.RockmateError`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copying and unpickling set what an error carries, and do not call its `__init__` again.
+        state = {**vars(self), "msg": self.msg} if isinstance(self, ImportError) else vars(self)
+        return Exception.__new__, (type(self), *self.args), state
 
 
 class RkgbError(RockmateError):
@@ -44,13 +48,6 @@ class UnsupportedOpError(RkgbError, ValueError):
         self.module_path: str = module_path
         self.source = source
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Without it, copying and unpickling would pass only `args`.
-        make = functools.partial(
-            type(self), op=self.op, module_path=self.module_path, source=self.source
-        )
-        return make, self.args, vars(self)
-
 
 class OpaquePieceError(RkgbError, RuntimeError):
     """An opaque call of a submodule did not behave as recorded."""
@@ -58,10 +55,6 @@ class OpaquePieceError(RkgbError, RuntimeError):
     def __init__(self, message: str, *, module_path: str) -> None:
         super().__init__(message)
         self.module_path: str = module_path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        make = functools.partial(type(self), module_path=self.module_path)
-        return make, self.args, vars(self)
 
 
 class OtherWayError(RkgbError, RuntimeError):

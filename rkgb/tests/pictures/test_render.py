@@ -14,7 +14,7 @@ from torch import nn
 
 import rkgb
 from rkgb.pictures.fold import fold
-from rkgb.pictures.render import dot_source, forget_what_was_said, sketch_of
+from rkgb.pictures.render import dot_source, print_once, sketch_of
 from zoo.examples import example
 
 needs_dot = pytest.mark.skipif(
@@ -124,7 +124,7 @@ def test_without_dot_the_source_is_written_and_the_message_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    forget_what_was_said()
+    print_once.cache_clear()
     monkeypatch.setenv("PATH", "")
     monkeypatch.chdir(tmp_path)
     path = rkgb.stools.print_S_graph(result.S_graph, name="without")

@@ -5,13 +5,10 @@ Each text has three parts: what was asked, what was found, what to do.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
-from typing import Any
 
-from rkgb.errors import (
-    RockmateError as RockmateError,
-)  # of rkgb's errors, too: one name catches all
+# Of rkgb's errors, too: one name catches all.
+from rkgb.errors import RockmateError as RockmateError
 
 
 class ArgumentsError(RockmateError, ValueError, TypeError):
@@ -30,9 +27,6 @@ class MissingExtraError(RockmateError, ImportError):
             f"{package}"
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.what, self.package, self.extra), vars(self)
-
 
 class UnknownChoiceError(RockmateError, ValueError):
     """An option was given an unknown value; `choices` are the known ones."""
@@ -47,9 +41,6 @@ class UnknownChoiceError(RockmateError, ValueError):
         names = ", ".join(self.choices)
         known = f"{names}, or {otherwise}" if otherwise else f"one of {names}"
         super().__init__(f"{option} {asked!r} is unknown; choose {known}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.option, self.asked, self.choices, self.otherwise), vars(self)
 
 
 # --- planning -------------------------------------------------------------------------------------
@@ -71,16 +62,6 @@ class InfeasibleBudgetError(RockmateError, ValueError, RuntimeError):
         self.bound_bytes = bound_bytes
         self.whole: tuple[str, ...] = ()  # opaque calls in the plan
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Without it, copying and unpickling would pass only `args`.
-        make = functools.partial(
-            type(self),
-            asked_bytes=self.asked_bytes,
-            minimum_bytes=self.minimum_bytes,
-            bound_bytes=self.bound_bytes,
-        )
-        return make, self.args, vars(self)
-
 
 class InvalidPlanError(RockmateError, ValueError):
     """A sequence of steps is invalid, or does not belong to the problem."""
@@ -96,9 +77,6 @@ class PlanMismatchError(InvalidPlanError):
     def __init__(self, message: str, differences: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.differences = tuple(differences)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (*self.args, self.differences), vars(self)
 
 
 class PlanSharingError(RockmateError, RuntimeError):

@@ -121,7 +121,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_program_for_pictures_is_said_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
-    render.forget_what_was_said()
+    render.print_once.cache_clear()
     monkeypatch.setattr("shutil.which", lambda _: None)
     rkgb.print_all_graphs(rkgb.make_all_graphs(model(), X), folder=tmp_path)
     said = capsys.readouterr().out

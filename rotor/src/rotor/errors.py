@@ -1,8 +1,4 @@
-"""Errors of rotor. Each says what was asked, what was found, what to do, and carries the numbers.
-
-Errors that are made from more than their text define `__reduce__`. Copying and unpickling then pass
-the same arguments again.
-"""
+"""Errors of rotor. Each says what was asked, what was found, what to do, and has the numbers."""
 
 from __future__ import annotations
 
@@ -19,6 +15,11 @@ def format_bytes(count: int) -> str:
 
 class RotorError(Exception):
     """Base class of every error that rotor raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copying and unpickling set what an error carries, and do not call its `__init__` again.
+        state = {**vars(self), "msg": self.msg} if isinstance(self, ImportError) else vars(self)
+        return Exception.__new__, (type(self), *self.args), state
 
 
 class InvalidChainError(RotorError, ValueError):
@@ -40,10 +41,6 @@ class InfeasibleBudgetError(RotorError, ValueError):
             f"feasible budget is {format_bytes(minimum_bytes)}.{' ' + detail if detail else ''} "
             f"Raise the budget to at least {minimum_bytes} bytes or make the sample smaller."
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        arguments = (self.budget_bytes, self.minimum_bytes, self.stages, self.detail)
-        return type(self), arguments, vars(self)
 
 
 class InvalidScheduleError(RotorError, ValueError):
@@ -68,10 +65,6 @@ class TableTooLargeError(RotorError, MemoryError):
             f"raise max_table_bytes."
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        arguments = (self.needed_bytes, self.limit_bytes, self.stages, self.slots)
-        return type(self), arguments, vars(self)
-
 
 class NotSequentialError(RotorError, TypeError):
     """The module is not an `nn.Sequential`, so its stages cannot be told apart."""
@@ -83,9 +76,6 @@ class StageError(RotorError, RuntimeError):
     def __init__(self, message: str, stage: str) -> None:
         self.stage = stage
         super().__init__(message)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.stage), vars(self)
 
 
 class InPlaceInputError(StageError):
@@ -110,9 +100,6 @@ class MemoryLimitFormatError(MemoryLimitError):
             f"mem_limit {limit!r} {problem}. Give an int (bytes), a float in (0, 1] (fraction of "
             f"what a step takes without recomputation), or text such as '2GiB', '800 MB' or '40%'."
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.limit, self.problem), vars(self)
 
 
 class BackwardError(RotorError, RuntimeError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 PAGE = (7.0, 9.5)  # inches of a printed page for one picture
 _MOST = 8  # columns
@@ -96,7 +96,7 @@ class _Sizes:
             self.last_reader[source] = max(target, self.last_reader.get(source, 0))
         self.cost = {
             index: sum(a < index <= b for a, b in inside)
-            + 2 * _common(pieces[index - 1].path, pieces[index].path)
+            + 2 * len(common([pieces[index - 1].path, pieces[index].path]))
             for index in self.breaks[1:]
         }
         # The work grows with the square of their number, so only the best are kept.
@@ -116,7 +116,8 @@ class _Sizes:
         for index in range(start, len(self.pieces)):
             piece = self.pieces[index]
             above = [source for source in self.before[index] if source >= start]
-            shared = _common(self.pieces[index - 1].path, piece.path) if index > start else 0
+            before = self.pieces[index - 1].path if index > start else ()
+            shared = len(common([before, piece.path]))
             frame = 0.3 * min(max(len(piece.path) - 1 - shared, 0), 2)
             bottom[index] = max((bottom[i] for i in above), default=0.0) + piece.height + frame
             # A cell that reads nothing here is drawn near its readers, beside its predecessor.
@@ -180,6 +181,7 @@ class _Sizes:
         return Columns(cells, width, height * (_SPREAD if len(runs) > 1 else 1.0), far)
 
 
-def _common(first: Sequence[str], second: Sequence[str]) -> int:
-    same = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    return next(same, min(len(first), len(second)))
+def common(paths: Sequence[Sequence[str]]) -> Sequence[str]:
+    """Return the longest beginning that all paths share."""
+    same = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return [parts[0] for parts in same]

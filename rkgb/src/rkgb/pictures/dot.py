@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from rkgb.pictures.columns import common
 from rkgb.pictures.fold import Folding, fold
 from rkgb.pictures.legend import (
     BACKWARD,
@@ -231,8 +232,7 @@ class _Drawer:
             kept = 0
             if cell == before + 1:
                 names = [module.path.rpartition(".")[2] for module in trail[1:]]
-                same = (i for i, (a, b) in enumerate(zip(names, parts, strict=False)) if a != b)
-                kept = next(same, min(len(names), len(parts)))
+                kept = len(common([names, parts]))
             del trail[kept + 1 :]
             for place in range(kept, len(parts)):
                 trail[-1].inner.append(_Modules(".".join(parts[: place + 1])))

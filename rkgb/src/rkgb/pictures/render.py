@@ -7,9 +7,9 @@ written, and a message says how to get the program.
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +73,8 @@ def print_graph(
         return _write(drawing, name, open, render_format, Path(folder))
 
 
-def print_graph_list(
-    gl: Sequence[Any],
-    name: str | None = None,
-    open: bool = False,
-    render_format: str = "svg",
-    folder: str | Path = ".",
-    *,
-    folded: bool = True,
-    columns: int | None = None,
-) -> Path | None:
-    """Draw a list of blocks into one file: their chain, and each class once in detail."""
-    return print_graph(list(gl), name, open, render_format, folder, folded=folded, columns=columns)
+# Of a list of blocks it draws their chain, and each class once in detail.
+print_graph_list = print_graph
 
 
 def print_all_graphs(
@@ -105,19 +95,8 @@ def print_all_graphs(
         "K_graph": result.K_graph,
         "blocks": list(result.S_graph_list),
     }
-    paths = [
-        print_graph(
-            graph,
-            f"{title}_{kind}",
-            open,
-            render_format,
-            folder,
-            title,
-            folded=folded,
-            columns=columns,
-        )
-        for kind, graph in graphs.items()
-    ]
+    where, how = (open, render_format, folder, title), {"folded": folded, "columns": columns}
+    paths = [print_graph(graph, f"{title}_{kind}", *where, **how) for kind, graph in graphs.items()]
     return [path for path in paths if path is not None]
 
 
@@ -172,18 +151,10 @@ def _file_name(g: Any) -> str:
     return f"{g.B_graph.model_name}_blocks" if hasattr(g, "B_graph") else "blocks"
 
 
-_said: set[str] = set()
-
-
-def _print_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        print(text)
-
-
-def forget_what_was_said() -> None:
-    """Allow messages again that are printed once per process."""
-    _said.clear()
+@functools.cache
+def print_once(text: str) -> None:
+    """Print a message once per process."""
+    print(text)
 
 
 def _write(drawing: Any, name: str, show: bool, render_format: str, folder: Path) -> Path:
@@ -196,7 +167,7 @@ def _write(drawing: Any, name: str, show: bool, render_format: str, folder: Path
     if shutil.which("dot") is None:
         source.write_text(drawing.source, encoding="utf-8")
         print(f"wrote {source}")
-        _print_once(
+        print_once(
             "Pictures need the program 'dot' of Graphviz, which was not found. Install it: "
             f"{INSTALL}; then: dot -T{render_format} -O FILE"
         )

@@ -16,6 +16,7 @@ from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.anonymize import anonymize, equivalence_classes, node_key
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
+from rkgb.pictures.columns import common
 
 Kind = Literal["fwd", "bwd", "data", "grad", "phantom", "input", "output", "block"]
 
@@ -224,12 +225,7 @@ def sketch_list(graphs: Sequence[SimplifiedGraph | KGraph], title: str = "blocks
 
 def _common_path(paths: Sequence[str]) -> str:
     """Return the innermost module that all `paths` are in."""
-    common = paths[0].split(".") if paths else []
-    for path in paths:
-        parts = path.split(".")
-        same = (i for i, (a, b) in enumerate(zip(common, parts, strict=False)) if a != b)
-        common = common[: next(same, min(len(common), len(parts)))]
-    return ".".join(common)
+    return ".".join(common([path.split(".") for path in paths]))
 
 
 def _k_key(kg: KGraph) -> str:

@@ -36,13 +36,11 @@ class Counts:
 class Device(ABC):
     """Memory, time and random numbers of one device."""
 
+    has_counters: bool  # of its allocator; otherwise the profiler reports every request
+    warms_up: bool  # libraries allocate workspaces or search for algorithms at a first run
+
     def __init__(self, where: torch.device) -> None:
         self.where = where
-
-    @property
-    @abstractmethod
-    def has_counters(self) -> bool:
-        """Whether the allocator has counters; otherwise the profiler reports every request."""
 
     def counts(self) -> Counts:
         """Synchronise and return the allocator's counters."""
@@ -51,11 +49,6 @@ class Device(ABC):
     def reset_peak(self) -> None:
         """Reset the peak of the counters to the present bytes."""
         raise NotImplementedError
-
-    @property
-    @abstractmethod
-    def warms_up(self) -> bool:
-        """Whether libraries allocate workspaces or search for algorithms at a first run."""
 
     def block_bytes(self, size_bytes: int) -> int:
         """Return the bytes that the allocator hands out for one request."""
@@ -86,13 +79,7 @@ class Device(ABC):
 class Cpu(Device):
     """The CPU of this machine."""
 
-    @property
-    def has_counters(self) -> bool:
-        return False
-
-    @property
-    def warms_up(self) -> bool:
-        return False
+    has_counters = warms_up = False
 
     def time(self, call: Callable[[], object]) -> float:
         # A single thread does all the work itself. Time without a core belongs to other processes.
@@ -109,13 +96,7 @@ class Cpu(Device):
 class Cuda(Device):
     """One CUDA device."""
 
-    @property
-    def has_counters(self) -> bool:
-        return True
-
-    @property
-    def warms_up(self) -> bool:
-        return True
+    has_counters = warms_up = True
 
     def block_bytes(self, size_bytes: int) -> int:
         return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
