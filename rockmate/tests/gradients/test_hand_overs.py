@@ -137,6 +137,20 @@ HOOKED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 
 
+class Gates(nn.Module):
+    """Cells that write one gate's operation into another's, so that nodes are in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = (torch.zeros_like(x), torch.zeros_like(x))
+        for _ in range(3):
+            state = self.cell(x, state)
+        return state[0]
+
+
 @pytest.mark.parametrize("budget", [1.0, 0.9])
 @pytest.mark.parametrize("name", HOOKED)
 def test_hooks_that_draw_are_called_in_eagers_order(name: str, budget: float) -> None:
@@ -161,6 +175,37 @@ def test_hooks_that_draw_are_called_in_eagers_order(name: str, budget: float) ->
         assert_same_gradients(model, twin)
         assert seen[0] == seen[1]
     assert len(seen[0]) == 4 * len(list(model.parameters()))
+
+
+def test_hooks_are_called_in_eagers_order_or_with_a_warning() -> None:
+    torch.manual_seed(0)
+    model, x = Gates(), torch.randn(4, 6)
+    twin = eager_copy(model)
+    orders: list[list[str]] = []
+    for module in (wrap(model, x, "1MiB"), twin):
+        orders.append([])
+        noisy(module, orders[-1])
+        torch.manual_seed(1)
+        module(x).square().mean().backward()
+    assert orders[0] == orders[1] != []
+    assert_same_gradients(model, twin)
+    tight = wrap(Gates(), x, 1.0)
+    noisy(tight, [])
+    with pytest.warns(RuntimeWarning, match="hooks on parameters of Gates .* raise the budget"):
+        tight(x)
+
+
+@pytest.mark.parametrize("wanted", [slice(None), slice(1, None), slice(0, -1), slice(0, None, 2)])
+def test_hooks_that_come_after_the_forward_of_some_leaves(wanted: slice) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]), torch.randn(4, 6)
+    twin, orders = eager_copy(model), list[list[str]]()
+    for module in (wrap(model, x, "1MiB"), twin):
+        total = module(x).sum()
+        orders.append([])
+        noisy(module, orders[-1])
+        torch.autograd.grad(total, list(module.parameters())[wanted])
+    assert orders[0] == orders[1] != []
 
 
 @pytest.mark.parametrize("name", ["a chain", "convolutions", "tied"])

@@ -14,7 +14,6 @@ from rkgb.graphs import SimplifiedGraph
 from rkgb.run import single_places, waiting_places, without_idle_steps
 from rockmate.networks.network import Network
 from rockmate.runtime.executable import Executable
-from rockmate.runtime.gradients.rails import fired_in_order
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.simulate import simulate
@@ -41,7 +40,11 @@ def planned_executable(network: Network, plan: Plan) -> Executable:
     """Compile the program of a plan."""
     steps = tuple(Step(*step) for step in without_idle_steps(network.graph, plan.steps))
     return executable(
-        network.graph, steps, network.measured, spare_bytes=spare_bytes_of(network, steps)
+        network.graph,
+        steps,
+        network.measured,
+        spare_bytes=spare_bytes_of(network, steps),
+        room_bytes=plan.budget_bytes - plan.peak_bytes,
     )
 
 
@@ -72,11 +75,12 @@ def executable(
     *,
     like: Executable | None = None,
     spare_bytes: Sequence[int] = (),
+    room_bytes: int = 0,
 ) -> Executable:
     """Compile the program of some steps.
 
     For other gradients, `like` gives the places of hand-overs. Without it, `spare_bytes` is the
-    headroom of each step.
+    headroom of each step within the predicted peak, and hooks on leaves may take `room_bytes` more.
     """
     infos, chosen = graph.dataflow.infos, measured.callees
     alike = {call_kind(key): callee for key, callee in chosen.items()}
@@ -95,7 +99,6 @@ def executable(
         places, singles = like.places, like.singles
     else:
         places = waiting_places(graph, steps, spare_bytes)
-        places = fired_in_order(places, graph.dataflow.basic.edges)
-        singles = single_places(graph, steps, spare_bytes)
+        singles = single_places(graph, steps, [room_bytes + spare for spare in spare_bytes])
     compiled = compile_step(graph, lower(places), callee)
     return Executable(graph, compiled, places, singles, lower)

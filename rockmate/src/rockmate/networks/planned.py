@@ -173,6 +173,8 @@ class Planned:
             () if self.numbers is None else [x if type(x) in (float, int) else None for x in leaves]
         )
         keep = Contents.kept if looks and self.executor.is_due(model) else None
+        if looks:
+            self.executor.expected.warn_of_order(external)
         outputs = self.executor(external, variant, model, numbers, keep)
         made = dict(zip(names, outputs, strict=True))
         results = [

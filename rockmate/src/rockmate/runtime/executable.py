@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -484,9 +485,27 @@ class Executable:
 
     def for_hooks(self, external: Mapping[str, Tensor]) -> Executable:
         """Return the executable whose rail calls hooks of leaves in eager's order."""
+        return self.single if self._has_hooks(external) or self.arrivals.in_parts else self.backs
+
+    def _has_hooks(self, external: Mapping[str, Tensor]) -> bool:
         leaves = self.read_leaves(external)
-        has_hooks = any(map(_hooks_before, leaves)) or any(map(_hooks_after, leaves))
-        return self.single if has_hooks or self.arrivals.in_parts else self.backs
+        return any(map(_hooks_before, leaves)) or any(map(_hooks_after, leaves))
+
+    def warn_of_order(self, external: Mapping[str, Tensor]) -> None:
+        """Warn if there are hooks on leaves that are not called in eager's order."""
+        if not self._waits_for_order and self._has_hooks(external):
+            warnings.warn(
+                f"hooks on parameters of {self.graph.dataflow.basic.model_name} are called in "
+                "another order than in plain PyTorch: within the budget, gradients cannot wait for "
+                "one another. It matters if the hooks draw random numbers or read one another's "
+                "results; then raise the budget.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    @cached_property
+    def _waits_for_order(self) -> bool:
+        return list(self.singles) == sorted(self.singles)
 
     def rail(self, external: Mapping[str, Tensor]) -> Rail:
         """Return a rail to the leaves among the external values that no other step is using."""

@@ -79,7 +79,7 @@ def waiting_places(
             waiting = parts[t]
         found.append(waiting)
         room = _MOST_WAITING_BYTES
-    places = [tuple(given.edge for given in part) for part in found]
+    places = [tuple(sorted(given.edge for given in part)) for part in found]
     rest = set(range(len(sg.dataflow.basic.edges))).difference(*places)
     for edge in sorted(rest):
         later = (i for i, place in enumerate(places) if min(place) > edge)
@@ -95,7 +95,7 @@ def single_places(
     held = held_bytes(sg, steps, places)
     if all(more <= spare for more, spare in zip(held, spare_bytes or [0] * len(held), strict=True)):
         return places
-    return tuple((e,) for place in waiting_places(sg, steps) for e in sorted(place))
+    return tuple((e,) for place in waiting_places(sg, steps) for e in place)
 
 
 def ends_of(given: Sequence[Given], places: Places) -> list[int]:

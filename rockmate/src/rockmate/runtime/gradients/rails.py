@@ -10,7 +10,6 @@ are made anew.
 
 from __future__ import annotations
 
-import functools
 import operator
 import weakref
 from collections import Counter
@@ -23,11 +22,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rkgb.run import Places
-from rkgb.torch_api import latest_sequence_nr, refuse_unused, run_backward, set_sequence_nr
+from rkgb.torch_api import latest_sequence_nr, refuse_unused, set_sequence_nr
 from rockmate.errors import BackwardTwiceError
 from rockmate.runtime.gradients.shared_uses import Arrivals
 
+_FIRST = 1 << 62  # above the sequence number of any node
 OUT_OF_ORDER = (
     "a part of the backward of a Rockmate module was asked for out of order, or after what it "
     "needs was gone. Begin each backward at the module's outputs, with retain_graph=True if parts "
@@ -86,7 +85,7 @@ class Rail:
         end = len(leaves)
         for place in reversed(range(len(layout.leaves))):
             start = end - len(layout.leaves[place])
-            self.token = _HandOver.apply(self, place, self.token, *leaves[start:end])  # type: ignore[no-untyped-call]
+            self.token = _HandOver.apply(self, place, self.token, *_in_turn(leaves[start:end]))  # type: ignore[no-untyped-call]
             self.tokens.insert(0, self.token)
             self._nodes.insert(0, self.token.grad_fn)
             end = start
@@ -200,50 +199,18 @@ class _HandOverNode(_HandOver._backward_cls):  # type: ignore[name-defined, misc
 _HandOver._backward_cls = _HandOverNode
 
 
-@functools.cache
-def firing_order(count: int, *, is_last: bool) -> tuple[int, ...]:
-    """Return the order in which the engine visits the leaves of one place.
+def _in_turn(leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return what stands for the leaves of one place, so that they are reached in this order.
 
-    They have equal priority in the engine's heap, so the order is found by a trial.
+    Accumulators have equal priority in the engine's heap. It visits up to two of them in order; the
+    order of more depends on what else is in it.
     """
-    fired: list[int] = []
-    with torch.inference_mode(False), torch.enable_grad():
-        leaves = [torch.empty(0, requires_grad=True) for _ in range(count)]
-        for number, leaf in enumerate(leaves):
-            leaf.register_post_accumulate_grad_hook(lambda _, n=number: fired.append(n))
-        token = torch.empty(0, requires_grad=True)
-        parts = [[], leaves] if not is_last else [leaves]
-        for part in parts:
-            token = _Trial.apply(token, *part)  # type: ignore[no-untyped-call]
-        run_backward([token], [torch.empty(0)])
-    return tuple(fired)
-
-
-class _Trial(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, *leaves: Tensor) -> Tensor:
-        ctx.count = len(leaves)
-        return token.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return (grad, *(torch.empty(0) for _ in range(ctx.count)))
-
-
-def fired_in_order(places: Places, edges: Sequence[tuple[str, int]]) -> Places:
-    """Return the same places with edges ordered so that the engine visits leaves in eager's order.
-
-    Hooks that are put on leaves after the forward see this order, if nothing else runs in between.
-    """
-    last = {edges[edge][0]: edge for place in places for edge in sorted(place)}
-    found = []
-    for number, place in enumerate(places):
-        complete = [edge for edge in sorted(place) if last[edges[edge][0]] == edge]
-        fired = firing_order(len(complete), is_last=number + 1 == len(places))
-        by_slot = dict(zip(fired, complete, strict=True))
-        rest = [edge for edge in sorted(place) if last[edges[edge][0]] != edge]
-        found.append((*rest, *(by_slot[slot] for slot in range(len(complete)))))
-    return tuple(found)
+    if len(leaves) < 3 or any(leaf.layout is not torch.strided for leaf in leaves):
+        return leaves
+    found = [torch.ops.aten.alias(leaf) for leaf in leaves]
+    for number, link in enumerate(found):
+        set_sequence_nr(link.grad_fn, _FIRST - number)
+    return found
 
 
 def reader(keys: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:
