@@ -75,7 +75,7 @@ LAYERS = {
         "problems",
         "schedules",
         "files",
-        "solvers runtime keys",
+        "solvers runtime guards",
         "options",
         "planners comparison whole_step",
         "reports settings",

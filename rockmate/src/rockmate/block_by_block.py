@@ -35,9 +35,9 @@ from rockmate.errors import (
 )
 from rockmate.files.cache_folder import CacheFolder
 from rockmate.files.plan_file import PlanFile, SavedBlocks
+from rockmate.guards.module_watch import without_hooks
+from rockmate.guards.sharded import own_class, refuse_engines
 from rockmate.in_place import remove
-from rockmate.keys.module_watch import without_hooks
-from rockmate.keys.sharded import own_class, refuse_engines
 from rockmate.module import Rockmate, dressed, plain_view
 from rockmate.progress import Phases
 from rockmate.requests import Request, planned_for

@@ -24,7 +24,7 @@ from rockmate.decisions import DecidingModule
 from rockmate.decisions.report import DecidedPlan
 from rockmate.errors import UnsupportedModuleError
 from rockmate.files.plan_file import PlanFile
-from rockmate.keys.sharded import own_class, refuse_engines
+from rockmate.guards.sharded import own_class, refuse_engines
 from rockmate.networks import compiled_part, cut_parts
 from rockmate.reports.plan_report import PlanReport
 from rockmate.requests.identity import in_short, input_texts, made_with

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from rkgb.guards import CodeWatch, Sources
 from rkgb.torch_api.patches import Patches
-from rockmate.keys.module_watch import ModuleWatch
+from rockmate.guards.module_watch import ModuleWatch
 
 FACTOR, TABLE, NAMES = 1.0, {"depth": {"scale": 1.0}}, ["a"]
 BESIDE = torch.ones(4)

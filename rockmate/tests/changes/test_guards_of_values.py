@@ -30,7 +30,7 @@ from torch import nn
 
 from rkgb.guards import CodeWatch, Sources
 from rockmate import Rockmate
-from rockmate.keys.module_watch import ModuleWatch
+from rockmate.guards.module_watch import ModuleWatch
 
 Change = Callable[[], object]
 Read = Callable[[], object]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from rockmate.errors import UnsupportedModuleError
-from rockmate.keys.sharded import own_class
+from rockmate.guards.sharded import own_class
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 AUTO = "auto"

@@ -11,8 +11,8 @@ from torch import nn
 from rockmate.arguments import Call
 from rockmate.blockwise.rehearsal import Mark
 from rockmate.errors import UnsupportedModuleError
-from rockmate.keys.input_signature import key_of
-from rockmate.keys.sharded import own_class
+from rockmate.guards.input_signature import key_of
+from rockmate.guards.sharded import own_class
 from rockmate.networks import Planned
 from rockmate.networks.executables import planned_executable
 from rockmate.options.module_choice import ModuleCall

@@ -43,9 +43,9 @@ from rockmate.calls.planned_module import PlannedModule
 from rockmate.comparison.deterministic import deterministic_algorithms
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
 from rockmate.files.plan_file import SavedBlocks
-from rockmate.keys.input_signature import ambient, in_order, key_of
-from rockmate.keys.module_watch import without_hooks
-from rockmate.keys.sharded import is_sharded, local_part, own_class, settled_call, whole_parts
+from rockmate.guards.input_signature import ambient, in_order, key_of
+from rockmate.guards.module_watch import without_hooks
+from rockmate.guards.sharded import is_sharded, local_part, own_class, settled_call, whole_parts
 from rockmate.networks.self_test import eager_step, self_test
 from rockmate.options.module_choice import (
     Choice,

@@ -15,7 +15,7 @@ from rockmate.blockwise.team import Team
 from rockmate.errors import PlanFileError, PlanMismatchError
 from rockmate.files.differences import of_mappings
 from rockmate.files.plan_file import PlanFile, SavedBlock, SavedBlocks, SavedKind
-from rockmate.keys.input_signature import ambient, in_order, key_of
+from rockmate.guards.input_signature import ambient, in_order, key_of
 from rockmate.requests.identity import cache_key, made_with
 from rockmate.schedules.steps import Steps
 from rockmate.settings import Terms

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rockmate.calls.plan_store import Key, PlanStore
-from rockmate.keys.module_state import Place
+from rockmate.guards.module_state import Place
 
 _MOST_TRIES = 4  # to make a plan for all numbers
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from rockmate.keys.input_signature import for_any_number, other_ints, told, unlike
-from rockmate.keys.module_state import ModuleState, Place
+from rockmate.guards.input_signature import for_any_number, other_ints, told, unlike
+from rockmate.guards.module_state import ModuleState, Place
 from rockmate.reports.in_full import InFull
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from rockmate.calls.plans_of_module import (
 )
 from rockmate.calls.second_look import Differences, SecondLook
 from rockmate.errors import UnsupportedModuleError
-from rockmate.keys.input_signature import ambient, in_order, key_of
-from rockmate.keys.sharded import settled_call
-from rockmate.keys.snapshot import ExternalValues, Snapshot
+from rockmate.guards.input_signature import ambient, in_order, key_of
+from rockmate.guards.sharded import settled_call
+from rockmate.guards.snapshot import ExternalValues, Snapshot
 from rockmate.networks import Planned
 from rockmate.runtime.plain import is_plain, plain
 from rockmate.settings import Terms

@@ -21,10 +21,10 @@ from rockmate.calls.any_number import AnyNumber
 from rockmate.calls.plan_store import Family, Key, PlanRow, PlanRows, what
 from rockmate.calls.requester import Requester, planning, with_whole
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
-from rockmate.keys.changing_places import ChangingPlaces, readers
-from rockmate.keys.input_signature import ambient, in_order, key_of
-from rockmate.keys.module_state import ModuleState, Place
-from rockmate.keys.module_watch import without_hooks
+from rockmate.guards.changing_places import ChangingPlaces, readers
+from rockmate.guards.input_signature import ambient, in_order, key_of
+from rockmate.guards.module_state import ModuleState, Place
+from rockmate.guards.module_watch import without_hooks
 from rockmate.networks import Planned
 from rockmate.requests import eager_peak_bytes
 from rockmate.runtime.plain import unseen

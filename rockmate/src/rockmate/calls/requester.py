@@ -15,9 +15,9 @@ from rockmate.calls.first_call import FirstCall
 from rockmate.calls.plan_store import PlanStore
 from rockmate.errors import InfeasibleBudgetError, RockmateError, UnsupportedModuleError
 from rockmate.files.plan_file import PlanFile
-from rockmate.keys.input_signature import ambient
-from rockmate.keys.module_watch import ModuleWatch, without_hooks
-from rockmate.keys.sharded import whole_parts
+from rockmate.guards.input_signature import ambient
+from rockmate.guards.module_watch import ModuleWatch, without_hooks
+from rockmate.guards.sharded import whole_parts
 from rockmate.networks import Planned
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.requests import (

@@ -1,7 +1,7 @@
 """Look at a call once more, as it was recorded, before its plan runs it.
 
 The calls after the one that was recorded are looked at, and those that the user asks for. What is
-otherwise than in the plan's recording, Python has decided by something that no key holds: the
+otherwise than in the plan's recording, Python has decided by something that no guard covers: the
 submodule around it runs whole from then on, and the call is planned anew before it runs.
 """
 
@@ -26,7 +26,7 @@ from rockmate.calls.plan_store import Family
 from rockmate.calls.plans_of_module import PlansOfModule
 from rockmate.calls.requester import planning
 from rockmate.errors import RockmateError
-from rockmate.keys.module_watch import without_hooks
+from rockmate.guards.module_watch import without_hooks
 from rockmate.networks import Planned
 from rockmate.networks.network import Network
 from rockmate.runtime.plain import unseen

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rkgb.torch_api import straight_to_kernels
 from rockmate.comparison.fingerprint import Fingerprints
-from rockmate.keys.sharded import local_part
+from rockmate.guards.sharded import local_part
 
 _MOST = 1 << 20  # elements of a tensor that are compared: whole rows, evenly spread
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rockmate.keys.sharded import local_part
+from rockmate.guards.sharded import local_part
 
 _PIECE = 1 << 16  # elements
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rockmate.keys.sharded import local_part
+from rockmate.guards.sharded import local_part
 
 _PIECE = 1 << 20  # elements that are compared at once, in double precision
 

@@ -30,7 +30,7 @@ from rockmate.decisions.blocks import EVERYTHING, Meeting, Run, WrittenOutsideEr
 from rockmate.decisions.report import DecidedPlan, report
 from rockmate.decisions.step_plan import StepPlan
 from rockmate.errors import InfeasibleBudgetError, RockmateError, SelfTestError
-from rockmate.keys.module_watch import without_hooks
+from rockmate.guards.module_watch import without_hooks
 from rockmate.options.module_choice import ModuleCall, StepMemory, choose, peak_of, smallest_budget
 from rockmate.settings import Terms
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from rkgb.recording import transparent_checkpoints
-from rockmate.keys.module_state import UNDRESSED
+from rockmate.guards.module_state import UNDRESSED
 
 
 class Lead(Protocol):

@@ -26,9 +26,9 @@ from rockmate.decisions.choosing import Chosen, NoBlocksError, plan_step
 from rockmate.decisions.report import DecidedPlan, no_file
 from rockmate.errors import InfeasibleBudgetError, RockmateError
 from rockmate.files.plan_file import PlanFile
-from rockmate.keys.input_signature import ambient, in_order
-from rockmate.keys.module_watch import without_hooks
-from rockmate.keys.sharded import settled_call
+from rockmate.guards.input_signature import ambient, in_order
+from rockmate.guards.module_watch import without_hooks
+from rockmate.guards.sharded import settled_call
 from rockmate.networks import Planned, gradients_stay
 from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms

@@ -17,7 +17,7 @@ from rkgb.engine import B_to_D, D_to_S, bind_inputs, node_facts, operations, run
 from rkgb.graphs import PLANNED_PASSES, BackwardKind, SimplifiedGraph
 from rockmate.errors import UnsupportedModuleError
 from rockmate.estimate.costs_from_file import InProportion, Recorded
-from rockmate.keys.sharded import refuse_engines
+from rockmate.guards.sharded import refuse_engines
 from rockmate.networks.network_problem import problem_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases

@@ -33,7 +33,7 @@ from rkgb.graphs import BackwardKind, SimplifiedGraph
 from rkgb.run import Outcomes, RunnableGraph, without_idle_steps
 from rkgb.torch_api import has_saved_hooks
 from rockmate.comparison.contents import Contents
-from rockmate.keys.input_signature import InputSignature
+from rockmate.guards.input_signature import InputSignature
 from rockmate.networks.executables import executable, planned_executable
 from rockmate.networks.likely import kinds_of_sums, likely_kinds
 from rockmate.networks.network import Network

@@ -34,8 +34,8 @@ from rkgb.graphs import (
 from rkgb.run import held_bytes, without_idle_steps
 from rkgb.torch_api import placed_parameters
 from rockmate.errors import InfeasibleBudgetError, RockmateError, UnsupportedModuleError
-from rockmate.keys.input_signature import InputSignature
-from rockmate.keys.module_watch import without_hooks
+from rockmate.guards.input_signature import InputSignature
+from rockmate.guards.module_watch import without_hooks
 from rockmate.networks.executables import (
     executable,
     spare_bytes_of,

@@ -18,7 +18,7 @@ from rkgb.graphs import PLANNED_PASSES, BackwardKind, BasicGraph
 from rkgb.run import RunnableGraph
 from rockmate.arguments import Call
 from rockmate.errors import UnsupportedModuleError
-from rockmate.keys.input_signature import InputSignature
+from rockmate.guards.input_signature import InputSignature
 from rockmate.networks.planned import Planned
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.progress import Phases

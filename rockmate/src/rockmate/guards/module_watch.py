@@ -9,8 +9,8 @@ from torch import nn
 
 from rkgb.elements import attribute_keyword
 from rkgb.guards import Sources
-from rockmate.keys.module_state import ModuleState, Place
-from rockmate.keys.snapshot import HOOKS, Snapshot
+from rockmate.guards.module_state import ModuleState, Place
+from rockmate.guards.snapshot import HOOKS, Snapshot
 
 _MORE_OF_HOOKS = (
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),

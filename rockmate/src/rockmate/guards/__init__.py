@@ -1,4 +1,4 @@
-"""Keys: the guards of a plan on its call and its module, as one hashable value.
+"""The guards of a plan on its call and its module, as one hashable value: the key of a plan.
 
 Gets a module and the arguments of a call; gives keys. It is fast, because what was found once is
 only checked afterwards. Read input_signature.py (the call and torch's global state),

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from rkgb.elements import is_inside
 from rkgb.guards import Sources
-from rockmate.keys.module_state import ModuleState
+from rockmate.guards.module_state import ModuleState
 
 _MOST_VALUES = 4  # of one place, in successive recordings
 Fact = tuple[str, str, str]

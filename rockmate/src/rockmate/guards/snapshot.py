@@ -21,8 +21,8 @@ from rkgb.elements import is_inside, storage_id
 from rkgb.graphs import BasicGraph
 from rkgb.guards import Same, Sources, Watched, is_users
 from rkgb.torch_api import same_kinds
-from rockmate.keys.module_state import UNDRESSED, ModuleState, Place, module_in_words
-from rockmate.keys.tables import Tables
+from rockmate.guards.module_state import UNDRESSED, ModuleState, Place, module_in_words
+from rockmate.guards.tables import Tables
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_modules", "_parameters", "_buffers")
