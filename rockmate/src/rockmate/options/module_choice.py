@@ -20,10 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from rockmate.options.options import BlockOption
 
+_Array = npt.NDArray[Any]
 _MOST_STATES = 4000
 _SHARES = 48  # number of bounds to try on the bytes that a micro-batch in flight holds
 
@@ -58,13 +62,51 @@ class StepMemory:
     in_flight: int = 1  # largest number of micro-batches between forward and backward
 
 
-class _State(NamedTuple):
-    """The first modules with an option each: the bytes they keep beyond the measured ones."""
+@dataclass(frozen=True, slots=True)
+class _States:
+    """The first modules with an option each, one state in each place of the arrays."""
 
-    kept_bytes: int
-    time_ms: float
-    option: int  # of the last of them
-    before: _State | None
+    kept_bytes: _Array  # beyond the measured ones
+    time_ms: _Array
+    option: _Array  # of the last module
+    parent: _Array  # place of the state without the last module
+
+    @classmethod
+    def first(cls) -> _States:
+        """Return the state without a module."""
+        one = np.zeros(1, dtype=np.int64)
+        return cls(one, np.zeros(1), one, one)
+
+    def followed_by(self, call: ModuleCall, most_before: Sequence[int]) -> _States:
+        """Return the states with one more module, in each option that what is kept leaves room."""
+        counts = np.searchsorted(self.kept_bytes, most_before, side="right")
+        rows = [
+            (self.kept_bytes[:n] + more, self.time_ms[:n] + option.overhead_ms)
+            for n, more, option in zip(counts, call.more_bytes, call.options, strict=True)
+        ]
+        kept, time_ms = map(np.concatenate, zip(*rows, strict=True))
+        option = np.repeat(np.arange(len(counts)), counts)
+        return _States(kept, time_ms, option, np.concatenate([np.arange(n) for n in counts]))
+
+    def undominated(self) -> _States:
+        """Return the undominated states, in order of the bytes that they keep."""
+        states = self._rounded() if len(self.time_ms) > _MOST_STATES else self
+        states = states._at(np.lexsort((states.time_ms, states.kept_bytes)))
+        best = np.minimum.accumulate(states.time_ms)
+        return states._at(np.flatnonzero(states.time_ms < np.concatenate([[np.inf], best[:-1]])))
+
+    def _rounded(self) -> _States:
+        """Return coarser states; the least stays exact, so a feasible choice is never lost."""
+        kept = self.kept_bytes
+        grain = max(1, int(kept.max() - kept.min()) // _MOST_STATES)
+        least = np.lexsort((self.time_ms, kept))[:1]
+        coarse = replace(self, kept_bytes=-(-kept // grain) * grain)
+        exact = self._at(least)
+        pairs = ((getattr(coarse, f.name), getattr(exact, f.name)) for f in fields(self))
+        return _States(*map(np.concatenate, pairs))
+
+    def _at(self, places: _Array) -> _States:
+        return _States(*(getattr(self, field.name)[places] for field in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,42 +264,20 @@ def _fastest(step: StepMemory, room_bytes: int, most: int | None) -> tuple[int, 
     """Return the fastest options within `room_bytes` that keep at most `most` more bytes."""
     if step.before_bytes > room_bytes:
         return None
-    states: list[_State] = [_State(0, 0.0, -1, None)]
-    last = len(step.calls) - 1
+    states, last = _States.first(), len(step.calls) - 1
+    made: list[_States] = []
     for place, call in enumerate(step.calls):
-        made: list[_State] = []
-        for number, option in enumerate(call.options):
-            more = call.more_bytes[number]
-            before = _most_before(step, call, number, room_bytes, most, turns=place == last)
-            for state in states:
-                if state.kept_bytes > before:
-                    break
-                time_ms = state.time_ms + option.overhead_ms
-                made.append(_State(state.kept_bytes + more, time_ms, number, state))
-        states = _undominated(made)
-        if not states:
+        turns = place == last
+        before = [
+            _most_before(step, call, number, room_bytes, most, turns=turns)
+            for number in range(len(call.options))
+        ]
+        states = states.followed_by(call, before).undominated()
+        if not len(states.time_ms):
             return None
-    best: _State | None = min(states, key=lambda state: (state.time_ms, state.kept_bytes))
-    chosen: list[int] = []
-    while best is not None and best.before is not None:
-        chosen.append(best.option)
-        best = best.before
+        made.append(states)
+    chosen, at = list[int](), -1  # times fall while the bytes grow: the last is the fastest
+    for states in reversed(made):
+        chosen.append(int(states.option[at]))
+        at = states.parent[at]
     return tuple(reversed(chosen))
-
-
-def _undominated(made: list[_State]) -> list[_State]:
-    """Return the undominated states, in order of the bytes they keep."""
-    if len(made) > _MOST_STATES:
-        kept = [state.kept_bytes for state in made]
-        grain = max(1, (max(kept) - min(kept)) // _MOST_STATES)
-        least = min(
-            made, key=lambda state: state[:2]
-        )  # stays exact, so a feasible choice is never lost
-        made = [s._replace(kept_bytes=-(-s.kept_bytes // grain) * grain) for s in made]
-        made.append(least)
-    made.sort(key=lambda state: state[:2])
-    found: list[_State] = []
-    for state in made:
-        if not found or state.time_ms < found[-1].time_ms:
-            found.append(state)
-    return found
