@@ -2,6 +2,7 @@
 
 from rkgb.api import RkgbResult, make_all_graphs
 from rkgb.costs.forward_backward import KGraph
+from rkgb.costs.op_costs import FlopCost
 from rkgb.costs.recorded_costs import RecordedCosts
 from rkgb.errors import (
     CompilerMissingError,
@@ -35,6 +36,7 @@ __all__ = [
     "DataDependentError",
     "DataFlowGraph",
     "Dtools",
+    "FlopCost",
     "InvalidGraphError",
     "KGraph",
     "Ktools",

@@ -207,13 +207,28 @@ def test_costs_of_something_else_are_refused(tmp_path: Path, measured: rockmate.
     with pytest.raises(PlanMismatchError, match=r"recorded on cpu with torch 2.13\) have none"):
         rockmate.estimate(Net(layers=3), torch.randn(64, 16), device="cpu", cost=nothing)
     for asked in ("time", tmp_path / "none.json", 3):
-        with pytest.raises(UnknownChoiceError, match="choose flops, or a file"):
+        with pytest.raises(UnknownChoiceError, match=r"choose flops, or an rkgb\.FlopCost"):
             rockmate.estimate(Net(layers=3), torch.randn(64, 16), device="cpu", cost=asked)
     junk = tmp_path / "junk.json"
     for text in ("", "[1]", '{"format": "rkgb costs 2", "costs": 3}', "\ud800", "3"):
         junk.write_bytes(text.encode(errors="surrogatepass"))
         with pytest.raises((rkgb.InvalidGraphError, PlanFileError), match=r"no recording|cannot"):
             rockmate.estimate(Net(layers=3), torch.randn(64, 16), device="cpu", cost=junk)
+
+
+def test_the_weight_of_a_byte_belongs_to_the_device() -> None:
+    model, sample = Net(layers=3), torch.randn(64, 16)
+    times = {}
+    for weight in (0.0, 2.0, 200.0):
+        cost = rkgb.FlopCost(flops_per_byte=weight, flops_per_op=0.0)
+        found = rockmate.estimate(model, sample, device="cpu", cost=cost)
+        assert found.step_ms is None
+        times[weight] = found.problem.base_time_ms
+    usual = rockmate.estimate(model, sample, device="cpu").problem.base_time_ms
+    ops_ms = usual - times[2.0]  # of a thousand FLOPs each
+    assert 0 < ops_ms < usual
+    by_byte = (times[200.0] - times[0.0]) / 200
+    assert times[2.0] == pytest.approx(times[0.0] + 2 * by_byte)
 
 
 def test_a_few_operations_may_lack_a_cost() -> None:

@@ -30,9 +30,11 @@ class EstimatedCosts:
     missing_share: float = 0.0  # of the work of a step, in FLOPs and bytes moved
 
 
-def estimate_costs(basic: BasicGraph, ops: Sequence[Op]) -> EstimatedCosts:
-    """Return the estimated cost of each kind among `ops`."""
-    source, infos = FlopCost(), basic.infos
+def estimate_costs(
+    basic: BasicGraph, ops: Sequence[Op], source: FlopCost | None = None
+) -> EstimatedCosts:
+    """Return the estimated cost of each kind among `ops`; `source` weighs FLOPs and bytes."""
+    source, infos = source or FlopCost(), basic.infos
     kinds = kinds_of(basic, ops)
     # Some kernels save tensors whose size is known only after the call.
     sizeless = {n for op in ops for n in op.results if n and not infos[n].storage_bytes}

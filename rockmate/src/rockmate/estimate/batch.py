@@ -12,7 +12,7 @@ from torch import nn
 
 from rockmate.arguments import called_with, refuse
 from rockmate.errors import InfeasibleBudgetError, UnknownChoiceError
-from rockmate.estimate.costs_from_file import Cost, InProportion, Recorded, recorded_costs
+from rockmate.estimate.costs_from_file import ByFlops, Cost, Costs, InProportion, costs_named
 from rockmate.estimate.prediction import NOT_ESTIMATED, Estimate, usual_device
 from rockmate.estimate.sizes import priced_step, sizes_of
 from rockmate.planners import minimum_peak
@@ -83,7 +83,7 @@ class ToFill(Settings):
         refuse(self, "largest_batch", NOT_ESTIMATED)
 
     def _check_cost(self) -> None:
-        """Leave it to `recorded_costs`."""
+        """Leave it to `costs_named`."""
 
 
 @called_with(ToFill)
@@ -152,7 +152,7 @@ def _found(search: _Search, at_most: int, phases: Phases) -> LargestBatch:
     return LargestBatch(memory_bytes, plain, batch, budget_bytes, overhead, found)
 
 
-def _recorded_at(cost: str | Mapping[int, Cost]) -> dict[int, Recorded]:
+def _recorded_at(cost: str | Mapping[int, Cost]) -> dict[int, Costs]:
     """Return the recorded costs by batch; {} for FLOPs.
 
     Raises:
@@ -164,8 +164,7 @@ def _recorded_at(cost: str | Mapping[int, Cost]) -> dict[int, Recorded]:
         raise UnknownChoiceError(
             "cost", cost, ["flops"], "costs by the batch that they are for, as {8: 'net.plan.json'}"
         )
-    found = {batch: recorded_costs(one) for batch, one in cost.items()}
-    return {batch: one for batch, one in found.items() if one is not None}
+    return {batch: costs_named(one) for batch, one in cost.items()}
 
 
 @dataclass
@@ -173,7 +172,7 @@ class _Search:
     given: ToFill
     whole: WholeStep
     device: torch.device
-    recorded: Mapping[int, Recorded]  # costs, by batch
+    recorded: Mapping[int, Costs]  # costs, by batch
 
     def __post_init__(self) -> None:
         self._estimates: dict[int, Estimate] = {}
@@ -181,10 +180,10 @@ class _Search:
         self._memories: dict[int, Memory] = {}
         self._model = with_loss(self.given.model, self.given.loss)
 
-    def _costs_at(self, batch: int) -> Recorded | InProportion | None:
-        """Return the costs of a step of that batch, or None for FLOPs."""
+    def _costs_at(self, batch: int) -> Costs:
+        """Return the costs of a step of that batch."""
         if not self.recorded or batch in self.recorded:
-            return self.recorded.get(batch)
+            return self.recorded.get(batch, ByFlops())
         near = min(self.recorded, key=lambda known: max(known / batch, batch / known))
         if near not in self._steps:
             costs, given = self.recorded[near], self.given
@@ -201,10 +200,9 @@ class _Search:
             given, costs = self.given, self._costs_at(batch)
             model, optimizer, sample = self._model, given.optimizer, given.make_sample(batch)
             sizes = sizes_of(model, sample, given.kwargs, optimizer, self.device, costs)
-            times = "FLOPs" if costs is None else costs.words
             self._estimates[batch] = Estimate(
                 *(sizes, type(model).__name__, str(self.device)),
-                *(4, times, given.settings(cost="flops", reserve=0)),
+                *(4, costs.words, given.settings(cost="flops", reserve=0)),
             )
         return self._estimates[batch]
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 
 from rkgb import RecordedCosts
-from rkgb.costs import EstimatedCosts, OpCost, estimate_as_recorded, estimate_resized
+from rkgb.costs import (
+    EstimatedCosts,
+    FlopCost,
+    OpCost,
+    estimate_as_recorded,
+    estimate_costs,
+    estimate_resized,
+)
 from rkgb.elements import Op, TensorInfo
 from rkgb.graphs import BasicGraph
 from rockmate.errors import PlanMismatchError, UnknownChoiceError
@@ -18,7 +25,19 @@ from rockmate.files.whole import load_text
 from rockmate.requests.identity import kind_digest
 
 _MOST_MISSING = 0.1  # of the work of a step
-Cost = str | PathLike[str] | RecordedCosts | PlanFile
+Cost = str | PathLike[str] | FlopCost | RecordedCosts | PlanFile
+
+
+@dataclass(frozen=True)
+class ByFlops:
+    """FLOPs and bytes, with the weights of a device that need not be here."""
+
+    source: FlopCost = field(default_factory=FlopCost)
+    words = "FLOPs"
+
+    def of(self, basic: BasicGraph, ops: Sequence[Op], _: BasicGraph) -> EstimatedCosts:
+        """Return what each kind among `ops` costs."""
+        return estimate_costs(basic, ops, self.source)
 
 
 @dataclass(frozen=True)
@@ -59,6 +78,9 @@ class InProportion:
         return found
 
 
+Costs = ByFlops | Recorded | InProportion
+
+
 def _refuse_others(estimated: EstimatedCosts, words: str) -> None:
     """Refuse a step for which too many costs are missing; the error's `differences` name them."""
     missing = estimated.missing
@@ -82,8 +104,8 @@ def _of_plans(file: PlanFile) -> Recorded:
     return Recorded(_told(file.made_with.get("device"), file.made_with.get("torch")), find)
 
 
-def recorded_costs(cost: Cost) -> Recorded | None:
-    """Return the costs that `cost` names, or None for FLOPs.
+def costs_named(cost: Cost) -> Recorded | ByFlops:
+    """Return the costs that `cost` names.
 
     Raises:
         UnknownChoiceError: it is neither "flops" nor the path of a file.
@@ -91,7 +113,9 @@ def recorded_costs(cost: Cost) -> Recorded | None:
         rkgb.InvalidGraphError: the file holds neither costs nor plans.
     """
     if cost == "flops":
-        return None
+        return ByFlops()
+    if isinstance(cost, FlopCost):
+        return ByFlops(cost)
     if isinstance(cost, (str, PathLike)):
         cost = _read(Path(cost))
     if isinstance(cost, PlanFile):
@@ -118,5 +142,6 @@ def _read(path: Path) -> PlanFile | RecordedCosts:
 
 def _unknown(asked: object) -> UnknownChoiceError:
     return UnknownChoiceError(
-        "cost", asked, ["flops"], "a file that rk.save_plan or rkgb's RecordedCosts.save wrote"
+        *("cost", asked, ["flops"]),
+        "an rkgb.FlopCost, or a file that rk.save_plan or rkgb's RecordedCosts.save wrote",
     )

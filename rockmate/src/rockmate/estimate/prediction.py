@@ -11,7 +11,7 @@ import torch
 from rockmate import planners
 from rockmate.arguments import OfSample, called_with, refuse
 from rockmate.errors import UnknownChoiceError
-from rockmate.estimate.costs_from_file import Cost, recorded_costs
+from rockmate.estimate.costs_from_file import Cost, costs_named
 from rockmate.estimate.sizes import Sizes, sizes_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
@@ -237,7 +237,7 @@ class ToEstimate(OfSample):
         refuse(self, "estimate", NOT_ESTIMATED)
 
     def _check_cost(self) -> None:
-        """Leave it to `recorded_costs`."""
+        """Leave it to `costs_named`."""
 
 
 @called_with(ToEstimate)
@@ -258,9 +258,10 @@ def estimate(given: ToEstimate) -> Estimate:
             optimizer itself.
         device: where the step will run; this machine must have it.
         points: number of budgets of the curve below a plain step's peak.
-        cost: the unit of extra time: "flops", or costs that were recorded for this call, perhaps on
-            another machine: the path of a file that `rk.save_plan` wrote, an `rkgb.RecordedCosts`,
-            or the path of one. Recorded costs also give the workspace of every kernel.
+        cost: the unit of extra time: "flops"; `rkgb.FlopCost(flops_per_byte=...)` for a device that
+            is not here; or costs that were recorded for this call, perhaps on another machine: the
+            path of a file that `rk.save_plan` wrote, an `rkgb.RecordedCosts`, or the path of one.
+            Recorded costs also give the workspace of every kernel.
 
     Example:
         >>> with torch.device("meta"):
@@ -277,21 +278,21 @@ def estimate(given: ToEstimate) -> Estimate:
     """
     model, optimizer = with_loss(given.model, given.loss), given.optimizer
     where = usual_device(given.device)
-    recorded = recorded_costs(given.cost)
+    costs = costs_named(given.cost)
     if isinstance(optimizer, str):
         check_optimizer(optimizer)
     shares = {"recording": 3, "costs": 2, "bytes": 1}
     phases = Phases(shares, show=given.progress, title="estimate")
     with phases:
         found = [
-            sizes_of(model, args, kwargs, optimizer, where, recorded, phases)
+            sizes_of(model, args, kwargs, optimizer, where, costs, phases)
             for args, kwargs in given.calls()
         ]
     phases.close("estimate")
     sizes = max(found, key=lambda sizes: sizes.plain_bytes)
-    name, times = type(model).__name__, "FLOPs" if recorded is None else recorded.words
+    name = type(model).__name__
     points, settings = max(1, given.points), given.settings(cost="flops")
-    return Estimate(sizes, name, str(where), points, times, settings)
+    return Estimate(sizes, name, str(where), points, costs.words, settings)
 
 
 def usual_device(device: torch.device | str | None) -> torch.device:

@@ -11,18 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.capture import SizedStep, record_sizes
-from rkgb.costs import EstimatedCosts, estimate_costs, plain_peak_bytes
+from rkgb.costs import EstimatedCosts, plain_peak_bytes
 from rkgb.elements import flatten
 from rkgb.engine import B_to_D, D_to_S, bind_inputs, node_facts, operations, runnable
 from rkgb.graphs import PLANNED_PASSES, BackwardKind, SimplifiedGraph
 from rockmate.errors import UnsupportedModuleError
-from rockmate.estimate.costs_from_file import InProportion, Recorded
+from rockmate.estimate.costs_from_file import ByFlops, Costs, InProportion
 from rockmate.guards.sharded import refuse_engines
 from rockmate.networks.network_problem import problem_of
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.runtime.plain import plain
 from rockmate.whole_step import OptimizerBytes, optimizer_bytes
+
+_FLOPS = ByFlops()
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,10 @@ def priced_step(
     sample: Any,
     kwargs: Mapping[str, Any] | None,
     device: torch.device,
-    costs: Recorded | InProportion | None = None,
+    costs: Costs = _FLOPS,
     phases: Phases | None = None,
 ) -> PricedStep:
-    """Return a step of `model` on `device`, with the given costs, or else by FLOPs.
+    """Return a step of `model` on `device`, with the given costs.
 
     Raises:
         UnsupportedModuleError: nothing requires a gradient.
@@ -92,9 +94,7 @@ def priced_step(
         graph = runnable(D_to_S(B_to_D(step.basic), passes=PLANNED_PASSES)).graph
     basic, ops = graph.dataflow.basic, operations(graph)
     with phases.phase("costs"):
-        estimated = (
-            estimate_costs(basic, ops) if costs is None else costs.of(basic, ops, step.basic)
-        )
+        estimated = costs.of(basic, ops, step.basic)
     return PricedStep(step, graph, estimated)
 
 
@@ -104,7 +104,7 @@ def sizes_of(
     kwargs: Mapping[str, Any] | None,
     optimizer: Any,
     device: torch.device,
-    costs: Recorded | InProportion | None = None,
+    costs: Costs = _FLOPS,
     phases: Phases | None = None,
 ) -> Sizes:
     """Return the bytes of training `model` on `sample` on `device`, and the problem of one step.
