@@ -14,6 +14,7 @@ from rkgb.graphs import SimplifiedGraph
 from rkgb.run import single_places, waiting_places, without_idle_steps
 from rockmate.networks.network import Network
 from rockmate.runtime.executable import Executable
+from rockmate.runtime.gradients.rails import fired_in_order
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.simulate import simulate
@@ -99,6 +100,7 @@ def executable(
         places, singles = like.places, like.singles
     else:
         places = waiting_places(graph, steps, spare_bytes)
+        places = fired_in_order(places, graph.dataflow.basic.edges)
         singles = single_places(graph, steps, [room_bytes + spare for spare in spare_bytes])
     compiled = compile_step(graph, lower(places), callee)
     return Executable(graph, compiled, places, singles, lower)

@@ -10,6 +10,7 @@ are made anew.
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections import Counter
@@ -22,11 +23,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rkgb.torch_api import latest_sequence_nr, refuse_unused, set_sequence_nr
-from rockmate.errors import BackwardTwiceError
+from rkgb.run import Places
+from rkgb.torch_api import (
+    is_to_run,
+    latest_sequence_nr,
+    refuse_unused,
+    run_backward,
+    set_sequence_nr,
+)
+from rockmate.errors import BackwardTwiceError, UnsupportedModuleError
 from rockmate.runtime.gradients.shared_uses import Arrivals
 
-_FIRST = 1 << 62  # above the sequence number of any node
 OUT_OF_ORDER = (
     "a part of the backward of a Rockmate module was asked for out of order, or after what it "
     "needs was gone. Begin each backward at the module's outputs, with retain_graph=True if parts "
@@ -58,6 +65,16 @@ class RailPlaces:
         return next(mixed, "")
 
     @cached_property
+    def crowded(self) -> tuple[range, ...]:
+        """The numbers of the leaves of each place with so many that the engine's heap orders them.
+
+        It visits up to two in order.
+        """
+        firsts = accumulate(map(len, self.leaves), initial=0)
+        pairs = zip(firsts, self.leaves, strict=False)
+        return tuple(range(first, first + len(part)) for first, part in pairs if len(part) > 2)
+
+    @cached_property
     def read_leaves(self) -> Callable[[Mapping[str, Tensor]], Sequence[Tensor]]:
         """Picks the leaves of all places, in order, from the external values."""
         return reader([leaf for part in self.leaves for leaf in part])
@@ -85,7 +102,7 @@ class Rail:
         end = len(leaves)
         for place in reversed(range(len(layout.leaves))):
             start = end - len(layout.leaves[place])
-            self.token = _HandOver.apply(self, place, self.token, *_in_turn(leaves[start:end]))  # type: ignore[no-untyped-call]
+            self.token = _HandOver.apply(self, place, self.token, *leaves[start:end])  # type: ignore[no-untyped-call]
             self.tokens.insert(0, self.token)
             self._nodes.insert(0, self.token.grad_fn)
             end = start
@@ -114,6 +131,27 @@ class Rail:
         self.step = weakref.ref(step)
         for node in self._nodes if self.has_hooks else ():
             node.given = None
+
+    def refuse_late_hooks(self) -> None:
+        """Refuse a backward for some leaves only that would call hooks in another order than eager.
+
+        Hooks that are there before the forward get a place for each leaf.
+
+        Raises:
+            UnsupportedModuleError: two leaves of a place have got hooks since.
+        """
+        if not self.layout.crowded or is_to_run(self.end):
+            return
+        for part in self.layout.crowded:
+            leaves: list[Any] = [self.leaves[number] for number in part]
+            hooked = {id(t) for t in leaves if t._backward_hooks or t._post_accumulate_grad_hooks}
+            if len(hooked) > 1:
+                raise UnsupportedModuleError(
+                    "hooks were put on parameters between the forward of a Rockmate module and a "
+                    "backward for some tensors only (torch.autograd.grad, or inputs=...), which "
+                    "would call them in another order than plain PyTorch. Put hooks on before the "
+                    "forward, or run the step again."
+                )
 
     def pass_over(self, place: int, given: Sequence[Tensor | None]) -> None:
         """Let no hook of a leaf be called with None: plain PyTorch comes to no such leaf."""
@@ -199,18 +237,50 @@ class _HandOverNode(_HandOver._backward_cls):  # type: ignore[name-defined, misc
 _HandOver._backward_cls = _HandOverNode
 
 
-def _in_turn(leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return what stands for the leaves of one place, so that they are reached in this order.
+@functools.cache
+def firing_order(count: int, *, is_last: bool) -> tuple[int, ...]:
+    """Return the order in which the engine visits the leaves of one place.
 
-    Accumulators have equal priority in the engine's heap. It visits up to two of them in order; the
-    order of more depends on what else is in it.
+    They have equal priority in the engine's heap, so the order is found by a trial.
     """
-    if len(leaves) < 3 or any(leaf.layout is not torch.strided for leaf in leaves):
-        return leaves
-    found = [torch.ops.aten.alias(leaf) for leaf in leaves]
-    for number, link in enumerate(found):
-        set_sequence_nr(link.grad_fn, _FIRST - number)
-    return found
+    fired: list[int] = []
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [torch.empty(0, requires_grad=True) for _ in range(count)]
+        for number, leaf in enumerate(leaves):
+            leaf.register_post_accumulate_grad_hook(lambda _, n=number: fired.append(n))
+        token = torch.empty(0, requires_grad=True)
+        parts = [[], leaves] if not is_last else [leaves]
+        for part in parts:
+            token = _Trial.apply(token, *part)  # type: ignore[no-untyped-call]
+        run_backward([token], [torch.empty(0)])
+    return tuple(fired)
+
+
+class _Trial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.count = len(leaves)
+        return token.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return (grad, *(torch.empty(0) for _ in range(ctx.count)))
+
+
+def fired_in_order(places: Places, edges: Sequence[tuple[str, int]]) -> Places:
+    """Return the same places with edges ordered so that the engine visits leaves in eager's order.
+
+    Hooks that are put on leaves after the forward see this order, if nothing else runs in between.
+    """
+    last = {edges[edge][0]: edge for place in places for edge in sorted(place)}
+    found = []
+    for number, place in enumerate(places):
+        complete = [edge for edge in sorted(place) if last[edges[edge][0]] == edge]
+        fired = firing_order(len(complete), is_last=number + 1 == len(places))
+        by_slot = dict(zip(fired, complete, strict=True))
+        rest = [edge for edge in sorted(place) if last[edges[edge][0]] != edge]
+        found.append((*rest, *(by_slot[slot] for slot in range(len(complete)))))
+    return tuple(found)
 
 
 def reader(keys: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:

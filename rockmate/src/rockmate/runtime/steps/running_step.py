@@ -264,6 +264,7 @@ class RunningStep:
             self.saved, given, *runs.sums(), *runs.taken(self.numbers)
         )
         self.rail.carry(self)
+        self.rail.refuse_late_hooks()
         if self.rail.has_hooks and self.kept is not None:
             self.give_all()
         elif executable is self.laid_for:
