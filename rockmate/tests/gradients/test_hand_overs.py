@@ -195,6 +195,19 @@ def test_hooks_are_called_in_eagers_order_or_with_a_warning() -> None:
         tight(x)
 
 
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU])
+def test_leaves_of_one_node_are_known_by_name_in_every_backward(make: Any) -> None:
+    torch.manual_seed(0)
+    model, x = make(8, 8, num_layers=2, bidirectional=True), torch.randn(4, 5, 8)
+    twin, wrapped = eager_copy(model), wrap(model, x, "1MiB")
+    for loss in (lambda y: y.square().mean(), lambda y: y.sum(), lambda y: 2 * y[:2].sum()):
+        for module in (wrapped, twin):
+            module.zero_grad()
+            first, second = loss(module(x)[0]), loss(module(x + 1)[0])
+            (first + 2 * second).backward()
+        assert_same_gradients(model, twin)
+
+
 @pytest.mark.parametrize("wanted", [slice(None), slice(1, None), slice(0, None, 2)])
 def test_hooks_that_come_after_the_forward_of_some_leaves(wanted: slice) -> None:
     torch.manual_seed(0)

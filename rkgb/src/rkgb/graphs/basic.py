@@ -6,8 +6,8 @@ It is a list without dependencies: it can be printed and run, but not drawn.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from rkgb.elements.op import Op, Ref
 from rkgb.elements.target import WholeCall, target_of
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.elements.trees import Structure, flatten
+from rkgb.errors import TraceError
 from rkgb.guards.sources import Sources
 from rkgb.torch_api.placed import placed_parameters
 
@@ -181,6 +182,25 @@ class BasicGraph:
         """The edges from autograd nodes to leaves, in the order of eager's backward."""
         return self.leaf_edges or tuple((h.leaf, h.sequence_nr) for h in self.hand_overs)
 
+    def with_edges_as(self, known: BasicGraph) -> BasicGraph:
+        """Return the graph with the edges in the order of another recording of the same forward.
+
+        What runs several backwards of one forward knows edges by their position. The engine alone
+        decides the order of the leaves of one node, and may have decided otherwise here.
+
+        Raises:
+            TraceError: other leaves can get gradients.
+        """
+        ours, theirs = _by_node(self.edges), _by_node(known.edges)
+        if list(map(sorted, ours.values())) != list(map(sorted, theirs.values())):
+            raise TraceError(
+                f"a backward of {self.model_name} for other gradients leads to other parameters or "
+                "inputs than the one that was recorded before. Change modules after the backward."
+            )
+        pairs = zip(ours, theirs.values(), strict=True)
+        edges = tuple((leaf, number) for number, leaves in pairs for leaf in leaves)
+        return replace(self, leaf_edges=edges)
+
     @property
     def whole_calls(self) -> tuple[WholeCall, ...]:
         """The calls of the user's own Python in the forward, in order."""
@@ -242,6 +262,13 @@ class BasicGraph:
         lines = [f"{self.model_name}({', '.join(n for n in self.inputs if n)})"]
         lines += [f"  {op}" for op in self.ops]
         return "\n".join([*lines, f"  return {', '.join(map(repr, self.outputs))}"])
+
+
+def _by_node(edges: Sequence[tuple[str, int]]) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for leaf, number in edges:
+        found.setdefault(number, []).append(leaf)
+    return found
 
 
 def external_values(

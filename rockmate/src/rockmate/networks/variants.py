@@ -118,6 +118,7 @@ def variant_of(
             basic = record(bare, sample, kind, opaque=known.opaque, known=known)
             if in_a_step:
                 _check_forward(known, basic, leaves)
+        basic = basic.with_edges_as(known)
         if known.numbers is not None:
             basic = for_same_numbers(basic, known.numbers, bare, sample, model)
     network, measured = planned.network, planned.network.measured
