@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb import DataDependentError
-from rockmate import Rockmate
+from rockmate import Rockmate, UnsupportedModuleError
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -45,3 +45,45 @@ def test_what_only_we_refuse_is_told_in_words_at_later_calls_too() -> None:
         planned(torch.randn(5, 8))
     planned(torch.randn(4, 8)).sum().backward()
     assert model.layer.weight.grad is not None
+
+
+class CountsTwice(nn.Module):
+    """Divides by a buffer that its second call changes, before the backward of its first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(8, 8), 0
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.steps.add_(1)
+        return self.layer(x) / self.calls / self.steps
+
+
+class KeepsHistory(nn.Module):
+    """A root that decides by values, and never detaches what it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
+        self.state = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.state = 0.5 * self.state + x.mean()
+        y: Tensor = self.second(x * 0.5 if x.mean() > 100 else x) + self.state
+        return y.square().mean()
+
+
+def test_a_backward_that_fails_in_plain_too_is_refused_in_words() -> None:
+    counting = CountsTwice()
+    with pytest.raises(UnsupportedModuleError, match=r"plain PyTorch, too, .* inplace operation"):
+        Rockmate(nn.Sequential(counting, counting), torch.randn(4, 8), "1MiB", cost="flops")
+    assert not counting.steps.any()
+
+    planned = Rockmate(KeepsHistory(), torch.randn(4, 8), 0.8, cost="flops")
+    planned(torch.randn(4, 8)).backward()
+    with pytest.raises(UnsupportedModuleError, match=r"plain PyTorch, too, .* has to be detached"):
+        planned(torch.randn(2, 8))

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rkgb import RkgbError
 from rkgb.capture import no_collection
 from rkgb.device import RngState
 from rkgb.elements import flatten
@@ -25,6 +26,7 @@ from rkgb.recording import as_written
 from rkgb.torch_api import placed_parameters, run_backward
 from rockmate.comparison.fingerprint import Fingerprints
 from rockmate.comparison.values import Values
+from rockmate.errors import RockmateError, UnsupportedModuleError
 
 GRADIENT = "the gradient of "
 Keep = Literal["values", "fingerprints", "nothing"] | Values
@@ -74,7 +76,18 @@ def run_step(
         if lets_go:  # training by a loss drops the other outputs
             result.clear()
         del wanting
-        seed_backward(trained)
+        try:
+            seed_backward(trained)
+        except (RkgbError, RockmateError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if call is not twin:
+                raise
+            raise UnsupportedModuleError(
+                f"the backward of {type(twin).__name__} fails in plain PyTorch, too, when called "
+                f"like this: {' '.join(str(error).split())} Mend this first; a state that it keeps "
+                "from an earlier step has to be detached."
+            ) from error
 
     try:
         with results, no_collection():
