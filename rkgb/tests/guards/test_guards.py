@@ -4,6 +4,7 @@ import functools
 import sys
 import textwrap
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -208,3 +209,22 @@ def test_a_watch_that_has_rested_leaves_python_as_it_was() -> None:
                 assert sys.getprofile() is before[0]
             assert (sys.getprofile(), getattr) == own
     assert (sys.getprofile(), sys.gettrace(), getattr, hasattr) == before
+
+
+class Both:
+    """An object from which two ways lead to the next one."""
+
+    def __init__(self, following: Any) -> None:
+        self.left = self.right = following
+
+
+def test_objects_to_which_many_ways_lead_are_hashed_and_compared_once() -> None:
+    last = [1]
+    first: Any = last
+    for _ in range(40):  # 2**40 ways
+        first = Both(first)
+    found = [Watched(frozenset({"left", "right"})).worth(first) for _ in range(2)]
+    assert found[0] == found[1]
+    assert len({*found}) == 1
+    last[0] = 2
+    assert Watched(frozenset({"left", "right"})).worth(first) != found[0]

@@ -85,6 +85,36 @@ class Named:
     path: str
 
 
+class Content(tuple[Hashable, ...]):
+    """What an object counts as that others hold: hashed once, and compared once with an equal one.
+
+    Many lead to the same objects, so that going through all ways to each would not end.
+    """
+
+    _hash: int | None = None
+    _same: object = None  # one object in those that have been found equal
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(other) is not Content or hash(self) != hash(other):
+            return False
+        if self._same is not None and self._same is other._same:
+            return True
+        if not super().__eq__(other):
+            return False
+        self._same = other._same = self._same or other._same or object()
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
 class Watched:
     """What values count as; looks at them again: the same things in the same places still?
 
@@ -179,7 +209,8 @@ class Watched:
         place = id(value), self.is_read
         if place not in self._known:
             self._known[place] = value, Same(value)  # where it leads back to itself
-            self._known[place] = value, self._followed(value, depth)
+            found = self._followed(value, depth)
+            self._known[place] = value, Content(found) if isinstance(found, tuple) else found
         return self._known[place][1]
 
     def _tensor(self, value: Tensor) -> Hashable:
@@ -350,7 +381,7 @@ class Watched:
             self._known[place] = kind, Same(kind)
             bases = kind.__bases__
             self.checks.append(lambda: kind.__bases__ == bases)
-            self._known[place] = kind, (Same(kind), *self._attributes(kind, depth))
+            self._known[place] = kind, Content((Same(kind), *self._attributes(kind, depth)))
         return self._known[place][1]
 
     def of_library(self, kind: type) -> Hashable:
