@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="rockmate")`: bits and peak of `Rockmate`, one budget or none."""
+"""`torch.compile(model, backend="rockmate")`: bits and peak of `Rockmate`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import rockmate
+from rkgb.engine import trace_memory
 from rockmate import InfeasibleBudgetError, Rockmate, UnsupportedModuleError
 from rockmate.integrations import dynamo
 from zoo.nets import network
@@ -38,6 +39,11 @@ class Compiling:
     def __call__(self, graph: Any, inputs: Any, **options: Any) -> dynamo.PlannedGraph:
         self.graphs.append(dynamo.rockmate(graph, inputs, **options))
         return self.graphs[-1]
+
+    @property
+    def parts(self) -> list[bool | None]:
+        """Whether each graph was taken for a part; None where it has not trained."""
+        return [one.is_part for one in self.graphs]
 
     def plans(self) -> list[Any]:
         return [one.graph.plan for one in self.graphs if isinstance(one.graph, Rockmate)]
@@ -151,19 +157,101 @@ def test_parameters_are_inputs_where_one_graph_serves_two_models() -> None:
     assert len(compiling.graphs) == 1
 
 
+def breaking(model: nn.Module, name: str) -> None:
+    """Let dynamo break a model behind one of its layers."""
+    layer = model.get_submodule(BREAKS[name])
+
+    class Breaking(type(layer)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            result = super().forward(*args, **kwargs)
+            torch._dynamo.graph_break()
+            return result
+
+    layer.__class__ = Breaking
+
+
+BREAKS = {"gpt": "blocks.1", "resnet": "stages.1"}
+BREAKS |= {"llama": "model.layers.0", "bert": "bert.encoder.layer.0"}
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("breaks", [True, False])
-def test_what_waits_for_its_backward_refuses_the_next_and_the_model_stays(breaks: bool) -> None:
-    model = Layers(breaks=breaks)
+@pytest.mark.parametrize("name", BREAKS)
+def test_bits_and_peak_are_those_of_a_wrapper_behind_graph_breaks(name: str) -> None:
+    torch.manual_seed(0)
+    model, sample = hugging_face(name) if name in ("llama", "bert") else network(name)
+    model.train()
+    plain, wrapped = deepcopy(model), Rockmate(deepcopy(model), sample, **FLOPS)
+    breaking(model, name)
+    compiling = Compiling()
+    compiled = torch.compile(model, backend=compiling, options=FLOPS)
+    assert same(trained(compiled, model, [sample] * 3), trained(plain, plain, [sample] * 3))
+    assert compiling.parts.count(True) > 1
+    assert False not in compiling.parts
+    assert isinstance(model, Rockmate)
+    assert model.budget_bytes == wrapped.budget_bytes
+    assert model.plan.peak_bytes == model.measured_peak_bytes == wrapped.plan.peak_bytes
+    call(compiled, sample).backward()  # from now on parameters have gradients
+    trace = trace_memory(lambda _: call(compiled, sample).backward(), torch.device("cpu"))
+    assert trace.peak_bytes <= model.budget_bytes
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_graph_that_serves_several_layers_has_the_parameters_of_each() -> None:
+    model = Layers(breaks=True)
+    plain, compiling = deepcopy(model), Compiling()
+    options = {**FLOPS, "budget": "600KiB"}
+    compiled = torch.compile(model, backend=compiling, options=options)
+    samples = [torch.randn(256, 32)]  # one step, in which nothing is planned yet
+    assert same(trained(compiled, model, samples), trained(plain, plain, samples))
+    assert len(compiling.graphs) == 2  # for four layers: the first input needs no gradient
+    samples = [torch.randn(rows, 32) for rows in (256, 128, 256)]
+    assert same(trained(compiled, model, samples), trained(plain, plain, samples))
+    assert len(compiling.graphs) == 2
+    assert model.plan.budget_bytes == 600 << 10
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(compiled(samples[0]), plain.eval()(samples[0]))
+    rockmate.remove(model)
+    assert type(model) is Layers
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_broken_model_within_too_little_is_refused_with_the_smallest_budget() -> None:
+    model = Layers(breaks=True)
+    compiled = torch.compile(model, backend=dynamo.rockmate, options={**FLOPS, "budget": "9KiB"})
+    sample = torch.randn(64, 32)
+    compiled(sample).backward()
+    with pytest.raises(InfeasibleBudgetError, match="at least") as error:
+        compiled(sample)
+    assert error.value.minimum_bytes > 9 << 10
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_broken_function_is_refused_where_two_graphs_would_share_the_budget() -> None:
+    sample, both = torch.randn(64, 32), [nn.Linear(32, 32) for _ in range(2)]
+
+    def step(x: Tensor) -> Tensor:
+        x = both[0](x)
+        torch._dynamo.graph_break()
+        return both[1](x)
+
+    compiled: Any = torch.compile(step, backend=dynamo.rockmate, options={"budget": "1MiB"})
+    with pytest.raises(UnsupportedModuleError, match="fullgraph=True names the line"):
+        compiled(sample)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_waits_for_its_backward_refuses_the_next_and_the_model_stays() -> None:
+    model = Layers()
     options = {**FLOPS, "budget": "1MiB"}
     compiled = torch.compile(model, backend=dynamo.rockmate, options=options)
     sample = torch.randn(64, 32)
-    kept = None if breaks else compiled(sample)  # or the same graph twice before any backward
-    with pytest.raises(UnsupportedModuleError, match="fullgraph=True"):
-        compiled(sample)
-    if kept is not None:
-        kept.backward()
-        compiled(sample).backward()
+    kept = compiled(sample)
+    with pytest.raises(UnsupportedModuleError, match="options of their own"):
+        compiled(sample)  # the same graph twice before any backward
+    kept.backward()
+    compiled(sample).backward()
     model.load_state_dict((plain := Layers()).state_dict())
     model.zero_grad()
     assert same(trained(model, model, [sample]), trained(plain, plain, [sample]))

@@ -1,13 +1,17 @@
 """`torch.compile(model, backend="rockmate", options={"budget": "8GB"})`: dynamo's graphs, planned.
 
-Dynamo says when a graph serves (its guards) and makes another where it does not. Each is planned as
-a module at its first call. Parameters and buffers come with every call, as inputs: behind a graph
-break one graph serves several layers, each with its own.
+Dynamo says when a graph serves (its guards) and makes another where it does not. A graph of a whole
+model is planned at its first call. Where dynamo breaks a model in several graphs, nobody could add
+up what they keep, and what runs plain between them: such a model is planned as a whole, by
+`rockmate.apply`, from its second step on. Parameters and buffers come with every call, as inputs:
+behind a graph break one graph serves several layers, each with its own.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
+import sys
 import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -17,12 +21,15 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from rockmate.decisions.recomputed import run_recomputed
 from rockmate.errors import UnsupportedModuleError
 from rockmate.in_place import apply, checked
 from rockmate.integrations.environment import amount
 from rockmate.module import Rockmate
 
+_log = logging.getLogger("rockmate")
 _CALL = "torch.compile(backend='rockmate')"
+_CALLS = ("_call_impl", "_wrapped_call_impl", "inner")  # functions of torch around a forward
 _shared: dict[int, SharedBudget] = {}  # by the object that was given as options
 
 
@@ -32,8 +39,9 @@ def rockmate(
     """Plan a graph of dynamo: `torch.compile(model, backend="rockmate", options={...})`.
 
     Options are the keywords of `rockmate.apply`; without any, `ROCKMATE_BUDGET` is the budget. All
-    graphs that share the options share the budget, so that only one of them may be under way: where
-    dynamo breaks a model in several graphs, a step is refused.
+    graphs that share the options share the budget, so that only one of them may be under way. A
+    model that dynamo breaks in several graphs is planned in place, as a whole: in its first step
+    each graph keeps nothing but its inputs, and the second one is planned.
 
     Examples:
         >>> compiled = torch.compile(model, backend="rockmate", options={"budget": "8GB"})
@@ -79,11 +87,10 @@ class SharedBudget:
         if waiting:
             raise UnsupportedModuleError(
                 "a compiled graph runs while another one waits for its backward, and together "
-                "they would hold more than the budget. If torch.compile has broken the model in "
-                "several graphs, fullgraph=True names the line; plan the model itself where it "
-                "has to break: Rockmate(model, sample, budget). Models that train side by side "
-                "need options of their own, each backward comes before the next forward, and "
-                "outputs that get none are to be deleted."
+                "they would hold more than the budget. Let each backward come before the next "
+                "forward, delete outputs that get none, and give models that train side by side "
+                "options of their own. If torch.compile has broken a function in several graphs, "
+                "fullgraph=True names the line: compile the model that it calls instead."
             )
 
     def watch(self, outputs: Any) -> None:
@@ -106,10 +113,13 @@ class Backward:
 
 
 class PlannedGraph:
-    """A graph of dynamo, planned at its first call."""
+    """A graph of dynamo, planned at its first call if it is one of a whole model."""
+
+    is_part: bool | None = None  # not known before the first call
 
     def __init__(self, graph: GraphModule, budget: SharedBudget) -> None:
         self.budget = budget
+        self.why = getattr(graph, "compile_subgraph_reason", None)  # it ends where it does
         self.graph, self.places = _with_own_tensors(graph)
 
     def __call__(self, *inputs: Any) -> Any:
@@ -123,6 +133,11 @@ class PlannedGraph:
         trains = any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
         if not (trains and torch.is_grad_enabled()):
             return self._plain()(*rest)
+        if self.is_part is not False and (model := _compiled_model()) is not None:
+            self.is_part = self.is_part or self._leaves_out(model, inputs)
+            if self.is_part:
+                return self._run_part(model, rest)
+        self.is_part = False
         self.budget.refuse_two()
         if not isinstance(self.graph, Rockmate):
             apply(self.graph, **self._keywords(inputs))
@@ -130,6 +145,34 @@ class PlannedGraph:
         self._note_bytes(inputs)
         self.budget.watch(outputs)
         return outputs
+
+    def _leaves_out(self, model: nn.Module, inputs: Sequence[Any]) -> bool:
+        """Whether more of a model runs in its step than this graph."""
+        own = set(map(id, inputs))
+        ends = getattr(self.why, "graph_break", False)
+        return ends or any(p.requires_grad and id(p) not in own for p in model.parameters())
+
+    def _run_part(self, model: nn.Module, args: Sequence[Any]) -> Any:
+        """Let the model be planned at its next step, and keep nothing but the inputs in this one.
+
+        Raises:
+            UnsupportedModuleError: the module is none that can be planned in place.
+        """
+        if not isinstance(model, Rockmate):
+            apply(model, **self.budget.keywords())
+            _log.info(
+                "torch.compile runs %s in several graphs, or leaves parts of it out "
+                "(fullgraph=True names the line): it is planned as a whole from its next step on",
+                type(model).__name__,
+            )
+        graph = self._plain()
+        own: nn.Module = object.__new__(type(graph))  # others call the graph with their parameters
+        tables = {name: dict(vars(graph)[name]) for name in ("_parameters", "_buffers")}
+        object.__setattr__(own, "__dict__", {**vars(graph), **tables})
+        name = type(model).__name__
+        return run_recomputed(
+            own, f"a graph of {name}", tuple(args), {}, writes_buffers=bool(own._buffers)
+        )
 
     def _keywords(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """Return those of `apply`; a fraction is one of the first plan for these parameters."""
@@ -145,6 +188,18 @@ class PlannedGraph:
 
     def _plain(self) -> nn.Module:
         return self.graph.original if isinstance(self.graph, Rockmate) else self.graph
+
+
+def _compiled_model() -> nn.Module | None:
+    """Return the module whose compiled call runs now; None if it is a function's."""
+    found, frame = None, sys._getframe(1)
+    while frame.f_code.co_name != "compile_wrapper":
+        is_call = frame.f_code.co_name in _CALLS
+        found = frame.f_locals.get("self", found) if is_call else None  # not if code calls it
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return found if isinstance(found, nn.Module) else None
 
 
 def _with_own_tensors(graph: GraphModule) -> tuple[GraphModule, list[tuple[str, str]]]:
