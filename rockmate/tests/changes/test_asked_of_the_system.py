@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import gc
 import json
 import os
+import pstats
 import sys
 import threading
 import time
@@ -99,6 +101,19 @@ class Reads(nn.Module):
 
 def _global() -> Any:
     return globals()["SCA" + "LE"]
+
+
+def test_a_profiler_that_is_written_in_c_hides_nothing_and_goes_on() -> None:
+    net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), Reads(_by_open))
+    x = torch.randn(16, 8)
+    with cProfile.Profile() as profile:
+        planned = Rockmate(net, x, "1MiB", cost="flops")
+        planned(x).sum().backward()
+        json.dumps(2.0)
+    assert sys.getprofile() is None
+    assert planned.plan.opaque == ("3",)
+    called = {name for _, _, name in pstats.Stats(profile).stats}  # type: ignore[attr-defined]
+    assert "dumps" in called
 
 
 @pytest.mark.parametrize("read", [_by_open, _global])

@@ -21,6 +21,7 @@ from rkgb.guards.doors import Door, Kind, door_of, says, told
 from rkgb.guards.loads import ANY
 from rkgb.guards.owners import is_ours, is_users
 from rkgb.torch_api.patches import Patches
+from rkgb.torch_api.profilers import set_profile
 
 _TOOLS = (4, 3)  # numbers that `sys.monitoring` reserves for nobody
 
@@ -97,7 +98,7 @@ class CodeWatch:
     def __exit__(self, *_: object) -> None:
         self._named.__exit__()
         if self.profile is not None:
-            sys.setprofile(self._profiled)
+            set_profile(self._profiled)
             self.profile = None
         self._leave()
 
@@ -107,7 +108,7 @@ class CodeWatch:
         self._leave()
         is_ours = self.profile is not None and sys.getprofile() is self.profile
         if is_ours:
-            sys.setprofile(self._profiled)
+            set_profile(self._profiled)
         try:
             yield
         finally:
@@ -178,8 +179,7 @@ class CodeWatch:
 
     def _profile(self) -> None:
         before = self._profiled = sys.getprofile()
-        if before is not None and not callable(before):  # a profiler that is written in C
-            return
+        handed_on = before if callable(before) else None  # one that is written in C waits
 
         def profile(frame: FrameType, event: Any, called: Any) -> None:
             if event == "c_call":
@@ -187,8 +187,8 @@ class CodeWatch:
                 seen = None if door is None else self._reader(door, frame)
                 if door is not None and seen is not None:
                     self._came_through(door, seen, called, frame.f_lineno)
-            if before is not None:
-                before(frame, event, called)
+            if handed_on is not None:
+                handed_on(frame, event, called)
 
         self.profile = profile
         sys.setprofile(profile)

@@ -19,6 +19,7 @@ from rkgb.guards.code_watch import Seen
 from rkgb.guards.contents import CONTAINERS, OF_MODULE, Contents, Reached
 from rkgb.guards.loads import loads_of
 from rkgb.guards.sources import Source, Sources, function_named
+from rkgb.torch_api.profilers import set_profile
 
 # Places that forwards were seen to change, of all models: few, and looked at by planning only.
 _changing: dict[tuple[int, str | None], tuple[Any, str | None]] = {}
@@ -39,7 +40,7 @@ class OutsideState:
             for owner, name in _changing.values():
                 self._contents.add(owner, name, lends=lends)
         finally:
-            sys.setprofile(looking)
+            set_profile(looking)
 
     def restore(self) -> None:
         """Put it back."""

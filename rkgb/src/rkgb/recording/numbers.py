@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from rkgb.elements.numbers import COMPARISONS, OPERATIONS, Comparison, TapeEntry
+from rkgb.torch_api.profilers import set_profile
 
 # (comparison, number): guards, because torch takes another branch at that number.
 Limits = tuple[tuple[str, float], ...]
@@ -188,7 +189,7 @@ def types_watched(trace: NumberTrace) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.setprofile(before)
+        set_profile(before)
 
 
 def _is_trusted(file: str) -> bool:
