@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any
 
 import pytest
@@ -25,6 +26,24 @@ def planned(
         model, sample, budget, **{"cost": "flops", "compare": False, **options}
     )
     return model, twin, sample, plan
+
+
+def test_blocks_are_recorded_once_for_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[str] = []
+
+    def record(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recorded.append(type(model).__name__)
+        return original(model, *args, **kwargs)
+
+    request = importlib.import_module("rockmate.requests.request")
+    original = request.record
+    monkeypatch.setattr(request, "record", record)
+    model, twin, sample, plan = planned("gpt", 0.8)
+    assert (
+        len({row.kept_bytes for row in plan.rows}) > 1
+    )  # blocks of one kind run otherwise than in the measured step
+    assert len(recorded) == len(plan.rows) + 1  # the first one also stands for its kind
+    assert_trains_like(model, twin, sample)
 
 
 @pytest.mark.slow

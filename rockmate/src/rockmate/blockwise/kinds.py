@@ -37,6 +37,7 @@ class Kind:
     is_spread: bool = False  # it has collectives inside
     least: int = field(init=False)  # the option that keeps least
     is_shared: bool = field(init=False, default=False)  # the options are the first process's
+    _planned: dict[BlockOption, Planned] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers = range(len(self.options))
@@ -45,13 +46,23 @@ class Kind:
         )
 
     def planned(self, number: int) -> Planned:
-        """Return what runs one of the options."""
-        network, option = self.recorded.network, self.options[number]
-        problem = network.problem
+        """Return what runs one of the options; each is made once."""
+        option = self.options[number]
+        if option not in self._planned:
+            self._planned[option] = self.of_block(self.recorded, option)
+        return self._planned[option]
+
+    def of_block(self, own: Planned, option: BlockOption) -> Planned:
+        """Return what runs one of the options, for what was recorded of one of the blocks."""
+        problem = own.network.problem
         peak = simulate(problem, option.steps).peak_bytes
         plan = make_plan(problem, option.steps, peak, "module options")
-        executor = Executor(planned_executable(network, plan))
-        return replace(self.recorded, plan=plan, executor=executor, budget_bytes=peak)
+        executor = Executor(planned_executable(own.network, plan))
+        return replace(own, plan=plan, executor=executor, budget_bytes=peak)
+
+    def has_options_of(self, planned: Planned) -> bool:
+        """Whether the options are for what was recorded of a block, too."""
+        return planned.network.problem is self.recorded.problem
 
     @property
     def shape(self) -> tuple[Any, ...]:

@@ -246,7 +246,7 @@ class Planner:
             with deterministic_algorithms():
                 self._run(call, self._test)
             self.tested.clear()
-            self._take(self.numbers)  # drops recordings for the test's kernels
+            self._take(self.numbers, anew=True)  # drops recordings for the test's kernels
         self._run(call, self._test)
 
     def _share_options(self) -> None:
@@ -420,12 +420,17 @@ class Planner:
         )
         make = LockstepModule if kind.is_spread else PlannedModule
         forward = make(self.views[path], settings)
+        before = None if kind.is_spread else self.forwards.get(path)
+        if before is not None and all(map(kind.has_options_of, before.plans)):
+            forward.take_plans_of(before, lambda own: kind.of_block(own, option))
         forward.known = (planned,)
         return forward
 
-    def _take(self, numbers: Mapping[str, int]) -> None:
-        """Set the options of all blocks."""
+    def _take(self, numbers: Mapping[str, int], *, anew: bool = False) -> None:
+        """Set the options of all blocks; what was recorded of them serves, if not `anew`."""
         self.numbers = dict(numbers)
+        if anew:
+            self.forwards = {}
         with self.team.together():
             self.forwards = {
                 path: self._forward(path, self.kind_of[path], number)

@@ -105,6 +105,10 @@ class Family:
     row: PlanRow
     looks: int = 1  # how many of the next calls are recorded once more, to compare
 
+    def made_of(self, chosen: Callable[[Planned], Planned]) -> Family:
+        """Return a family of what is chosen for each plan."""
+        return replace(self, variants=[chosen(planned) for planned in self.variants])
+
     def takes(self, leaves: Sequence[Any]) -> bool:
         """Whether a plan for any number is for a call with these leaves; it comes first then."""
         for place, planned in enumerate(self.variants):

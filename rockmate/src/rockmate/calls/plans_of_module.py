@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -61,8 +61,13 @@ class PlansOfModule(Requester):
         self._in_a_row = 0  # recordings for nothing but other numbers
         self._any_number = AnyNumber(self.plans)
 
-    def take_plans_of(self, other: PlansOfModule) -> None:
-        """Serve a copy of the other's module: what was planned for it as it is now holds here."""
+    def take_plans_of(
+        self, other: PlansOfModule, chosen: Callable[[Planned], Planned] | None = None
+    ) -> None:
+        """Serve the other's module, or a copy: what was planned for it as it is now holds here.
+
+        `chosen` gives what is to run here for a plan of the other.
+        """
         self._sources, self.known = other._sources, other.known
         self.watch.hand_over(other.watch.open)
         self.watch.read(other.watch.sources)
@@ -71,9 +76,14 @@ class PlansOfModule(Requester):
         if tuple(ours.facts.items()) == tuple(theirs.facts.items()):
             for key, family in other.plans.families.items():
                 if key.state is theirs:
-                    self.plans.put(replace(key, state=ours), family)
+                    taken = family if chosen is None else family.made_of(chosen)
+                    self.plans.put(replace(key, state=ours), taken)
             ours.kept.update(theirs.kept)
             self.first = other.first
+        if chosen is not None:
+            for planned in self.plans:
+                self._locate(planned)
+            self.first = next(iter(self.plans), None)
 
     def _prepare(self, calls: Sequence[Call]) -> None:
         outside = unwatched() if changing_modes() else nullcontext()
