@@ -1,6 +1,7 @@
 """Models that return their loss beside other outputs: planned for gradients of the loss alone."""
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 
@@ -59,11 +60,12 @@ def test_the_smallest_budget_is_that_of_the_loss_alone() -> None:
     def step(_: object) -> None:
         planned(*call)[0].backward()
 
+    gc.collect()  # the refusal's frames hold a random state: freed in the step, it would count
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         peak = trace_memory(step, torch.device("cpu")).peak_bytes
     assert not told
-    assert peak <= planned.plan.peak_bytes <= planned.budget_bytes
+    assert peak == planned.plan.peak_bytes <= planned.budget_bytes
     twin(*sample(1))[0].backward()
     assert_same_gradients(model, twin)
     kinds = planned._rockmate.first.executor.variants

@@ -20,6 +20,7 @@ from rkgb.torch_api import (
     is_transforming,
 )
 from rockmate.arguments import Call
+from rockmate.calls.loss_outside import LossOutside
 from rockmate.calls.plan_store import Family, Key
 from rockmate.calls.plans_of_module import (
     HandedOverOtherwiseError,
@@ -58,6 +59,7 @@ class PlannedModule(PlansOfModule):
     def __init__(self, model: nn.Module, settings: Terms) -> None:
         super().__init__(model, settings)
         self.second_look = SecondLook(self)
+        self.loss = LossOutside(self)
 
     def __reduce__(self) -> Any:
         """Leave plans out of copies and files of the plain module, whose attribute this is."""
@@ -65,6 +67,8 @@ class PlannedModule(PlansOfModule):
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the module: planned where it trains, as it is where it does not."""
+        if self.loss.is_open:
+            self.loss.close()
         if not torch.is_grad_enabled() or is_plain() or is_transforming():
             return self.model.forward(*args, **kwargs)
         if why := self._why_plain():
@@ -92,11 +96,14 @@ class PlannedModule(PlansOfModule):
             if family is None:
                 family = self._plan(key, (args, ordered))
                 snapshot = self.watch.now(autocast)
-            planned = self._for_gradients(family.variants[0])
+            elif self.loss.is_new:
+                family = self.loss.renewed(key, family, (args, ordered))
+                snapshot = self.watch.now(autocast)
+            planned = self.for_gradients(family.variants[0])
             external = self._values(snapshot, planned).now(tuple(leaves))
             if planned.outcomes.basic.reads:
                 found = self._variant(family, snapshot, leaves, (args, ordered))
-                planned = self._for_gradients(found)
+                planned = self.for_gradients(found)
                 external = self._values(snapshot, planned).now(tuple(leaves))
         except HandedOverOtherwiseError:
             family = None
@@ -111,14 +118,10 @@ class PlannedModule(PlansOfModule):
                 return self.model.forward(*args, **kwargs)
         if planned.may_go_another_way:
             return self._run_or_plain(planned, external, leaves, args, kwargs)
-        return planned.run(self.model, external, leaves, call=(args, kwargs))
-
-    def _for_gradients(self, planned: Planned) -> Planned:
-        """Return the plan with room for gradients, where there are some before the step."""
-        other = planned.accumulating
-        if other is None or all(p.grad is None for p in self.model.parameters()):
-            return planned
-        return other
+        result = planned.run(self.model, external, leaves, call=(args, kwargs))
+        if self.loss.is_awaited:
+            self.loss.follow(result)
+        return result
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Differences:
         """Look at a call, which does not run; without arguments at the next one, before it runs."""

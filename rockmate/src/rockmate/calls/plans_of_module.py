@@ -103,6 +103,18 @@ class PlansOfModule(Requester):
                 if self.plans.get(key) is None:
                     self._plan(key, (args, ordered)).looks = _LOOKS
 
+    def for_gradients(self, planned: Planned) -> Planned:
+        """Return the plan with room for gradients, where there are some before the step."""
+        other = planned.accumulating
+        if other is None or all(p.grad is None for p in self.model.parameters()):
+            return planned
+        return other
+
+    def plan_because(self, why: str, key: Key, call: Call) -> Family:
+        """Plan for a key again; `why` is told."""
+        self._because = why
+        return self._plan(key, call)
+
     def _plan(self, key: Key, call: Call) -> Family:
         """Plan for a key that no plan is for, within the same bytes."""
         with planning:

@@ -2,12 +2,14 @@
 
 Gets the memory that a step may take in all, an optimizer, a module and a call of it; gives a
 `Memory`. Read optimizers.py (what an optimizer keeps, and takes while it steps), outputs.py (what a
-call hands out, and a loss outside makes of it), loss.py (one that is planned with the module),
+call hands out, and a loss outside makes of it), loss_seen.py (what it has taken in a step), loss.py
+(one that is planned with the module),
 device.py (what is not tensors) and memory.py (the table, its least, its refusal); whole_step.py
 puts them together.
 """
 
 from rockmate.whole_step.loss import Loss, with_loss, without_loss
+from rockmate.whole_step.loss_seen import Counter, SeenLoss, can_watch, watch_loss
 from rockmate.whole_step.memory import Coming, Memory, Part
 from rockmate.whole_step.optimizers import (
     OPTIMIZERS,
@@ -15,20 +17,25 @@ from rockmate.whole_step.optimizers import (
     check_optimizer,
     optimizer_bytes,
 )
-from rockmate.whole_step.outputs import CallBytes
+from rockmate.whole_step.outputs import CallBytes, loss_outside_bytes
 from rockmate.whole_step.whole_step import WholeStep
 
 __all__ = [
     "OPTIMIZERS",
     "CallBytes",
     "Coming",
+    "Counter",
     "Loss",
     "Memory",
     "OptimizerBytes",
     "Part",
+    "SeenLoss",
     "WholeStep",
+    "can_watch",
     "check_optimizer",
+    "loss_outside_bytes",
     "optimizer_bytes",
+    "watch_loss",
     "with_loss",
     "without_loss",
 ]

@@ -52,6 +52,7 @@ class Memory:
     peak_bytes: int | None = None  # of forward and backward, as planned
     fragments_bytes: int = 0  # a share of all, among the parts
     coming: Coming | None = None  # of the parts, what is not there before the backward
+    loss_bytes: int = 0  # what a loss outside may take, before it is seen
 
     @property
     def resident_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +57,8 @@ class CallBytes:
                 _log.debug("outputs are found by a real forward: %s", error)
                 found = _outputs(model, sample, kwargs, device)
                 trained = [tensor for tensor in found if tensor.is_floating_point()]
-        has_loss = any(tensor.dim() == 0 for tensor in trained)
-        sizes = (t.numel() * max(t.element_size(), _FLOAT_BYTES) for t in trained)
         block_bytes = device_of(device).block_bytes
-        loss_bytes = 0 if has_loss else _COPIES * sum(map(block_bytes, sizes))
+        loss_bytes = loss_outside_bytes(trained, device)
         outputs_bytes = sum(block_bytes(t.numel() * t.element_size()) for t in found)
         inputs_bytes = tensors_bytes(inputs, device, to_come=to_come)
         return cls(inputs_bytes, outputs_bytes, loss_bytes)
@@ -69,6 +67,14 @@ class CallBytes:
         """Return them for so many calls whose backwards come later."""
         inputs, outputs = in_flight * self.inputs_bytes, in_flight * self.outputs_bytes
         return CallBytes(inputs, outputs, self.loss_bytes)
+
+
+def loss_outside_bytes(outputs: Sequence[Tensor], device: torch.device) -> int:
+    """Return what a loss of these outputs may take; 0 where one of them is the loss."""
+    if any(output.dim() == 0 for output in outputs):
+        return 0
+    sizes = (output.numel() * max(output.element_size(), _FLOAT_BYTES) for output in outputs)
+    return _COPIES * sum(map(device_of(device).block_bytes, sizes))
 
 
 def _outputs(

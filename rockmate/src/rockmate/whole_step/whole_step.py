@@ -15,6 +15,7 @@ from rockmate.whole_step.device import (
     other_tensors_bytes,
     there_is_bytes,
 )
+from rockmate.whole_step.loss_seen import SeenLoss
 from rockmate.whole_step.memory import GRADIENTS, Coming, Memory, Part
 from rockmate.whole_step.optimizers import (
     OptimizerBytes,
@@ -23,6 +24,9 @@ from rockmate.whole_step.optimizers import (
     without_tensors,
 )
 from rockmate.whole_step.outputs import CallBytes
+
+_LOSS = "loss outside of the module"
+_SEEN = f"{_LOSS}, as seen"
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,13 +40,14 @@ class WholeStep:
     optimizer: Any = None  # None while it is not known yet
     reserve_bytes: int = 0  # to a loss outside, where the user says so
     is_beside_context: bool = False  # what the device had, which its context was not part of
+    seen: SeenLoss | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         optimizer = self.optimizer
         if optimizer is not None and not isinstance(optimizer, str):
             optimizer = replace(without_tensors(optimizer), is_there=False)
         return type(self), (
-            *(self.asked_bytes, optimizer, self.reserve_bytes, self.is_beside_context),
+            *(self.asked_bytes, optimizer, self.reserve_bytes, self.is_beside_context, self.seen),
         )
 
     def call_bytes(
@@ -52,10 +57,9 @@ class WholeStep:
         kwargs: Mapping[str, Any] | None,
         device: torch.device | None = None,
     ) -> CallBytes:
-        """Return what a call brings and hands out, and what a loss outside will take."""
+        """Return what a call brings and hands out, and what a loss outside may take."""
         where = device or _device(model)
-        found = CallBytes.of(model, sample, kwargs, where, to_come=device is not None)
-        return replace(found, loss_bytes=self.reserve_bytes) if self.reserve_bytes else found
+        return CallBytes.of(model, sample, kwargs, where, to_come=device is not None)
 
     def settled(self, memory: Memory) -> WholeStep:
         """Return what holds for later calls: as many bytes as for the first."""
@@ -99,7 +103,7 @@ class WholeStep:
             Part(GRADIENTS, gradients),
             Part(f"state of {optimizer.name}{when}", optimizer.state_bytes),
             Part("inputs", call.inputs_bytes),
-            Part("loss outside of the module", call.loss_bytes),
+            self._loss(call),
             Part("buckets of DistributedDataParallel", buckets),
             Part("other tensors, workspaces", others),
             Part("context of CUDA", context),
@@ -109,11 +113,19 @@ class WholeStep:
         if not optimizer.in_backward:
             own = f"what {optimizer.name} takes to step"
             stepping.insert(0, Part(own, optimizer.temporary_bytes))
-        kept = tuple(part for part in parts if part.size_bytes or part.name == "parameters")
+        always = ("parameters", _SEEN)
+        kept = tuple(part for part in parts if part.size_bytes or part.name in always)
         seen = any(map(_has_hooks, trained)) and not optimizer.in_backward
         come = gradients and not (buckets or seen)
         coming = Coming(not optimizer.in_backward, gradients) if come else None
-        return Memory(asked, kept, tuple(stepping), peak_bytes, fragments, coming)
+        then = tuple(stepping)
+        return Memory(asked, kept, then, peak_bytes, fragments, coming, call.loss_bytes)
+
+    def _loss(self, call: CallBytes) -> Part:
+        """Return what is left to a loss outside: as the user says, or as seen, or what it may."""
+        if self.reserve_bytes or self.seen is None:
+            return Part(_LOSS, self.reserve_bytes or call.loss_bytes)
+        return Part(_SEEN, self.seen.at(call.loss_bytes).taken_bytes)
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:

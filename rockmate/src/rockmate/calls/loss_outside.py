@@ -1,0 +1,119 @@
+"""What the loss outside of a module took in a step, and plans that leave as much to it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from rkgb.elements import flatten
+from rockmate.arguments import Call
+from rockmate.calls.plan_store import Family, Key
+from rockmate.calls.plans_of_module import PlansOfModule
+from rockmate.calls.requester import planning
+from rockmate.errors import InfeasibleBudgetError
+from rockmate.networks import Planned
+from rockmate.schedules.simulate import simulate
+from rockmate.whole_step import Counter, SeenLoss, can_watch, loss_outside_bytes, watch_loss
+
+_log = logging.getLogger("rockmate")
+_TRIES = 3  # steps that are watched, where another forward comes before the backward
+_LITTLE = 100  # one part of so many of the memory is worth no new plan
+_WHY = "what the loss outside of the module took"
+
+
+class LossOutside:
+    """Watches the loss of a first step, where `memory=` was given; plans that fit worse go then.
+
+    What it took replaces what it may take: a plan that has too little room is made anew, and one
+    that recomputes where there is more.
+    """
+
+    def __init__(self, module: PlansOfModule) -> None:
+        whole = module.settings.whole_step
+        self._module = module
+        self.is_awaited = whole is not None and not whole.reserve_bytes and whole.seen is None
+        self.is_open = False  # a step is being watched
+        self._counter: Counter | None = None
+        self._tries = 0
+        self._old: list[Family] = []  # planned before it was seen
+        self.is_new = False
+
+    def close(self) -> None:
+        """Stop watching: another call comes, whose memory is none of the loss."""
+        if self._counter is None or self._counter.close():
+            self._counter, self.is_open = None, False
+
+    def follow(self, result: Any) -> None:
+        """Watch what is made of the results of a forward, until its backward begins."""
+        outputs = [x for x in flatten(result)[0] if isinstance(x, Tensor) and x.requires_grad]
+        left_bytes = loss_outside_bytes(outputs, outputs[0].device) if outputs else 0
+        self._tries += 1
+        self.is_awaited = bool(left_bytes) and self._tries < _TRIES
+        if left_bytes and not self.is_open and can_watch(outputs[0].device):
+            self.is_open = True
+            self._counter = watch_loss(outputs, outputs[0].device, left_bytes, self._note)
+
+    def _note(self, seen: SeenLoss) -> None:
+        """Take in what the loss took; its backward goes on."""
+        module = self._module
+        _log.debug("the loss outside of the module took %s", seen)
+        whole = replace(module.settings.whole_step, seen=seen)
+        module.settings = replace(module.settings, whole_step=whole)
+        self._old, self.is_awaited = [*module.plans.families.values()], False
+        self.is_new = bool(self._old)
+
+    def renewed(self, key: Key, family: Family, call: Call) -> Family:
+        """Return the plans for a call: new ones, if those from before are no longer the best."""
+        old = [one for one in self._old if one is not family]
+        was_old, self._old = len(old) < len(self._old), old
+        self.is_new = bool(old)
+        module, planned = self._module, family.variants[0]
+        if not was_old or planned.is_plain:
+            return family
+        _, memory = module.for_call(call)
+        assert memory is not None
+        seen: SeenLoss = module.settings.whole_step.seen.at(memory.loss_bytes)
+        more_bytes = memory.budget_bytes - (planned.accumulating or planned).budget_bytes
+        # A plan for steps that begin with gradients counts where there are some, as now.
+        used = (planned, module.for_gradients(planned))
+        is_over = any(_is_over(one, more_bytes + seen.taken_bytes, seen) for one in used)
+        recomputes = planned.plan.overhead_ms > 0 and not module.settings.has_pieces
+        is_better = recomputes and more_bytes * _LITTLE >= memory.asked_bytes
+        return self._anew(key, family, call) if is_over or is_better else family
+
+    def _anew(self, key: Key, family: Family, call: Call) -> Family:
+        module = self._module
+        with planning:
+            own = next(k for k, one in module.plans.families.items() if one is family)
+            before, variants = module.first, [*family.variants]
+            module.plans.drop(lambda planned: any(planned is one for one in variants))
+            if any(before is one for one in variants):
+                module.first = None
+            try:
+                return module.plan_because(_WHY, key, call)
+            except InfeasibleBudgetError as error:
+                family.variants[:] = variants
+                module.plans.put(own, family)
+                module.first = before
+                warnings.warn(
+                    f"the loss outside of {type(module.model).__name__} takes more than was left "
+                    "to it, and steps take more than their memory. Let it be planned with the "
+                    f"module (loss=), or give more memory: {error}",
+                    RuntimeWarning,
+                    stacklevel=6,
+                )
+                return family
+
+
+def _is_over(planned: Planned, more_bytes: int, seen: SeenLoss) -> bool:
+    """Whether a step with this loss takes more than a plan's budget and `more_bytes` beside it."""
+    problem, plan = planned.network.problem, planned.plan
+    first = problem.nodes[problem.backward_order[0]]
+    after_bytes = simulate(problem, plan.steps).bytes_after[len(problem.nodes) - 1]
+    kept_bytes = after_bytes - first.grads_before_bytes  # which are among the most
+    most_bytes = max(kept_bytes + seen.most_bytes, plan.peak_bytes + seen.kept_bytes)
+    return most_bytes > planned.budget_bytes + more_bytes

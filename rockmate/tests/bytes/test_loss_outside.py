@@ -1,0 +1,180 @@
+"""A loss outside of the module: what it took in a step is left to it from then on."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import rockmate
+from fake_cuda.allocator import AllocatorRules
+from fake_cuda.device import fake_cuda
+from oracles.training import assert_same_gradients
+from rkgb.engine import trace_memory
+
+HOST = torch.device("cpu")
+Loss = Callable[[Tensor], Tensor]
+
+
+def network() -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)]
+    return nn.Sequential(*layers)
+
+
+def greedy(y: Tensor) -> Tensor:
+    """Keep more than is left to a loss before it is seen."""
+    terms = [(y * k).exp().sin().sum() for k in range(1, 16)]
+    return torch.stack(terms).sum()
+
+
+LOSSES: dict[str, Loss] = {
+    "mean": lambda y: y.mean(),
+    "as expected": lambda y: y.abs().square().mean(),
+    "greedy": greedy,
+}
+
+
+def planned(share: float = 1.1, batch: int = 256, **more: Any) -> tuple[Any, Any, Tensor, int]:
+    torch.manual_seed(0)
+    model, x = network(), torch.randn(batch, 64)
+    stepper = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    how: dict[str, Any] = {"optimizer": stepper, "cost": "flops", **more}
+    with pytest.raises(rockmate.InfeasibleBudgetError) as refused:
+        rockmate.Rockmate(model, x, memory=1000, **how)
+    memory = int(share * refused.value.minimum_bytes)
+    return rockmate.Rockmate(model, x, memory=memory, **how), stepper, x, memory
+
+
+def peaks(rk: nn.Module, stepper: Any, x: Tensor, loss_of: Loss, count: int) -> list[int]:
+    """Return the most that is held in each of some whole steps, the loss included."""
+
+    def step(_span: Any) -> None:
+        loss = loss_of(rk(x))
+        loss.backward()
+        stepper.step()
+        stepper.zero_grad()
+
+    found = []
+    for _ in range(count):
+        state = (v for s in stepper.state.values() for v in s.values())
+        held = sum(t.nbytes for t in (*rk.parameters(), *state, x) if isinstance(t, Tensor))
+        found.append(held + trace_memory(step, HOST).peak_bytes)
+    return found
+
+
+def part(rk: Any) -> tuple[str, int]:
+    return next((p.name, p.size_bytes) for p in rk.memory.parts if "loss" in p.name)
+
+
+@pytest.mark.parametrize("rules", ["host", "blocks"])
+def test_what_is_left_over_goes_to_activations(rules: str) -> None:
+    blocks = AllocatorRules.shrunk(64, expandable=True)
+    with fake_cuda(blocks) if rules == "blocks" else warnings.catch_warnings():
+        rk, stepper, x, memory = planned()
+        before, (name, left_bytes) = rk.plan.overhead, part(rk)
+        assert name == "loss outside of the module"
+        assert left_bytes == 4 * x.nbytes
+        first = peaks(rk, stepper, x, LOSSES["mean"], 1)
+        name, taken_bytes = part(rk)
+        assert name == "loss outside of the module, as seen"
+        assert taken_bytes < left_bytes // 100
+        more = peaks(rk, stepper, x, LOSSES["mean"], 3)[1:]  # the next call plans
+        assert rk.plan.overhead < before
+        assert [row.why for row in rk.plans] == ["what the loss outside of the module took"]
+        assert max(first) < max(more) <= memory
+        assert not _get_current_dispatch_mode_stack()
+
+
+def test_a_loss_that_takes_more_gets_a_plan_that_leaves_it() -> None:
+    rk, stepper, x, memory = planned(1.7, 1024)
+    first = peaks(rk, stepper, x, greedy, 1)[0]
+    assert first > memory, "nobody could know"
+    peaks(rk, stepper, x, greedy, 1)
+    assert part(rk)[1] > 4 * x.nbytes
+    assert max(peaks(rk, stepper, x, greedy, 2)) <= memory
+
+
+def test_a_loss_that_no_plan_leaves_room_for_is_told_once() -> None:
+    rk, stepper, x, _ = planned(1.0)
+    peaks(rk, stepper, x, greedy, 1)
+    before = rk.plan.peak_bytes
+    with pytest.warns(RuntimeWarning, match="the loss outside of Sequential takes more than was"):
+        greedy(rk(x)).backward()
+    assert rk.plan.peak_bytes == before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        greedy(rk(x)).backward()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_steps_are_those_of_plain_training(name: str) -> None:
+    rk, _, x, _ = planned(1.7, 1024)
+    twin = copy.deepcopy(rk.original)
+    for _ in range(3):  # seen in the first, planned anew in the second
+        LOSSES[name](rk(x)).backward()
+        LOSSES[name](twin(x)).backward()
+        assert_same_gradients(rk.original, twin)
+    loaded = pickle.loads(pickle.dumps(rk))
+    loaded(x).mean().backward()
+    assert loaded.memory.parts == rk.memory.parts, "copies know what was seen"
+
+
+def test_other_calls_leave_as_much_in_proportion() -> None:
+    rk, _, x, _ = planned(2.0)
+    rk(x).square().mean().backward()
+    assert part(rk)[0].endswith("as seen")
+    for call in (x, torch.cat([x, x])):
+        _, memory = rk._rockmate.for_call(((call,), {}))
+        found = next(p.size_bytes for p in memory.parts if p.name.endswith("as seen"))
+        assert found == -(-part(rk)[1] * call.nbytes // x.nbytes)
+
+
+def an_own_mode(rk: Any, x: Tensor) -> None:
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as mode:
+        y = rk(x)
+    y.mean().backward()
+    assert mode.get_total_flops() >= 0
+
+
+def no_backward(rk: Any, x: Tensor) -> None:
+    rk(x).mean()
+    with torch.no_grad():
+        rk(x)
+
+
+@pytest.mark.parametrize("use", [an_own_mode, no_backward])
+def test_what_cannot_be_seen_is_seen_later_and_nothing_stays(use: Any) -> None:
+    rk, _, x, _ = planned(1.3)
+    use(rk, x)
+    rk.zero_grad()
+    with torch.no_grad():
+        rk(x)
+    assert not _get_current_dispatch_mode_stack()
+    assert not part(rk)[0].endswith("as seen")
+    rk(x).mean().backward()
+    assert part(rk)[0].endswith("as seen")
+
+
+def test_of_two_forwards_the_last_is_seen() -> None:
+    rk, _, x, _ = planned(2.0)
+    (rk(x).mean() + rk(x).abs().square().mean()).backward()
+    assert part(rk)[0].endswith("as seen")
+    assert x.nbytes < part(rk)[1] <= 5 * x.nbytes
+    assert not _get_current_dispatch_mode_stack()
+
+
+def test_a_reserve_and_a_loss_inside_are_not_watched() -> None:
+    rk, _, x, _ = planned(1.3, reserve=1 << 20)
+    rk(x).mean().backward()
+    assert part(rk) == ("loss outside of the module", 1 << 20)
+    rk, _, x, _ = planned(1.3, loss=LOSSES["mean"])
+    rk(x)[0].backward()
+    assert "loss" not in str(rk.memory)
+    assert not _get_current_dispatch_mode_stack()
