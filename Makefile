@@ -18,7 +18,7 @@ SOURCES := $(wildcard */pyproject.toml) $(CORE) rotor/setup.py constraints.txt M
 .DEFAULT_GOAL := help
 .PHONY: help install build format lint typecheck test test-all test-nightly test-changed fuzz test-rkgb test-rotor test-rockmate imports \
 	versions check isolated readme outputs docs demo planning step bench bench-smoke bench-paper \
-	bench-solvers gpu gpu-wheels gpu-paper oldest test-oldest test-cuda-rules figures core-wheels dist clean
+	bench-solvers gpu gpu-wheels gpu-paper other-torch test-torch test-cuda-rules figures core-wheels dist clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -58,22 +58,22 @@ test-changed: $(INSTALLED) ## the tests of what differs from main, slow ones lef
 	@tests=$$($(PY) ci/changed_tests.py --since $(SINCE)) && \
 	if [ -z "$$tests" ]; then echo "no test of what changed"; \
 	else $(PYTEST) -m "not slow and not nightly" $$tests $(PYTEST_ARGS); fi
-# The oldest torch that is supported, in front of everything else that .venv has. Its only build on
-# PyPI is for CUDA: some gigabytes, which run on any CPU.
-OLDEST_TORCH := 2.11.0
-OLDEST := .venv-oldest/.installed
-OLDEST_TESTS := rkgb/tests/bytes rkgb/tests/bits/test_recorded_bits.py rkgb/tests/graphs/test_compare.py \
+# Another torch in front of everything else that .venv has: make test-torch TORCH=2.15.0. Most builds on
+# PyPI are for CUDA: some gigabytes, which run on any CPU.
+TORCH ?= 2.11.0
+OTHER_VENV := .venv-torch-$(TORCH)
+TORCH_TESTS := rkgb/tests/bytes rkgb/tests/bits/test_recorded_bits.py rkgb/tests/graphs/test_compare.py \
 	rkgb/tests/refusals/test_private_names.py \
 	$(addprefix rkgb/tests/compiled/test_,compiled.py compiled_sizes.py formulas.py) \
 	$(addprefix rockmate/tests/,compiled/test_compiled_pieces.py bits/test_kernels_as_in_the_forward.py \
 	files/test_fingerprint.py bits/test_any_valid_plan.py) rotor/tests/device/test_device.py
-$(OLDEST): Makefile | $(INSTALLED)
-	rm -rf .venv-oldest
-	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install -q --no-compile --no-cache-dir torch==$(OLDEST_TORCH)
-	.venv-oldest/bin/python ci/site_behind.py .venv
-	@touch $(OLDEST)
-oldest: $(OLDEST) ## a second environment with the oldest torch that is supported
+$(OTHER_VENV)/.installed: Makefile | $(INSTALLED)
+	rm -rf $(OTHER_VENV)
+	$(PYTHON) -m venv $(OTHER_VENV)
+	$(OTHER_VENV)/bin/python -m pip install -q --no-compile --no-cache-dir torch==$(TORCH)
+	$(OTHER_VENV)/bin/python ci/site_behind.py .venv
+	@touch $@
+other-torch: $(OTHER_VENV)/.installed ## a second environment with another torch: TORCH=2.15.0; the oldest by default
 # The tests of bits and bytes once more, with the CPU counting as CUDA does.
 CUDA_RULES_TESTS := rkgb/tests/bytes/test_memory.py \
 	$(addprefix rkgb/tests/bits/test_,recorded_bits.py overwrite.py program.py) \
@@ -82,8 +82,8 @@ CUDA_RULES_TESTS := rkgb/tests/bytes/test_memory.py \
 	$(addprefix rotor/tests/module/test_,checkpointable.py checkpointable_backward.py)
 test-cuda-rules: $(INSTALLED) ## bits and bytes once more, as if the CPU were a CUDA device
 	$(PYTEST) -q --cuda-rules -m "not slow and not nightly" $(CUDA_RULES_TESTS) $(PYTEST_ARGS)
-test-oldest: $(OLDEST) ## bits, bytes and capture with the oldest torch that is supported
-	.venv-oldest/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not nightly" $(OLDEST_TESTS) $(PYTEST_ARGS)
+test-torch: other-torch ## bits, bytes and capture with another torch: TORCH=2.15.0; the oldest by default
+	$(OTHER_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not nightly" $(TORCH_TESTS) $(PYTEST_ARGS)
 # Random networks and loops, plain and planned: what differs is shrunk and printed as a script.
 MINUTES ?= 3
 SEED ?= 0
@@ -157,5 +157,5 @@ dist: $(INSTALLED) ## wheels and sdists of the three packages in dist/, checked 
 	for package in $(PACKAGES); do $(PY) -m build -o dist "$$package" >/dev/null || exit 1; done
 	$(PY) -m twine check --strict dist/*
 clean: ## remove .venv and everything built
-	rm -rf .venv .venv-oldest dist site */build */src/*.egg-info */src/*/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* dist site */build */src/*.egg-info */src/*/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """Let an environment find, behind its own packages, those of another one.
 
-    $ .venv-oldest/bin/python ci/site_behind.py .venv
+    $ .venv-torch-2.15.0/bin/python ci/site_behind.py .venv
 
 So one that holds another torch and nothing else runs the tests of a whole one: what both have, the
 first gives. Packages installed as editable are found too.
