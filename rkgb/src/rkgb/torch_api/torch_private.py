@@ -394,6 +394,15 @@ def saved_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | N
     return found
 
 
+def may_change_saved() -> bool:
+    """Return whether hooks on saved tensors may give other values back (compression).
+
+    Those of checkpoints and of `save_on_cpu` give back what they were given.
+    """
+    hooks = saved_hooks()
+    return hooks is not None and hooks[0].__module__.partition(".")[0] not in {"torch", "rkgb"}
+
+
 @contextlib.contextmanager
 def without_saved_hooks() -> Iterator[None]:
     """Disable hooks on saved tensors, which transforms of functions refuse."""

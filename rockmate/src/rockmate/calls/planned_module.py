@@ -16,8 +16,10 @@ from rkgb.torch_api import (
     changing_modes,
     current_dispatch_modes,
     has_global_hooks,
+    has_saved_hooks,
     is_abstract,
     is_transforming,
+    may_change_saved,
 )
 from rockmate.arguments import Call
 from rockmate.calls.loss_outside import LossOutside
@@ -45,6 +47,15 @@ _MODES = (
     "The mode '{}' sees the operations of this step, and may change what they compute; a planned "
     "step runs others, and some twice. | If it only looks at them, let its class say so: "
     "only_watches = True."
+)
+_SAVED_HOOKS = (
+    "Hooks on saved tensors may change their values (compression), and a planned step saves fewer "
+    "tensors than the plain one. | Leave the hooks out, since the plan saves memory already."
+)
+_PARTS_AGAIN = (
+    "Hooks on saved tensors, such as a checkpoint's, are around a step whose plan runs parts again "
+    "that run whole, from the state before the step. | Leave the checkpoint out, since the plan "
+    "saves memory already."
 )
 
 
@@ -116,6 +127,8 @@ class PlannedModule(PlansOfModule):
         if planned.is_plain:
             with plain():
                 return self.model.forward(*args, **kwargs)
+        if planned.runs_parts_again and has_saved_hooks():
+            return self._plainly(_PARTS_AGAIN, args, kwargs)
         if planned.may_go_another_way:
             return self._run_or_plain(planned, external, leaves, args, kwargs)
         result = planned.run(self.model, external, leaves, call=(args, kwargs))
@@ -137,7 +150,7 @@ class PlannedModule(PlansOfModule):
             return _GLOBAL_HOOKS
         if current_dispatch_modes() and (modes := changing_modes()):
             return _MODES.format(modes[-1])
-        return ""
+        return _SAVED_HOOKS if may_change_saved() else ""
 
     def _plainly(self, why: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the plain module, and say why."""

@@ -22,6 +22,7 @@ from rkgb.device import KeptGenerators
 from rkgb.elements import flatten, storage_id
 from rkgb.graphs import ambient_autocast, autocast_as
 from rkgb.module_state import BufferContents, ModuleState
+from rkgb.torch_api import has_saved_hooks
 from rockmate.comparison.contents import Contents
 from rockmate.errors import ChangedTensorError
 from rockmate.runtime.plain import plain
@@ -40,13 +41,16 @@ def run_recomputed(
 ) -> Any:
     """Run the forward of `view` so that its backward recomputes it, or plain if that is impossible.
 
+    It is plain too inside of hooks on saved tensors: what they keep is theirs to decide, and a
+    checkpoint runs the forward again from the state of that time.
+
     With `compares`, the backward also compares the contents of what it reads.
     """
     leaves, structure = flatten((args, dict(kwargs)))
     others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     usable = all(type(leaf) in _PLAIN for leaf in others) and not has_hooks_inside(view)
-    if not usable or any(t.is_inference() or t.is_sparse for t in tensors):
+    if not usable or has_saved_hooks() or any(t.is_inference() or t.is_sparse for t in tensors):
         return view.forward(*args, **kwargs)
     device = next((t.device for t in (*tensors, *view.parameters())), torch.device("cpu"))
     call = _Call(view, path, structure, leaves, device, writes_buffers)

@@ -121,6 +121,12 @@ class Planned:
         return checks or bool(self.network.graph.dataflow.basic.whole_calls)
 
     @cached_property
+    def runs_parts_again(self) -> bool:
+        """Whether a recomputation runs parts that run whole."""
+        planned = self.executor.planned
+        return planned.runs_python and planned.program.runs_again
+
+    @cached_property
     def is_plain(self) -> bool:
         """Whether the root runs whole: its step is plain PyTorch's, and takes as much memory."""
         return self.network.graph.dataflow.basic.opaque == ("",)

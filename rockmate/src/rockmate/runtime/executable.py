@@ -328,8 +328,9 @@ class Executable:
 
     @cached_property
     def saved_values(self) -> tuple[int, ...]:
-        """Positions of saved values that did not exist before the forward."""
-        known = set(self.program.externals)
+        """Positions of saved values that the module does not keep itself."""
+        basic = self.graph.dataflow.basic
+        known = {*basic.parameters, *basic.buffers, *basic.constants}
         return tuple(i for i, name in enumerate(self.program.saved) if name not in known)
 
     @cached_property

@@ -132,10 +132,17 @@ class RunningStep:
     def pass_to_hooks(self) -> list[Tensor]:
         """Return the saved tensors for autograd to save, so that hooks on saved tensors get them.
 
-        Tensors from before the step stay here; the backward checks whether they have changed.
+        Parameters and buffers stay here; the backward checks whether they have changed.
         """
         own = self.executable.saved_values
         self.aliases = ()
+        given = set(self.executable.graph.dataflow.basic.inputs)
+        for place, name in enumerate(self.executable.held):
+            if name in given:
+                self.versions[place] = -1
+        for place, name in enumerate(self.executable.program.externals):
+            if name in given:
+                self.start_versions[place] = -1
         self.passed = [place for place in own if isinstance(self.saved[place], Tensor)]
         found = [self.saved[place] for place in self.passed]
         for place in self.passed:
@@ -145,8 +152,11 @@ class RunningStep:
 
     def take_back(self, tensors: Sequence[Tensor]) -> None:
         """Continue with the tensors that the hooks return."""
+        names = self.executable.program.saved
         for place, tensor in zip(self.passed or (), tensors, strict=False):
             self.saved[place] = tensor
+            if self.external is not None and names[place] in self.external:
+                self.external = {**self.external, names[place]: tensor}
         self.passed = None
         # They have the values at the time of saving, without later changes of outputs.
         self.output_versions = [self.saved[p]._version for p, _ in self.executable.saved_outputs]
