@@ -13,7 +13,7 @@ import whole_step
 @pytest.mark.nightly
 def test_every_loop_of_every_optimizer_stays_within_its_memory(tmp_path: Path) -> None:
     out = tmp_path / "whole_step.csv"
-    assert whole_step.main(["--only", "unet", "--out", str(out)]) == 0
+    assert whole_step.main(["--only", "unet", "--size", "smoke", "--out", str(out)]) == 0
     with out.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == len(whole_step.OPTIMIZERS) * len(whole_step.LOOPS)
