@@ -40,7 +40,8 @@ from rockmate.guards.sharded import own_class, refuse_engines
 from rockmate.in_place import remove
 from rockmate.module import Rockmate, dressed, plain_view
 from rockmate.progress import Phases
-from rockmate.requests import Request, planned_for
+from rockmate.requests.request import Request
+from rockmate.requests.sources import planned_for
 from rockmate.runtime.plain import plain
 from rockmate.settings import Terms, parse_budget
 from rockmate.whole_step import Memory

@@ -24,7 +24,7 @@ from rockmate import (
     UnknownChoiceError,
     UnsupportedModuleError,
 )
-from rockmate.requests import eager_peak_bytes
+from rockmate.requests.anew import eager_peak_bytes
 from runs.planned import wrap
 from zoo.nets import hugging_face_gpt2, network
 

@@ -199,10 +199,10 @@ def test_a_plan_that_keeps_little(seed: int) -> None:
     problem = random_problem(seed, 5)
     option = min(module_options(problem), key=lambda o: o.saved_bytes)
     peak = max(option.fwd_peak_bytes, option.bwd_peak_bytes)
-    plan = plan_keeping(problem, peak, option.saved_bytes)
+    plan = plan_keeping(problem, peak, option.saved_bytes, effort="fast")
     line = simulate(problem, plan.steps)
     assert line.peak_bytes <= peak
     assert line.bytes_after[len(problem.nodes) - 1] - _gradients(problem) <= option.saved_bytes
     if peak > 0:
         with pytest.raises(InfeasibleBudgetError, match="from its forward to its backward"):
-            plan_keeping(problem, peak // 1000, 0)
+            plan_keeping(problem, peak // 1000, 0, effort="fast")

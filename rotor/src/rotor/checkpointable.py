@@ -25,7 +25,7 @@ from rotor.schedules.chain import Chain
 from rotor.schedules.report import plan_text, save_timeline
 from rotor.schedules.schedule import Schedule
 from rotor.schedules.simulate import MemoryTimeline
-from rotor.solver import DEFAULT_SLOTS
+from rotor.solver.table import DEFAULT_SLOTS
 from rotor.strategies import STRATEGIES
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from rotor.errors import InfeasibleBudgetError
 from rotor.schedules.chain import Chain
 from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
 from rotor.schedules.schedule import Schedule
-from rotor.solver import fastest_ops, solve
 from rotor.solver.intervals import solve_intervals
+from rotor.solver.table import fastest_ops, solve
 
 Strategy: TypeAlias = Callable[..., Schedule]
 

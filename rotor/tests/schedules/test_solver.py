@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import rotor
 from rotor import Chain, InfeasibleBudgetError, TableTooLargeError, simulate, solve, solve_table
-from rotor.solver import fastest_within
 from rotor.solver.compiled import CompiledTable
 from rotor.solver.recurrence import ReferenceTable
+from rotor.solver.table import fastest_within
 from zoo.chains import chains, random_chain
 
 

@@ -95,8 +95,9 @@ def print_all_graphs(
         "K_graph": result.K_graph,
         "blocks": list(result.S_graph_list),
     }
-    where, how = (open, render_format, folder, title), {"folded": folded, "columns": columns}
-    paths = [print_graph(graph, f"{title}_{kind}", *where, **how) for kind, graph in graphs.items()]
+    how: dict[str, Any] = {"open": open, "render_format": render_format, "folder": folder}
+    how |= {"title": title, "folded": folded, "columns": columns}
+    paths = [print_graph(graph, f"{title}_{kind}", **how) for kind, graph in graphs.items()]
     return [path for path in paths if path is not None]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree  # flattens and rebuilds containers
+from torch.utils import _pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
@@ -25,58 +25,7 @@ from rkgb.torch_api.private_names import (
     refuse_missing,
 )
 
-__all__ = [
-    "ASKS_GEOMETRY",
-    "AnySize",
-    "DispatchMode",
-    "allocator_settings",
-    "apply_function",
-    "asks_content",
-    "back_to_autograd",
-    "backend_flags",
-    "binding_places",
-    "changing_modes",
-    "compiled_by_inductor",
-    "convolves_in_onednn",
-    "current_autograd_node",
-    "current_backward",
-    "current_cuda_stream",
-    "current_dispatch_modes",
-    "dict_versions",
-    "dispatch_mode_stack",
-    "fake_tensors",
-    "fp32_precision",
-    "group_store",
-    "is_cast_anew",
-    "is_to_run",
-    "is_transforming",
-    "keep_cuda_busy",
-    "keeps_graph",
-    "kernel_flags",
-    "latest_sequence_nr",
-    "memory_profile",
-    "mode_of",
-    "named_kernel_flags",
-    "partitioned",
-    "profiler_is_on",
-    "pytree",
-    "refuse_missing_compiler",
-    "run_backward",
-    "same_kinds",
-    "sdpa_priority_order",
-    "set_fp32_precision",
-    "set_grad_mode",
-    "set_sdpa_priority_order",
-    "set_sequence_nr",
-    "straight_to_kernels",
-    "traced_for_inductor",
-    "under_inductor",
-    "unwatched",
-    "weak_storage",
-    "with_content",
-    "without_cast_cache",
-    "without_content",
-]
+pytree = _pytree  # flattens and rebuilds containers
 
 
 class DispatchMode(TorchDispatchMode):

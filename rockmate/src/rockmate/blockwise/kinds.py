@@ -18,7 +18,8 @@ from rockmate.networks.executables import planned_executable
 from rockmate.options.module_choice import ModuleCall
 from rockmate.options.options import BlockOption
 from rockmate.planners.module_options import module_options, options_of
-from rockmate.requests import Request, planned_for
+from rockmate.requests.request import Request
+from rockmate.requests.sources import planned_for
 from rockmate.runtime.execute import Executor
 from rockmate.runtime.plain import plain
 from rockmate.schedules.plan import make_plan

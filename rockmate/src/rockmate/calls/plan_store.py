@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -71,24 +71,11 @@ class PlanRow:
         )
 
 
-class PlanRows(Sequence[PlanRow], InFull):
+class PlanRows(tuple[PlanRow, ...], InFull):
     """The plans that are kept, the one used last at the end; printing it shows a line for each."""
 
-    def __init__(self, rows: Sequence[PlanRow]) -> None:
-        self._rows = tuple(rows)
-
-    @overload
-    def __getitem__(self, index: int) -> PlanRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[PlanRow]: ...
-    def __getitem__(self, index: int | slice) -> PlanRow | Sequence[PlanRow]:
-        return self._rows[index]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def __str__(self) -> str:
-        return "\n".join(map(str, self._rows))
+        return "\n".join(map(str, self))
 
     __repr__ = __str__
 
@@ -111,20 +98,23 @@ class Family:
 
     def takes(self, leaves: Sequence[Any]) -> bool:
         """Whether a plan for any number is for a call with these leaves; it comes first then."""
-        for place, planned in enumerate(self.variants):
-            if planned.numbers is not None and planned.numbers.of(leaves) is not None:
-                if place:
-                    self.variants.insert(0, self.variants.pop(place))
-                return True
-        return False
+
+        def serves(planned: Planned) -> bool:
+            return planned.numbers is not None and planned.numbers.of(leaves) is not None
+
+        return self._first(serves) is not None
 
     def fitting(self, look_up: Callable[[Planned], Mapping[str, Tensor]]) -> Planned | None:
         """Return the plan whose recording has seen what this call would see.
 
         `look_up` gives the values that exist before a step of a plan.
         """
+        return self._first(lambda planned: planned.outcomes.hold(look_up(planned)))
+
+    def _first(self, fits: Callable[[Planned], bool]) -> Planned | None:
+        """Return the first variant that fits, which comes first from now on."""
         for place, planned in enumerate(self.variants):
-            if planned.outcomes.hold(look_up(planned)):
+            if fits(planned):
                 if place:
                     self.variants.insert(0, self.variants.pop(place))
                 return planned

@@ -26,7 +26,7 @@ from rockmate.guards.input_signature import ambient, in_order, key_of
 from rockmate.guards.module_state import ModuleState, Place
 from rockmate.guards.module_watch import without_hooks
 from rockmate.networks import Planned
-from rockmate.requests import eager_peak_bytes
+from rockmate.requests.anew import eager_peak_bytes
 from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms, parse_budget
 

@@ -20,16 +20,10 @@ from rockmate.guards.module_watch import ModuleWatch, without_hooks
 from rockmate.guards.sharded import whole_parts
 from rockmate.networks import Planned
 from rockmate.options.known_blocks import KnownBlocks
-from rockmate.requests import (
-    Request,
-    Source,
-    given_file,
-    is_follower,
-    plan_file_of,
-    planned_for,
-    sharing,
-    sources_of,
-)
+from rockmate.requests.ranks import is_follower, sharing
+from rockmate.requests.request import Request, Source
+from rockmate.requests.saved_plan import plan_file_of
+from rockmate.requests.sources import given_file, planned_for, sources_of
 from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms
 from rockmate.whole_step import CallBytes, Memory

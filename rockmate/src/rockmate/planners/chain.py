@@ -86,13 +86,7 @@ class ChainModel:
         Faster schedules hardly ever have lower peaks. So every `_STRIDE`-th is tried on the way up,
         and every one on the way down.
         """
-        import rotor
-
-        inner = max(1, budget_bytes - self.reserved_bytes)
-        # The table reaches beyond the budget even if many bytes are reserved.
-        headroom = max(_HEADROOM, 1.1 * budget_bytes / inner)
-        with timed("chain"):
-            table = rotor.solve_table(self.chain, inner, slots=slots, headroom=min(headroom, 4.0))
+        inner, _, table = self._table(budget_bytes, slots)
         faster = iter(table.candidates(inner))
         seen: list[Any] = []
         found: dict[int, Steps | None] = {}
@@ -115,6 +109,20 @@ class ChainModel:
                     break
         return fits[::-1]
 
+    def _table(self, budget_bytes: int, slots: int) -> tuple[int, float, Any]:
+        """Return the budget without what is reserved, how far rotor's table reaches, and it."""
+        import rotor
+
+        inner = max(1, budget_bytes - self.reserved_bytes)
+        # The table reaches beyond the budget even if many bytes are reserved.
+        headroom = min(4.0, max(_HEADROOM, 1.1 * budget_bytes / inner))
+        with timed("chain"):
+            return (
+                inner,
+                headroom,
+                rotor.solve_table(self.chain, inner, slots=slots, headroom=headroom),
+            )
+
     def _fitting(self, schedule: Any, budget_bytes: int) -> Steps | None:
         """Return the steps of a schedule if their exact peak is within the budget."""
         with timed("simulation"):
@@ -136,12 +144,7 @@ class ChainModel:
 
         More slots hardly ever mean a lower peak, so the tries bisect the range.
         """
-        import rotor
-
-        inner = max(1, budget_bytes - self.reserved_bytes)
-        headroom = min(4.0, max(_HEADROOM, 1.1 * budget_bytes / inner))
-        with timed("chain"):
-            table = rotor.solve_table(self.chain, inner, slots=slots, headroom=headroom)
+        inner, headroom, table = self._table(budget_bytes, slots)
         best: Steps | None = None
         low, high = 0, int(inner * headroom)
         at = inner
@@ -210,9 +213,7 @@ def chain_model(
     blocks = _blocks(problem, merged, pinned, max_nodes)
     if len(blocks) < 2:
         return None
-    classes: dict[int, Block] = {}
-    for block in blocks:
-        classes.setdefault(block.class_id, block)
+    classes = {block.class_id: block for block in reversed(blocks)}
     cache = {} if cache is None else cache
     keys = {
         class_id: (block.signature, tuple(n.fwd_time_ms for n in block.local.nodes), grid)
@@ -246,12 +247,10 @@ def chain_of(
     if len(blocks) < 2:
         return None
     options: dict[int, tuple[BlockOption, ...]] = {}
-    for block in blocks:
-        if block.class_id not in options:
-            known = options_of(block)
-            if known is None:
-                return None
-            options[block.class_id] = known
+    for class_id, block in {block.class_id: block for block in reversed(blocks)}.items():
+        if (known := options_of(block)) is None:
+            return None
+        options[class_id] = known
     return _model(problem, blocks, options, merged, pinned)
 
 

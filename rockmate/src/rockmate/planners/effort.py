@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any
 
 from rockmate.errors import UnknownChoiceError
 
@@ -30,58 +31,28 @@ class Effort:
     seconds: float | None = None  # of the clock
 
 
-EFFORTS = {
-    "fast": Effort(
-        whole_nodes=55,
-        unlike_nodes=100,
-        hinted_nodes=100,
-        whole_limit=0.15,
-        hinted_limit=0.1,
-        unhinted_limit=0.05,
-        block_limit=0.05,
-        windows=24,
-        window_limit=0.02,
-        grains=2,
-        bound_cuts=1,
-        close_enough=2e-3,
-        whole_enough=5e-3,
-        small_enough=0.01,
-    ),
-    "balanced": Effort(
-        whole_nodes=80,
-        unlike_nodes=80,
-        hinted_nodes=120,
-        whole_limit=0.8,
-        hinted_limit=0.3,
-        unhinted_limit=0.2,
-        block_limit=0.2,
-        windows=60,
-        window_limit=0.05,
-        grains=2,
-        bound_cuts=2,
-        close_enough=5e-4,
-        whole_enough=3e-3,
-        small_enough=0.02,
-    ),
-    "best": Effort(
-        whole_nodes=120,
-        unlike_nodes=120,
-        hinted_nodes=160,
-        whole_limit=2.0,
-        hinted_limit=2.0,
-        unhinted_limit=0.5,
-        block_limit=0.5,
-        windows=400,
-        window_limit=0.1,
-        grains=3,
-        bound_cuts=3,
-        close_enough=1e-4,
-        whole_enough=1e-4,
-        small_enough=0.0,
-        thorough_minimum=True,
-    ),
+# Fast, balanced, best.
+_LIMITS: dict[str, tuple[Any, Any, Any]] = {
+    "whole_nodes": (55, 80, 120),
+    "unlike_nodes": (100, 80, 120),
+    "hinted_nodes": (100, 120, 160),
+    "whole_limit": (0.15, 0.8, 2.0),
+    "hinted_limit": (0.1, 0.3, 2.0),
+    "unhinted_limit": (0.05, 0.2, 0.5),
+    "block_limit": (0.05, 0.2, 0.5),
+    "windows": (24, 60, 400),
+    "window_limit": (0.02, 0.05, 0.1),
+    "grains": (2, 2, 3),
+    "bound_cuts": (1, 2, 3),
+    "close_enough": (2e-3, 5e-4, 1e-4),
+    "whole_enough": (5e-3, 3e-3, 1e-4),
+    "small_enough": (0.01, 0.02, 0.0),
+    "thorough_minimum": (False, False, True),
 }
-
+EFFORTS = {
+    name: Effort(**{limit: values[place] for limit, values in _LIMITS.items()})
+    for place, name in enumerate(("fast", "balanced", "best"))
+}
 _SHORT_SECONDS = 15  # below this, blocks get the limits of "fast"
 
 
@@ -97,20 +68,13 @@ def effort_of(effort: str | float) -> Effort:
     is_number = isinstance(effort, Real) and not isinstance(effort, bool)
     if isinstance(effort, str) or not is_number or not effort > 0:
         raise UnknownChoiceError("effort", effort, EFFORTS, "a positive number of seconds")
-    return Effort(
-        whole_nodes=120,
-        unlike_nodes=120,
-        hinted_nodes=160,
-        whole_limit=2.0,
-        hinted_limit=2.0,
-        unhinted_limit=0.5,
-        block_limit=0.05 if effort < _SHORT_SECONDS else 0.2,
+    return replace(
+        EFFORTS["best"],
+        block_limit=EFFORTS["fast" if effort < _SHORT_SECONDS else "balanced"].block_limit,
         windows=1_000_000,  # the clock ends the search
         window_limit=0.05,
         grains=2,
         bound_cuts=2,
-        close_enough=1e-4,
-        whole_enough=1e-4,
-        small_enough=0.0,
+        thorough_minimum=False,
         seconds=float(effort),
     )

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.options.options import BlockOption, Grid, block_options, boxed, measure_option
 from rockmate.planners.portfolio import plan as plan_within
 from rockmate.planners.resized import replan
-from rockmate.planners.search import Progress
 from rockmate.problems.problem import Node, Problem
 from rockmate.schedules.plan import Plan, make_plan
 from rockmate.schedules.steps import Step, Steps
@@ -62,33 +62,18 @@ def module_options(problem: Problem, *, backend: str = "cp-sat") -> tuple[BlockO
     return options_of(problem, without_end)
 
 
-def plan_keeping(
-    problem: Problem,
-    budget_bytes: int,
-    most_kept_bytes: int,
-    *,
-    effort: str | float = "fast",
-    planner: str = "auto",
-    backend: str = "cp-sat",
-    progress: Progress | None = None,
-    known: KnownBlocks | None = None,
-) -> Plan:
+def plan_keeping(problem: Problem, budget_bytes: int, most_kept_bytes: int, **options: Any) -> Plan:
     """Return a plan within the budget that holds at most `most_kept_bytes` between its passes.
+
+    `options` are those of `plan`.
 
     Raises:
         InfeasibleBudgetError: there is none; `minimum_bytes` would suffice as a limit of both peak
             and kept bytes.
     """
     try:
-        plan = plan_within(
-            _limited(problem, budget_bytes, most_kept_bytes),
-            budget_bytes,
-            effort=effort,
-            planner=planner,
-            backend=backend,
-            progress=progress,
-            known=known,
-        )
+        limited = _limited(problem, budget_bytes, most_kept_bytes)
+        plan = plan_within(limited, budget_bytes, **options)
     except InfeasibleBudgetError as error:
         raise InfeasibleBudgetError(
             f"a module that may hold {budget_bytes} bytes at its peak, and {most_kept_bytes} from "

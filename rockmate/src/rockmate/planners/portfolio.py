@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 from rockmate.errors import InfeasibleBudgetError, SolverError, UnknownChoiceError
@@ -242,21 +243,6 @@ def _rotor(run: Search) -> None:
     _chain(run, "rotor", max_nodes=0, solver=_no_options, cache=None, pruned=1)
 
 
-def _asked_chains(run: Search) -> None:
-    """A chain of blocks with several options each, also for a small graph."""
-    _chains(run, asked=True)
-
-
-def _checkmate(run: Search) -> None:
-    """The 0/1 program of the whole graph, by a solver of such programs."""
-    _asked_whole(run, "cbc" if run.backend == "cp-sat" else run.backend)
-
-
-def _intervals(run: Search) -> None:
-    """The whole graph at once, by the backend."""
-    _asked_whole(run, run.backend)
-
-
 def _windows(run: Search) -> None:
     """The best equal segments, improved window by window."""
     _segments(run)
@@ -413,8 +399,10 @@ PLANNERS: dict[str, Planner] = {
     "chen": _only(chen),
     "segments": _segments,
     "rotor": _rotor,
-    "rockmate": _asked_chains,
-    "checkmate": _checkmate,
-    "intervals": _intervals,
+    # A chain of blocks with several options each, also for a small graph.
+    "rockmate": partial(_chains, asked=True),
+    # The 0/1 program of the whole graph, by a solver of such programs; then by the backend.
+    "checkmate": lambda run: _asked_whole(run, "cbc" if run.backend == "cp-sat" else run.backend),
+    "intervals": lambda run: _asked_whole(run, run.backend),
     "search": _windows,
 }

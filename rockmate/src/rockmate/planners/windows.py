@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rockmate.errors import InvalidPlanError
 from rockmate.parallel import map_in_parallel
@@ -99,29 +100,14 @@ def improve(
     return current if cost <= best.overhead_ms else steps
 
 
-def explore(
-    problem: Problem,
-    steps: Steps,
-    budget_bytes: int,
-    *,
-    windows: int,
-    window_limit: float = 0.1,
-    seed: int = 0,
-    stop: Callable[[], bool] = lambda: False,
-) -> Steps:
-    """Return the better result of two parallel searches of `windows` windows; for small graphs."""
+def explore(problem: Problem, steps: Steps, budget_bytes: int, *, seed: int, **how: Any) -> Steps:
+    """Return the better result of two parallel searches; for small graphs.
+
+    `how` they search is as in `improve`.
+    """
 
     def search(own_seed: int) -> Steps:
-        return improve(
-            problem,
-            steps,
-            budget_bytes,
-            windows=windows,
-            window_limit=window_limit,
-            at_once=1,
-            seed=own_seed,
-            stop=stop,
-        )
+        return improve(problem, steps, budget_bytes, at_once=1, seed=own_seed, **how)
 
     found = map_in_parallel(search, (seed, seed + 1))
     return min(found, key=lambda steps: simulate(problem, steps).overhead_ms)

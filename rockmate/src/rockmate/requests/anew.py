@@ -32,16 +32,11 @@ from rockmate.networks.executables import without_reruns
 from rockmate.networks.keeping import Keeping, keeping_of
 from rockmate.networks.network import Network, network_of
 from rockmate.networks.planned import Planned, compiled_plan
-from rockmate.networks.self_test import (
-    eager_step,
-    own_copy,
-    peak_of,
-    self_test,
-)
+from rockmate.networks.self_test import eager_step, own_copy, peak_of
 from rockmate.planners.module_options import plan_keeping
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases, stopwatch
-from rockmate.requests.request import PHASES, Request, lowered, refuse_nothing
+from rockmate.requests.request import PHASES, Request, lowered, refuse_nothing, tested
 from rockmate.requests.within_blocks import within_blocks
 from rockmate.schedules.plan import Plan
 from rockmate.settings import Terms, parse_budget
@@ -120,7 +115,7 @@ def _planned_anew(request: Request) -> Planned:
 
     if not settings.self_test:
         return make(more, budget_bytes, 0)
-    attempt = partial(_tested, request, eager)
+    attempt = partial(tested, request, eager)
     try:
         return within_blocks(partial(make, more), attempt, model, given, budget_bytes, 0)
     except SelfTestError as error:
@@ -128,16 +123,6 @@ def _planned_anew(request: Request) -> Planned:
             raise
         _log.warning("pieces keep no more than they must: %s", error)
     return within_blocks(partial(make, None), attempt, model, given, budget_bytes, 0)
-
-
-def _tested(
-    request: Request, eager: StepResult | None, planned: Planned
-) -> tuple[Planned, StepResult]:
-    with request.phases.phase("self_test"), no_collection():
-        ours, found = self_test(planned, request.model, request.sample, eager)
-        device_of(request.sample.device).give_back()
-    measured_bytes = ours.allocated_peak_bytes
-    return replace(planned, measured_peak_bytes=measured_bytes, comparison=found), ours
 
 
 def _planned(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -17,9 +17,11 @@ from rkgb.engine import B_to_D, D_to_S, Sample, device_of, record, runnable
 from rkgb.graphs import PLANNED_PASSES, BackwardKind, BasicGraph
 from rkgb.run import RunnableGraph
 from rockmate.arguments import Call
+from rockmate.comparison.eager import StepResult
 from rockmate.errors import UnsupportedModuleError
 from rockmate.guards.input_signature import InputSignature
 from rockmate.networks.planned import Planned
+from rockmate.networks.self_test import self_test
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.progress import Phases
 from rockmate.requests.identity import cache_key, recording_digest
@@ -158,6 +160,20 @@ def first_of(sources: Sequence[Source], request: Request) -> Planned | None:
     """Return the plan of the first source that has one."""
     found = (source.find(request) for source in sources)
     return next((planned for planned in found if planned is not None), None)
+
+
+def tested(
+    request: Request, eager: StepResult | None, planned: Planned
+) -> tuple[Planned, StepResult]:
+    """Run one step of a plan; return the plan with its measurements, and the step.
+
+    It is compared with the plain step `eager`, where there is one.
+    """
+    with request.phases.phase("self_test"), no_collection():
+        ours, found = self_test(planned, request.model, request.sample, eager)
+        device_of(request.sample.device).give_back()
+    measured_bytes = ours.allocated_peak_bytes
+    return replace(planned, measured_peak_bytes=measured_bytes, comparison=found), ours
 
 
 def lowered(basic: BasicGraph) -> RunnableGraph:

@@ -12,22 +12,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from rkgb.capture import no_collection
-from rkgb.engine import device_of
 from rkgb.graphs import SimplifiedGraph, same_but_for_sizes
 from rkgb.run import RunnableGraph
 from rockmate import planners
-from rockmate.comparison.eager import StepResult
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.networks.executables import without_reruns
 from rockmate.networks.network import network_of
 from rockmate.networks.planned import Planned, compiled_plan
-from rockmate.networks.self_test import self_test
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.planners.module_options import replan_keeping
 from rockmate.problems.problem import Problem
 from rockmate.progress import stopwatch
-from rockmate.requests.request import Request
+from rockmate.requests.request import Request, tested
 from rockmate.requests.versions import Version, has_same_nodes, versions_like
 from rockmate.requests.within_blocks import has_blocks, within_blocks
 from rockmate.schedules.plan import Plan
@@ -69,16 +65,11 @@ def resized(request: Request) -> Planned | None:
             blocks_bytes=blocks_bytes,
         )
 
-    def attempt(planned: Planned) -> tuple[Planned, StepResult]:
-        with phases.phase("self_test"), no_collection():
-            ours, _ = self_test(planned, model, sample, None)
-            device_of(sample.device).give_back()
-        return replace(planned, measured_peak_bytes=ours.allocated_peak_bytes), ours
-
     try:
         if not (settings.self_test and has_blocks(sample)):
             return make(budget_bytes, 0)
         aside_bytes = like.planned.blocks_bytes
+        attempt = partial(tested, request, None)
         return within_blocks(make, attempt, model, sample, budget_bytes, aside_bytes)
     except (_NothingFollowsError, InfeasibleBudgetError):
         return None

@@ -14,16 +14,16 @@ from torch import nn
 from rkgb.capture import no_collection
 from rkgb.costs import Measured, OpCost, choose_callees, op_key
 from rkgb.elements import target_of
-from rkgb.engine import device_of, external_values, operations
+from rkgb.engine import external_values, operations
 from rkgb.run import RunnableGraph
 from rockmate.errors import PlanFileError, PlanMismatchError
 from rockmate.files.differences import of_inputs, of_mappings, of_problems
 from rockmate.files.plan_file import KindCost, PlanFile, SavedPlan
 from rockmate.networks.network import Network, assembled
 from rockmate.networks.planned import Planned, compiled_plan
-from rockmate.networks.self_test import eager_step, over_budget, self_test
+from rockmate.networks.self_test import eager_step, over_budget
 from rockmate.requests.identity import input_texts, kind_digest, made_with, recording_digest
-from rockmate.requests.request import Request
+from rockmate.requests.request import Request, tested
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.report import format_bytes
@@ -96,8 +96,8 @@ def planned_from(saved: SavedPlan, request: Request) -> Planned:
     phases = request.phases
     with phases.phase("saved plan"):
         network = _network(saved, request, unknown=None)
-    if found := of_problems(saved.problem, network.problem):  # another source may have a plan
-        raise _mismatch(type(model).__name__, found)
+    if differences := of_problems(saved.problem, network.problem):  # another source may have a plan
+        raise _mismatch(type(model).__name__, differences)
     budget_bytes = _budget_for(saved, network, settings)
     with phases.phase("saved plan"):
         plan = _plan_for(saved, network, settings, budget_bytes)
@@ -115,9 +115,7 @@ def planned_from(saved: SavedPlan, request: Request) -> Planned:
                 written=planned.written,
                 losses=planned.is_for_losses,
             )
-            ours, found = self_test(planned, model, given, eager)
-            device_of(given.device).give_back()
-        planned = replace(planned, measured_peak_bytes=ours.allocated_peak_bytes, comparison=found)
+        planned, ours = tested(request, eager, planned)
         if ours.allocated_peak_bytes > budget_bytes:
             raise over_budget(planned, model)
     phases.close("a saved plan serves")

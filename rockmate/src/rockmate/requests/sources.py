@@ -60,12 +60,12 @@ class Cache:
         found = self.folder.get(request.key)
         if found is not None and found.plans[0].recording == request.digest:
             try:
-                planned = planned_from(found.plans[0], request)
+                kept = planned_from(found.plans[0], request)
             except PlanMismatchError as error:  # a digest does not cover all that sizes follow from
                 _log.info("the plan in %s is not used: %s", self.folder.path, error)
             else:
                 _log.info("a plan from %s serves", self.folder.path)
-                return planned
+                return kept
         planned = self.beyond.find(request)
         if planned is not None:
             try:

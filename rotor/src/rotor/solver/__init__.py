@@ -4,24 +4,3 @@ Gets a `Chain`; gives a `Schedule` or an InfeasibleBudgetError. Read `recurrence
 Python), then `compiled` (the same in C++), `table` (one table for every budget in bytes), and
 `intervals` (a search by CP-SAT that may drop stored tensors).
 """
-
-from rotor.solver.compiled import ChainTable, chain_tuples
-from rotor.solver.table import (
-    DEFAULT_SLOTS,
-    ScheduleTable,
-    fastest_ops,
-    fastest_within,
-    solve,
-    solve_table,
-)
-
-__all__ = [
-    "DEFAULT_SLOTS",
-    "ChainTable",
-    "ScheduleTable",
-    "chain_tuples",
-    "fastest_ops",
-    "fastest_within",
-    "solve",
-    "solve_table",
-]
