@@ -125,7 +125,7 @@ DOORS = {
         "rkgb.published.check",
         "rotor",
         "rotor.models.densenet",
-        "rotor.solver",
+        "rotor.solver.compiled",
         "rockmate",
         "rockmate.planning",
     ),

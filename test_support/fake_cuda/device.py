@@ -56,6 +56,9 @@ class _Seen:
 class FakeCuda(Device):
     """Answers for the CPU as a CUDA device would."""
 
+    is_asynchronous = True
+    random_state_bytes = 0
+
     def __init__(
         self,
         rules: AllocatorRules | None = None,
@@ -83,10 +86,6 @@ class FakeCuda(Device):
     @property
     def environment(self) -> dict[str, str]:
         return {"cuDNN": self.cudnn, "allocator": str(self.allocator.rules)}
-
-    @property
-    def is_asynchronous(self) -> bool:
-        return True
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.dtype not in self.host
@@ -177,10 +176,6 @@ class FakeCuda(Device):
 
     def set_random_state(self, state: Tensor) -> None:
         raise AssertionError("none was given")
-
-    @property
-    def random_state_bytes(self) -> int:
-        return 0
 
 
 class _OnHost(DispatchMode):

@@ -21,8 +21,7 @@ from __future__ import annotations
 from rkgb.capture.record import record
 from rkgb.costs.measure import measure
 from rkgb.costs.node_facts import node_facts
-from rkgb.device.chosen import device_of
-from rkgb.device.memory import trace_memory
+from rkgb.device.chosen import device_of, trace_memory
 from rkgb.elements.sample import Sample, bind_inputs
 from rkgb.graphs.basic import external_values
 from rkgb.graphs.dataflow import B_to_D

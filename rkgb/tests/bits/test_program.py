@@ -26,8 +26,7 @@ from oracles.gradients import (
 from rkgb.capture.record import make_B
 from rkgb.costs.measure import measure
 from rkgb.costs.op_costs import op_key
-from rkgb.device.chosen import device_of
-from rkgb.device.memory import trace_memory
+from rkgb.device.chosen import device_of, trace_memory
 from rkgb.device.rng import RngState
 from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rkgb.capture.record import make_B
 from rkgb.capture.step import RecordedStep
 from rkgb.capture.ways import Asked, Way
-from rkgb.device.memory import trace_memory
+from rkgb.device.chosen import trace_memory
 from rkgb.device.rng import RngState
 from rkgb.elements.sample import Sample
 from rkgb.elements.tensor_info import storage_bytes, storage_id

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import rockmate
 from oracles.training import eager_copy, loss_of
 from rkgb import capture
-from rkgb.device.memory import trace_memory
+from rkgb.device.chosen import trace_memory
 from rockmate import InfeasibleBudgetError, Rockmate, RockmateError, UnsupportedModuleError
 from rockmate.calls import second_look as module_under_test
 from zoo.nets import network

@@ -21,7 +21,7 @@ from rkgb.capture.hooks import HookWatch
 from rkgb.capture.saved_by_autograd import saving
 from rkgb.capture.twin import geometry_of, twin_of
 from rkgb.capture.ways import Asked, Way
-from rkgb.device.memory import trace_memory
+from rkgb.device.chosen import trace_memory
 from rkgb.device.trace import Span
 from rkgb.elements.effect import Assertion, Assign, Effect, InputMutation
 from rkgb.elements.op import Ref

@@ -25,8 +25,7 @@ from rkgb.costs.op_costs import (
 )
 from rkgb.costs.rounds import Bench, Timing, rounds
 from rkgb.device.base import CallTime
-from rkgb.device.chosen import device_of
-from rkgb.device.memory import trace_memory
+from rkgb.device.chosen import device_of, trace_memory
 from rkgb.device.rng import RngState
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.target import OpCost, target_of
@@ -102,9 +101,11 @@ def measure(
     device_ms = sum(counts[key] * least[key].device_ms for key in kinds)
     host_ms = sum(counts[key] * least[key].host_ms for key in kinds)
     measured = Measured({}, callees, spread, device_ms, host_ms, unsteady)
-    took = _larger if device.is_asynchronous and measured.is_launch_bound else _of_device
+    times_ms = {key: took.device_ms for key, took in least.items()}
+    if device.is_asynchronous and measured.is_launch_bound:
+        times_ms = {key: max(took.device_ms, took.host_ms) for key, took in least.items()}
     costs = {
-        key: OpCost(took(least[key]), count_flops(op, basic.infos), workspace[key])
+        key: OpCost(times_ms[key], count_flops(op, basic.infos), workspace[key])
         for key, op in kinds.items()
     }
     return replace(measured, costs={**costs, **known})
@@ -139,14 +140,6 @@ def _benches(
         key: Bench(op, basic, external, op.name in forward, chosen, drawn)
         for key, op in kinds.items()
     }
-
-
-def _larger(took: CallTime) -> float:
-    return max(took.device_ms, took.host_ms)
-
-
-def _of_device(took: CallTime) -> float:
-    return took.device_ms
 
 
 def _true_elements(basic: BasicGraph) -> dict[str, int]:

@@ -74,7 +74,7 @@ class _Facts:
         self._cost_of: dict[int, OpCost] = {}  # by identity, because making a key is slow
         device = device_of(sg.dataflow.basic.device)
         # Each storage is rounded by itself: two of 8 bytes take two blocks.
-        self.rounded = device.block_bytes if in_blocks else _as_asked
+        self.rounded = device.block_bytes if in_blocks else int
         self.random_bytes = device.random_state_bytes
         self.storages = tuple(
             tuple(replace(s, size_bytes=self.rounded(s.size_bytes)) for s in made)
@@ -268,7 +268,3 @@ class _Held:
 def _copied_buffers(op: Op) -> int:
     whole = target_of(op).whole
     return 0 if whole is None else whole.buffer_bytes
-
-
-def _as_asked(size_bytes: int) -> int:
-    return size_bytes

@@ -7,7 +7,7 @@ a CPU.
 """
 
 from rkgb.device.base import Device
-from rkgb.device.memory import MemoryTrace, Span
 from rkgb.device.rng import KeptGenerators, RngState
+from rkgb.device.trace import MemoryTrace, Span
 
 __all__ = ["Device", "KeptGenerators", "MemoryTrace", "RngState", "Span"]

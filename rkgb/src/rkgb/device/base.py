@@ -26,6 +26,9 @@ class CallTime:
 class Device(ABC):
     """Memory, time and random numbers of one device."""
 
+    is_asynchronous: bool  # the host continues while kernels run
+    random_state_bytes: int  # of device memory that a saved random state takes
+
     def __init__(self, where: torch.device) -> None:
         self.where = where
 
@@ -64,11 +67,6 @@ class Device(ABC):
         """Inside, `time` leaves out what other programs on the machine add to a call."""
         return nullcontext()
 
-    @property
-    @abstractmethod
-    def is_asynchronous(self) -> bool:
-        """Whether the host continues while kernels run."""
-
     def current_stream(self) -> int:
         """Return a number of the queue that kernels of this thread go to now."""
         return 0
@@ -84,11 +82,6 @@ class Device(ABC):
     @abstractmethod
     def set_random_state(self, state: Tensor) -> None:
         """Restore the state of the device's own generator."""
-
-    @property
-    @abstractmethod
-    def random_state_bytes(self) -> int:
-        """Bytes of device memory that a saved random state takes."""
 
     def free_bytes(self) -> int | None:
         """Return how many bytes could be allocated at present, or None if that is not known."""

@@ -11,13 +11,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from rkgb.device.base import Device
 from rkgb.device.cpu import Cpu
 from rkgb.device.cuda import Cuda
+from rkgb.device.trace import MemoryTrace, Span
 from rkgb.errors import UnsupportedDeviceError
 from rkgb.torch_api.private_names import ON_CUDA, refuse_missing
 
@@ -46,6 +47,14 @@ def device_of(where: torch.device | str) -> Device:
         "random numbers and run kernels again on 'cpu' and on NVIDIA's 'cuda' only. Move both to "
         "one of these: model.to('cpu')."
     )
+
+
+def trace_memory(run: Callable[[Span], object], device: torch.device) -> MemoryTrace:
+    """Call `run(span)` and return its memory; `span(name)` is a context manager for parts of it.
+
+    Spans must not overlap. The result of `run` is dropped after the measurement.
+    """
+    return device_of(device).trace_memory(run)
 
 
 @contextlib.contextmanager

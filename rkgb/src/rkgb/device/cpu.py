@@ -13,21 +13,17 @@ from rkgb.device.base import CallTime, Device
 from rkgb.device.profiled import trace_by_profiler
 from rkgb.device.trace import MemoryTrace, Span
 
-_STATE_BYTES = torch.get_rng_state().numel()  # read once: reading it allocates counted memory
-
 
 class Cpu(Device):
     """The CPU of this machine."""
 
-    _counts_own_time = False
+    is_asynchronous = _counts_own_time = False
+    # Read once: reading it allocates counted memory.
+    random_state_bytes = torch.get_rng_state().numel()
 
     @property
     def name(self) -> str:
         return str(self.where)
-
-    @property
-    def is_asynchronous(self) -> bool:
-        return False
 
     def block_bytes(self, size_bytes: int) -> int:
         return size_bytes
@@ -61,7 +57,3 @@ class Cpu(Device):
 
     def set_random_state(self, state: Tensor) -> None:
         raise AssertionError("the CPU's generator is torch's default one")
-
-    @property
-    def random_state_bytes(self) -> int:
-        return _STATE_BYTES

@@ -37,6 +37,9 @@ _WAKE_CYCLES = 200_000_000  # about a tenth of a second, enough for the clocks t
 class Cuda(Device):
     """One CUDA device; `where` always has its index."""
 
+    is_asynchronous = True
+    random_state_bytes = 0  # it is kept on the host
+
     def __init__(self, where: torch.device) -> None:
         index = torch.cuda.current_device() if where.index is None else where.index
         super().__init__(torch.device("cuda", index))
@@ -53,10 +56,6 @@ class Cuda(Device):
             "allocator": f"{torch.cuda.get_allocator_backend()} {allocator_settings()}".strip(),
             "cuBLAS workspaces": os.environ.get("CUBLAS_WORKSPACE_CONFIG", "as usual"),
         }
-
-    @property
-    def is_asynchronous(self) -> bool:
-        return True
 
     @property
     def why_uncounted(self) -> str | None:
@@ -135,10 +134,6 @@ class Cuda(Device):
     def set_random_state(self, state: Tensor) -> None:
         with _explaining_graph_capture():
             torch.cuda.set_rng_state(state, self.where)
-
-    @property
-    def random_state_bytes(self) -> int:
-        return 0  # it is kept on the host
 
 
 @contextlib.contextmanager

@@ -22,9 +22,7 @@ class GradientPart(Target):
     root: str  # the output
     from_outside: bool  # whether this is the first part and is added to one from outside
 
-    @property
-    def __name__(self) -> str:  # type: ignore[override]
-        return "part"
+    __name__ = "part"
 
     def __call__(self, *parts: Tensor) -> Tensor:
         """Return what autograd then holds: the part, added to the sum so far if there is one."""
@@ -41,9 +39,7 @@ class GradientCut(Target):
     root: str
     from_outside: bool  # whether autograd also holds one from outside, from the beginning on
 
-    @property
-    def __name__(self) -> str:  # type: ignore[override]
-        return "cut"
+    __name__ = "cut"
 
     def __call__(self, held: Tensor) -> Tensor:
         """Return the gradient as it is, the case in which no hook changes it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 
 def is_inside(path: str, around: str) -> bool:
@@ -12,10 +13,10 @@ def is_inside(path: str, around: str) -> bool:
 
 def around(paths: Sequence[str]) -> str:
     """Return the path of the innermost module around all of these."""
-    parts = [path.split(".") if path else [] for path in paths]
-    common: list[str] = []
-    for names in zip(*parts, strict=False):
-        if len(set(names)) > 1:
-            break
-        common.append(names[0])
-    return ".".join(common)
+    return ".".join(common([path.split(".") if path else [] for path in paths]))
+
+
+def common(paths: Sequence[Sequence[str]]) -> list[str]:
+    """Return the longest beginning that all paths share."""
+    same = takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
+    return [names[0] for names in same]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv")},
@@ -24,69 +24,52 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 LEAVES: dict[str, type] = {"float leaf": float, "int leaf": int}
 
 
-class UnspecialisedFloat(float):
+class _Unspecialised:
     """A scalar argument whose value each call gives: number `place` of those a program takes.
 
     Its value is the recorded one, so code that measures or prints an operation need not know.
     """
 
-    __slots__ = ("place",)
     place: int
-    kind = float
+    kind: Any  # the type of number
 
-    def __new__(cls, value: float, place: int) -> UnspecialisedFloat:
+    def __new__(cls, value: float, place: int) -> Self:
         """Return the number at `place`, which was `value` in the recording."""
-        made = super().__new__(cls, value)
+        made: Any = cls.kind.__new__(cls, value)
         made.place = place
-        return made
+        return made  # type: ignore[no-any-return]
 
     def __eq__(self, other: object) -> bool:  # no constant is equal to it
-        if type(other) is not UnspecialisedFloat:
-            return False
-        return (float(self), self.place) == (float(other), other.place)
+        return type(other) is type(self) and self._key() == other._key()
 
-    def __ne__(self, other: object) -> bool:  # float defines its own
+    def __ne__(self, other: object) -> bool:  # numbers define their own
         return not self == other
 
     def __hash__(self) -> int:
-        return hash((float(self), self.place))
+        return hash(self._key())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return UnspecialisedFloat, (float(self), self.place)
+        return type(self), self._key()
+
+    def _key(self) -> tuple[Any, int]:
+        return self.kind(self), self.place
 
 
-class UnspecialisedInt(int):
-    """The same for an int. Python does not allow `__slots__` here."""
+class UnspecialisedFloat(_Unspecialised, float):
+    """An unspecialised float."""
 
-    place: int
+    kind = float
+
+
+class UnspecialisedInt(_Unspecialised, int):
+    """An unspecialised int."""
+
     kind = int
-
-    def __new__(cls, value: int, place: int) -> UnspecialisedInt:
-        """Return the number at `place`, which was `value` in the recording."""
-        made = super().__new__(cls, value)
-        made.place = place
-        return made
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not UnspecialisedInt:
-            return False
-        return (int(self), self.place) == (int(other), other.place)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash((int(self), self.place))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return UnspecialisedInt, (int(self), self.place)
 
 
 def unspecialised(value: float, place: int) -> UnspecialisedFloat | UnspecialisedInt:
     """Return the unspecialised number of a program at `place`, of the type of `value`."""
-    if type(value) is int:
-        return UnspecialisedInt(value, place)
-    return UnspecialisedFloat(value, place)
+    return (UnspecialisedInt if type(value) is int else UnspecialisedFloat)(value, place)
 
 
 def is_unspecialised(value: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from rkgb.device.memory import trace_memory
+from rkgb.device.chosen import trace_memory
 from rkgb.device.rng import RngState
 from rkgb.elements.spread import settled
 from rkgb.elements.tensor_info import storage_id, storage_of

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import pairwise
+
+from rkgb.elements.module_paths import common
 
 PAGE = (7.0, 9.5)  # inches of a printed page for one picture
 _MOST = 8  # columns
@@ -179,9 +181,3 @@ class _Sizes:
             for source, target in self.last_reader.items()
         )
         return Columns(cells, width, height * (_SPREAD if len(runs) > 1 else 1.0), far)
-
-
-def common(paths: Sequence[Sequence[str]]) -> Sequence[str]:
-    """Return the longest beginning that all paths share."""
-    same = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
-    return [parts[0] for parts in same]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from rkgb.pictures.columns import common
+from rkgb.elements.module_paths import common
 from rkgb.pictures.fold import Folding, fold
 from rkgb.pictures.legend import (
     BACKWARD,

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rkgb.costs.forward_backward import KComputeNode, KGraph
+from rkgb.elements.module_paths import around
 from rkgb.elements.op import Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.anonymize import anonymize, equivalence_classes, node_key
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
-from rkgb.pictures.columns import common
 
 Kind = Literal["fwd", "bwd", "data", "grad", "phantom", "input", "output", "block"]
 
@@ -192,7 +192,7 @@ def sketch_list(graphs: Sequence[SimplifiedGraph | KGraph], title: str = "blocks
     for index, graph in enumerate(graphs):
         nodes = graph.nodes if isinstance(graph, SimplifiedGraph) else graph.compute
         number = class_of[index]
-        where = _common_path([node.module_path for node in nodes])
+        where = around([node.module_path for node in nodes])
         count = f"class {number}, {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
         vertex = Vertex(
             f"block {index}",
@@ -221,11 +221,6 @@ def sketch_list(graphs: Sequence[SimplifiedGraph | KGraph], title: str = "blocks
     shade = parts[0].shade if parts else ""
     size = parts[0].size if parts else ""
     return Sketch(title, tuple(cells), tuple(arrows), shade, size, tuple(parts))
-
-
-def _common_path(paths: Sequence[str]) -> str:
-    """Return the innermost module that all `paths` are in."""
-    return ".".join(common([path.split(".") for path in paths]))
 
 
 def _k_key(kg: KGraph) -> str:
