@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from oracles.gradients import assert_autograds_gradients, leaves_that_want
 from rkgb.costs.forward_backward import KGraph
-from rkgb.elements.op import Ref
+from rkgb.elements.op import Ref, run_op
 from rkgb.elements.sample import Sample
 from rkgb.graphs.basic import external_values
 from rkgb.graphs.simplified import SimplifiedGraph
-from rkgb.published.check import run_op
 from rkgb.torch_api.torch_private import set_grad_mode, straight_to_kernels
 
 

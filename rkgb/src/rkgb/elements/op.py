@@ -104,3 +104,17 @@ def map_refs(tree: Any, function: Callable[[str], Any]) -> Any:
     if kind is dict:
         return {key: map_refs(value, function) for key, value in tree.items()}
     return tree
+
+
+def call_op(op: Op, values: Mapping[str, Any], run: Callable[..., Any] | None = None) -> Any:
+    """Return what an operation gives for arguments from `values`; `run` is in its target's place."""
+    args = map_refs(op.args, values.__getitem__)
+    kwargs = map_refs(dict(op.kwargs), values.__getitem__) if op.kwargs else {}
+    return (run or op.target)(*args, **kwargs)
+
+
+def run_op(op: Op, values: dict[str, Any], run: Callable[..., Any] | None = None) -> None:
+    """Run one operation on `values`, and add its results to them."""
+    made = call_op(op, values, run)
+    results = made if op.returns_many else (made,)
+    values.update((name, v) for name, v in zip(op.results, results, strict=False) if name)

@@ -9,6 +9,7 @@ one is a schedule of the other.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ _STRUCTURE = (
     *("hand_overs", "parameters", "buffers", "output_names", "roots"),
     *("tangent_names", "device", "model_name", "opaque", "effects", "flows"),
 )
+# Facts about a tensor that do not depend on its size.
+_UNSIZED = operator.attrgetter("dtype", "alias_of", "requires_grad", "is_on_host", "is_conj")
 _Values = Callable[[Any, Any, bool], bool]  # two arguments, and whether they are scalars
 
 
@@ -51,14 +54,7 @@ def _same_program(a: BasicGraph, b: BasicGraph, same: _Values) -> bool:
 
 
 def _of_one_rank(a: TensorInfo, b: TensorInfo) -> bool:
-    return (
-        len(a.shape) == len(b.shape)
-        and a.dtype == b.dtype
-        and a.alias_of == b.alias_of
-        and a.requires_grad == b.requires_grad
-        and a.is_on_host == b.is_on_host
-        and a.is_conj == b.is_conj
-    )
+    return len(a.shape) == len(b.shape) and _UNSIZED(a) == _UNSIZED(b)
 
 
 def _of_steps(value: Any) -> Any:
@@ -124,29 +120,18 @@ def _kind(value: Any) -> type:
     return value.kind if is_unspecialised(value) else kind
 
 
-def _same_value(a: Any, b: Any, is_scalar: bool) -> bool:
+def _same_value(a: Any, b: Any, is_scalar: bool, *, any_int: bool = False) -> bool:
     kind = _kind(a)
     if kind is not _kind(b):
         return False
-    if kind is float or (kind is int and is_scalar):
+    if kind is float or (kind is int and (is_scalar or any_int)):
         return True
     if kind in (list, tuple):
-        return len(a) == len(b) and all(_same_value(x, y, False) for x, y in zip(a, b, strict=True))
+        same = functools.partial(_same_value, is_scalar=False, any_int=any_int)
+        return len(a) == len(b) and all(map(same, a, b))
     if kind is Ref:
         return bool(a.name == b.name)
     return a is b or bool(a == b)
 
 
-def _same_but_for_size(a: Any, b: Any, _: bool) -> bool:
-    kind = _kind(a)
-    if kind is not _kind(b):
-        return False
-    if kind is float or kind is int:
-        return True
-    if kind in (list, tuple):
-        return len(a) == len(b) and all(
-            _same_but_for_size(x, y, False) for x, y in zip(a, b, strict=True)
-        )
-    if kind is Ref:
-        return bool(a.name == b.name)
-    return a is b or bool(a == b)
+_same_but_for_size = functools.partial(_same_value, any_int=True)

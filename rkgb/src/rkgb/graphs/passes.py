@@ -45,6 +45,13 @@ class Groups:
     def alive(self) -> Iterable[int]:
         return (index for index in range(len(self.nodes)) if index not in self.dropped)
 
+    def members(self) -> dict[int, list[int]]:
+        """Return the operations of each group by its representative."""
+        found: dict[int, list[int]] = {}
+        for index in self.alive():
+            found.setdefault(self.find(index), []).append(index)
+        return found
+
     def users(self) -> dict[str, list[int]]:
         table: dict[str, list[int]] = {}
         for index in self.alive():
@@ -112,7 +119,8 @@ def merge_constants(groups: Groups) -> None:
     cycle, because all its ancestors are in the same set.
     """
     producer = groups.dataflow.producer
-    rewritten = _written_residents(groups)
+    written = {name for node in groups.dataflow.nodes for name in node.written}
+    rewritten = written & groups.resident
     plain: set[int] = set()
     for index in groups.alive():
         node = groups.nodes[index]
@@ -166,9 +174,7 @@ def merge_into_reader(groups: Groups) -> None:
     users = groups.users()
     producer, infos = groups.dataflow.producer, groups.dataflow.infos
     working = _with_backward(groups)
-    members: dict[int, list[int]] = {}
-    for index in groups.alive():
-        members.setdefault(groups.find(index), []).append(index)
+    members = groups.members()
 
     def results(head: int) -> list[str]:
         made = (n for i in members[head] for n in groups.nodes[i].op.results if n)
@@ -235,8 +241,3 @@ PASSES: tuple[Pass, ...] = (
 )
 # For a graph that is planned: fewer nodes, without losing a plan that could be best.
 PLANNED_PASSES: tuple[Pass, ...] = (*PASSES, merge_into_reader)
-
-
-def _written_residents(groups: Groups) -> set[str]:
-    written = {name for node in groups.dataflow.nodes for name in node.written}
-    return written & groups.resident

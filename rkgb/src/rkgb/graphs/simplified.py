@@ -229,14 +229,6 @@ def _piece(sg: SimplifiedGraph, low: int, high: int) -> SimplifiedGraph:
     return SimplifiedGraph(sg.dataflow, nodes, names, tuple(Ref(name) for name in names))
 
 
-def _grouped(groups: Groups) -> dict[int, list[int]]:
-    """Return the operations of each group by its representative."""
-    members: dict[int, list[int]] = {}
-    for index in groups.alive():
-        members.setdefault(groups.find(index), []).append(index)
-    return members
-
-
 def _group_deps(groups: Groups, members: Mapping[int, list[int]]) -> dict[int, list[int]]:
     """Return the groups that each group depends on."""
     producer = groups.dataflow.producer
@@ -254,11 +246,11 @@ def _group_deps(groups: Groups, members: Mapping[int, list[int]]) -> dict[int, l
 
 
 def _condense(groups: Groups) -> SimplifiedGraph:
-    members = _grouped(groups)
+    members = groups.members()
     for component in strongly_connected(_group_deps(groups, members)):
         for other in component[1:]:
             groups.merge(component[0], other)
-    members = _grouped(groups)
+    members = groups.members()
     deps = _group_deps(groups, members)
     order = topological_order(deps, {head: indices[0] for head, indices in members.items()})
     place = {head: position for position, head in enumerate(order)}

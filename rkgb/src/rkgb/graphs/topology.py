@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from graphlib import TopologicalSorter
 
 
 def topological_order(deps: Mapping[int, Sequence[int]], rank: Mapping[int, int]) -> list[int]:
@@ -12,25 +13,15 @@ def topological_order(deps: Mapping[int, Sequence[int]], rank: Mapping[int, int]
     Raises:
         ValueError: the graph has a cycle.
     """
-    users: dict[int, list[int]] = {node: [] for node in deps}
-    missing = {}
-    for node, sources in deps.items():
-        distinct = set(sources)
-        missing[node] = len(distinct)
-        for source in distinct:
-            users[source].append(node)
-    ready = [(rank[node], node) for node, count in missing.items() if count == 0]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, node = heapq.heappop(ready)
-        order.append(node)
-        for user in users[node]:
-            missing[user] -= 1
-            if missing[user] == 0:
-                heapq.heappush(ready, (rank[user], user))
-    if len(order) != len(deps):
-        raise ValueError("the graph has a cycle")
+    sorter = TopologicalSorter(deps)
+    sorter.prepare()
+    ready: list[tuple[int, int]] = []
+    order: list[int] = []
+    while sorter.is_active():
+        for node in sorter.get_ready():
+            heapq.heappush(ready, (rank[node], node))
+        order.append(heapq.heappop(ready)[1])
+        sorter.done(order[-1])
     return order
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rkgb.api import RkgbResult, make_all_graphs
 from rkgb.device.rng import RngState
 from rkgb.elements.effect import Assign
-from rkgb.elements.op import Op, Ref, map_refs
+from rkgb.elements.op import Op, Ref, run_op
 from rkgb.elements.sample import Sample
 from rkgb.elements.tensor_info import same_values
 from rkgb.elements.trees import flatten
@@ -59,14 +59,6 @@ def run_graph(
             for op in groups[index]:
                 run_op(op, values)
     return [values[out.name] if isinstance(out, Ref) else out for out in outputs]
-
-
-def run_op(op: Op, values: dict[str, Any]) -> None:
-    """Run one operation on `values`, and add its results to them."""
-    args = map_refs(op.args, values.__getitem__)
-    result = op.target(*args, **map_refs(dict(op.kwargs), values.__getitem__))
-    made = result if op.returns_many else (result,) * len(op.results)
-    values.update((name, value) for name, value in zip(op.results, made, strict=True) if name)
 
 
 def _parts(graph: Graph) -> tuple[BasicGraph, list[tuple[Op, ...]], Sequence[Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.elements.op import Op, map_refs
+from rkgb.elements.op import Op, run_op
 from rkgb.elements.target import Target
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.rows.cuts import piece_of
@@ -64,7 +64,7 @@ class InPieces(Target):
         pieces = self.pieces
         values: dict[str, Tensor] = dict(zip(pieces.takes, tensors, strict=True))
         for line in self._before:
-            _run(line, values)
+            run_op(line.op, values, line.run)
         wholes: dict[str, Tensor] = {}
         for index in range(pieces.count):
             for line in self._loop:
@@ -82,7 +82,7 @@ class InPieces(Target):
                     torch.addmm(whole, a, b, out=whole)
                     del a, b
                 else:
-                    _run(line, values)
+                    run_op(line.op, values, line.run)
                     for name in line.op.results:
                         if name in pieces.summed:
                             _add(name, values.pop(name), wholes, pieces)
@@ -95,7 +95,7 @@ class InPieces(Target):
         for name in tuple(wholes):
             values[name] = _rounded(wholes.pop(name), pieces.infos.get(name))
         for line in self._after:
-            _run(line, values)
+            run_op(line.op, values, line.run)
             for name in line.frees:
                 values.pop(name, None)
         return tuple([values[name] for name in pieces.results])
@@ -118,20 +118,6 @@ def _lines(ops: Sequence[Op], slices: Any, stay: set[str]) -> tuple[_Line, ...]:
         had.update(first)
         found.append(_Line(op, getattr(op.target, "_op", op.target), first, frees))
     return tuple(found)
-
-
-def _run(line: _Line, values: dict[str, Tensor]) -> None:
-    op = line.op
-    made = line.run(
-        *map_refs(op.args, values.__getitem__),
-        **(map_refs(dict(op.kwargs), values.__getitem__) if op.kwargs else {}),
-    )
-    if op.returns_many:
-        for name, value in zip(op.results, made, strict=True):
-            if name:
-                values[name] = value
-    else:
-        values[op.results[0]] = made
 
 
 def _add(name: str, term: Tensor, wholes: dict[str, Tensor], pieces: Pieces) -> None:

@@ -61,7 +61,7 @@ class CutGraph:
             NotByPiecesError: it reads values that this forward does not keep.
         """
         merged = self.merged.with_backward(basic)
-        cut = {n.index: _cut_node(merged, n.index, n.rows, same_bits) for n in self.nodes}
+        cut = {n.index: _Node(merged, n.index, n.rows, same_bits).replaced() for n in self.nodes}
         nodes = enumerate(merged.nodes)
         return replace(merged, nodes=tuple(cut.get(i, node) for i, node in nodes))
 
@@ -131,7 +131,7 @@ def _first_cut(
     why = "nothing comes in that has rows"
     for rows in _rows(sg, node, count):
         try:
-            changed = _cut_node(sg, index, rows, same_bits, wide)
+            changed = _Node(sg, index, rows, same_bits).replaced(wide)
             parts = changed.ops[0].target
             assert isinstance(parts, InPieces)
             main = node.main
@@ -160,21 +160,6 @@ def _rows(sg: SimplifiedGraph, node: SimplifiedNode, count: int) -> Iterator[tup
                 yield name, cuts
 
 
-def _cut_node(
-    sg: SimplifiedGraph,
-    index: int,
-    rows: tuple[str, Cuts],
-    same_bits: SameBits | None,
-    wide: str = "",
-) -> SimplifiedNode:
-    """Return a node whose forward and backward are one call each.
-
-    Raises:
-        NotByPiecesError: an operation has no rule for these cuts.
-    """
-    return _Node(sg, index, rows, same_bits).replaced(wide)
-
-
 class _Node:
     def __init__(
         self,
@@ -190,7 +175,12 @@ class _Node:
             self.forward.add(op)
         self.made = {name for op in self.node.ops for name in op.results if name}
 
-    def replaced(self, wide: str) -> SimplifiedNode:
+    def replaced(self, wide: str = "") -> SimplifiedNode:
+        """Return the node with a forward and a backward of one call each.
+
+        Raises:
+            NotByPiecesError: an operation has no rule for these cuts, or `wide` is not cut.
+        """
         if wide and self.forward.cut.get(wide) is None:
             raise NotByPiecesError(f"{wide} is made as a whole")
         backward, views_back, behind = self._backward()
@@ -219,15 +209,8 @@ class _Node:
             if index != self.index:
                 leaving += [name for name in other.read_by_backward if name in own]
         roots, views = self._roots(leaving, ops)
-        cutting = Cutting(
-            *(
-                self.infos,
-                self.count,
-                self._gradients(own),
-                self.forward.same_bits,
-                self.forward.late,
-            )
-        )
+        seeds, same_bits = self._gradients(own), self.forward.same_bits
+        cutting = Cutting(self.infos, self.count, seeds, same_bits, self.forward.late)
         for op in (*node.ops, *ops):
             cutting.add(op)
         pieces = cutting.pieces(roots)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rkgb.costs.op_costs import op_key
 from rkgb.device.rng import RngState
-from rkgb.elements.op import Op, map_refs
+from rkgb.elements.op import Op, run_op
 from rkgb.elements.tensor_info import same_values
 from rkgb.graphs.basic import BasicGraph
 from rkgb.rows.cuts import Cuts, piece_of
@@ -40,45 +40,33 @@ class BitsOfPieces:
         made: Sequence[Cuts | None],
         count: int,
     ) -> bool:
+        """Return whether `run` on pieces gives what `recorded` gives."""
         cuts = tuple(s.cuts for s in read.values())
         key = (op_key(recorded, self.basic.infos), run.target, cuts, tuple(made), count)
         if key not in self._known:
             stream = RngState.save(self.basic.device)
             try:
                 with torch.no_grad(), straight_to_kernels():
-                    self._known[key] = self._are_same(recorded, run, read, made, count)
+                    self._known[key] = all(self._compared(recorded, run, read, made, count))
             finally:
                 stream.restore()
         return self._known[key]
 
-    def _are_same(
-        self,
-        recorded: Op,
-        run: Op,
-        read: Mapping[str, Slice],
-        made: Sequence[Cuts | None],
-        count: int,
-    ) -> bool:
-        basic = self.basic
-        values = StandIns(basic.infos, basic.device, self.external, drawn=Drawn())
-        whole = _results(recorded, {name: values[name] for name in recorded.inputs})
+    def _compared(
+        self, recorded: Op, run: Op, read: Mapping[str, Slice], made: Sequence[Any], count: int
+    ) -> Iterator[bool]:
+        """Yield for each result of each piece whether its bits are those of the whole."""
+        values = StandIns(self.basic.infos, self.basic.device, self.external, drawn=Drawn())
+        whole = {name: values[name] for name in recorded.inputs}
+        run_op(recorded, whole, getattr(recorded.target, "_op", None))
         for index in range(count):
-            pieces = {name: _piece(values[s.source], s.cuts, index) for name, s in read.items()}
-            for ours, theirs, cut in zip(_results(run, pieces), whole, made, strict=True):
-                if ours is not None and theirs is not None:
-                    assert cut is not None
-                    if not same_values(ours, piece_of(theirs, cut, index)):
-                        return False
-        return True
+            ours = {name: _piece(values[s.source], s.cuts, index) for name, s in read.items()}
+            run_op(run, ours, getattr(run.target, "_op", None))
+            for own, theirs, cut in zip(run.results, recorded.results, made, strict=True):
+                if own and theirs:
+                    yield same_values(ours[own], piece_of(whole[theirs], cut, index))
 
 
 def _piece(tensor: Tensor, cuts: Cuts, index: int) -> Tensor:
     # Most pieces are made in the loop, in separate memory.
     return piece_of(tensor, cuts, index).contiguous() if cuts else tensor
-
-
-def _results(op: Op, values: Mapping[str, Tensor]) -> Sequence[Tensor | None]:
-    target = getattr(op.target, "_op", op.target)
-    args = map_refs(op.args, values.__getitem__)
-    made = target(*args, **map_refs(dict(op.kwargs), values.__getitem__))
-    return made if op.returns_many else (made,)

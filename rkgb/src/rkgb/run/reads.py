@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.elements.op import Op, map_refs
+from rkgb.elements.op import Op, call_op, run_op
 from rkgb.graphs.basic import BasicGraph, Read
 from rkgb.graphs.uses import live_ops
 from rkgb.torch_api.torch_private import straight_to_kernels
@@ -57,9 +57,7 @@ class Outcomes:
 
     def _holds(self, ops: Sequence[Op], read: Read, values: dict[str, Any]) -> bool:
         for op in ops:
-            made = _run(op, values)
-            results = made if op.returns_many else (made,)
-            values.update((n, v) for n, v in zip(op.results, results, strict=False) if n)
+            run_op(op, values)
         return bool(seen(read, values) == read.value)
 
 
@@ -67,7 +65,7 @@ def seen(read: Read, values: Mapping[str, Any]) -> Any:
     """Return the value that a guard compares."""
     if read.kind == "content":
         return content_of(values[read.op.inputs[0]])
-    made = _run(read.op, values)
+    made = call_op(read.op, values)
     if read.kind == "number":
         return made
     return tuple(tuple(t.shape) for t in (made if isinstance(made, (tuple, list)) else (made,)))
@@ -76,11 +74,6 @@ def seen(read: Read, values: Mapping[str, Any]) -> Any:
 def content_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return the elements of a tensor and its shape, for comparison."""
     return (tuple(tensor.shape), *tensor.detach().reshape(-1).tolist())
-
-
-def _run(op: Op, values: Mapping[str, Any]) -> Any:
-    args = map_refs(op.args, values.__getitem__)
-    return op.target(*args, **map_refs(dict(op.kwargs), values.__getitem__))
 
 
 def _leading(basic: BasicGraph, read: Read) -> set[int]:

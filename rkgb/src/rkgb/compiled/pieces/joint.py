@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rkgb.compiled.pieces.formulas import formula_of, suits
 from rkgb.compiled.pieces.grouping import is_effect
-from rkgb.elements.op import BATCH_NORMS, Op, Ref, map_refs
+from rkgb.elements.op import BATCH_NORMS, Op, Ref, map_refs, run_op
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.simplified import SimplifiedGraph
 
@@ -268,15 +268,12 @@ def _without_running(op: Op, place: int) -> Op:
 
 def _run(op: Op, values: dict[str, Tensor], statistics: list[Tensor]) -> None:
     if _statistics(op) is not None:
-        made: Any = _batch_norm(op, values, statistics)
-    else:
-        op = _as_run(op)
-        args = map_refs(op.args, values.__getitem__)
-        formula = formula_of(op) if suits(args) else None
-        made = (formula or op.target)(*args, **map_refs(dict(op.kwargs), values.__getitem__))
-    if not op.returns_many:
-        made = (made,)
-    values.update((name, value) for name, value in zip(op.results, made, strict=False) if name)
+        made = _batch_norm(op, values, statistics)
+        values.update((name, value) for name, value in zip(op.results, made, strict=False) if name)
+        return
+    op = _as_run(op)
+    fits = suits(map_refs(op.args, values.__getitem__))
+    run_op(op, values, formula_of(op) if fits else None)
 
 
 def _batch_norm(op: Op, values: dict[str, Tensor], statistics: list[Tensor]) -> Any:
