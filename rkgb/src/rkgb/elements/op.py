@@ -107,7 +107,7 @@ def map_refs(tree: Any, function: Callable[[str], Any]) -> Any:
 
 
 def call_op(op: Op, values: Mapping[str, Any], run: Callable[..., Any] | None = None) -> Any:
-    """Return what an operation gives for arguments from `values`; `run` is in its target's place."""
+    """Return what an operation gives for arguments from `values`, or what `run` gives."""
     args = map_refs(op.args, values.__getitem__)
     kwargs = map_refs(dict(op.kwargs), values.__getitem__) if op.kwargs else {}
     return (run or op.target)(*args, **kwargs)
