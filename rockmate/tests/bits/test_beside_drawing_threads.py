@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rkgb.capture import no_collection
+from rkgb.device import no_collection
 from rockmate import Rockmate
 from rockmate.errors import SelfTestError
 

@@ -2,16 +2,13 @@
 
 Gets a module and a `Sample`; gives a `BasicGraph`. Read record.py (which submodules become opaque
 calls) and ways.py (the options of all attempts, and of one), then step.py (one step from start to
-end) with twin.py and held.py (the copy that runs), saved_by_autograd.py, flows.py, backward.py and
-hooks.py. sizes.py records without memory. numbered.py records a second time to make numbers of the
-call unspecialised. look.py compares another recording with the one that a plan was made from.
-live_bytes.py counts the bytes of operations without content.
+end) with twin.py (the copy that runs), saved_by_autograd.py, backward.py and hooks.py. sizes.py
+records without memory. numbered.py records a second time to make numbers of the call unspecialised.
+look.py compares another recording with the one that a plan was made from.
 """
 
 from rkgb.capture.backward import AskedKind
-from rkgb.capture.collector import no_collection
 from rkgb.capture.hooks import may_run_again
-from rkgb.capture.live_bytes import LiveBytes
 from rkgb.capture.look import look_again
 from rkgb.capture.numbered import for_any_number, for_same_numbers
 from rkgb.capture.record import make_B
@@ -25,7 +22,6 @@ from rkgb.capture.twin import Twin, geometry_of, twin_of
 
 __all__ = [
     "AskedKind",
-    "LiveBytes",
     "SizedStep",
     "Twin",
     "for_any_number",
@@ -34,7 +30,6 @@ __all__ = [
     "look_again",
     "make_B",
     "may_run_again",
-    "no_collection",
     "outputs_without_content",
     "record_other_backward",
     "record_sizes",

@@ -24,7 +24,7 @@ from rkgb.errors import DataDependentError, RkgbError, SideEffectError
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.differences import Difference, differences
 from rkgb.module_state.start_of_call import PythonRandom
-from rkgb.recording.bounded import TooLargeError
+from rkgb.recording.sizes import TooLargeError
 
 _log = logging.getLogger("rkgb")
 _STATES = 6  # random states that a recording holds

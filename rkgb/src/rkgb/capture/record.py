@@ -23,11 +23,17 @@ from rkgb.device.rng import RngState
 from rkgb.elements.module_paths import is_inside
 from rkgb.elements.sample import Sample
 from rkgb.elements.tensor_info import storage_id
-from rkgb.errors import BrokenPieceError, RkgbError, SideEffectError
+from rkgb.errors import (
+    BrokenPieceError,
+    NeedsContentError,
+    ReadsDataError,
+    RkgbError,
+    SideEffectError,
+    WritesInputError,
+)
 from rkgb.graphs.basic import BackwardKind, BasicGraph
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.places import Places
-from rkgb.recording.stops import NeedsContentError, ReadsDataError, WritesInputError
 from rkgb.safeguards.assignments import AssignsError, ReadsBeforeError
 from rkgb.safeguards.refusals import (
     refuse_backward_hooks,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rkgb.elements.tensor_info import storage_id
-from rkgb.recording.blanks import Blanks
 from rkgb.recording.recorder import Recorder
+from rkgb.recording.repeated import Blanks
 
 # Tensors of at most this many elements keep their content: scalars that autograd wraps, scales,
 # tables.

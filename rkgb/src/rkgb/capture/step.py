@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from rkgb.capture.backward import AskedKind, RecordedBackward
-from rkgb.capture.flows import flows_of
+from rkgb.capture.backward import AskedKind, RecordedBackward, flows_of
 from rkgb.capture.hooks import HookWatch
 from rkgb.capture.saved_by_autograd import saving
 from rkgb.capture.twin import geometry_of, twin_of
@@ -27,7 +26,15 @@ from rkgb.elements.effect import Assertion, Assign, Effect, InputMutation
 from rkgb.elements.op import Ref
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten
-from rkgb.errors import RkgbError, SideEffectError, TraceError, UnsupportedDeviceError
+from rkgb.errors import (
+    NeedsContentError,
+    NotRecordedError,
+    RkgbError,
+    SideEffectError,
+    TraceError,
+    UnsupportedDeviceError,
+    WritesInputError,
+)
 from rkgb.graphs.basic import BackwardKind, BasicGraph, Metered
 from rkgb.guards.code_watch import CodeWatch, Seen
 from rkgb.guards.outside import Outside
@@ -35,7 +42,6 @@ from rkgb.guards.sources import Sources
 from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
 from rkgb.recording.places import Places
 from rkgb.recording.repeated import KERNEL
-from rkgb.recording.stops import NeedsContentError, NotRecordedError, WritesInputError
 from rkgb.recording.watch import (
     CallWatch,
     as_written,

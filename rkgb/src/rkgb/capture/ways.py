@@ -10,10 +10,9 @@ import torch
 
 from rkgb.elements.effect import Assign
 from rkgb.graphs.basic import BasicGraph
-from rkgb.recording.bounded import BoundedRecorder
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.recorder import Recorder
-from rkgb.recording.sizes import SizeRecorder
+from rkgb.recording.sizes import BoundedRecorder, SizeRecorder
 
 Names = frozenset[tuple[str, str]]  # of attributes, with the paths of their modules
 

@@ -6,8 +6,8 @@ counted on CUDA and profiled.py for the CPU. `test_support/fake_cuda` applies th
 a CPU.
 """
 
-from rkgb.device.base import Device
+from rkgb.device.base import Device, no_collection
 from rkgb.device.rng import KeptGenerators, RngState
 from rkgb.device.trace import MemoryTrace, Span
 
-__all__ = ["Device", "KeptGenerators", "MemoryTrace", "RngState", "Span"]
+__all__ = ["Device", "KeptGenerators", "MemoryTrace", "RngState", "Span", "no_collection"]

@@ -2,10 +2,11 @@
 
 Gets a running step; gives its operations and facts about the values between them. Read recorder.py
 (recording an operation), values.py and names.py (names of values), kernels.py (schemas),
-repeated.py and blanks.py (skipping repeated kernels), places.py (lines of the user's code),
-watch.py (calls that are no operations), and stops.py.
+repeated.py (skipping repeated kernels), places.py (lines of the user's code), sizes.py (in less
+memory), and watch.py (calls that are no operations).
 """
 
+from rkgb.recording.sizes import LiveBytes
 from rkgb.recording.watch import as_written, transparent_checkpoints
 
-__all__ = ["as_written", "transparent_checkpoints"]
+__all__ = ["LiveBytes", "as_written", "transparent_checkpoints"]

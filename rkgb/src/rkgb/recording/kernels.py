@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rkgb.elements.op import BATCH_NORMS, Ref
-from rkgb.recording.stops import NotRecordedError
+from rkgb.errors import NotRecordedError
 
 _aten = torch.ops.aten
 # They read only shape, type and strides of their argument. They are recorded without it, so that it

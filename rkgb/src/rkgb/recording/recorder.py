@@ -18,10 +18,16 @@ from rkgb.device.rng import RngState
 from rkgb.elements.op import BATCH_NORMS, Op, Ref, map_refs
 from rkgb.elements.spread import is_running, memory_of
 from rkgb.elements.tensor_info import storage_id
-from rkgb.errors import InvalidGraphError, SideEffectError
+from rkgb.errors import (
+    InvalidGraphError,
+    NeedsContentError,
+    NotRecordedError,
+    ReadsDataError,
+    SideEffectError,
+    WritesInputError,
+)
 from rkgb.graphs.basic import Read
 from rkgb.module_state.kept_writes import KeptWrites
-from rkgb.recording.blanks import Blanks
 from rkgb.recording.kernels import (
     tensors_returned,
     traits_of,
@@ -29,15 +35,8 @@ from rkgb.recording.kernels import (
     without_shape_reads,
 )
 from rkgb.recording.numbers import NumberTrace
-from rkgb.recording.places import Places
-from rkgb.recording.repeated import RepeatedKernels
-from rkgb.recording.statements import only_raises
-from rkgb.recording.stops import (
-    NeedsContentError,
-    NotRecordedError,
-    ReadsDataError,
-    WritesInputError,
-)
+from rkgb.recording.places import Places, only_raises
+from rkgb.recording.repeated import Blanks, RepeatedKernels
 from rkgb.recording.values import Values
 from rkgb.torch_api.kernel_choice import Flags, FlagWatch, UnknownFlagError
 from rkgb.torch_api.patches import Patches

@@ -1,25 +1,28 @@
-"""Records a step on tensors without content: nothing is computed, and no memory is used.
+"""Records a step in less memory than it takes: within a limit, or without any.
 
-Kernels are chosen as for real tensors on the same device. Reads of values by Python and sizes that
-depend on data are refused. A kernel that may draw random numbers is assumed to do so.
+Without memory, tensors have no content, and nothing is computed. Kernels are chosen as for real
+tensors on the same device. Reads of values by Python and sizes that depend on data are refused. A
+kernel that may draw random numbers is assumed to do so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rkgb.elements.tensor_info import storage_id
+from rkgb.errors import RkgbError
 from rkgb.recording.kernels import tensors_returned
 from rkgb.recording.recorder import Recorder
 from rkgb.torch_api.torch_private import (
     ASKS_GEOMETRY,
+    DispatchMode,
     asks_content,
     pytree,
-    weak_storage,
     with_content,
 )
 
@@ -32,9 +35,8 @@ class SizeRecorder(Recorder):
     def __init__(self, held_bytes: dict[str, int], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.held_bytes = held_bytes  # of plain PyTorch after each operation, by its name
-        self._storages: dict[int, tuple[Any, int]] = {}
+        self._live = LiveStorages()
         self._outside: list[Tensor] = []  # kept alive, so that ids of storages stay unique
-        self._own: set[int] = set()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if str(func.__name__).split(".")[0] in ASKS_GEOMETRY:
@@ -52,7 +54,7 @@ class SizeRecorder(Recorder):
     def add_external(self, name: str, tensor: Tensor, kind: str) -> str:
         """Name a tensor that exists before the step; its memory is not the step's."""
         self._outside.append(tensor)
-        self._own.add(storage_id(tensor))
+        self._live.leave_out(tensor)
         name = super().add_external(name, tensor, kind)
         if kind == "constant":  # only constants have content
             self.known.add(name)
@@ -63,14 +65,10 @@ class SizeRecorder(Recorder):
         for tensor in tensors_returned(result)[0] or ():
             if tensor is not None:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._storages and storage._cdata not in self._own:
-                    self._storages[storage._cdata] = (weak_storage(storage), storage.nbytes())
+                self._live.count(storage, storage.nbytes())
         ops = self.backward if self.in_backward else self.forward
-        gone = [key for key, (reference, _) in self._storages.items() if reference.expired()]
-        for key in gone:
-            del self._storages[key]
         if ops:
-            held = sum(size for _, size in self._storages.values())
+            held = self._live.now_bytes
             self.held_bytes[ops[-1].name] = max(held, self.held_bytes.get(ops[-1].name, 0))
 
     def read_content(self, tensor: Tensor, what: str) -> None:
@@ -125,3 +123,119 @@ class SizeRecorder(Recorder):
         # Attention and dropout draw if their probability is not 0, and in training mode.
         never = given.get("dropout_p", given.get("p", 1.0)) == 0
         return not never and given.get("train", True) is not False
+
+
+class TooLargeError(RkgbError):
+    """The next operation would exceed the memory limit of the recording."""
+
+
+class BoundedRecorder(Recorder):
+    """Stays within a memory limit, if operations need the bytes of the known step."""
+
+    def __init__(self, needs_bytes: Sequence[int], most_bytes: int, *given: Any, **options: Any):
+        super().__init__(*given, **options)
+        self.needs_bytes, self.most_bytes = needs_bytes, most_bytes
+        self._most_held = 0  # upper bound of the held bytes
+        self._next = 0
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        place = self.count
+        if not self.is_paused and self._next <= place < len(self.needs_bytes):
+            self._next = place + 1
+            self.claim(self.needs_bytes[place])
+        return super().run(func, args, kwargs)
+
+    def claim(self, size_bytes: int) -> None:
+        """Count memory that is about to be allocated.
+
+        Raises:
+            TooLargeError: it would exceed the limit.
+        """
+        if self._most_held + size_bytes > self.most_bytes:
+            self._most_held = self.held_bytes()
+        if self._most_held + size_bytes > self.most_bytes:
+            raise TooLargeError
+        self._most_held += size_bytes
+
+    def held_bytes(self) -> int:
+        """Return the bytes of all live values of the step; stand-ins count separately."""
+        outside = {root for root in self.resident if self.kinds.get(root) != "tangent"}
+        living = (root for root in self.names.living() if root not in outside)
+        return sum(self.infos[root].counted_bytes for root in living)
+
+
+class LiveStorages:
+    """Counts the bytes of storages from when they are first seen until they are freed."""
+
+    def __init__(self) -> None:
+        self.now_bytes = self.peak_bytes = 0
+        self._live: dict[int, int] = {}
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Never count the storage of a tensor, which its owner keeps alive."""
+        self._live.setdefault(storage_id(tensor), 0)
+
+    def count(self, storage: Any, size_bytes: int) -> None:
+        """Count so many bytes for a storage, unless it has been seen before."""
+        key = storage._cdata
+        if key not in self._live:
+            self._live[key] = size_bytes
+            self.now_bytes += size_bytes
+            self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+            weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.now_bytes -= self._live.pop(key)
+
+
+class LiveBytes(LiveStorages, DispatchMode):
+    """While active, counts the memory of operations' results, on `meta` in place of a device.
+
+    Results on the `device` itself count as well. Python numbers of tensors without content are 1.
+    `now_bytes` are held at present above the `known` storages, and those that come as arguments;
+    `peak_bytes` is their maximum.
+    """
+
+    is_over = False  # it counts no more, wherever it still is
+    only_watches = True
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions run compiled."""
+        return True
+
+    def __init__(
+        self,
+        known: Iterable[Tensor],
+        device: torch.device,
+        block_bytes: Callable[[int], int] = int,
+    ) -> None:
+        LiveStorages.__init__(self)
+        DispatchMode.__init__(self)
+        self._block_bytes = block_bytes
+        self._places = ("meta", device.type)
+        for tensor in known:
+            self.leave_out(tensor)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self.is_over:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0 if args[0].is_floating_point() else 1
+        for storage in self._storages((args, kwargs)):
+            self.count(storage, 0)  # it was there before
+        found = func(*args, **kwargs)
+        self.see(found)
+        return found
+
+    def see(self, values: Any) -> None:
+        """Count the tensors among some values, until they are gone."""
+        for storage in self._storages(values):
+            self.count(storage, self._block_bytes(storage.nbytes()))
+
+    def _storages(self, values: Any) -> Iterator[Any]:
+        for value in pytree.tree_leaves(values):
+            is_counted = isinstance(value, Tensor) and value.layout is torch.strided
+            if is_counted and value.device.type in self._places:
+                yield value.untyped_storage()

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
+from rkgb.errors import NotRecordedError, ReadsDataError
 from rkgb.graphs.basic import ambient_autocast
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.recorder import Recorder
-from rkgb.recording.stops import NotRecordedError, ReadsDataError
 from rkgb.torch_api.compiled_code import BRANCHES, uncompiled
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.private_names import called_of

@@ -7,8 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rkgb.errors import DataDependentError, SideEffectError, TraceError
-from rkgb.recording.stops import NotRecordedError, ReadsDataError
+from rkgb.errors import (
+    DataDependentError,
+    NotRecordedError,
+    ReadsDataError,
+    SideEffectError,
+    TraceError,
+)
 from rkgb.safeguards.refusals import where_raised
 
 # Known data dependence in libraries, with advice.

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.capture import look_again, no_collection
+from rkgb.capture import look_again
 from rkgb.costs import made_bytes, op_key
+from rkgb.device import no_collection
 from rkgb.elements import Op, TensorInfo, target_of
 from rkgb.engine import Sample
 from rkgb.graphs import Difference, ambient_autocast

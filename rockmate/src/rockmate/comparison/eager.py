@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb import RkgbError
-from rkgb.capture import no_collection
-from rkgb.device import RngState
+from rkgb.device import RngState, no_collection
 from rkgb.elements import flatten
 from rkgb.engine import Sample, trace_memory
 from rkgb.graphs import autocast_as

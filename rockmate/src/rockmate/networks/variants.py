@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from rkgb.capture import for_same_numbers, no_collection, record_other_backward
+from rkgb.capture import for_same_numbers, record_other_backward
 from rkgb.costs import Measured, measure_others
+from rkgb.device import no_collection
 from rkgb.engine import (
     device_of,
     external_values,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rkgb.capture import no_collection
+from rkgb.device import no_collection
 from rkgb.engine import B_to_D, Sample, device_of, external_values, record, runnable
 from rkgb.graphs import BackwardKind
 from rkgb.module_state import KeptWrites

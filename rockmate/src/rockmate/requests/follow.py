@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rkgb.capture import no_collection
+from rkgb.device import no_collection
 from rkgb.graphs import same_but_for_numbers
 from rockmate.networks.planned import Planned, with_other_numbers
 from rockmate.requests.request import Request, first_of

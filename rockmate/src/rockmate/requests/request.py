@@ -11,7 +11,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from rkgb import RkgbError
-from rkgb.capture import AskedKind, for_any_number, no_collection
+from rkgb.capture import AskedKind, for_any_number
+from rkgb.device import no_collection
 from rkgb.elements import is_inside
 from rkgb.engine import B_to_D, D_to_S, Sample, device_of, record, runnable
 from rkgb.graphs import PLANNED_PASSES, BackwardKind, BasicGraph

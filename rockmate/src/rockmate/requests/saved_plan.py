@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from rkgb.capture import no_collection
 from rkgb.costs import Measured, OpCost, choose_callees, op_key
+from rkgb.device import no_collection
 from rkgb.elements import target_of
 from rkgb.engine import external_values, operations
 from rkgb.run import RunnableGraph

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rkgb.capture import LiveBytes
 from rkgb.engine import device_of
+from rkgb.recording import LiveBytes
 from rkgb.torch_api import current_backward, current_dispatch_modes, dispatch_mode_stack
 from rockmate.whole_step.optimizers import tensors_bytes
 

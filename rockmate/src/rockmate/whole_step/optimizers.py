@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rkgb.capture import LiveBytes
 from rkgb.elements import flatten
 from rkgb.engine import device_of
+from rkgb.recording import LiveBytes
 from rockmate.errors import UnknownChoiceError, UnsupportedModuleError
 
 # By name, for steps that nobody has made an optimizer for yet. Lion's step is taken for RMSprop's.
