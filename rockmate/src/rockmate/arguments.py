@@ -129,6 +129,20 @@ class Arguments(OfSample):
         if isinstance(self.optimizer, str):
             check_optimizer(self.optimizer)
 
+    def check_in_place(self, function: str) -> None:
+        """Refuse arguments without one amount, or with a loss: the module stays what it is.
+
+        Raises:
+            ArgumentsError, BudgetFormatError: as for `check_amount`, or a loss is given.
+        """
+        self.check_amount(function)
+        if self.loss is not None:
+            raise ArgumentsError(
+                f"{function} takes no loss=: the model's own forward would return something else. "
+                "Use rockmate.Rockmate(model, sample, budget, loss=loss), or return the loss from "
+                "forward"
+            )
+
     def terms(self) -> Terms:
         """Return the budget and the settings, without tensors other than the optimizer's."""
         if self.memory is None:
@@ -155,29 +169,6 @@ def refuse_no_module(model: Any) -> nn.Module:
         f"the model comes first, as in Rockmate(model, sample, budget); a {type(model).__name__} "
         f"was given instead of a torch.nn.Module. {hint}"
     )
-
-
-def refuse_loss(given: OfSample, function: str) -> None:
-    """Refuse a loss where the module stays what it is to others.
-
-    Raises:
-        ArgumentsError: one is given.
-    """
-    if given.loss is not None:
-        raise ArgumentsError(
-            f"{function} takes no loss=: the model's own forward would return something else. Use "
-            "rockmate.Rockmate(model, sample, budget, loss=loss), or return the loss from forward"
-        )
-
-
-def refuse(given: Settings, function: str, whys: Mapping[str, str]) -> None:
-    """Refuse settings that a function does not support; `whys` has the reasons.
-
-    Raises:
-        ArgumentsError: one of them is not the default.
-    """
-    for name in given.keys() & whys.keys():
-        raise ArgumentsError(f"{function} takes no {name}={given[name]!r}: {whys[name]}.")
 
 
 def called_with(

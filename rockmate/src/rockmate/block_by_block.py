@@ -17,12 +17,11 @@ from rockmate.arguments import (
     Arguments,
     Call,
     called_with,
-    refuse,
-    refuse_loss,
     refuse_no_module,
 )
-from rockmate.blockwise.blocks import AUTO, class_name, find_blocks
-from rockmate.blockwise.planning import Chosen, Planner, largest_first
+from rockmate.blockwise.blocks import AUTO, device_of_parameters, find_blocks
+from rockmate.blockwise.planning import Chosen, Planner
+from rockmate.blockwise.rehearsal import largest_first
 from rockmate.blockwise.report import BlockRow, BlocksPlan
 from rockmate.blockwise.saved_blocks import blocks_key, file_of_blocks, shared_file
 from rockmate.blockwise.team import Team
@@ -73,9 +72,8 @@ class ToBlocks(Arguments):
             ValueError, UnsupportedModuleError: the text says what, and why.
         """
         super().__post_init__()
-        self.check_amount("rockmate.apply_to_blocks")
-        refuse_loss(self, "rockmate.apply_to_blocks")
-        refuse(self, "apply_to_blocks", _NOT_BY_BLOCKS)
+        self.check_in_place("rockmate.apply_to_blocks")
+        self.refuse("apply_to_blocks", _NOT_BY_BLOCKS)
         if not self.share and team.groups:
             raise ArgumentsError(
                 "apply_to_blocks takes no share=False where processes share the model: their "
@@ -150,6 +148,7 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
     """
     model = given.model
     _refuse_model(model)
+    name = own_class(type(model)).__name__
     team = Team.of(model, given.process_group)
     with team.together():
         given.check(team)
@@ -168,12 +167,16 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
     with team.together():
         found = find_blocks(model, given.blocks)
     found = {p: b for p, b in found.items() if not any(is_inside(p, o) for o in terms.opaque)}
-    device = next((p.device for p in model.parameters()), _HOST)
+    device = device_of_parameters(model)
     calls = largest_first(model, calls, team, device)
     with team.together():
         given, memory = _within(given, calls)
+    about = tuple(found), given.in_flight, given.compare, team.size
+    key = blocks_key(model, calls, about, device, given.terms())
+    shared = partial(shared_file, team=team, model=name, device=device)
+    planned = partial(_planned, given, terms, team, found, calls)
     try:
-        made = _kept_or_made(given, terms, team, found, calls)
+        made = _kept_or_made(given, key, shared, planned, is_first=team.is_first)
     except InfeasibleBudgetError as error:
         if memory is None:
             raise
@@ -196,28 +199,24 @@ def _within(given: ToBlocks, calls: Sequence[Call]) -> tuple[ToBlocks, Memory | 
 
 def _kept_or_made(
     given: ToBlocks,
-    terms: Terms,
-    team: Team,
-    found: Mapping[str, nn.Module],
-    calls: Sequence[Call],
+    key: str,
+    shared: Callable[[Callable[[], PlanFile | None]], PlanFile | None],
+    planned: Callable[[PlanFile | None], BlocksPlan],
+    *,
+    is_first: bool,
 ) -> BlocksPlan:
-    """Plan as a given or cached file says, or else anew."""
-    model, device = given.model, next((p.device for p in given.model.parameters()), _HOST)
-    planned = partial(_planned, given, terms, team, found, calls)
-    name, path, folder = class_name(model), given.plan, CacheFolder.chosen(given.cache)
+    """Plan as a given or cached file says, or else anew; the first process reads and writes."""
+    path, folder = given.plan, CacheFolder.chosen(given.cache)
     if path is not None:
-        named = partial(PlanFile.load, path, by_blocks=True)
-        return planned(shared_file(named, team, name, device))
-    about = (tuple(found), given.in_flight, given.compare, team.size)
-    key = blocks_key(model, calls, about, device, given.terms())
-    kept = shared_file(lambda: None if folder is None else folder.get(key), team, name, device)
+        return planned(shared(lambda: PlanFile.load(path, by_blocks=True)))
+    kept = shared(lambda: None if folder is None else folder.get(key))
     if kept is not None:
         try:
             return planned(kept)
         except PlanMismatchError as error:
             _log.info("the plan of blocks in the cache is not used: %s", error)
     made = planned(None)
-    if folder is not None and team.is_first and made.file is not None:
+    if folder is not None and is_first and made.file is not None:
         folder.put(key, made.file)
     return made
 
@@ -266,7 +265,7 @@ def _planned(
         else:
             made = replace(made, why_no_free_plan="compare=False")
     if made.file is None:
-        name, options = class_name(model), chosen.choice.options
+        name, options = own_class(type(model)).__name__, chosen.choice.options
         made = replace(made, file=file_of_blocks(made, chosen.kinds, options, name, planner.device))
     phases.close("planned block by block")
     return replace(made, seconds=phases.seconds)
@@ -291,7 +290,6 @@ def _put_on(found: Mapping[str, nn.Module], choose: Callable[[], Chosen]) -> Cho
     return chosen
 
 
-_HOST = torch.device("cpu")
 _PLACEHOLDER = 1  # every block gets its own budget
 
 

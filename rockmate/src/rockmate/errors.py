@@ -78,6 +78,15 @@ class PlanMismatchError(InvalidPlanError):
         super().__init__(message)
         self.differences = tuple(differences)
 
+    @classmethod
+    def of_saved(cls, what: str, differences: Iterable[str]) -> PlanMismatchError:
+        """Return the error for a saved plan that is not for `what`."""
+        return cls(
+            f"the saved plan is not for {what}: {'; '.join(differences)}. Leave `plan` out to plan "
+            "anew, and save that plan",
+            differences,
+        )
+
 
 class PlanSharingError(RockmateError, RuntimeError):
     """Planning has failed on one process of a group; all of them get the same text."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rockmate.arguments import Arguments, called_with, maker, refuse_loss
+from rockmate.arguments import Arguments, called_with, maker
 from rockmate.decisions import DecidingModule
 from rockmate.errors import ArgumentsError, RockmateError
 from rockmate.module import (
@@ -49,8 +49,7 @@ def apply(given: InPlace) -> nn.Module:
         >>> rockmate.apply(model, budget="2GiB")  # planned at the first training step
     """
     model, is_sampled = given.model, given.sample is not _FIRST_STEP
-    given.check_amount("rockmate.apply")
-    refuse_loss(given, "rockmate.apply")
+    given.check_in_place("rockmate.apply")
     if not is_sampled and (given.kwargs is not None or given.samples):
         raise ArgumentsError("rockmate.apply takes kwargs and samples beside a sample only")
     if not is_applied(model):
@@ -84,8 +83,7 @@ def checked(options: dict[str, Any], function: str) -> dict[str, Any]:
     # Submodules are not known yet.
     known = {name: value for name, value in options.items() if name != "opaque"}
     given = maker(InPlace, function)(nn.Module(), **known)
-    given.check_amount(function)
-    refuse_loss(given, function)
+    given.check_in_place(function)
     return options
 
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from os import PathLike, fspath
 from typing import Any, Literal
@@ -153,6 +153,15 @@ class Settings:
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
+
+    def refuse(self, function: str, whys: Mapping[str, str]) -> None:
+        """Refuse settings that a function does not support; `whys` has the reasons.
+
+        Raises:
+            ArgumentsError: one of them is not the default.
+        """
+        for name in self.keys() & whys.keys():
+            raise ArgumentsError(f"{function} takes no {name}={self[name]!r}: {whys[name]}.")
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from rkgb.engine import Sample
 from rkgb.torch_api import placed_parameters
 from rockmate.arguments import Call
+from rockmate.blockwise.blocks import device_of_parameters
 from rockmate.blockwise.kinds import (
     Kind,
     call_of,
@@ -90,19 +91,6 @@ class _Intercepted(PlannedModule):
         return self.call(self, *settled_call(args, kwargs))
 
 
-def largest_first(
-    model: nn.Module, calls: Sequence[Call], team: Team, device: torch.device
-) -> list[Call]:
-    """Return the calls with the one of the largest plain step, in any process, first."""
-    if len(calls) == 1:
-        return list(calls)
-    with team.in_step(), torch.inference_mode(False), torch.enable_grad():
-        peaks = [trace_step(model, call, device, Marker())[0] for call in calls]
-    rows = team.gather(peaks)
-    order = sorted(range(len(calls)), key=lambda n: -max(row[n] for row in rows))
-    return [calls[n] for n in order]
-
-
 class Planner:
     """Plans the blocks of one model on one call."""
 
@@ -129,7 +117,7 @@ class Planner:
         self.error: Exception | None = None
         self.is_meeting = False  # inside a block, between its collectives
         self.tested: set[tuple[int, int]] = set()
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.device = device_of_parameters(model)
 
     def plan(self, calls: Sequence[Call], room: Callable[[int], int]) -> Chosen:
         """Return a planned forward for every block; `room` maps the peak keeping all to the budget.

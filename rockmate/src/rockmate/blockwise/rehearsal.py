@@ -8,7 +8,7 @@ restored afterwards.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from rkgb.engine import trace_memory
 from rkgb.module_state import KeptWrites, Lent, StartOfCall
 from rkgb.torch_api import placed_parameters, without_hooks_after_gradients
 from rockmate.arguments import Call
+from rockmate.blockwise.team import Team
 from rockmate.comparison.eager import losses_among, seed_backward
 from rockmate.runtime.execute import Executor
 
@@ -87,6 +88,19 @@ def trace_step(
     trace = min(traces, key=lambda trace: trace.peak_bytes)
     marks = [Mark(s.name, s.start_bytes, s.next_peak_bytes) for s in trace.spans]
     return trace.peak_bytes, tuple(marks)
+
+
+def largest_first(
+    model: nn.Module, calls: Sequence[Call], team: Team, device: torch.device
+) -> list[Call]:
+    """Return the calls with the one of the largest plain step, in any process, first."""
+    if len(calls) == 1:
+        return list(calls)
+    with team.in_step(), torch.inference_mode(False), torch.enable_grad():
+        peaks = [trace_step(model, call, device, Marker())[0] for call in calls]
+    rows = team.gather(peaks)
+    order = sorted(range(len(calls)), key=lambda n: -max(row[n] for row in rows))
+    return [calls[n] for n in order]
 
 
 def _run(model: nn.Module, call: Call, marker: Marker) -> None:

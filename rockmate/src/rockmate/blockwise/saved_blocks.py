@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -13,12 +14,13 @@ from rockmate.blockwise.kinds import Kind
 from rockmate.blockwise.report import BlocksPlan
 from rockmate.blockwise.team import Team
 from rockmate.errors import PlanFileError, PlanMismatchError
-from rockmate.files.differences import of_mappings
 from rockmate.files.plan_file import PlanFile, SavedBlock, SavedBlocks, SavedKind
 from rockmate.guards.input_signature import ambient, in_order, key_of
-from rockmate.requests.identity import cache_key, made_with
+from rockmate.requests.identity import cache_key, elsewhere, made_with
 from rockmate.schedules.steps import Steps
 from rockmate.settings import Terms
+
+_log = logging.getLogger("rockmate")
 
 
 def file_of_blocks(
@@ -68,12 +70,9 @@ def shared_file(
     file = team.gather(found)[0]
     if isinstance(file, str):
         raise PlanFileError(file)
-    if file is None:
-        return None
-    told = of_mappings(file.made_with, made_with(device))
-    if file.model != model:
-        told.insert(0, f"model: {file.model} in the file, {model} here")
-    team.raise_together(_mismatch(told) if told else None)
+    if file is not None:
+        told = elsewhere(file, model, device)
+        team.raise_together(_mismatch(told) if told else None)
     return file
 
 
@@ -127,11 +126,7 @@ def over_budget(measured_bytes: int, budget_bytes: int) -> PlanMismatchError:
 
 
 def _mismatch(found: Sequence[str]) -> PlanMismatchError:
-    return PlanMismatchError(
-        f"the saved plan is not for these blocks: {'; '.join(found)}. Leave `plan` out to plan "
-        "anew, and save that plan",
-        found,
-    )
+    return PlanMismatchError.of_saved("these blocks", found)
 
 
 def _told(blocks: Sequence[tuple[str, int]]) -> str:

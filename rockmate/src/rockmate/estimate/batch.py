@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate.arguments import called_with, refuse
+from rockmate.arguments import called_with
 from rockmate.errors import InfeasibleBudgetError, UnknownChoiceError
 from rockmate.estimate.costs_from_file import ByFlops, Cost, Costs, InProportion, costs_named
 from rockmate.estimate.prediction import NOT_ESTIMATED, Estimate, usual_device
@@ -80,7 +80,7 @@ class ToFill(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(self, "largest_batch", NOT_ESTIMATED)
+        self.refuse("largest_batch", NOT_ESTIMATED)
 
     def _check_cost(self) -> None:
         """Leave it to `costs_named`."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rockmate import planners
-from rockmate.arguments import OfSample, called_with, refuse
+from rockmate.arguments import OfSample, called_with
 from rockmate.errors import UnknownChoiceError
 from rockmate.estimate.costs_from_file import Cost, costs_named
 from rockmate.estimate.sizes import Sizes, sizes_of
@@ -234,7 +234,7 @@ class ToEstimate(OfSample):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(self, "estimate", NOT_ESTIMATED)
+        self.refuse("estimate", NOT_ESTIMATED)
 
     def _check_cost(self) -> None:
         """Leave it to `costs_named`."""

@@ -25,6 +25,8 @@ from rkgb.engine import device_of, operations
 from rkgb.graphs import BasicGraph
 from rkgb.run import RunnableGraph
 from rkgb.torch_api import named_kernel_flags
+from rockmate.files.differences import of_mappings
+from rockmate.files.plan_file import PlanFile
 from rockmate.settings import Terms
 
 _PLACE = re.compile(r"(?<=cuda):\d+|(?<=type='cuda'), index=\d+| at 0x[0-9a-f]+")
@@ -73,6 +75,12 @@ def made_with(device: torch.device) -> dict[str, str]:
         **found.environment,
         **named_kernel_flags(),
     }
+
+
+def elsewhere(file: PlanFile, model: str, device: torch.device) -> list[str]:
+    """Say how a file's model, versions, device and flags differ from those here."""
+    named = of_mappings({"model": file.model}, {"model": model})
+    return named + of_mappings(file.made_with, made_with(device))
 
 
 def in_short(made_with: Mapping[str, str], inputs: Sequence[str]) -> dict[str, str]:

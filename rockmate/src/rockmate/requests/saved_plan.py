@@ -17,12 +17,18 @@ from rkgb.elements import target_of
 from rkgb.engine import external_values, operations
 from rkgb.run import RunnableGraph
 from rockmate.errors import PlanFileError, PlanMismatchError
-from rockmate.files.differences import of_inputs, of_mappings, of_problems
+from rockmate.files.differences import of_inputs, of_problems
 from rockmate.files.plan_file import KindCost, PlanFile, SavedPlan
 from rockmate.networks.network import Network, assembled
 from rockmate.networks.planned import Planned, compiled_plan
 from rockmate.networks.self_test import eager_step, over_budget
-from rockmate.requests.identity import input_texts, kind_digest, made_with, recording_digest
+from rockmate.requests.identity import (
+    elsewhere,
+    input_texts,
+    kind_digest,
+    made_with,
+    recording_digest,
+)
 from rockmate.requests.request import Request, tested
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.plan import Plan
@@ -132,11 +138,7 @@ def not_for(saved: SavedPlan, request: Request) -> PlanMismatchError:
 
 
 def _mismatch(name: str, found: list[str]) -> PlanMismatchError:
-    return PlanMismatchError(
-        f"the saved plan is not for this {name}: {'; '.join(found)}. Leave `plan` out to plan "
-        "anew, and save that plan",
-        found,
-    )
+    return PlanMismatchError.of_saved(f"this {name}", found)
 
 
 def refuse_elsewhere(file: PlanFile, request: Request) -> None:
@@ -145,11 +147,8 @@ def refuse_elsewhere(file: PlanFile, request: Request) -> None:
     Raises:
         PlanMismatchError: something differs; the error says what.
     """
-    found = of_mappings(file.made_with, made_with(request.sample.device))
     name = type(request.model).__name__
-    if file.model != name:
-        found.insert(0, f"model: {file.model} in the file, {name} here")
-    if found:
+    if found := elsewhere(file, name, request.sample.device):
         raise _mismatch(name, found)
 
 
