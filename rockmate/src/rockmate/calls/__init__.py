@@ -1,8 +1,8 @@
-"""Which plan runs a call of a module, and what happens where there is none.
+"""The choice of a plan for a call of a module, and planning if there is none yet.
 
-Gets a module, settings and calls; gives their results. Read planned_module.py (the gate: plain, or
-which plan), plan_store.py (plans by what they take for granted), plans_of_module.py (a call that no
-plan is for) with any_number.py, requester.py (how a plan is asked for) with first_call.py, then
-second_look.py (a call that is recorded once more), loss_outside.py (plans anew for what a loss
-took) and class_attributes.py (how torch gets here).
+Gets a module, settings and calls; gives their results. Read planned_module.py (planned or plain,
+and with which plan), plan_store.py (the plans by key), plans_of_module.py (plans for new calls)
+with any_number.py, requester.py (requests for plans) with first_call.py, second_look.py (a call
+that is recorded again), loss_outside.py (new plans for the memory that a loss took) and
+class_attributes.py (the way from torch to here).
 """

@@ -1,4 +1,4 @@
-"""`forward`, and the call that `compile()` makes, as attributes of planned classes."""
+"""Attributes of planned classes: `forward`, and the call that `compile()` makes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WHY_OPAQUE = (
 
 
 class ForwardAttribute:
-    """`forward` of a planned class: before whatever a model has as its own in its attributes."""
+    """`forward` of a planned class; it precedes a `forward` among the model's own attributes."""
 
     def __init__(self, base: type[nn.Module]) -> None:
         @functools.wraps(base.forward)  # trainers look at its signature
@@ -32,7 +32,7 @@ class ForwardAttribute:
 
     @property
     def function(self) -> Any:
-        """The forward, which torch.compile must not trace; its import takes a second, or none."""
+        """The forward, closed to torch.compile, whose import (a second) it does not cause."""
         if self.untraced is None and "torch._dynamo" in sys.modules:
             self.untraced = torch.compiler.disable(self.plain, reason=_WHY_OPAQUE)
         return self.untraced or self.plain
@@ -43,7 +43,7 @@ class ForwardAttribute:
         planned = getattr(module, "_rockmate", None)
         if planned is not None and planned.forward is not None:
             return planned.forward
-        if torch.compiler.is_dynamo_compiling():  # it knows this way to bind, and no other
+        if torch.compiler.is_dynamo_compiling():  # it knows only this way to bind
             return functools.partial(self.function, module)
         return self.function.__get__(module)
 
@@ -57,9 +57,9 @@ class ForwardAttribute:
 
 
 class CompiledCallAttribute:
-    """What `wrapper.compile()` makes, apart from what `model.compile()` has made.
+    """The call that `wrapper.compile()` makes, separate from that of `model.compile()`.
 
-    Both would lie in the attributes that they share, and a call of the one would run the other.
+    Wrapper and model share their attributes. In them, a call of one would run the other.
     """
 
     def __get__(self, module: Any, _: type | None = None) -> Any:

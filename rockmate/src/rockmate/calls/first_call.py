@@ -1,4 +1,4 @@
-"""What plain modules do at their first call, and what is said once of a module that is planned."""
+"""Effects of a module's first plain call, and messages that are logged once for a module."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rkgb.torch_api import compiled_modules
 
 _log = logging.getLogger("rockmate")
 _MOST_NAMED = 3  # compiled modules, in the log
-# What is said where torch.compile is taken off.
+# Logged if torch.compile is taken off.
 INSTEAD = "its operations are planned one by one; compile=True compiles what is planned"
 
 
 class FirstCall:
-    """What the plain forward of `model` sets at its first call, as which a plan is recorded."""
+    """Attributes that the plain forward of `model` sets at its first call, which is recorded."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -25,7 +25,7 @@ class FirstCall:
         self._told: set[str] = set()
 
     def note(self, settings: Iterable[Setting]) -> None:
-        """Set these from now on."""
+        """Set these now, and at every call at which they are due."""
         known = {setting.key for setting in self._settings}
         for found in settings:
             setting = found.on(self.model)
@@ -34,19 +34,19 @@ class FirstCall:
         self.sets()
 
     def sets(self) -> bool:
-        """Set what the plain forward would set at this call; whether there was anything."""
+        """Set what the plain forward would set at this call; return whether anything was due."""
         due = [setting for setting in self._settings if setting.is_due]
         for setting in due:
             setting.apply()
         return bool(due)
 
     def undo(self) -> None:
-        """Leave it to the first call that comes."""
+        """Undo the settings; the next call sets them again."""
         for setting in reversed(self._settings):
             setting.undo()
 
     def tell_what_is_taken_off(self) -> None:
-        """Say once what a plan does instead of what the model asks for."""
+        """Log once that checkpoints or torch.compile inside the model are taken off."""
         name = type(self.model).__name__
         wanted = (getattr(m, "gradient_checkpointing", False) for m in self.model.modules())
         if "checkpoints" not in self._told and any(value is True for value in wanted):

@@ -1,4 +1,4 @@
-"""The plans of one module by key; the one used least recently goes first."""
+"""The plans of one module by key; the least recently used one is dropped first."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from rockmate.networks import Planned
 
 
-_MOST_WHOLE = 4  # places of ints that are looked at where a key is unknown
+_MOST_WHOLE = 4  # sets of open places of ints that are tried for an unknown key
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a plan takes for granted."""
+    """The assumptions of a plan."""
 
     state: ModuleState
     inputs: Hashable
@@ -33,15 +33,15 @@ class Key:
         return hash((id(self.state), self.inputs))
 
     def for_any_number(self, whole: Collection[int] = ()) -> Key | None:
-        """Return the key of calls that differ in floats, and in the ints in `whole`, only.
+        """Return the key of calls that differ only in floats, and in the ints at `whole`.
 
-        None where there are no such numbers.
+        None means that there are no such numbers.
         """
         inputs = for_any_number(self.inputs, whole)
         return None if inputs is None else replace(self, inputs=inputs)
 
     def unlike(self, other: Key) -> str:
-        """Say in words what is otherwise here than in `other`."""
+        """Say in words how this key differs from `other`."""
         found = [] if self.inputs == other.inputs else unlike(self.inputs, other.inputs)
         found += [] if self.state is other.state else self.state.unlike(other.state)
         if self.autocast != other.autocast:
@@ -54,7 +54,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One plan in the report: for what calls, why it was made, how long that took."""
+    """One plan in the report: its calls, the reason for it, and the time that planning took."""
 
     what: str  # the inputs
     why: str
@@ -62,7 +62,7 @@ class PlanRow:
     seconds: float
     peak_bytes: int  # predicted
     budget_bytes: int
-    overhead: float  # what is computed again, as a share of the plain step's time
+    overhead: float  # recomputation, as a share of the plain step's time
 
     def __str__(self) -> str:
         return (
@@ -72,7 +72,7 @@ class PlanRow:
 
 
 class PlanRows(tuple[PlanRow, ...], InFull):
-    """The plans that are kept, the one used last at the end; printing it shows a line for each."""
+    """The kept plans, the last used one at the end; printed, it shows a line for each."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self))
@@ -84,20 +84,20 @@ class PlanRows(tuple[PlanRow, ...], InFull):
 class Family:
     """The plans for calls of one key.
 
-    Most keys have one. Where a forward looks at values of its inputs, there is one for each way
-    that these have led it; the one used last comes first.
+    Most keys have one. If a forward reads values of its inputs, each way through it has a plan. The
+    last used one comes first.
     """
 
     variants: list[Planned]
     row: PlanRow
-    looks: int = 1  # how many of the next calls are recorded once more, to compare
+    looks: int = 1  # number of calls to come that are recorded again, to compare
 
     def made_of(self, chosen: Callable[[Planned], Planned]) -> Family:
-        """Return a family of what is chosen for each plan."""
+        """Return a family of the choices for each plan."""
         return replace(self, variants=[chosen(planned) for planned in self.variants])
 
     def takes(self, leaves: Sequence[Any]) -> bool:
-        """Whether a plan for any number is for a call with these leaves; it comes first then."""
+        """Return whether a general plan serves these leaves, and move it to the front."""
 
         def serves(planned: Planned) -> bool:
             return planned.numbers is not None and planned.numbers.of(leaves) is not None
@@ -105,14 +105,14 @@ class Family:
         return self._first(serves) is not None
 
     def fitting(self, look_up: Callable[[Planned], Mapping[str, Tensor]]) -> Planned | None:
-        """Return the plan whose recording has seen what this call would see.
+        """Return the plan whose recording went the way that this call goes.
 
-        `look_up` gives the values that exist before a step of a plan.
+        `look_up` returns the values that exist before a step of a plan.
         """
         return self._first(lambda planned: planned.outcomes.hold(look_up(planned)))
 
     def _first(self, fits: Callable[[Planned], bool]) -> Planned | None:
-        """Return the first variant that fits, which comes first from now on."""
+        """Return the first variant that fits, and move it to the front."""
         for place, planned in enumerate(self.variants):
             if fits(planned):
                 if place:
@@ -127,13 +127,11 @@ class PlanStore:
     def __init__(self, most: int) -> None:
         self.most = max(1, most)
         self.families: OrderedDict[Key, Family] = OrderedDict()
-        self._last: tuple[Key, Family] | None = None  # which most calls ask for again
-        self._whole: list[frozenset[int]] = [
-            frozenset()
-        ]  # places of ints that plans are for any of
+        self._last: tuple[Key, Family] | None = None  # most calls ask for it again
+        self._whole: list[frozenset[int]] = [frozenset()]  # open places of ints
 
     def get(self, key: Key) -> Family | None:
-        """Return the family of a key, which has been used last from now on."""
+        """Return the family of a key, and mark it as the last used one."""
         if self._last is not None and self._last[0] == key:
             return self._last[1]
         family = self.families.get(key)
@@ -143,7 +141,7 @@ class PlanStore:
         return family
 
     def for_any_number(self, key: Key, leaves: Sequence[Any]) -> Family | None:
-        """Return the family of a key whose numbers are those of no plan, if one is for any."""
+        """Return the family of a general plan that serves a call of an unknown key."""
         for whole in self._whole:
             general = key.for_any_number(whole)
             family = None if general is None else self.get(general)
@@ -152,9 +150,9 @@ class PlanStore:
         return None
 
     def ints_unlike(self, key: Key) -> frozenset[int] | None:
-        """Return where calls that differ from a key's in numbers only have other ints.
+        """Return the places of ints that differ from those of a key that differs only in numbers.
 
-        None where there is no plan for such.
+        None means that no plan has such a key.
         """
         for other in reversed(self.families):
             if replace(other, inputs=key.inputs) == key:
@@ -164,9 +162,9 @@ class PlanStore:
         return None
 
     def attributes_unlike(self, key: Key) -> tuple[tuple[Place, ...], frozenset[int]]:
-        """Return which attributes and ints are others in a key than in one that differs in numbers.
+        """Return attributes and places of ints that differ from a key that differs only in numbers.
 
-        No attributes where there is no plan for such a key.
+        No attributes means that no plan has such a key.
         """
         for other in reversed(self.families):
             if other.autocast == key.autocast and other.flags == key.flags:
@@ -177,7 +175,7 @@ class PlanStore:
         return (), frozenset()
 
     def look_for(self, whole: frozenset[int]) -> None:
-        """Look from now on for plans that are for any ints in these places."""
+        """Try general plans with these open places from now on."""
         if whole not in self._whole:
             self._whole = [*self._whole, whole][-_MOST_WHOLE:]
 
@@ -191,7 +189,7 @@ class PlanStore:
         return dropped
 
     def drop(self, is_wrong: Callable[[Planned], bool]) -> None:
-        """Drop plans, and families that have none left."""
+        """Drop wrong plans, and then families without plans."""
         self._last = None
         for key, family in list(self.families.items()):
             family.variants = [planned for planned in family.variants if not is_wrong(planned)]
@@ -199,16 +197,16 @@ class PlanStore:
                 del self.families[key]
 
     def _least_missed(self) -> Key:
-        """Return the key used least recently.
+        """Return the least recently used key.
 
-        Where more than half only differ in numbers from others, it is one of those: a number on a
-        schedule must not drive plans out, and is recorded again in the time of a few steps.
+        If more than half of the keys differ from others only in numbers, it is one of those. A
+        number on a schedule must not drive out plans; it is recorded again in a few steps' time.
         """
         recorded = [key for key, family in self.families.items() if family.row.how == "recorded"]
         return recorded[0] if len(recorded) > self.most // 2 else next(iter(self.families))
 
     def states(self) -> list[ModuleState]:
-        """Return the states of the module that plans are for."""
+        """Return the states of the module that have plans."""
         return [key.state for key in self.families]
 
     def last_key(self) -> Key | None:
@@ -225,5 +223,5 @@ class PlanStore:
 
 
 def what(key: Key) -> str:
-    """Return in words what calls a key is for."""
+    """Return the calls of a key in words."""
     return told(key.inputs)

@@ -1,4 +1,4 @@
-"""The forward of a planned module: look up the plan for the call, or make one, and run it."""
+"""The forward of a planned module: it finds the plan for a call, or makes one, and runs it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from rockmate.networks import Planned
 from rockmate.runtime.plain import is_plain, plain
 from rockmate.settings import Terms
 
-# Why a step runs plain | and what to do instead.
+# Why a step runs plain | what to do instead.
 _GLOBAL_HOOKS = (
     "torch.nn.modules.module.register_module_*_hook has set a hook for every module, and a planned "
     "step calls no submodules. | Put the hook on single modules instead."
@@ -62,10 +62,10 @@ _PARTS_AGAIN = (
 class PlannedModule(PlansOfModule):
     """Runs the forward of `model` within a budget; `model` itself is the plain module."""
 
-    forward: Any = None  # what a user has put over the planned forward
+    forward: Any = None  # a user's replacement of the planned forward
     compiled_call: Any = None  # by `compile()` of the wrapper
-    by_blocks: Any = None  # a plan that is not of the whole module
-    why = ""  # it is not planned as a whole; '' while it is
+    by_blocks: Any = None  # a plan of single blocks
+    why = ""  # the reason if it is not planned as a whole
 
     def __init__(self, model: nn.Module, settings: Terms) -> None:
         super().__init__(model, settings)
@@ -73,11 +73,11 @@ class PlannedModule(PlansOfModule):
         self.loss = LossOutside(self)
 
     def __reduce__(self) -> Any:
-        """Leave plans out of copies and files of the plain module, whose attribute this is."""
+        """Leave plans out of copies and files of the plain module, which holds this object."""
         return type(None), ()
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module: planned where it trains, as it is where it does not."""
+        """Run the module: planned if it trains, plain otherwise."""
         if self.loss.is_open:
             self.loss.close()
         if not torch.is_grad_enabled() or is_plain() or is_transforming():
@@ -137,7 +137,7 @@ class PlannedModule(PlansOfModule):
         return result
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Differences:
-        """Look at a call, which does not run; without arguments at the next one, before it runs."""
+        """Look at a call without running it; without arguments, at the next one before it runs."""
         return self.second_look.check(lambda: self(args, kwargs), args, kwargs)
 
     def _run_by_blocks(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -145,7 +145,7 @@ class PlannedModule(PlansOfModule):
         raise NotImplementedError
 
     def _why_plain(self) -> str:
-        """Return what is around a step that no plan can be run in; '' where there is nothing."""
+        """Return the reason why no plan can run here now, or ''."""
         if has_global_hooks():
             return _GLOBAL_HOOKS
         if current_dispatch_modes() and (modes := changing_modes()):
@@ -153,7 +153,7 @@ class PlannedModule(PlansOfModule):
         return _SAVED_HOOKS if may_change_saved() else ""
 
     def _plainly(self, why: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the plain module, and say why."""
+        """Run the plain module, with a warning that says why."""
         reason, _, instead = why.partition(" | ")
         warnings.warn(
             f"{reason} This step runs plain, and may take more memory than the budget. {instead}",
@@ -170,12 +170,12 @@ class PlannedModule(PlansOfModule):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Run a plan whose step may go another way; then the plain module runs, or who has called.
+        """Run a plan; if the step goes another way than the recorded one, run the plain module.
 
         Raises:
-            NotPlannedError: it has gone another way, and a sealed one leaves that to its caller.
+            NotPlannedError: the step went another way, and a sealed module leaves it to its caller.
         """
-        if not self.plans_alone:  # collectives of a plain run would be more than the others'
+        if not self.plans_alone:  # other processes would not join the collectives of a plain run
             return planned.run(self.model, external, leaves, call=(args, kwargs))
         device = planned.signature.device
         known = () if self.is_sealed else (planned.written, planned.writes_buffer)
@@ -211,10 +211,10 @@ class PlannedModule(PlansOfModule):
     def _variant(
         self, family: Family, snapshot: Snapshot, leaves: Sequence[Any], call: Call
     ) -> Planned:
-        """Return the plan for calls whose inputs lead the forward where these do.
+        """Return the plan for calls whose inputs lead the forward the same way.
 
         Raises:
-            UnsupportedModuleError: processes would have to agree on it.
+            UnsupportedModuleError: processes would have to agree on the way.
         """
         if not self.plans_alone:
             raise UnsupportedModuleError(
@@ -233,5 +233,5 @@ class PlannedModule(PlansOfModule):
 
 
 def wants(leaf: Any) -> bool:
-    """Whether a leaf is to get a gradient."""
+    """Return whether a leaf gets a gradient."""
     return isinstance(leaf, Tensor) and leaf.requires_grad

@@ -1,4 +1,4 @@
-"""Make plans for the calls of a module that none is for, within the same bytes."""
+"""Plans for new calls of a module, all within the same bytes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms, parse_budget
 
 _log = logging.getLogger("rockmate")
-_MOST_WAYS = 6  # through one forward, chosen by values of its inputs, that have plans
-_MANY = 8  # recordings one after the other for numbers that change
+_MOST_WAYS = 6  # with plans, through one forward that reads values of its inputs
+_MANY = 8  # recordings in a row for changing numbers
 _LOOKS = 2  # at calls that were planned ahead
 _CHANGES = (
     "what Python reads has another value at every step: %s. What reads it runs whole from now on, "
@@ -42,15 +42,15 @@ _CHANGES = (
 
 
 class HandedOverOtherwiseError(Exception):
-    """Calls hand over other attributes from now on, so that this one has another key."""
+    """Calls hand over other attributes from now on, so this one has another key."""
 
 
 class NotPlannedError(Exception):
-    """A call of a kind that nothing is planned for any more; the text says which."""
+    """A new call, after the last plan was made; the text says what is new."""
 
 
 class PlansOfModule(Requester):
-    """Plans for the calls of `model`, the plain module, by what they take for granted."""
+    """Plans for the calls of `model`, the plain module, by their assumptions."""
 
     is_sealed = False  # no more plans are made
 
@@ -58,15 +58,15 @@ class PlansOfModule(Requester):
         super().__init__(model, settings)
         self.table = vars(model)
         self.changing = ChangingPlaces()
-        self._in_a_row = 0  # recordings for nothing but other numbers
+        self._in_a_row = 0  # recordings in a row that differed only in numbers
         self._any_number = AnyNumber(self.plans)
 
     def take_plans_of(
         self, other: PlansOfModule, chosen: Callable[[Planned], Planned] | None = None
     ) -> None:
-        """Serve the other's module, or a copy: what was planned for it as it is now holds here.
+        """Take the plans of the same module, or of a copy, that are for its present state.
 
-        `chosen` gives what is to run here for a plan of the other.
+        `chosen` returns what runs here instead of a plan of the other.
         """
         self._sources, self.known = other._sources, other.known
         self.watch.hand_over(other.watch.open)
@@ -116,7 +116,7 @@ class PlansOfModule(Requester):
         return self._plan(key, call)
 
     def _plan(self, key: Key, call: Call) -> Family:
-        """Plan for a key that no plan is for, within the same bytes."""
+        """Plan for a new key, within the same bytes."""
         with planning:
             family = self.plans.get(key)
             if family is not None:  # another thread has planned it
@@ -129,7 +129,7 @@ class PlansOfModule(Requester):
             why = self._because or ("the sample" if last is None else key.unlike(last))
             self._because = ""
             _log.debug("planning: %s", why)
-            can_be = self.plans_alone and not self.settings.has_pieces  # with numbers in them
+            can_be = self.plans_alone and not self.settings.has_pieces  # numbers may stay open
             if can_be:
                 self._try_any_attribute(key, call)
             began = time.perf_counter()
@@ -160,9 +160,9 @@ class PlansOfModule(Requester):
             return family
 
     def _without_readers(self, key: Key, last: Key | None, call: Call, why: str) -> Planned | None:
-        """Plan with what reads a place whole, where that has another value at every step.
+        """Plan with submodules whole that read values which change at every step.
 
-        None where there is no such place, or such a plan needs more bytes than there are.
+        None means that there are none, or that such a plan does not fit.
         """
         alike = last is not None and replace(last, state=key.state) == key
         facts = self.changing.note(key.state, last.state if last is not None and alike else None)
@@ -185,7 +185,7 @@ class PlansOfModule(Requester):
         return planned
 
     def _locate(self, planned: Planned) -> ModuleState:
-        """Return the state that a plan was made for, which knows where it reads kept tensors."""
+        """Return the state that a plan was made for, with the places of tensors that it keeps."""
         snapshot = self.watch.now(ambient()[0])
         for one in (planned, planned.accumulating):
             if one is not None:
@@ -193,7 +193,7 @@ class PlansOfModule(Requester):
         return snapshot.state
 
     def _try_any_attribute(self, key: Key, call: Call) -> None:
-        """Plan for all numbers in the place of attributes that have changed, if they allow it.
+        """Plan for any numbers in the attributes that have changed, if they only enter arithmetic.
 
         Raises:
             HandedOverOtherwiseError: calls hand these attributes over from now on.
@@ -212,7 +212,7 @@ class PlansOfModule(Requester):
             planned = self._planned(call, why, any_number=whole)
         except HandedOverOtherwiseError:
             raise
-        except RkgbError as error:  # which comes again without
+        except RkgbError as error:  # the usual plan raises it again
             _log.debug("attributes are not handed over: %s", error)
             self._leave_attributes(names, before)
             return
@@ -238,7 +238,7 @@ class PlansOfModule(Requester):
     def _for_any_number(
         self, key: Key, whole: frozenset[int], why: str, planned: Planned
     ) -> tuple[Key, str]:
-        """Return the key that was planned for, and why: that of all numbers, if it was."""
+        """Return the key of a plan and its reason; if it is for any number, the general key."""
         general = key.for_any_number(whole)
         assert general is not None
         if planned.numbers is not None:
@@ -248,7 +248,7 @@ class PlansOfModule(Requester):
         return key, why
 
     def _family(self, key: Key, planned: Planned, row: PlanRow) -> Family:
-        """Return a family with a plan, and those for numbers that go another way."""
+        """Return a family with a plan first, and then the known ones of its key."""
         known = self.plans.get(key)
         others = [] if known is None else known.variants
         return Family([planned, *others][:_MOST_WAYS], row)
@@ -259,7 +259,7 @@ class PlansOfModule(Requester):
             why = "values of the inputs that the forward looks at"
             if self.is_sealed:
                 raise NotPlannedError(why)
-            # After some ways, what looks at values is run whole rather than followed again.
+            # After some ways, code that reads values runs whole instead.
             guards = len(family.variants) < _MOST_WAYS
             planned = self._planned(call, why, guards=guards)
             _log.info("planned for other %s: %s", why, "; ".join(planned.outcomes.texts[:3]))
@@ -271,7 +271,7 @@ class PlansOfModule(Requester):
             return planned
 
     def rows(self) -> PlanRows:
-        """Return what was planned, why, and how long it took."""
+        """Return the report of all plans."""
         return self.plans.rows()
 
 
@@ -283,7 +283,7 @@ def _row(key: Key, why: str, planned: Planned, seconds: float) -> PlanRow:
 
 
 def _usable(model: nn.Module, call: Call) -> Call:
-    """Return a call whose tensors autograd may save, whatever mode they were made in."""
+    """Return a call whose tensors autograd can save: those of inference mode are copied."""
     refuse_lazy_modules(model)
     for name, tensor in (*placed_parameters(model), *model.named_buffers()):
         if tensor.is_inference():

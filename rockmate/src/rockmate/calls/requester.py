@@ -1,4 +1,4 @@
-"""Ask for the plan of a call of a module, and take in what the user asks of all its plans."""
+"""Requests for plans of one module, with the settings that all its plans share."""
 
 from __future__ import annotations
 
@@ -28,52 +28,52 @@ from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms
 from rockmate.whole_step import CallBytes, Memory
 
-_TOO_LITTLE = 1  # budget, to be told the smallest
-planning = threading.RLock()  # one at a time: a recording watches over all of torch
+_TOO_LITTLE = 1  # a budget whose refusal names the smallest one
+planning = threading.RLock()  # one at a time, because a recording watches all of torch
 
 
 class Requester:
     """Asks for plans for the calls of `model`, the plain module, within one budget."""
 
-    losses = False  # whether only scalars, where there are some, are taken to get gradients
-    plans_alone = True  # without the other processes over which parameters may be spread
+    losses = False  # only scalars are assumed to get gradients, if there are any
+    plans_alone = True  # not together with processes that hold other parts of parameters
 
     def __init__(self, model: nn.Module, settings: Terms) -> None:
         self.model, self.settings = model, settings
         self.plans = PlanStore(settings.max_plans)
         self.blocks = KnownBlocks()
         self.watch = ModuleWatch(model)
-        self.known: tuple[Planned, ...] = ()  # of modules like this one, whose steps serve here
+        self.known: tuple[Planned, ...] = ()  # of similar modules, whose steps serve here too
         self.first: Planned | None = None
         self._sources: tuple[Source, ...] = ()  # of plans; none before the first
-        self.call_bytes: CallBytes | None = None  # of the sample, where memory was given
+        self.call_bytes: CallBytes | None = None  # of the sample, if memory was given
         self._first_call = FirstCall(model)
-        self._because = ""  # the next plan is made
+        self._because = ""  # the reason for the next plan
 
     def prepare(self, calls: Sequence[Call]) -> None:
-        """Plan for calls to come; a fraction as budget becomes bytes, by the largest of them.
+        """Plan for future calls; a fraction as budget becomes bytes, by the largest of them.
 
         Raises:
             InfeasibleBudgetError, UnsupportedModuleError, rkgb.RkgbError: see `planned_for`.
         """
-        share = self.settings.share and not self.settings.has_pieces  # each makes its own
+        share = self.settings.share and not self.settings.has_pieces  # pieces are not shared
         with sharing(share) as ranks:
             given = given_file(self.settings, follows=is_follower(share))
             self._sources = sources_of(self.settings, given, ranks)
-            # What is copied or pickled later goes elsewhere, where the file may not be.
+            # A copy or pickle may go to a machine without the file.
             self.settings = replace(self.settings, plan=None)
             try:
                 self._prepare(calls)
             finally:  # the first call sets it
                 self._first_call.undo()
-        # Later calls come when they come, not on all ranks at once.
+        # Later calls do not come on all ranks at once.
         self._sources = sources_of(self.settings, given)
 
     def _prepare(self, calls: Sequence[Call]) -> None:
         raise NotImplementedError
 
     def for_call(self, call: Call) -> tuple[Terms, Memory | None]:
-        """Return how to plan for a call: where memory was given, in what a whole step leaves."""
+        """Return the settings for a call; if memory was given, the budget is what a step leaves."""
         whole = self.settings.whole_step
         if whole is None:
             return self.settings, None
@@ -86,7 +86,7 @@ class Requester:
         return replace(self.settings, budget=budget, whole_step=None), memory
 
     def memory(self) -> Memory | None:
-        """Return where each byte of a step goes now; None where no memory was given."""
+        """Return where each byte of a step goes now, or None if no memory was given."""
         whole, found = self.settings.whole_step, self.call_bytes
         if whole is None or found is None:
             return None
@@ -115,7 +115,7 @@ class Requester:
         try:
             if not self._sources:
                 self._sources = sources_of(self.settings, given_file(self.settings))
-            with unseen():  # planned modules inside belong to this plan
+            with unseen():  # planned modules inside become part of this plan
                 known = () if self.settings.has_pieces else self._known(settings or self.settings)
                 request = Request.of(
                     *(bare, call, settings or self.settings),
@@ -127,16 +127,16 @@ class Requester:
                     losses=self.losses,
                 )
                 planned = planned_for(request, self._sources)
-                if planned.how == "planned":  # others are made for the gradients that came last
+                if planned.how == "planned":  # other plans are for the gradients that came last
                     planned.foresee(bare, request.sample.leaves)
         except TraceError as error:
-            # An assert on values, an index out of range: the user's own error, as without us.
+            # The user's own error, such as an assert on values or an index out of range.
             if self.first is None or error.__cause__ is None:
                 raise
             args, kwargs = self.as_called(call)
-            # The plain forward raises it, after what it changes until then.
+            # The plain forward raises it, after its own changes.
             self.model.forward(*args, **kwargs)
-            raise  # plain PyTorch has none here
+            raise  # the plain forward raises none
         except InfeasibleBudgetError as error:
             if self.first is None:
                 raise
@@ -150,26 +150,26 @@ class Requester:
         self._first_call.note(planned.network.graph.dataflow.basic.sources.settings)
         if self.first is None:
             self.first = planned
-            # Later plans get the same bytes, whatever a fraction of *their* eager peak would be.
+            # Later plans get the same bytes, not a fraction of their own eager peaks.
             self.settings = replace(self.settings, budget=planned.budget_bytes)
         return planned
 
     def _known(self, settings: Terms) -> tuple[Planned, ...]:
-        """Return the plans whose gradients come as these settings say."""
+        """Return the plans with the same `coming` gradients as in these settings."""
         found = (*self.plans, *self.known)
         both = (one for planned in found for one in (planned, planned.accumulating) if one)
         return tuple(one for one in both if one.network.coming == settings.coming)
 
     def as_called(self, call: Call) -> Call:
-        """Return a call without the attributes that are handed over beside its arguments."""
+        """Return a call without attributes that are handed over as arguments."""
         own = self.watch.numbers(ambient()[0]) if self.watch.open else {}
         args, kwargs = call
         return args, {name: value for name, value in kwargs.items() if name not in own}
 
     def run_whole(self, paths: Iterable[str], why: str) -> None:
-        """Run these submodules whole from now on; plans that were made otherwise are dropped.
+        """Run these submodules whole from now on, and drop other plans.
 
-        `why` says what no recording of them can know.
+        `why` says what a recording of them cannot contain.
 
         Raises:
             UnsupportedModuleError: no part may be run whole (`strict=True`).
@@ -189,7 +189,7 @@ class Requester:
                 self.first = next(iter(self.plans), None)
 
     def plan_file(self) -> PlanFile:
-        """Return what was planned as a file holds it, the plan for the sample first."""
+        """Return a file of all plans, the one for the sample first."""
         first = self.planned
         others = [planned for planned in self.plans if planned is not first]
         whole = [planned.accumulating or planned for planned in (first, *others)]
@@ -211,7 +211,7 @@ class Requester:
 
 
 def with_whole(settings: Terms, paths: Collection[str]) -> Terms:
-    """Return settings with which these submodules run whole, too."""
+    """Return settings that also run these submodules whole."""
     others = (path for path in settings.opaque if not _is_covered(path, paths))
     return replace(settings, opaque=(*others, *paths))
 
@@ -221,5 +221,5 @@ def _is_covered(path: str, paths: Collection[str]) -> bool:
 
 
 def _run_whole(paths: Iterable[str], planned: Planned) -> bool:
-    """Whether a plan runs all of these submodules whole."""
+    """Return whether a plan runs all of these submodules whole."""
     return all(_is_covered(path, planned.network.opaque) for path in paths)

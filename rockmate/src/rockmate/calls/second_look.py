@@ -1,8 +1,9 @@
-"""Look at a call once more, as it was recorded, before its plan runs it.
+"""A second recording of some calls, before their plans run them.
 
-The calls after the one that was recorded are looked at, and those that the user asks for. What is
-otherwise than in the plan's recording, Python has decided by something that no guard covers: the
-submodule around it runs whole from then on, and the call is planned anew before it runs.
+The calls after the recorded one are looked at, and those that the user asks for. A difference from
+the plan's recording means that Python has decided by something that no guard covers. Then the
+submodule around the difference runs whole from then on, and the call is planned anew before it
+runs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
 
 
 class Differences(tuple[Difference, ...]):
-    """What a call does otherwise than the plan for it was recorded; printing shows a line each."""
+    """Differences of a call from its plan's recording; printed, they are a line each."""
 
     __slots__ = ()
 
@@ -49,7 +50,7 @@ class Differences(tuple[Difference, ...]):
 
 
 class _LookedAtError(Exception):
-    """A call was looked at, and is not to run."""
+    """A call was looked at, and does not run."""
 
     def __init__(self, found: Differences) -> None:
         super().__init__(found)
@@ -57,7 +58,7 @@ class _LookedAtError(Exception):
 
 
 class SecondLook:
-    """Records some of the calls of a module once more, before their plans run them."""
+    """Records some calls of a module again, before their plans run them."""
 
     def __init__(self, plans: PlansOfModule) -> None:
         self.plans = plans
@@ -68,10 +69,10 @@ class SecondLook:
     def check(
         self, run: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Differences:
-        """Look at the call that `run` makes, which does not run; without arguments at the next one.
+        """Look at the call that `run` makes, without running it; by default the next one.
 
         Raises:
-            RockmateError: the call is none that a plan is for.
+            RockmateError: no plan is for the call.
         """
         self.is_likely = True
         if not args and not kwargs:
@@ -98,7 +99,7 @@ class SecondLook:
         leaves: Sequence[Any],
         call: Call,
     ) -> bool:
-        """Whether this call, if it is to be looked at, needs another plan than the one for it."""
+        """Return whether a look at this call, if one is due, finds that it needs another plan."""
         if self._stops:
             raise _LookedAtError(self.look(planned, external, leaves, call))
         return self._is_due(family) and bool(self.look(planned, external, leaves, call))
@@ -106,7 +107,7 @@ class SecondLook:
     def look(
         self, planned: Planned, external: Mapping[str, Tensor], leaves: Sequence[Any], call: Call
     ) -> Differences:
-        """Return what a call does otherwise than its plan, which it is never run with then.
+        """Return the differences of a call from its plan; if there are any, the plan is dropped.
 
         Raises:
             UnsupportedModuleError: something differs, and no part may run whole (`strict=True`).
@@ -139,7 +140,7 @@ class SecondLook:
             self._calls += 1
         often = self.plans.settings.check_every
         is_due = family.looks > 0 or self.is_asked or bool(often and self._calls % often == 0)
-        # Whoever watches the operations of this call has not asked for those of a look.
+        # A mode that watches the operations of this call must not see those of a look.
         if not is_due or current_dispatch_modes() or has_saved_hooks():
             return False
         family.looks = max(0, family.looks - 1)
@@ -154,9 +155,9 @@ class SecondLook:
         basic = replace(basic, constants={name: external[name] for name in basic.constants})
         spaces = {getattr(op.target, "namespace", "") for op in basic.ops}
         if not self.plans.plans_alone or not spaces.isdisjoint(_COLLECTIVES):
-            return None  # the other processes may not be looking
-        # A region of autocast keeps casts that others have made, which a look would take for its
-        # own: what it then finds otherwise, nobody has decided.
+            return None  # other processes may not look now
+        # A region of autocast keeps casts of earlier code. A look would use them, and find
+        # differences that nobody has decided.
         if ambient_autocast() is not None:
             return None
         numbers = () if planned.numbers is None else planned.numbers.of(leaves) or ()
@@ -167,19 +168,19 @@ class SecondLook:
             return look_again(bare, sample, basic, numbers, within=within)
 
     def _called(self, path: str) -> str:
-        """Return the module at a path, or the one around it that is called: a list never is."""
+        """Return the path of a module, or of the nearest one around it that is called (no list)."""
         while path and type(self.plans.model.get_submodule(path)).forward is nn.Module.forward:
             path = path.rpartition(".")[0]
         return path
 
 
 def _needs_bytes(network: Network) -> list[int]:
-    """Return what each operation of a step makes and takes for itself."""
+    """Return the bytes that each operation of a step makes, with its workspace."""
     basic, costs = network.graph.dataflow.basic, network.measured.costs
     most = max((cost.workspace_bytes for cost in costs.values()), default=0)
     needs: list[int] = []
     for op in (*basic.ops, *basic.backward):
-        if target_of(op).runs_python:  # something stands for what it makes
+        if target_of(op).runs_python:  # stand-ins replace its results
             needs.append(sum(basic.infos[name].size_bytes for name in op.results if name))
             continue
         cost = costs.get(op_key(op, basic.infos))
@@ -189,7 +190,7 @@ def _needs_bytes(network: Network) -> list[int]:
 
 
 def _overwriting_bytes(op: Op, infos: Mapping[str, TensorInfo]) -> int:
-    """Return what an operation makes that a planned backward lets it write over its argument."""
+    """Return the bytes of results that a planned backward writes over their argument instead."""
     returns = getattr(getattr(op.target, "_schema", None), "returns", ())
     if not returns or any(result.alias_info is not None for result in returns):
         return 0
