@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from oracles.check_program import check_program
 from rkgb.capture.record import make_B
+from rkgb.elements.op import renamed
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.dataflow import B_to_D
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
 from rkgb.run.graph.views import runnable
-from rkgb.run.program.lowering import Step, _renamed, lower_step
+from rkgb.run.program.lowering import Step, lower_step
 from rkgb.run.program.state import rerun_state, runs_once
 from rkgb.run.program.statements import Call, Copy, Drop, Statement
 
@@ -67,7 +68,9 @@ def test_a_program_that_reads_a_buffer_again_is_refused() -> None:
             names = tuple(name for name in statement.names if name not in copies)
             return [Drop(names)] if names else []
         if isinstance(statement, Call):
-            return [replace(statement, op=_renamed(statement.op, copies))]
+            return [
+                replace(statement, op=renamed(statement.op, lambda name: copies.get(name, name)))
+            ]
         return [statement]
 
     saved = [copies.get(name, name) for name in program.saved]

@@ -318,16 +318,8 @@ def _refuse_model(model: nn.Module) -> None:
 def _report(chosen: Chosen, given: ToBlocks) -> BlocksPlan:
     rows = []
     for call, number in zip(chosen.memory.calls, chosen.choice.options, strict=True):
-        option, kind = call.options[number], chosen.kinds[call.name]
-        rows.append(
-            BlockRow(
-                call.name,
-                option.saved_bytes,
-                max(option.fwd_peak_bytes, option.bwd_peak_bytes),
-                option.overhead_ms,
-                kind.recorded.problem.base_time_ms,
-            )
-        )
+        time_ms = chosen.kinds[call.name].recorded.problem.base_time_ms
+        rows.append(BlockRow.of(call.name, call.options[number], time_ms))
     return BlocksPlan(
         rows=tuple(rows),
         budget_bytes=chosen.budget_bytes + given.reserve,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -104,6 +104,23 @@ def map_refs(tree: Any, function: Callable[[str], Any]) -> Any:
     if kind is dict:
         return {key: map_refs(value, function) for key, value in tree.items()}
     return tree
+
+
+def renamed(op: Op, current: Callable[[str], str]) -> Op:
+    """Return an operation with the current names of its values."""
+    if all(current(name) == name for name in (*op.inputs, *op.results, *op.writes)):
+        return op
+
+    def reference(name: str) -> Ref:
+        return Ref(current(name))
+
+    return replace(
+        op,
+        args=map_refs(op.args, reference),
+        kwargs=map_refs(dict(op.kwargs), reference),
+        results=tuple(map(current, op.results)),
+        writes=tuple(map(current, op.writes)),
+    )
 
 
 def call_op(op: Op, values: Mapping[str, Any], run: Callable[..., Any] | None = None) -> Any:

@@ -8,6 +8,7 @@ from itertools import groupby
 from os import PathLike
 
 from rockmate.files.plan_file import PlanFile
+from rockmate.options.options import BlockOption
 from rockmate.reports.in_full import InFull
 from rockmate.schedules.report import format_bytes, format_ms
 from rockmate.whole_step import Memory
@@ -22,6 +23,12 @@ class BlockRow:
     peak_bytes: int
     overhead_ms: float
     base_time_ms: float
+
+    @classmethod
+    def of(cls, path: str, option: BlockOption, base_time_ms: float) -> BlockRow:
+        """Return the row of a block that runs with an option."""
+        peak_bytes = max(option.fwd_peak_bytes, option.bwd_peak_bytes)
+        return cls(path, option.saved_bytes, peak_bytes, option.overhead_ms, base_time_ms)
 
     @property
     def overhead(self) -> float:

@@ -101,18 +101,11 @@ def report(
     seen: Counter[str] = Counter()
     rows = []
     for call, number in zip(calls, numbers, strict=True):
-        option, path = call.options[number], call.block.path
+        path = call.block.path
         seen[path] += 1
         which = f" (call {seen[path]})" if counts[path] > 1 else ""
-        rows.append(
-            BlockRow(
-                path + which,
-                option.saved_bytes,
-                max(option.fwd_peak_bytes, option.bwd_peak_bytes),
-                option.overhead_ms,
-                call.kind.recorded.problem.base_time_ms,
-            )
-        )
+        time_ms = call.kind.recorded.problem.base_time_ms
+        rows.append(BlockRow.of(path + which, call.options[number], time_ms))
     peak = step.allocated_peak_bytes
     return DecidedPlan(
         rows=tuple(rows),

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rkgb.elements.op import Op, Ref, map_refs
+from rkgb.elements.op import Op, Ref, renamed
 from rkgb.graphs.backward_slices import Slice, slice_backward
 from rkgb.graphs.basic import BasicGraph, HandOver
 from rkgb.graphs.simplified import SimplifiedGraph, with_reads
@@ -172,7 +172,7 @@ class _Views:
                     self.same[op.results[0]] = self.current(other)
                     continue
             self.note(name for name in op.results if name in self.infos)
-            kept.append(self._renamed(op))
+            kept.append(renamed(op, self.current))
         return kept
 
     def fused(self, ops: Sequence[Op], uses: Counter[str]) -> list[Op]:
@@ -207,20 +207,6 @@ class _Views:
                     )
             kept.append(op)
         return kept[::-1]
-
-    def _renamed(self, op: Op) -> Op:
-        if not any(name in self.same for name in op.inputs):
-            return op
-
-        def reference(name: str) -> Ref:
-            return Ref(self.current(name))
-
-        return replace(
-            op,
-            args=map_refs(op.args, reference),
-            kwargs=map_refs(dict(op.kwargs), reference),
-            writes=tuple(map(self.current, op.writes)),
-        )
 
 
 def _from_outside(basic: BasicGraph) -> dict[str, str]:

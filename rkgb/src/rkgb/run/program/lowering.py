@@ -11,11 +11,11 @@ dropped within it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rkgb.elements.cut import GradientCut, GradientPart
-from rkgb.elements.op import Op, Ref, map_refs
+from rkgb.elements.op import renamed
 from rkgb.elements.target import target_of
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
@@ -193,7 +193,7 @@ class _Lowering:
 
     def _again(self, t: int, index: int, node: SimplifiedNode) -> list[Statement]:
         ops = rerun_ops(self.sg, node)
-        renamed: dict[str, str] = {}
+        now: dict[str, str] = {}  # names in this run
         before: list[Statement] = []
         after: list[Statement] = []
         if node.is_random:
@@ -201,9 +201,9 @@ class _Lowering:
             after = [Draw("random_now", "put back")]
         changed = {self._root(name) for op in ops for name in op.writes}
         for name, copied in copied_for_rerun(self.sg, node).items():
-            renamed[name] = f"{copied}_of_{index}"
+            now[name] = f"{copied}_of_{index}"
             if self._root(name) in changed and self.last_forward[index] != t:
-                renamed[name] = f"{copied}_again"
+                now[name] = f"{copied}_again"
                 if name == copied:
                     before.append(Copy(f"{name}_again", f"{name}_of_{index}"))
         # The user or the module holds the first result; the recomputed one is dropped at once.
@@ -211,8 +211,8 @@ class _Lowering:
         for op in ops:
             for name in op.results:
                 if name and self._root(name) in held:
-                    renamed[name] = f"{name}_again"
-        return [*before, *(Call(_renamed(op, renamed)) for op in ops), *after]
+                    now[name] = f"{name}_again"
+        return [*before, *(Call(renamed(op, lambda n: now.get(n, n))) for op in ops), *after]
 
     def _externals(self, parts: Sequence[Sequence[Statement]]) -> tuple[str, ...]:
         read = free_variables([s for part in parts for s in part])
@@ -332,19 +332,3 @@ def _with_gives(node: int, lines: Sequence[Statement]) -> list[Statement]:
         dropped = tuple(name for name in statement.frees if name in read)
         found.append(replace(last, dropped=(*last.dropped, *dropped)))
     return found
-
-
-def _renamed(op: Op, names: Mapping[str, str]) -> Op:
-    if not names:
-        return op
-
-    def current(name: str) -> Ref:
-        return Ref(names.get(name, name))
-
-    return replace(
-        op,
-        args=map_refs(op.args, current),
-        kwargs=map_refs(dict(op.kwargs), current),
-        results=tuple(names.get(name, name) for name in op.results),
-        writes=tuple(names.get(name, name) for name in op.writes),
-    )
