@@ -13,7 +13,10 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 
-ACCEPTED = re.compile(r"\b(browser|cuda|gpu|gurobi|gurobipy|torchvision|trl)\b", re.IGNORECASE)
+ACCEPTED = re.compile(
+    r"\b(browser|cuda|gpu|diffusers|gurobi|gurobipy|jsonargparse|torchtitan|torchvision|trl)\b",
+    re.IGNORECASE,
+)
 REQUIRED = {
     "CBC": re.compile("cbc", re.IGNORECASE),
     "CP-SAT": re.compile("cp[_-]?sat", re.IGNORECASE),

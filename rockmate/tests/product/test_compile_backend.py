@@ -301,3 +301,52 @@ def test_torch_knows_it_by_name() -> None:
     plain = deepcopy(model)
     samples = [torch.randn(64, 32)]
     assert same(trained(compiled, model, samples), trained(plain, plain, samples))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("library", ["transformers", "accelerate", "lightning.pytorch"])
+def test_trainers_take_a_model_that_compiles_itself_so(library: str, tmp_path: Path) -> None:
+    found = pytest.importorskip(library, reason=f"{library} is a test extra")
+    torch.manual_seed(0)
+    model, sample = hugging_face("llama")
+    rows = [dict.fromkeys(sample, row) for row in sample["input_ids"]]
+    plain, compiling = deepcopy(model), Compiling()
+    for module in (plain, model):
+        if module is model:
+            module.compile(backend=compiling, options=FLOPS)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        loader = torch.utils.data.DataLoader(rows * 3, batch_size=4)
+        if library == "transformers":
+            arguments = found.TrainingArguments(
+                str(tmp_path), max_steps=3, per_device_train_batch_size=4, report_to=[],
+                use_cpu=True, save_strategy="no", disable_tqdm=True,
+            )  # fmt: skip
+            found.Trainer(module, arguments, train_dataset=rows * 3).train()
+        elif library == "accelerate":
+            accelerator = found.Accelerator(cpu=True)
+            network, optimizer, loader = accelerator.prepare(module, optimizer, loader)
+            for batch in loader:
+                accelerator.backward(network(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+
+            class Task(found.LightningModule):  # type: ignore[name-defined,misc]
+                def __init__(self, network: nn.Module) -> None:
+                    super().__init__()
+                    self.network = network
+
+                def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+                    return self.network(**batch).loss
+
+                def configure_optimizers(self) -> torch.optim.Optimizer:
+                    return torch.optim.SGD(self.parameters(), lr=0.1)
+
+            found.Trainer(
+                max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False,
+                enable_progress_bar=False, enable_model_summary=False,
+            ).fit(Task(module), loader)  # fmt: skip
+    assert isinstance(model, Rockmate) or compiling.plans()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)

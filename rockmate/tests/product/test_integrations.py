@@ -195,6 +195,7 @@ def test_supervised_fine_tuning_of_trl(tmp_path: Path) -> None:
         )  # fmt: skip
         trainer.train()
         models.append(trainer.model)
+    assert models[0].measured_peak_bytes <= models[0].budget_bytes
     assert_same(*models)
 
 

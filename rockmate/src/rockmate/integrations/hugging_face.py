@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
 from transformers import TrainerCallback
 
 from rockmate.in_place import apply, in_trainer, meet_optimizer
@@ -52,13 +51,11 @@ class RockmateCallback(TrainerCallback):
     ) -> None:
         self.report, self.options = report, in_trainer(**amount(budget, memory), options=options)
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Plan the trainer's model, before it is wrapped."""
-        self._apply(given.get("model"))
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Plan a model from `model_init`, or of a trainer to which the callback was added later."""
-        self._apply(given.get("model"))
+        """Plan the trainer's model, whose forward others have put in place by now, as TRL does."""
+        model = given.get("model")
+        if model is not None and not isinstance(model, Rockmate):
+            apply(model, **self.options)
         meet_optimizer(given.get("model"), given.get("optimizer"), self.options)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -69,7 +66,3 @@ class RockmateCallback(TrainerCallback):
         if isinstance(model, Rockmate):
             model.plan.html(self.report)
             self.report = None
-
-    def _apply(self, model: nn.Module | None) -> None:
-        if model is not None and not isinstance(model, Rockmate):
-            apply(model, **self.options)
