@@ -239,7 +239,6 @@ def test_habits(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler
-@pytest.mark.nightly  # passes alone, and not behind other tests that load dynamo: an open fault
 def test_cond() -> None:
     torch.manual_seed(0)
     assert_trains_alike(Layers(branches, count=2), rows, 1.0)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import builtins
 import contextlib
 import gc
-import importlib
+import importlib.abc
+import importlib.machinery
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from types import CodeType, FrameType
 from typing import Any
 
@@ -56,6 +58,28 @@ class Seen:
         self.says |= other.says
 
 
+class _TorchFinder(importlib.abc.MetaPathFinder):
+    """Imports modules of torch without `patches`: a compiler keeps the builtins that it finds."""
+
+    def __init__(self, patches: Patches) -> None:
+        self._patches = patches
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if not fullname.startswith("torch."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            written, undone = loader.exec_module, self._patches.undone
+
+            def execute(module: Any) -> None:
+                with undone():
+                    written(module)
+
+            loader.exec_module = execute
+        return spec
+
+
 _USERS = Seen((lambda: None).__code__, {})  # stands for all that is the user's
 
 
@@ -83,6 +107,7 @@ class CodeWatch:
         self.profile: Any = None
         self._leave: Callable[[], None] = lambda: None
         self._named = Patches([(builtins, n, self._noting(n)) for n in ("getattr", "hasattr")])
+        self._finder = _TorchFinder(self._named)
 
     def __enter__(self) -> CodeWatch:
         self._thread = threading.get_ident()
@@ -93,9 +118,11 @@ class CodeWatch:
         self._watch_starts()
         self._profile()
         self._named.__enter__()
+        sys.meta_path.insert(0, self._finder)
         return self
 
     def __exit__(self, *_: object) -> None:
+        sys.meta_path.remove(self._finder)
         self._named.__exit__()
         if self.profile is not None:
             set_profile(self._profiled)
