@@ -140,6 +140,8 @@ def test_a_batch_that_does_not_fit_is_followed_by_a_smaller_one(tmp_path: Path) 
             *(hugging_face_gpt2(), sample(3)), memory=1000, optimizer="adamw", cost="flops"
         )
     memory = refused.value.minimum_bytes + 4000
+    largest = rockmate.largest_batch(hugging_face_gpt2(), sample, memory, device="cpu")
+    assert largest.batch == 3
     switch = RockmateCallback(memory=memory, cost="flops")
     trainer = trainer_of(
         *(hugging_face_gpt2(), tmp_path, [switch]),
@@ -147,7 +149,7 @@ def test_a_batch_that_does_not_fit_is_followed_by_a_smaller_one(tmp_path: Path) 
         **{"eval_strategy": "no", "save_strategy": "no"},
     )
     trainer.train()
-    assert trainer.state.train_batch_size == 3
+    assert trainer.state.train_batch_size == largest.batch
     assert trainer.model.memory.asked_bytes == memory
     assert "state of AdamW" in str(trainer.model.memory)
 
