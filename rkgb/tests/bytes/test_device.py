@@ -45,7 +45,8 @@ def test_what_chooses_kernels_and_blocks_is_told(monkeypatch: pytest.MonkeyPatch
     said = ["", "expandable_segments:True"]
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: said[-1])
+    name = "_accelerator_getAllocatorSettings"
+    monkeypatch.setattr(torch._C, name, lambda: said[-1], raising=False)
     before = Cuda(FIRST).environment
     assert before["cuDNN"] == "91002"
     assert before["allocator"] == "native expandable_segments:True"
@@ -53,6 +54,9 @@ def test_what_chooses_kernels_and_blocks_is_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     now = Cuda(FIRST).environment
     assert {k for k in now if now[k] != before[k]} == {"allocator", "cuBLAS workspaces"}
+    monkeypatch.delattr(torch._C, name)  # which torch 2.11 has not
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert Cuda(FIRST).environment["allocator"] == "native max_split_size_mb:64"
 
 
 def test_random_numbers_within_a_captured_graph_are_explained(

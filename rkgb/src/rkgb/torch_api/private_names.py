@@ -17,7 +17,7 @@ import torch
 from rkgb.errors import TraceError
 from rkgb.torch_api.patches import Patches
 
-TRIED = ("2.11.0", "2.13.0", "2.14.1")  # with which bits, bytes and recordings are tested
+TRIED = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")  # with which bits, bytes and recordings are tested
 
 _C = "torch._C."
 TO_RUN_STEPS = (  # all of them are there once torch is imported
@@ -42,10 +42,7 @@ TO_RUN_STEPS = (  # all of them are there once torch is imported
     *(f"torch.utils._python_dispatch.{n}" for n in ("TorchDispatchMode", "_pop_mode_temporarily")),
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
 )
-ON_CUDA = (
-    *(_C + "_accelerator_getAllocatorSettings", _C + "_cuda_getCurrentRawStream"),
-    "torch.cuda._sleep",
-)
+ON_CUDA = (_C + "_cuda_getCurrentRawStream", "torch.cuda._sleep")
 WITHOUT_CONTENT = (
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch._subclasses.fake_tensor.unset_fake_temporarily",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -443,7 +444,10 @@ def mode_of(tensor: Tensor | None) -> Any:
 
 def allocator_settings() -> str:
     """Return the settings of the device's allocator as text: `expandable_segments:True`."""
-    return torch._C._accelerator_getAllocatorSettings()
+    ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if ask is None:  # in torch 2.11; there they count as the environment gives them
+        return os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    return str(ask())
 
 
 def current_cuda_stream(index: int) -> int:
