@@ -129,7 +129,7 @@ def test_trl(tmp_path: Path) -> None:
     model = hugging_face_gpt2()
     plain = deepcopy(model)
     names = {"trl": trl, "arguments": arguments, "dataset": dataset, "tokenizer": tokenizer}
-    snippet("TRL", {**names, "model": model})
+    snippet("TRL", {**names, "model": model}, budget=0.99)  # one chunk of its loss is the peak
     trl.SFTTrainer(plain, args=arguments, train_dataset=dataset, processing_class=tokenizer).train()
     assert same(model, plain)
 
