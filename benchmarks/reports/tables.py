@@ -201,6 +201,33 @@ def models_table(results: Path) -> str:
     return markdown_table(header, lines) + "\n" + measured_where(rows)
 
 
+def whole_step_table(results: Path) -> str:
+    """Return what whole steps took of the memory given to them, a line for each network."""
+    rows = read_rows(results / "whole_step.csv")
+    lines = []
+    for name in dict.fromkeys(row["network"] for row in rows):
+        mine = [row for row in rows if row["network"] == name]
+        first = mine[0]
+        used = [float(row["used_percent"]) for row in mine]
+        extra = [float(row["overhead_percent"]) for row in mine]
+        lines.append(
+            [
+                f"{name}, {first['size']}",
+                *(
+                    f"{int(first[column]) / MIB:.1f} MiB"
+                    for column in ("asked_bytes", "predicted_bytes", "measured_bytes")
+                ),
+                f"{min(extra):.1f} to {max(extra):.1f} %",
+                str(len(mine)),
+                f"{min(used):.1f} to {max(used):.1f} %",
+                str(sum(percent > 100 for percent in used)),
+            ]
+        )
+    header = ["network, size", "asked, AdamW", "predicted", "measured", "recomputed"]
+    header += ["loops", "of it used", "above"]
+    return markdown_table(header, lines) + "\n" + measured_where(rows)
+
+
 def front_table(results: Path) -> str:
     """Return FLOPs, peak and gap of the 8-layer GPT at fifteen budgets, an effort a column."""
     efforts = {path.stem.removeprefix("front_"): path for path in results.glob("front_*.csv")}
