@@ -138,6 +138,8 @@ def main(words: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(words)
     rows: list[dict[str, object]] = []
     here = meter.environment(CPU)
+    if not any(chosen.only in name for name in NAMES):
+        parser.error(f"no network has {chosen.only!r} in its name; there are {', '.join(NAMES)}")
     for name in (name for name in NAMES if chosen.only in name):
         memory_bytes = memory_of(name, chosen.size)
         with tempfile.TemporaryDirectory() as cache:

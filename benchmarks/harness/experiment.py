@@ -197,7 +197,12 @@ def run(
     table = Table(options.out / f"{experiment.name}.csv", experiment.columns)
     if options.retry:
         table.drop(lambda row: row["status"] in ("failed", "timeout", "refused"))
-    points = [p for p in experiment.points(options) if options.only in str(p)]
+    known = list(experiment.points(options))
+    points = [point for point in known if options.only in str(point)]
+    if known and not points:
+        raise SystemExit(
+            f"no point has {options.only!r} in it; there are:\n" + "\n".join(map(str, known))
+        )
     keys = {key_of(asdict(p) | {"device": stamp["device"]}): p for p in points}
     done = {key_of(row) for row in table.rows}
     todo = [(key, point) for key, point in keys.items() if key not in done]
