@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from harness import meter
 from harness.networks import NETWORKS
 from rockmate import InfeasibleBudgetError, Rockmate
-from rockmate.planning import optimizer_bytes
+from rockmate.whole_step import optimizer_bytes
 
 CPU = torch.device("cpu")
 NAMES = (

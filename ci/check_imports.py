@@ -128,6 +128,7 @@ DOORS = {
         "rotor.solver.compiled",
         "rockmate",
         "rockmate.planning",
+        "rockmate.whole_step",
     ),
 }
 TORCH_FREE = {

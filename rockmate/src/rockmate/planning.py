@@ -31,7 +31,6 @@ from rockmate.settings import parse_budget
 from rockmate.solvers import block_solver, solve_whole
 from rockmate.solvers.bound import lower_bound
 from rockmate.solvers.ilp import solve_ilp
-from rockmate.whole_step import optimizer_bytes
 
 __all__ = [
     "BlockOption",
@@ -54,7 +53,6 @@ __all__ = [
     "make_plan",
     "module_options",
     "no_recomputation",
-    "optimizer_bytes",
     "parse_budget",
     "peak_of",
     "plan",
