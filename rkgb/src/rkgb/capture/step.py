@@ -394,11 +394,11 @@ class RecordedStep:
     def _following(self, codes: CodeWatch) -> Iterator[None]:
         """While active, note the user's functions that run."""
         with codes:
-            self.recorder.following = codes.trace, codes.profile
+            self.recorder.following = codes
             try:
                 yield
             finally:
-                self.recorder.following = None, None
+                self.recorder.following = None
 
     def _taken_apart(self, result: Any) -> tuple[list[Any], Structure]:
         try:

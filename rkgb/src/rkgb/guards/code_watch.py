@@ -102,9 +102,9 @@ class CodeWatch:
         # Whose code it is; kept alive, as ids are used again. None: nobody's that counts.
         self._kinds: dict[int, tuple[CodeType, Seen | None]] = {}
         self._thread = 0
-        # What may rest while nothing of the user's runs: a trace and a profile function.
-        self.trace: Any = None
+        self.trace: Any = None  # functions that may rest while nothing of the user's runs
         self.profile: Any = None
+        self._is_paused = False
         self._leave: Callable[[], None] = lambda: None
         self._named = Patches([(builtins, n, self._noting(n)) for n in ("getattr", "hasattr")])
         self._finder = _TorchFinder(self._named)
@@ -128,6 +128,25 @@ class CodeWatch:
             set_profile(self._profiled)
             self.profile = None
         self._leave()
+
+    def pause(self) -> None:
+        """Note nothing until it is to `go_on`: what runs is nothing of the user's, and takes time.
+
+        Trace and profile functions that stood before run on, and notes are taken beside them.
+        """
+        self._is_paused = True
+        if self.profile is not None:
+            sys.setprofile(None)
+        if self.trace is not None:
+            sys.settrace(None)
+
+    def go_on(self) -> None:
+        """Note again what starts."""
+        if self.trace is not None:
+            sys.settrace(self.trace)
+        if self.profile is not None:
+            sys.setprofile(self.profile)
+        self._is_paused = False
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
@@ -271,7 +290,7 @@ class CodeWatch:
         starts = monitoring.events.PY_START
 
         def start(code: CodeType, _offset: int) -> Any:
-            if threading.get_ident() != self._thread and not self._elsewhere():
+            if self._is_paused or (threading.get_ident() != self._thread and not self._elsewhere()):
                 return None
             return None if self._start(code, sys._getframe(1)) else monitoring.DISABLE
 

@@ -68,6 +68,20 @@ class Door:
         return None
 
 
+def _home(called: Any) -> str:
+    own = getattr(called, "__self__", None)
+    if isinstance(own, ModuleType):
+        return own.__name__
+    if called.__name__.startswith(("__reduce", "__getstate")):
+        return "builtins.object"
+    if isinstance(own, type):
+        is_method = called.__name__ in vars(type)
+        return "builtins.type" if is_method else f"{own.__module__}.{own.__qualname__}"
+    if own is None or type(own).__name__ == "PyCapsule":
+        return str(called.__module__)
+    return f"{type(own).__module__}.{type(own).__qualname__}"
+
+
 def _doors() -> dict[str, dict[str, Door]]:
     """Return the doors by name, and by where they are found."""
     found: dict[str, dict[str, Door]] = {}
@@ -81,7 +95,7 @@ def _doors() -> dict[str, dict[str, Door]]:
     posix = sys.modules[os.stat.__module__]
     add(posix.__name__, (n for n in vars(posix) if n not in _STEADY), system)
     add("time", _CLOCKS, system)
-    add("io", ("open", "open_code"), system)
+    add(_home(open), ("open", "open_code"), system)  # "io", or "_io" from Python 3.12 on
     add("gc", (name for name in vars(gc) if name.startswith("get_")), system)
     add("_thread", ("get_ident", "get_native_id"), system)
     add("builtins.type", ("__subclasses__",), system)
@@ -114,20 +128,6 @@ def door_of(called: Any) -> Door | None:
         return None
     is_torchs = _TORCHS in homes and called is getattr(torch._C, called.__name__)
     return homes[_TORCHS] if is_torchs else homes.get(_home(called))
-
-
-def _home(called: Any) -> str:
-    own = getattr(called, "__self__", None)
-    if isinstance(own, ModuleType):
-        return own.__name__
-    if called.__name__.startswith(("__reduce", "__getstate")):
-        return "builtins.object"
-    if isinstance(own, type):
-        is_method = called.__name__ in vars(type)
-        return "builtins.type" if is_method else f"{own.__module__}.{own.__qualname__}"
-    if own is None or type(own).__name__ == "PyCapsule":
-        return str(called.__module__)
-    return f"{type(own).__module__}.{type(own).__qualname__}"
 
 
 @functools.cache

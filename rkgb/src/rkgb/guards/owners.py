@@ -10,6 +10,7 @@ _LIBRARIES = frozenset(
     (
         *sys.stdlib_module_names,
         *("torch", "functorch", "torchgen", "triton", "numpy", "sympy", "_pytest", "pluggy"),
+        "typing_extensions",
         *("hypothesis", "coverage", "IPython", "ipykernel", "debugpy", "pydevd"),
         *_OURS,
     )

@@ -6,7 +6,6 @@ recording, and the engine adds gradients in place exactly where it does so witho
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -27,6 +26,7 @@ from rkgb.errors import (
     WritesInputError,
 )
 from rkgb.graphs.basic import Read
+from rkgb.guards.code_watch import CodeWatch
 from rkgb.module_state.kept_writes import KeptWrites
 from rkgb.recording.kernels import (
     tensors_returned,
@@ -86,8 +86,7 @@ class Recorder(Values, DispatchMode):
         self.metered: list[Op | None] = []
         self.numbers: NumberTrace | None = None  # of the call, if they are tracked
         self.kept_writes: KeptWrites | None = None  # restores parameters that are written
-        # The trace and the profile function for the user's calls.
-        self.following: tuple[Any, Any] = None, None
+        self.following: CodeWatch | None = None  # notes which functions of the user run
         self._taken: tuple[int, ...] = ()  # numbers that the running call takes
         self._paused = False
         self._patches: list[Patches] = []
@@ -154,21 +153,14 @@ class Recorder(Values, DispatchMode):
             yield
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        trace, profile = self.following
-        if self._paused:
+        watch = self.following
+        if self._paused or watch is None:
             return self._recorded(func, args, kwargs)
-        # No user code runs in here, and following it takes time.
-        if profile is not None:
-            sys.setprofile(None)
-        if trace is not None:
-            sys.settrace(None)
+        watch.pause()
         try:
             return self._recorded(func, args, kwargs)
         finally:
-            if trace is not None:
-                sys.settrace(trace)
-            if profile is not None:
-                sys.setprofile(profile)
+            watch.go_on()
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._paused:
