@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from rkgb.errors import SideEffectError
 from rkgb.guards.holding import too_long
 from rkgb.guards.owners import is_users
+from rkgb.torch_api.quiet import without_warnings
 
 CONTAINERS = (list, dict, set, deque)
 OF_MODULE = frozenset(vars(nn.Module()))  # attributes that every module has
@@ -261,6 +262,7 @@ class Untouched:
 def copied(value: Any) -> Any:
     """Return a copy of what changes by being used, or what stands in for it."""
     try:
-        return copy.deepcopy(value)
+        with without_warnings():  # Python 3.12 warns that 3.14 copies no iterators of itertools
+            return copy.deepcopy(value)
     except Exception:  # files, generators
         return Untouched(f"an open file or a generator ({type(value).__name__})")
