@@ -85,7 +85,7 @@ def assert_same_steps(planned: nn.Module, plain: nn.Module, x: Tensor, inside: A
 
 
 @pytest.mark.parametrize("around", AROUND)
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Hooks on saved tensors")
 def test_a_step_inside_is_plain_pytorchs(around: str, pair: tuple[Rockmate, Net, Tensor]) -> None:
     planned, plain, x = pair
     for _ in range(2):
