@@ -129,7 +129,8 @@ class _Results:
     def __enter__(self) -> None:
         for name, leaf in self.leaves.items():
             leaf.grad = None
-            hook = functools.partial(self._move, name)
+            hook: Any = functools.partial(self._move, name)
+            hook.only_watches = True  # so that it runs as a step without hooks does
             self._handles.append(leaf.register_post_accumulate_grad_hook(hook))
 
     def __exit__(self, *_: object) -> None:

@@ -27,6 +27,12 @@ _hooks_before = operator.attrgetter("_backward_hooks")
 _hooks_after = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
+def _is_in_turn(leaf: Tensor) -> bool:
+    """Whether a leaf has hooks after its gradient that are no observers of ours."""
+    hooks = (_hooks_after(leaf) or {}).values()
+    return not all(getattr(hook, "only_watches", False) for hook in hooks)
+
+
 @dataclass(frozen=True, slots=True)
 class Tie:
     """How an output is connected to the rail and to other outputs, if outputs use each other."""
@@ -490,7 +496,8 @@ class Executable:
 
     def _has_hooks(self, external: Mapping[str, Tensor]) -> bool:
         leaves = self.read_leaves(external)
-        return any(map(_hooks_before, leaves)) or any(map(_hooks_after, leaves))
+        after = any(map(_hooks_after, leaves)) and any(map(_is_in_turn, leaves))
+        return after or any(map(_hooks_before, leaves))
 
     def warn_of_order(self, external: Mapping[str, Tensor]) -> None:
         """Warn if there are hooks on leaves that are not called in eager's order."""
