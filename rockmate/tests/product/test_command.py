@@ -173,3 +173,8 @@ def test_a_wrong_name_is_answered_with_those_that_there_are(
     assert "choose one of small, large" in capsys.readouterr().err
     assert main(["plan", "few_model:small", "1MiB"]) == 1
     assert "Python files in this folder: few_models" in capsys.readouterr().err
+    (tmp_path / "nets").mkdir()
+    (tmp_path / "nets" / "__init__.py").touch()
+    (tmp_path / "nets" / "wide.py").touch()
+    assert main(["plan", "nets:wide_net", "1MiB"]) == 1
+    assert "it has no functions, and these modules: nets.wide" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,7 @@ def made_by(name: str, *, meta: bool = False) -> tuple[nn.Module, Any]:
         ) from error
     for part in path.split("."):
         if not hasattr(found, part):
-            own = [n for n, value in vars(found).items() if callable(value) and n[0] != "_"]
-            raise FactoryError(
-                f"{module_name} has no {path!r}; choose one of {', '.join(own) or '(nothing)'}"
-            )
+            raise FactoryError(f"{module_name} has no {path!r}{_instead(module_name, found)}")
         found = getattr(found, part)
     if not callable(found):
         raise FactoryError(f"{name!r} is of type {type(found).__name__}, and no function")
@@ -52,6 +50,18 @@ def made_by(name: str, *, meta: bool = False) -> tuple[nn.Module, Any]:
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         raise FactoryError(f"{name} returned {_told(made)}; return a tuple (model, sample)")
     return made
+
+
+def _instead(module_name: str, found: Any) -> str:
+    """Name what a module has that can be called, or the modules of a package without such."""
+    own = [n for n, value in vars(found).items() if callable(value) and n[0] != "_"]
+    if own:
+        return f"; choose one of {', '.join(own)}"
+    inside = sorted(found.name for found in pkgutil.iter_modules(getattr(found, "__path__", ())))
+    if inside:
+        named = ", ".join(f"{module_name}.{name}" for name in inside)
+        return f"; it has no functions, and these modules: {named}"
+    return "; it has no functions"
 
 
 def _here(module_name: str) -> str:
