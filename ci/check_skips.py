@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ACCEPTED = re.compile(
-    r"\b(browser|cuda|gpu|diffusers|gurobi|gurobipy|jsonargparse|torchtitan|torchvision|trl)\b",
+    r"\b(bitsandbytes|browser|cuda|gpu|diffusers|gurobi|gurobipy|jsonargparse|torchtitan|torchvision|trl)\b",
     re.IGNORECASE,
 )
 REQUIRED = {

@@ -172,7 +172,7 @@ def test_a_kernel_in_python_may_read_what_it_is_given() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("adapted", ["by hand", "by PEFT"])
 def test_weights_of_bitsandbytes(bits: int, adapted: str) -> None:
-    bnb = pytest.importorskip("bitsandbytes", reason="its weights are on PyPI only")
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is no test extra")
 
     def make() -> nn.Module:
         if bits == 8:
