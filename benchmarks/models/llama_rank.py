@@ -144,36 +144,27 @@ class _Attention(torch.autograd.Function):
         return _attention_backward(grad, *ctx.saved_tensors)
 
 
-class _Gather(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
+    """Runs one collective, and in the backward the one that undoes it."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return _gather(x, ranks)
+    def forward(ctx: Any, x: Tensor, ranks: int, run: Any, back: Any) -> Any:
+        ctx.ranks, ctx.back = ranks, back
+        return run(x, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _scatter(grad, ctx.ranks), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return _scatter(x, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _gather(grad, ctx.ranks), None
+        return ctx.back(grad, ctx.ranks), None, None, None
 
 
 def gathered(x: Tensor, ranks: int) -> Tensor:
     """Return all tokens, of which each rank of the group has its share."""
-    return _Gather.apply(x, ranks) if ranks > 1 else x
+    return _Collective.apply(x, ranks, _gather, _scatter) if ranks > 1 else x
 
 
 def scattered(x: Tensor, ranks: int) -> Tensor:
     """Return this rank's tokens of the sum over the group."""
-    return _Scatter.apply(x, ranks) if ranks > 1 else x
+    return _Collective.apply(x, ranks, _scatter, _gather) if ranks > 1 else x
 
 
 class Norm(nn.Module):
