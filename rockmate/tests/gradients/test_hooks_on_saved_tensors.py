@@ -143,6 +143,22 @@ class Scales(nn.Module):
         return made
 
 
+def _assert_trains_alike(
+    wrapped: nn.Module,
+    model: nn.Module,
+    twin: nn.Module,
+    run: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
+    """Run steps with new inputs; gradients and buffers are those of the plain twin after each."""
+    for _ in range(3):
+        x = torch.randn(32, 24)
+        for module in (wrapped, twin):
+            module.zero_grad()
+            run(module, x.clone().requires_grad_()).square().mean().backward()
+        assert_same_gradients(model, twin)
+        assert _same_buffers(model, twin)
+
+
 class RunningRoot(nn.Module):
     """A root that decides by values, and scales by a running value between its parts."""
 
@@ -167,13 +183,7 @@ def test_blocks_get_the_inputs_of_a_checkpoints_second_run(around: str, budget: 
     model = RunningRoot()
     twin = copy.deepcopy(model)
     wrapped = wrap(model, torch.randn(32, 24), budget)
-    for _ in range(3):
-        x = torch.randn(32, 24)
-        for module in (wrapped, twin):
-            module.zero_grad()
-            AROUND[around](module, x.clone().requires_grad_()).square().mean().backward()
-        assert_same_gradients(model, twin)
-        assert _same_buffers(model, twin)
+    _assert_trains_alike(wrapped, model, twin, AROUND[around])
 
 
 @pytest.mark.parametrize("around", AROUND)
@@ -184,13 +194,7 @@ def test_what_runs_whole_is_exact_inside_them(part: str, around: str) -> None:
     model = nn.Sequential(*layers) if part == "a submodule" else layers[1]
     twin = copy.deepcopy(model)
     wrapped = wrap(model, torch.randn(32, 24), "1MiB")
-    for _ in range(3):
-        x = torch.randn(32, 24)
-        for module in (wrapped, twin):
-            module.zero_grad()
-            AROUND[around](module, x.clone().requires_grad_()).square().mean().backward()
-        assert_same_gradients(model, twin)
-        assert _same_buffers(model, twin)
+    _assert_trains_alike(wrapped, model, twin, AROUND[around])
 
 
 @pytest.mark.parametrize("around", [_checkpoint, _reentrant])
@@ -205,13 +209,7 @@ def test_what_runs_whole_is_as_a_checkpoints_second_run_makes_it(
     twin = copy.deepcopy(model)
     wrapped = wrap(model, torch.randn(32, 24), "1MiB", self_test=False)
     assert set(wrapped.plan.opaque) == {"1"}
-    for _ in range(2):
-        x = torch.randn(32, 24)
-        for module in (wrapped, twin):
-            module.zero_grad()
-            around(module, x.clone().requires_grad_()).square().mean().backward()
-        assert_same_gradients(model, twin)
-        assert _same_buffers(model, twin)
+    _assert_trains_alike(wrapped, model, twin, around)
 
 
 class Counts(nn.Module):
