@@ -19,7 +19,7 @@ from rockmate.arguments import (
     called_with,
     refuse_no_module,
 )
-from rockmate.blockwise.blocks import AUTO, device_of_parameters, find_blocks
+from rockmate.blockwise.blocks import AUTO, class_name, device_of_parameters, find_blocks
 from rockmate.blockwise.planning import Chosen, Planner
 from rockmate.blockwise.rehearsal import largest_first
 from rockmate.blockwise.report import BlockRow, BlocksPlan
@@ -148,7 +148,7 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
     """
     model = given.model
     _refuse_model(model)
-    name = own_class(type(model)).__name__
+    name = class_name(model)
     team = Team.of(model, given.process_group)
     with team.together():
         given.check(team)
@@ -265,7 +265,7 @@ def _planned(
         else:
             made = replace(made, why_no_free_plan="compare=False")
     if made.file is None:
-        name, options = own_class(type(model)).__name__, chosen.choice.options
+        name, options = class_name(model), chosen.choice.options
         made = replace(made, file=file_of_blocks(made, chosen.kinds, options, name, planner.device))
     phases.close("planned block by block")
     return replace(made, seconds=phases.seconds)

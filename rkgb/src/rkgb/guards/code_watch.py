@@ -132,7 +132,7 @@ class CodeWatch:
     def pause(self) -> None:
         """Note nothing until it is to `go_on`: what runs is nothing of the user's, and takes time.
 
-        Trace and profile functions that stood before run on, and notes are taken beside them.
+        Only a trace function that stood before runs on.
         """
         self._is_paused = True
         if self.profile is not None:
