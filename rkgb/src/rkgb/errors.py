@@ -97,6 +97,14 @@ class NeedsContentError(Exception):
     """A value is read that was not computed, because its kernels were skipped."""
 
 
+class OtherTangentsError(Exception):
+    """Gradients come to opaque calls otherwise than in their trials, which are made again."""
+
+    def __init__(self, tried: Any) -> None:
+        super().__init__()
+        self.tried = tried  # what is known of the calls
+
+
 class NotRecordedError(Exception):
     """The forward does something that is no operation; the text continues 'its forward …'."""
 

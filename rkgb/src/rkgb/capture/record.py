@@ -26,6 +26,7 @@ from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import (
     BrokenPieceError,
     NeedsContentError,
+    OtherTangentsError,
     ReadsDataError,
     RkgbError,
     SideEffectError,
@@ -224,6 +225,9 @@ class _Recording:
                 way = replace(way, written=way.written | more)
             except NeedsContentError:
                 way = replace(way, repeats=False)
+            except OtherTangentsError as other:
+                let_go(other)
+                way = replace(way, tried=other.tried)
             except RkgbError as error:
                 # A kernel may refuse the stand-ins for results of skipped kernels.
                 repeated = step.recorder.repeated

@@ -113,6 +113,7 @@ class RecordedStep:
         pieces = PieceRecorder(
             *(self.recorder, self.twin, way.opaque, asked.known),
             *(self.codes, self._must_run_once),
+            tried=way.tried,
             runs=asked.runs_pieces,
         )
         self.places.run_whole(way.opaque, pieces.call)

@@ -55,4 +55,5 @@ class Way:
     settling: Names = frozenset()  # that it looks at first, and sets once
     written: frozenset[str] = frozenset()  # arguments that it writes to
     keeps_content: bool = False  # of what only a backward reads
+    tried: Any = None  # opaque calls that another attempt has tried
     repeats: bool = True  # equal operations may stand for each other

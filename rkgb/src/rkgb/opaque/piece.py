@@ -37,6 +37,17 @@ from rkgb.opaque.memory import apart, span
 from rkgb.torch_api.quiet import printing_to
 from rkgb.torch_api.torch_private import back_to_autograd
 
+# Strides of the gradients of a call's differentiable results; None if they do not matter.
+Tangents = tuple[tuple[int, ...] | None, ...]
+
+
+def strides_of(gradient: Tensor | None) -> tuple[int, ...] | None:
+    """Return the strides of a gradient, without those of dimensions that have one place."""
+    if gradient is None or gradient.layout is not torch.strided or not gradient.numel():
+        return None
+    pairs = zip(gradient.shape, gradient.stride(), strict=True)
+    return tuple(0 if size == 1 else step for size, step in pairs)
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
@@ -48,6 +59,7 @@ class Piece:
     kinds: tuple[Kind, ...]  # of the tensors among the results
     lies_in: tuple[int, ...]  # the input whose memory a result shares, or -1
     differentiable: tuple[bool, ...]
+    tangents: Tangents  # with which the gradients were seen
     # Of inputs, then of parameters, part by part; None if there was none.
     gradients: tuple[Kind | None, ...]
     parts: tuple[int, ...]  # number of parts of each gradient; one for inputs

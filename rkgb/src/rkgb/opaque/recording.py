@@ -14,14 +14,14 @@ from rkgb.elements.op import CAST, Op, Ref
 from rkgb.elements.spread import memory_of
 from rkgb.elements.target import running_on
 from rkgb.elements.trees import flatten
-from rkgb.errors import BrokenPieceError, RkgbError, SideEffectError
+from rkgb.errors import BrokenPieceError, OtherTangentsError, RkgbError, SideEffectError
 from rkgb.graphs.basic import BasicGraph, ambient_autocast
 from rkgb.guards.code_watch import CodeWatch, Seen
 from rkgb.module_state.kept_writes import Contents
 from rkgb.module_state.start_of_call import Lent, ModuleState
 from rkgb.opaque.adding import add_in_parts
 from rkgb.opaque.call import Call, Kind
-from rkgb.opaque.piece import Piece, RunPiece, RunPieceBackward
+from rkgb.opaque.piece import Piece, RunPiece, RunPieceBackward, Tangents, strides_of
 from rkgb.opaque.trial import Trials
 from rkgb.recording.recorder import Recorder
 from rkgb.torch_api.placed import placed_parameters
@@ -30,6 +30,38 @@ from rkgb.torch_api.torch_private import (
     latest_sequence_nr,
     without_saved_hooks,
 )
+
+
+class Tried:
+    """The opaque calls that were tried for one recording, and the gradients that came to them.
+
+    The gradients of a call's inputs lie in memory as the call's own backward makes them, and that
+    follows from how the gradients of its results lie. Trials take those to lie as the results do.
+    Where a recorded backward shows that they come otherwise, the call is tried with these.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: dict[tuple[str, int], Piece] = {}
+        self.tangents: dict[tuple[str, int], Tangents] = {}
+        self.looks_again = False
+        self._seen: set[tuple[str, int, Tangents]] = set()
+
+    def note(self, piece: Piece) -> Piece:
+        """Keep a piece that was tried, and return it."""
+        path, number = piece.call.path, piece.call.number
+        self.pieces[path, number] = piece
+        self._seen.add((path, number, piece.tangents))
+        return piece
+
+    def compare(self, piece: Piece, grads: Sequence[Tensor | None]) -> None:
+        """Compare the gradients of a piece's results with those of its trials."""
+        path, number = piece.call.path, piece.call.number
+        pairs = zip(map(strides_of, grads), piece.tangents, strict=True)
+        came = tuple(then if now is None else now for now, then in pairs)
+        # What lies otherwise in each attempt would be tried for ever.
+        if came != piece.tangents and (path, number, came) not in self._seen:
+            self.tangents[path, number] = came
+            self.looks_again = True
 
 
 class PieceRecorder:
@@ -44,12 +76,16 @@ class PieceRecorder:
         codes: CodeWatch,
         must_run_once: Callable[[list[Seen]], bool],
         *,
+        tried: Tried | None = None,
         runs: bool = True,
     ) -> None:
         self.codes, self.must_run_once = codes, must_run_once
         targets = [op.target for op in known.ops] if known is not None else []
         pieces = [target.piece for target in targets if isinstance(target, RunPiece)]
+        self.tried = Tried() if tried is None else tried
+        self.tried.looks_again = False
         self.known = {(piece.call.path, piece.call.number): piece for piece in pieces}
+        self.known.update(self.tried.pieces)
         self.recorder, self.twin, self.paths = recorder, twin, tuple(paths)
         self.trials = Trials(twin, recorder.device)
         self.count = 0
@@ -139,9 +175,12 @@ class PieceRecorder:
         """Return the backward, in which partial gradients are added one by one.
 
         Raises:
+            OtherTangentsError: gradients have come to opaque calls otherwise than in their trials.
             SideEffectError: a larger submodule has to be an opaque call.
         """
         recorder = self.recorder
+        if self.runs and self.tried.looks_again:
+            raise OtherTangentsError(self.tried)
         if self.paths:
             self._refuse_shared_writes((*recorder.forward, *recorder.backward), parameters)
             self._refuse_shared_casts(recorder.forward, parameters)
@@ -234,14 +273,21 @@ class PieceRecorder:
         known = self.known.get((call.path, call.number))
         if not self.runs:
             return self._stood_in(known, call, tensors)
-        if known is None or not known.call.like(call) or not known.call.serves(call.trainable):
+        tangents = self.tried.tangents.get((call.path, call.number))
+        if (
+            known is None
+            or (tangents is not None and tangents != known.tangents)
+            or not known.call.like(call)
+            or not known.call.serves(call.trainable)
+        ):
             with self.codes.apart() as ran:
                 seen = self.trials.once(call, module, tensors)
             runs_once = seen.moves or self.must_run_once(ran)
             call = replace(call, left=seen.attributes)
             with self.codes.resting():
-                piece, made = self.trials.piece(call, module, tensors, seen.written)
-            return replace(piece, runs_once=runs_once), made
+                piece, made = self.trials.piece(call, module, tensors, seen.written, tangents)
+            piece = self.tried.note(replace(piece, runs_once=runs_once))
+            return piece, made
         state, lent = ModuleState(module), Lent(module)
         contents = Contents(map(self.twin.get_parameter, known.written))
         try:
@@ -352,6 +398,8 @@ class Link:
             for grad, wanted in zip(grads, piece.differentiable, strict=True)
             if wanted
         ]
+        wants = [grad for grad, asked in zip(grads, piece.differentiable, strict=True) if asked]
+        self.owner.tried.compare(piece, wants)
         wanted = (*piece.call.wanting, *[True] * len(piece.call.parameters))
         places = [place for place, many in enumerate(piece.parts) for _ in range(many)]
         names: list[str] = []

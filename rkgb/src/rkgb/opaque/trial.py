@@ -22,7 +22,7 @@ from rkgb.module_state.kept_writes import Contents, KeptWrites, ParameterPlaces
 from rkgb.module_state.start_of_call import BufferContents, Lent, ModuleState
 from rkgb.opaque.call import Call, Kind, run_call, taken_apart
 from rkgb.opaque.left_behind import Attributes, LeftBehind
-from rkgb.opaque.piece import Piece, added, gradients_of
+from rkgb.opaque.piece import Piece, Tangents, added, gradients_of, strides_of
 from rkgb.torch_api.compiled_code import BRANCHES
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.placed import placed_parameters
@@ -37,6 +37,7 @@ class _Trial:
     results: Structure
     plain: tuple[Any, ...]
     differentiable: tuple[bool, ...]
+    tangents: Tangents
     gradients: tuple[tuple[Kind, ...], ...]  # of inputs in one part, of parameters in all parts
     needs: tuple[tuple[str, int], ...]
     held_bytes: int
@@ -114,8 +115,12 @@ class Trials:
         module: nn.Module,
         tensors: Sequence[Tensor],
         written: tuple[str, ...],
+        tangents: Tangents | None = None,
     ) -> tuple[Piece, list[Tensor]]:
         """Run a call four times; return the piece and the results of the call.
+
+        `tangents` are the strides of the gradients of its differentiable results; those of the
+        results themselves are the default. The gradients of its inputs lie accordingly.
 
         Raises:
             SideEffectError: the call changes its arguments, or depends on a tensor that it does
@@ -124,7 +129,7 @@ class Trials:
         parameters = [self.twin.get_parameter(name) for name in written]
         before = Contents(parameters)
         try:
-            return self._explored(call, module, tensors, written, parameters, before)
+            return self._explored(call, module, tensors, written, parameters, before, tangents)
         finally:
             before.restore()
 
@@ -136,6 +141,7 @@ class Trials:
         written: tuple[str, ...],
         parameters: Sequence[Tensor],
         before: Contents,
+        tangents: Tangents | None,
         *,
         is_in_order: bool = False,
     ) -> tuple[Piece, list[Tensor]]:
@@ -164,10 +170,10 @@ class Trials:
                 parameter.grad = None
 
         def first(span: Any) -> None:
-            trials.append(self._trial(call, tensors, span, strangers))
+            trials.append(self._trial(call, tensors, span, strangers, tangents))
 
         def freeing(span: Any) -> None:
-            self._trial(call, tensors, span, [], frees=True)
+            self._trial(call, tensors, span, [], tangents, frees=True)
 
         trace = trace_memory(first, device)
         inside = [id(p) for p in added_to if p.grad is not None]
@@ -181,29 +187,30 @@ class Trials:
             again()
             put_back()
             call = replace(call, parameters=fewer)
-            return self._explored(call, module, tensors, written, parameters, before)
+            return self._explored(call, module, tensors, written, parameters, before, tangents)
         if strangers:
             again()
             put_back()
             call = replace(call, parameters=(*call.parameters, *strangers))
-            return self._explored(call, module, tensors, written, parameters, before)
+            return self._explored(call, module, tensors, written, parameters, before, tangents)
         in_order = trials[0].in_order(call)
         if in_order != call.parameters and not is_in_order:
             again()
             put_back()
             call = replace(call, parameters=in_order)
             return self._explored(
-                call, module, tensors, written, parameters, before, is_in_order=True
+                *(call, module, tensors, written, parameters, before, tangents),
+                is_in_order=True,
             )
         writes = contents.changed()
         again()
-        total = self._flops(call, tensors)
+        total = self._flops(call, tensors, tangents)
         again()
         hidden = self._hidden(call, tensors)
         again()
         freed = trace_memory(freeing, device).spans[1]
         again()
-        trials.append(self._trial(call, tensors, None, []))
+        trials.append(self._trial(call, tensors, None, [], tangents))
         end = RngState.save(device)
         state.restore()
         contents.restore()
@@ -223,6 +230,7 @@ class Trials:
             kinds=tuple(map(Kind.of, one.made)),
             lies_in=tuple(taken.get(storage_id(t), -1) for t in one.made),
             differentiable=one.differentiable,
+            tangents=one.tangents,
             gradients=tuple(kind for kinds in one.gradients for kind in kinds or (None,)),
             parts=tuple(max(1, len(kinds)) for kinds in one.gradients),
             needs=tuple(sorted({*one.needs, *hidden})),
@@ -271,12 +279,12 @@ class Trials:
         del result, inputs, given, made, own
         return [place for place, storage in watched.items() if not storage.expired()]
 
-    def _flops(self, call: Call, tensors: Sequence[Tensor]) -> int:
+    def _flops(self, call: Call, tensors: Sequence[Tensor], tangents: Tangents | None) -> int:
         """Return the FLOPs, or 0 if the counter fails."""
         try:
             # After a run under a mode, torch.cond fails for good.
             with _counting() as counter, Patches([(torch, "cond", _refuse)]):
-                self._trial(call, tensors, None, [])
+                self._trial(call, tensors, None, [], tangents)
         except Exception:  # the same call has just worked without the counter
             return 0
         return int(counter.get_total_flops())
@@ -287,6 +295,7 @@ class Trials:
         tensors: Sequence[Tensor],
         span: Any,
         strangers: list[str],
+        tangents: Tangents | None,
         *,
         frees: bool = False,
     ) -> _Trial:
@@ -313,7 +322,12 @@ class Trials:
         found = {("input", i): t.detach() for i, t in enumerate(tensors)}
         found.update({("result", i): t for i, t in enumerate(made)})
         pairs = zip(made, differentiable, strict=True)
-        grads: list[Tensor | None] = [torch.full_like(t, 0.5) for t, wanted in pairs if wanted]
+        likes = [torch.full_like(t, 0.5) for t, wanted in pairs if wanted]
+        if tangents is not None and len(tangents) == len(likes):
+            likes = [_laid(t, strides) for t, strides in zip(likes, tangents, strict=True)]
+        grads: list[Tensor | None] = [*likes]
+        layouts = tuple(map(strides_of, likes))
+        del likes
         others = [] if frees else list(grads)  # that hold them
         inner.close()
         del result, results, inputs, given
@@ -331,6 +345,7 @@ class Trials:
             results=structure,
             plain=tuple(leaves),
             differentiable=differentiable,
+            tangents=layouts,
             gradients=tuple(tuple(map(Kind.of, own)) for own in parts),
             needs=needs,
             held_bytes=held,
@@ -402,6 +417,15 @@ def _counting() -> FlopCounterMode:
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _NoTracker()  # type: ignore[assignment]
     return counter
+
+
+def _laid(gradient: Tensor, strides: tuple[int, ...] | None) -> Tensor:
+    """Return a gradient of the same content with these strides, if any are given."""
+    if strides is None or gradient.layout is not torch.strided:
+        return gradient
+    last = sum((size - 1) * step for size, step in zip(gradient.shape, strides, strict=True))
+    memory = torch.full((last + 1,), 0.5, dtype=gradient.dtype, device=gradient.device)
+    return memory.as_strided(gradient.shape, strides)
 
 
 def _in(span: Any, name: str) -> Any:

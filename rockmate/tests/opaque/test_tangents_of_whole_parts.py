@@ -1,0 +1,61 @@
+"""Gradients come to a whole part in any layout, and go on as its own backward makes them.
+
+How they lie decides the order in which later kernels sum them, and so the last bits.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from oracles.training import assert_same_gradients
+from rockmate import Rockmate
+
+
+class Deciding(nn.Module):
+    """Reads a value, so it runs whole; its backward keeps the layout of the gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (1 + abs(x.detach().mean().item()))
+
+
+class Scaled(nn.Module):
+    """One weight is used twice before each whole part: its gradients are sums over everything."""
+
+    def __init__(self, *, turns: bool, parts: int) -> None:
+        super().__init__()
+        self.turns = turns
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(parts))
+        self.parts = nn.ModuleList(Deciding() for _ in range(parts))
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale, part in zip(self.scales, self.parts, strict=True):
+            x = part(x * scale + scale)
+        return self.last(x.permute(0, 2, 3, 1)) if self.turns else x
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("turns", [False, True])
+def test_layouts_of_gradients(parts: int, *, turns: bool) -> None:
+    torch.manual_seed(0)
+    model = Scaled(turns=turns, parts=parts)
+    plain = copy.deepcopy(model)
+    planned = Rockmate(model, torch.randn(4, 8, 4, 4), 2**20)
+    contiguous = torch.contiguous_format
+    for form in (contiguous, torch.channels_last, torch.channels_last, contiguous):
+        x = torch.randn(4, 8, 4, 4)
+        ours, theirs = planned(x), plain(x)
+        assert torch.equal(ours, theirs)
+        gradient = torch.randn_like(ours).contiguous(memory_format=form)
+        ours.backward(gradient)
+        theirs.backward(gradient)
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+    for each in (planned, plain):  # the gradient of a sum is one number, seen everywhere
+        each(x).sum().backward()
+    assert_same_gradients(model, plain)
