@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rkgb import RkgbError
 from rkgb.elements import flatten, is_running
-from rkgb.engine import Sample, external_values, record
+from rkgb.engine import Sample, record
 from rkgb.torch_api import is_abstract, without_global_hooks, without_saved_hooks
 from rockmate.arguments import Call
 from rockmate.calls.plan_store import PlanRow, PlanRows
@@ -29,7 +29,7 @@ from rockmate.files.plan_file import PlanFile
 from rockmate.guards.input_signature import ambient, in_order
 from rockmate.guards.module_watch import without_hooks
 from rockmate.guards.sharded import settled_call
-from rockmate.networks import Planned, gradients_stay
+from rockmate.networks import Planned, has_sparse_gradients
 from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms
 from rockmate.whole_step import Memory
@@ -97,10 +97,8 @@ class DecidingModule(PlannedModule):
         self, planned: Planned, call: Call, why: str, settings: Terms, options: Mapping[str, Any]
     ) -> Planned:
         """Return a plan that uses the memory of gradients until they exist, if it saves time."""
-        graph, sample = planned.network.graph, flatten(call)[0]
-        external = external_values(graph.dataflow.basic, self.model, tuple(sample))
-        as_made = not settings.coming.gradients or gradients_stay(graph, external)
-        if settings.has_pieces or not as_made:
+        stay = settings.coming.gradients
+        if settings.has_pieces or (stay and has_sparse_gradients(planned.network.graph)):
             return planned
         try:
             found = super()._planned(call, why, settings=settings, **options)

@@ -7,7 +7,7 @@ likely.py (programs for other gradients), keeping.py (compiled pieces that save 
 (parts in pieces of rows) and self_test.py (one step against plain PyTorch).
 """
 
-from rockmate.networks.network_problem import gradients_stay
+from rockmate.networks.network_problem import has_sparse_gradients
 from rockmate.networks.planned import Planned, compiled_part, cut_parts
 
-__all__ = ["Planned", "compiled_part", "cut_parts", "gradients_stay"]
+__all__ = ["Planned", "compiled_part", "cut_parts", "has_sparse_gradients"]

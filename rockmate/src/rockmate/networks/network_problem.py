@@ -8,11 +8,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from rkgb.costs import NodeFacts
+from rkgb.elements import TensorInfo
 from rkgb.engine import device_of
 from rkgb.graphs import SimplifiedGraph, SimplifiedNode
 from rockmate.problems.problem import Node, Problem, Storage
 from rockmate.whole_step import Coming
 
+_TRANSPOSED = 60 * 60  # elements of a block in which torch transposes
 _SPARSE = "_sparse_coo_tensor_with_dims_and_tensors"  # joins indices and values
 
 
@@ -88,44 +90,66 @@ def _waiting_gradients(
     """Return for each node the bytes of gradients that wait in autograd during its backward.
 
     Autograd sums all gradients of a tied weight before it accumulates them, so the first waits for
-    the last. The gradient of an input waits for the end. So do `coming` gradients of parameters.
+    the last. The gradient of an input waits for the end. So do `coming` gradients of parameters,
+    which are there beside their copies for a moment where autograd copies them.
     """
-    uses: dict[int, tuple[Tensor, list[int]]] = {}
+    uses: dict[int, tuple[Tensor, list[tuple[int, TensorInfo]]]] = {}
     for index, node in enumerate(graph.nodes):
         for hand_over in node.hand_overs:
             leaf = external[hand_over.leaf]
             if graph.dataflow.infos[hand_over.leaf].is_on_host:
                 continue
-            uses.setdefault(id(leaf), (leaf, []))[1].append(index)
-    aside_bytes = 0 if coming is None or coming.gradients else coming.size_bytes
-    waiting = [aside_bytes] * len(graph.nodes)
-    for tensor, nodes in uses.values():
-        stays = not isinstance(tensor, nn.Parameter) or (coming is not None and coming.gradients)
-        first = 0 if stays else min(nodes)
-        for index in range(first, max(nodes)):
-            waiting[index] += taken(tensor.numel() * tensor.element_size())
+            part = index, graph.dataflow.infos[hand_over.value]
+            uses.setdefault(id(leaf), (leaf, []))[1].append(part)
+    come = coming is not None and coming.gradients
+    waiting = [0 if coming is None or come else coming.size_bytes] * len(graph.nodes)
+    kept: dict[str | int, tuple[int, int]] = {}  # by storage: the node after which, and bytes
+    for tensor, parts in uses.values():
+        first, last = parts[-1][0], parts[0][0]
+        size_bytes, storage = taken(tensor.numel() * tensor.element_size()), parts[-1][1]
+        waiting[last] += max(_buffer_bytes(tensor, info) for _, info in parts)
+        if not isinstance(tensor, nn.Parameter):
+            kept[id(tensor)] = first, size_bytes
+        elif not come:
+            for index in range(last, first):
+                waiting[index] += size_bytes
+        elif copies := max(_copies(tensor, info) for _, info in parts):
+            waiting[last] += copies * size_bytes
+            kept[id(tensor)] = first, size_bytes
+        elif storage.storage_bytes <= storage.size_bytes:
+            kept[id(tensor)] = first, size_bytes
+        else:  # of a view, the whole storage, whoever else keeps it
+            before, _ = kept.get(storage.alias_of, (first, 0))
+            kept[storage.alias_of] = max(first, before), taken(storage.storage_bytes)
+    for node, size_bytes in kept.values():
+        for index in range(node):
+            waiting[index] += size_bytes
     for index, size_bytes in _sparse_sums(graph, external):
         waiting[index] += taken(size_bytes)
     return waiting
 
 
-def gradients_stay(graph: SimplifiedGraph, external: Mapping[str, Tensor]) -> bool:
-    """Whether autograd keeps each gradient of a parameter in the memory in which it was made.
+def _copies(leaf: Tensor, info: TensorInfo) -> int:
+    """Return how often autograd copies a gradient of a leaf that comes like this.
 
-    Autograd copies a gradient whose strides differ from its parameter's. Of a gradient that is a
-    view, it keeps the whole storage.
+    It copies what has another type, and what has other strides.
     """
-    infos = graph.dataflow.infos
-    for hand_over in (each for node in graph.nodes for each in node.hand_overs):
-        leaf, info = external[hand_over.leaf], infos[hand_over.value]
-        if not isinstance(leaf, nn.Parameter):
-            continue
-        strides = zip(info.shape, info.stride, leaf.stride(), strict=False)
-        lies_alike = len(info.stride) == leaf.dim() and info.dtype == leaf.dtype
-        lies_alike &= all(size == 1 or own == its for size, own, its in strides)
-        if not lies_alike or info.storage_bytes != leaf.numel() * leaf.element_size():
-            return False
-    return True
+    strides = zip(info.shape, info.stride, leaf.stride(), strict=False)
+    lies_alike = all(size == 1 or own == its for size, own, its in strides)
+    return (info.dtype != leaf.dtype) + (not lies_alike)
+
+
+def _buffer_bytes(leaf: Tensor, info: TensorInfo) -> int:
+    """Return what torch takes on a CPU to copy a gradient that comes transposed."""
+    is_transposed = info.stride == (1, info.shape[0]) if len(info.shape) == 2 else False
+    is_copied = is_transposed and leaf.device.type == "cpu" and leaf.is_contiguous()
+    return _TRANSPOSED * info.dtype.itemsize if is_copied else 0
+
+
+def has_sparse_gradients(graph: SimplifiedGraph) -> bool:
+    """Whether a gradient comes as indices and values: what is kept of it depends on these."""
+    infos = (graph.dataflow.infos[h.value] for node in graph.nodes for h in node.hand_overs)
+    return any(len(info.stride) != len(info.shape) for info in infos)
 
 
 def _sparse_sums(

@@ -142,7 +142,9 @@ def _gradients_bytes(
     each = [tensors_bytes([tensor], device, to_come=to_come) for tensor in found]
     if optimizer.in_backward:
         return max(each, default=0) + optimizer.temporary_bytes
-    return sum(each)
+    there = [p.grad for p in trained if p.grad is not None]
+    missing = (size for size, p in zip(each, trained, strict=True) if p.grad is None)
+    return tensors_bytes(there, device, to_come=to_come) + sum(missing)  # some share storages
 
 
 def _buckets_bytes(trained: list[nn.Parameter], gradients_bytes: int) -> int:
