@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 from rkgb import TraceError
 from rkgb.recording.watch import transparent_checkpoints
@@ -118,3 +119,15 @@ def test_what_is_replaced_around_checkpoints_is_called(monkeypatch: pytest.Monke
 def test_the_versions_that_were_tried_are_in_the_metadata() -> None:
     readme = (ROOT / "rkgb" / "README.md").read_text(encoding="utf-8")
     assert ", ".join(private_names.TRIED[:-1]) + f" and {private_names.TRIED[-1]}" in readme
+
+
+def test_every_tensor_that_is_made_names_its_device() -> None:
+    factories = {f.__name__ for f in _device_constructors()}
+    for package in ("rkgb", "rotor", "rockmate"):
+        for file in (ROOT / package / "src").rglob("*.py"):
+            for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(call, ast.Call) and _dotted(call.func)[:1] == ["torch"]:
+                    named = {keyword.arg for keyword in call.keywords}
+                    made = _dotted(call.func)[-1]
+                    # Otherwise it lies where torch.set_default_device says.
+                    assert made not in factories or named & {"device", None}, (file, call.lineno)

@@ -93,6 +93,22 @@ def test_a_step_inside_is_plain_pytorchs(around: str, pair: tuple[Rockmate, Net,
             assert_same_steps(planned, plain, x, inside)
 
 
+@pytest.mark.parametrize("kind", ["linear", "convolution", "opaque"])
+def test_what_is_made_here_lies_on_a_device_of_its_own(kind: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 16) if kind != "convolution" else nn.Conv1d(4, 4, 5, padding=2)
+    model = nn.Sequential(*(copy.deepcopy(part) for _ in range(3) for part in (layer, nn.GELU())))
+    plain, x = copy.deepcopy(model), torch.randn(8, 4, 16)
+    torch.set_default_device("meta")  # where a GPU is, users say "cuda"
+    try:
+        opaque = ("2",) if kind == "opaque" else ()
+        planned = Rockmate(model, x, "1MiB", opaque=opaque, cost="flops")
+        assert_same_steps(planned, plain, x, contextlib.nullcontext)
+    finally:
+        torch.set_default_device(None)
+    assert_same_steps(planned, plain, x, contextlib.nullcontext)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("of", ["input", "parameter"])
 def test_tangents_arrive(of: str, pair: tuple[Rockmate, Net, Tensor]) -> None:

@@ -98,7 +98,9 @@ def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
 def _tensor_from_json(row: Mapping[str, Any]) -> Tensor:
     dtype = getattr(torch, row["dtype"])
     data = bytearray(base64.b64decode(row["data"]))
-    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    flat = (
+        torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
+    )
     place = torch.device(row["device"])
     absent = place.type == "cuda" and not torch.cuda.is_available()
     return flat.reshape(row["shape"]).clone().to("cpu" if absent else place)

@@ -54,7 +54,7 @@ class Kind:
         dims, entries = self.sparse
         places = torch.zeros(dims, entries, dtype=torch.int64, device=device)
         values = torch.full((entries, *self.shape[dims:]), 0.5, dtype=self.dtype, device=device)
-        return torch.sparse_coo_tensor(places, values, self.shape)
+        return torch.sparse_coo_tensor(places, values, self.shape, device=device)
 
     def fitting(self, tensor: Tensor) -> Tensor | None:
         """Return the tensor with this layout, or None if its shape or type differs."""

@@ -78,7 +78,7 @@ class InnerGraph:
 
         It is no leaf, because autograd would hold a leaf's memory as long as the graph.
         """
-        gate = torch.empty(0, requires_grad=True)
+        gate = torch.empty(0, requires_grad=True, device="cpu")
         entered: Tensor = _Entry.apply(gate, tensor.detach(), self.refuse_foreign)  # type: ignore[no-untyped-call]
         self.ends.append(entered.grad_fn)
         return entered

@@ -124,7 +124,9 @@ class LiveNames:
         """Return whether two values of one storage overlap (parts of a split do not)."""
         a, b = self.infos[first], self.infos[second]
         with torch.no_grad():
-            elements = torch.zeros(a.storage_bytes // a.dtype.itemsize, dtype=torch.bool)
+            elements = torch.zeros(
+                a.storage_bytes // a.dtype.itemsize, dtype=torch.bool, device="cpu"
+            )
             elements.as_strided(a.shape, a.stride, a.offset).fill_(True)
             return a.dtype != b.dtype or bool(
                 elements.as_strided(b.shape, b.stride, b.offset).any()

@@ -31,7 +31,7 @@ from rkgb.torch_api.private_names import called_of
 from rkgb.torch_api.torch_private import pytree
 
 called_of(
-    *(torch.autograd, ["backward"], torch.ones((), requires_grad=True).backward),
+    *(torch.autograd, ["backward"], torch.ones((), requires_grad=True, device="cpu").backward),
     "to see a backward inside of a forward",
 )
 _OLDER_SURROUNDINGS = "_checkpoint_without_reentrant_generator"  # until torch 2.13

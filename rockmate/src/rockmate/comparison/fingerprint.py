@@ -39,7 +39,9 @@ class Fingerprints:
     """Computes fingerprints in preallocated memory."""
 
     def __init__(self) -> None:
-        self._raw = {size: torch.empty(_PIECE, dtype=dtype) for size, dtype in _BITS.items()}
+        self._raw = {
+            size: torch.empty(_PIECE, dtype=dtype, device="cpu") for size, dtype in _BITS.items()
+        }
         self._whole = np.empty(_PIECE, np.int64)
         self._weights = np.arange(1, _PIECE + 1)
 

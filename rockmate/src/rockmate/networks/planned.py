@@ -202,7 +202,7 @@ class Planned:
             elif looks or not isinstance(effect, ObserverHook):
                 effect.apply(model, value)
         if has_saved_hooks():  # a checkpoint's second run stops where as much has been saved
-            torch.empty(0, requires_grad=True).exp()
+            torch.empty(0, requires_grad=True, device="cpu").exp()
         return result
 
 

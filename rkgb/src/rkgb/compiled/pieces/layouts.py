@@ -76,7 +76,8 @@ def _convolves_channels_last(device: torch.device) -> bool:
 
 def _is_for_onednn(op: Op, infos: Mapping[str, TensorInfo]) -> bool:
     image, weight = (
-        torch.empty(infos[arg.name].shape, dtype=infos[arg.name].dtype) for arg in op.args[:2]
+        torch.empty(infos[arg.name].shape, dtype=infos[arg.name].dtype, device="cpu")
+        for arg in op.args[:2]
     )
     return convolves_in_onednn(image, weight, *op.args[3:])
 

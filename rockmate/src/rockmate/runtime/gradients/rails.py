@@ -245,14 +245,14 @@ def firing_order(count: int, *, is_last: bool) -> tuple[int, ...]:
     """
     fired: list[int] = []
     with torch.inference_mode(False), torch.enable_grad():
-        leaves = [torch.empty(0, requires_grad=True) for _ in range(count)]
+        leaves = [torch.empty(0, requires_grad=True, device="cpu") for _ in range(count)]
         for number, leaf in enumerate(leaves):
             leaf.register_post_accumulate_grad_hook(lambda _, n=number: fired.append(n))
-        token = torch.empty(0, requires_grad=True)
+        token = torch.empty(0, requires_grad=True, device="cpu")
         parts = [[], leaves] if not is_last else [leaves]
         for part in parts:
             token = _Trial.apply(token, *part)  # type: ignore[no-untyped-call]
-        run_backward([token], [torch.empty(0)])
+        run_backward([token], [torch.empty(0, device="cpu")])
     return tuple(fired)
 
 
@@ -264,7 +264,7 @@ class _Trial(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return (grad, *(torch.empty(0) for _ in range(ctx.count)))
+        return (grad, *(torch.empty(0, device="cpu") for _ in range(ctx.count)))
 
 
 def fired_in_order(places: Places, edges: Sequence[tuple[str, int]]) -> Places:

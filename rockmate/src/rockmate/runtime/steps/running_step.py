@@ -148,7 +148,7 @@ class RunningStep:
         for place in self.passed:
             self.saved[place] = None
         # Without any, a checkpoint would not run the forward again, as it does with plain PyTorch.
-        return found or [torch.empty(0)]
+        return found or [torch.empty(0, device="cpu")]
 
     def take_back(self, tensors: Sequence[Tensor]) -> None:
         """Continue with the tensors that the hooks return."""
