@@ -137,7 +137,7 @@ gpu: ## what holds on the GPU here: make gpu CALL=1, then CALL=2; each under nin
 	$(GPU_PYTHON) benchmarks/gpu_probe.py $(if $(wildcard $(WHEELS)/*.whl),--wheels "$(WHEELS)") $(if $(CALL),--call $(CALL)) $(GPU_ARGS)
 BROUGHT := ortools pulp protobuf immutabledict absl-py graphviz expecttest hypothesis sortedcontainers \
 	pandas python-dateutil six psutil tqdm
-gpu-wheels: $(INSTALLED) ## the wheels that a machine with torch and without a network needs, into wheels/
+gpu-wheels: | $(PY) ## the wheels that a machine with torch and without a network needs, into wheels/
 	$(PY) -m pip download -q --no-deps -c constraints.txt -d "$(WHEELS)" $(BROUGHT)
 	$(PY) -m pip wheel -q --no-deps -w "$(WHEELS)" $(PACKAGES)
 gpu-paper: $(INSTALLED) ## nine minutes of bench-paper on the GPU here; continues where it was
