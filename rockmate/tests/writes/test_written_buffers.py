@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from oracles.training import assert_same_gradients
 from rockmate import InfeasibleBudgetError, Rockmate
 from rockmate.errors import ChangedTensorError
 
@@ -244,3 +245,38 @@ def test_versions_of_written_buffers_move_as_in_plain_pytorch() -> None:
     planned(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
+
+
+class Observed(nn.Linear):
+    """Training for quantisation: in the first step, buffers get a number for each row."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__(inner, outer)
+        self.register_buffer("low", torch.empty(0))
+        self.register_buffer("high", torch.empty(0))
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("zero", torch.zeros(1, dtype=torch.int32))
+        self.register_buffer("on", torch.ones(1, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = (self.on, self.on, self.low, self.high, self.scale, self.zero)
+        quantised = torch.fused_moving_avg_obs_fake_quant(
+            self.weight, *seen, 0.01, -128, 127, 0, per_row_fake_quant=True, symmetric_quant=True
+        )
+        return nn.functional.linear(x, quantised, self.bias)
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.6])
+def test_buffers_that_grow_are_resident_and_not_in_the_budget(budget: float) -> None:
+    torch.manual_seed(0)
+    layers = (p for _ in range(3) for p in (Observed(W, 4 * W), nn.GELU(), Observed(4 * W, W)))
+    model, x = nn.Sequential(*layers), torch.randn(16, W)
+    plain = copy.deepcopy(model)
+    planned = Rockmate(model, x, budget, cost="flops")
+    for _ in range(3):
+        for module in (planned, plain):
+            module.zero_grad()
+            module(x).square().mean().backward()
+        assert_same_gradients(model, plain)
+    for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(ours, theirs)

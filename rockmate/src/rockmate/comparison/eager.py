@@ -56,11 +56,13 @@ def run_step(
 
     With `losses`, only scalars get gradients if some outputs are scalars. Gradients of the outputs
     are pseudo-random but fixed. Complete parameter gradients are moved into buffers that were
-    allocated beforehand, so that the peak contains only activations and their gradients. The random
+    allocated beforehand, so that the peak contains only activations and their gradients. What the
+    module's buffers have grown by is resident from now on, and not in the peak either. The random
     state is restored. Kept values are on the host; fingerprints take almost no memory.
     """
     sample, device = sample.detached(), sample.device
     results = _Results(twin, sample, keep)
+    before_bytes = _bytes_of_buffers(twin)
     stream, python = RngState.save(device), PythonRandom(lends=True)
 
     def run(_span: Any) -> None:
@@ -95,15 +97,20 @@ def run_step(
     finally:
         stream.restore()
         python.restore()
+    grown_bytes = max(0, _bytes_of_buffers(twin) - before_bytes)
     return StepResult(
         outputs=results.host_outputs(),
         gradients=results.gradients,
         buffers=results.buffers(),
         stream=end,
-        peak_bytes=trace.peak_bytes,
-        allocated_peak_bytes=trace.allocated_peak_bytes,
+        peak_bytes=trace.peak_bytes - grown_bytes,
+        allocated_peak_bytes=trace.allocated_peak_bytes - grown_bytes,
         timeline=trace.timeline,
     )
+
+
+def _bytes_of_buffers(module: nn.Module) -> int:
+    return sum(b.numel() * b.element_size() for b in module.buffers())
 
 
 class _Results:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+
 from rkgb.graphs import BackwardKind, BasicGraph
 from rockmate.runtime.executable import plain_strides
 
@@ -20,11 +23,38 @@ def likely_kinds(basic: BasicGraph) -> list[BackwardKind]:
 
 
 def kinds_of_sums(basic: BasicGraph) -> list[BackwardKind]:
-    """Return the same kinds for gradients of a sum or a mean, whose strides are all 0."""
+    """Return the same kinds for gradients of a sum, whose strides are all 0, and of a mean.
+
+    A mean gives contiguous ones, also to an output that is not contiguous.
+    """
     places = [place for place, strides in enumerate(basic.kind.tangents) if strides is not None]
     alone = likely_kinds(basic) or [_alone(basic, place) for place in places]
-    strides = ([None if t is None else (0,) * len(t) for t in kind.tangents] for kind in alone)
-    return [BackwardKind(tuple(found), basic.kind.autocast) for found in strides]
+    return [
+        kind
+        for one in alone
+        for kind in (_given(basic, one, _expanded), _given(basic, one, _contiguous))
+        if kind != one
+    ]
+
+
+def _given(
+    basic: BasicGraph, kind: BackwardKind, strides: Callable[[Sequence[int]], tuple[int, ...]]
+) -> BackwardKind:
+    """Return the kind where gradients of the same outputs have strides by their shapes."""
+    shapes = [basic.infos[name].shape for name in basic.roots]
+    pairs = zip(shapes, kind.tangents, strict=True)
+    return BackwardKind(
+        tuple(plain_strides(s, None if t is None else strides(s)) for s, t in pairs),
+        kind.autocast,
+    )
+
+
+def _expanded(shape: Sequence[int]) -> tuple[int, ...]:
+    return (0,) * len(shape)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
 
 
 def _alone(basic: BasicGraph, place: int) -> BackwardKind:

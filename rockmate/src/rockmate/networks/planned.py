@@ -146,7 +146,7 @@ class Planned:
             return
         basic = self.network.graph.dataflow.basic
         variants = self.executor.variants
-        # The gradient of a sum is recorded when it arrives, if that fits into the budget.
+        # The gradient of a sum or mean is recorded when it arrives, if that fits into the budget.
         sums = (kind for kind in kinds_of_sums(basic) if not fits_into_a_step(self, kind))
         for kind in (*likely_kinds(basic), *sums):
             try:
