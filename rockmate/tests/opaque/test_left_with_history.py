@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from oracles.training import assert_same_gradients
 from rkgb.errors import OpaquePieceError
-from rockmate import Rockmate
+from rockmate import InfeasibleBudgetError, Rockmate
 
 ELSEWHERE: dict[str, Tensor] = {}
 
@@ -102,3 +102,38 @@ def test_a_gradient_by_what_is_kept_elsewhere_is_refused() -> None:
     planned(torch.randn(8, 16)).sum().backward()  # nobody asks for it
     with pytest.raises(OpaquePieceError, match=r"module '2'.*elsewhere than in its attributes"):
         (planned(torch.randn(8, 16)).sum() + ELSEWHERE["aux"].sum()).backward()
+
+
+class Retaining(nn.Module):
+    """Decides by a value, and retains the gradient of what it returns or has inside."""
+
+    def __init__(self, *, inside: bool) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.clamp(-1, 1).square()
+        out = h + x.clamp_min(0.1).sqrt() if x.mean().item() < 100 else h
+        self.kept = h if self.inside else out
+        if self.kept.requires_grad:
+            self.kept.retain_grad()
+        return out
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_part_that_retains_a_gradient_is_not_run_again(*, inside: bool) -> None:
+    """A second run would make another tensor, and that one would get the gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), Retaining(inside=inside), nn.Linear(64, 64))
+    plain = copy.deepcopy(model)
+    sample, options = torch.randn(16, 64), {"planner": "recompute_all", "cost": "flops"}
+    try:
+        planned = Rockmate(model, sample, 0.01, **options)
+    except InfeasibleBudgetError as least:
+        planned = Rockmate(model, sample, least.minimum_bytes, planner="auto", cost="flops")
+    for _ in range(2):
+        x = torch.randn(16, 64)
+        for each in (planned, plain):
+            each(x).square().mean().backward()
+        assert torch.equal(model[1].kept.grad, plain[1].kept.grad)
+        assert_same_gradients(model, plain)

@@ -24,6 +24,7 @@ class LeftBehind:
 
     written: tuple[str, ...]  # parameters
     moves: bool  # whether one of them gets other memory
+    retains: bool = False  # whether tensors that it makes retain their gradients
     attributes: tuple[_Name, ...] = ()  # in which it leaves tensors with a history
 
 

@@ -282,7 +282,7 @@ class PieceRecorder:
         ):
             with self.codes.apart() as ran:
                 seen = self.trials.once(call, module, tensors)
-            runs_once = seen.moves or self.must_run_once(ran)
+            runs_once = seen.moves or seen.retains or self.must_run_once(ran)
             call = replace(call, left=seen.attributes)
             with self.codes.resting():
                 piece, made = self.trials.piece(call, module, tensors, seen.written, tangents)

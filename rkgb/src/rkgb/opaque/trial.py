@@ -75,10 +75,18 @@ class Trials:
         kept = KeptWrites(placed_parameters(self.twin))
         places = ParameterPlaces(self.twin)
         moved: list[str] = []
+        retained: list[None] = []  # an entry for each call
+        retain = Tensor.retain_grad
+
+        def retaining(tensor: Tensor) -> None:
+            retained.append(None)
+            retain(tensor)
+
         before, left = Attributes(module, call.path), dict[tuple[str, str], Structure]()
         refused = [(torch, name, _refuse) for name in BRANCHES if hasattr(torch, name)]
+        replaced = [*refused, (Tensor, "retain_grad", retaining)]
         try:
-            with kept, Patches(refused), without_cast_cache():
+            with kept, Patches(replaced), without_cast_cache():
                 # On the parameters themselves, to see which of them get other memory.
                 bare = replace(call, parameters=())
                 try:
@@ -100,14 +108,15 @@ class Trials:
         except NotImplementedError:  # it may write later
             inside = {id(p) for p in module.parameters()}
             every = placed_parameters(self.twin)
-            return LeftBehind(tuple(n for n, p in every if id(p) in inside), bool(moved))
+            inner = tuple(n for n, p in every if id(p) in inside)
+            return LeftBehind(inner, bool(moved), bool(retained))
         finally:
             lent.end()
             contents.restore()
             state.restore()
             stream.restore()
         written = tuple(dict.fromkeys((*kept.written, *moved)))
-        return LeftBehind(written, bool(moved), tuple(left))
+        return LeftBehind(written, bool(moved), bool(retained), tuple(left))
 
     def piece(
         self,
