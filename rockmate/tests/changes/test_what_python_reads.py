@@ -1,7 +1,11 @@
 """What the forward's Python reads besides its arguments may change between calls."""
 
+import abc
 import copy
+import decimal
 import functools
+import logging
+import numbers
 import sys
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
@@ -130,6 +134,19 @@ def _set(owner, name):
     return functools.partial(setattr, owner, name)
 
 
+def _decimals(_):
+    return float(decimal.Decimal(10) / decimal.Decimal(3))
+
+
+def _bound():
+    held = {"k": 2.0}
+    return (lambda _, get=held.get: get("k")), functools.partial(held.__setitem__, "k")
+
+
+def _logger(_):
+    return logging.getLogger(f"{__name__}.{Net.__name__}").getEffectiveLevel() / 10
+
+
 PLACES = {
     "global": (lambda _: SCALE, _set_global),
     "dict": (lambda _: CONFIG["scale"], functools.partial(CONFIG.__setitem__, "scale")),
@@ -155,6 +172,9 @@ PLACES = {
     "reached from a cell": _reached(),
     "decorator": _decorated(),
     "partial": (lambda _: PARTIAL(), functools.partial(_held.__setitem__, "k")),
+    "method written in C": _bound(),
+    "context of decimals": (_decimals, lambda n: setattr(decimal.getcontext(), "prec", int(2 * n))),
+    "level of a logger": (_logger, lambda n: logging.getLogger(__name__).setLevel(int(10 * n))),
     "local function": (lambda _: (lambda: next(SCALE for _ in range(1)))(), _set_global),
 }
 
@@ -213,6 +233,30 @@ def test_the_report_names_the_place_and_both_values():
     why = planned.plans[-1].why
     assert f"global 'CONFIG' of {__name__} (test_what_python_reads.py:" in why
     assert "was 2.0 and is 3.0" in why
+
+
+class Abstract(metaclass=abc.ABCMeta):
+    pass
+
+
+class Derived(Abstract):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Abstract, Derived])
+def test_a_class_that_is_registered_with_an_abstract_one(kind):
+    class Registered:
+        pass
+
+    held = Registered()
+    net, x = Net(lambda _: 3.0 if isinstance(held, Abstract) else 2.0), torch.randn(4, 8)
+    twin, planned = copy.deepcopy(net), Rockmate(net, x, 1.0, cost="flops")
+    for change in (lambda: None, lambda: kind.register(Registered)):
+        change()
+        _assert_alike(planned, twin, x)
+    numbers.Number.register(type("Other", (), {}))  # which has nothing to do with it
+    _assert_alike(planned, twin, x)
+    assert len(planned.plans) == 2
 
 
 class HoldsAnObject(nn.Module):

@@ -30,6 +30,7 @@ class World:
         ITERATOR, COUNT = iter([0.5, 0.25, 2.0, 3.0]), 0.0
         GENERATOR = (float(n) for n in range(1, 9))
         HELD["iterator"] = itertools.count(1.0)
+        HELD["next"], HELD["draw"] = iter([0.5, 0.25, 2.0, 3.0]).__next__, RANDOM.uniform
         RANDOM.seed(0)
         NUMPY.bit_generator.state = np.random.default_rng(0).bit_generator.state
         LOG.clear()
@@ -107,6 +108,8 @@ def _seeded(_):
 
 READS = {
     "iterator": lambda _: next(ITERATOR),
+    "method of an iterator": lambda _: HELD["next"](),
+    "method of random.Random": lambda _: HELD["draw"](0.5, 1.5),
     "iterator in a dict": lambda _: next(HELD["iterator"]),
     "seed of a generator": _seeded,
     "random.Random": lambda _: RANDOM.random(),

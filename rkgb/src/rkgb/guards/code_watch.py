@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib.abc
 import importlib.machinery
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,7 @@ _TOOLS = (4, 3)  # numbers that `sys.monitoring` reserves for nobody
 
 _NAMES = Door(Kind.NAMES)
 _IMPORTS = importlib.import_module.__code__
+_LOGGERS = logging.getLogger.__code__
 
 
 @dataclass(slots=True)
@@ -44,6 +46,7 @@ class Seen:
     owners: set[type] = field(default_factory=set)  # types of its first argument
     names: set[str] = field(default_factory=set)  # of attributes, that it made while it ran
     imports: set[str] = field(default_factory=set)  # modules that it imported by a name it made
+    loggers: set[str] = field(default_factory=set)  # that it got by their names
     outside: dict[str, None] = field(default_factory=dict)  # what it asks the system for, in words
     says: set[str] = field(default_factory=set)  # names of functions that say how torch is set
 
@@ -54,6 +57,7 @@ class Seen:
         self.owners |= other.owners
         self.names |= other.names
         self.imports |= other.imports
+        self.loggers |= other.loggers
         self.outside |= other.outside
         self.says |= other.says
 
@@ -192,8 +196,11 @@ class CodeWatch:
             return False
         if library.code is code:
             library.paths.add(self._path())
-            if code is _IMPORTS and (seen := self._reader(_NAMES, frame.f_back)) is not None:
-                seen.imports.add(frame.f_locals.get("name", ""))
+            if (code is _IMPORTS or code is _LOGGERS) and (
+                seen := self._reader(_NAMES, frame.f_back)
+            ):
+                named = seen.imports if code is _IMPORTS else seen.loggers
+                named.add(str(frame.f_locals.get("name") or ""))
         else:
             self._note(code, frame)
         return True

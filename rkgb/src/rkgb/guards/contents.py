@@ -9,6 +9,7 @@ import copy
 import functools
 import io
 import random
+import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.errors import SideEffectError
-from rkgb.guards.holding import too_long
+from rkgb.guards.holding import BOUND, too_long
 from rkgb.guards.owners import is_users
 from rkgb.torch_api.quiet import without_warnings
 
@@ -40,6 +41,8 @@ def is_used_up(value: Any) -> bool:
         (True, False)
     """
     kind = type(value)
+    if (subject := subject_of(value)) is not None:
+        return is_used_up(subject)
     if isinstance(value, (random.Random, *_STREAMS)):
         return True
     if isinstance(value, torch.Generator):
@@ -49,6 +52,16 @@ def is_used_up(value: Any) -> bool:
     if kind.__module__.startswith("numpy.random") and hasattr(value, "get_state"):
         return True
     return hasattr(kind, "__next__") and not isinstance(value, _CLOSED)
+
+
+def subject_of(value: Any) -> Any:
+    """Return the object of a method; None for others, and of random numbers that all draw."""
+    if not isinstance(value, (MethodType, *BOUND)):
+        return None
+    known = (random.random, getattr(sys.modules.get("numpy.random"), "random", None))
+    subject = value.__self__
+    is_known = any(subject is getattr(method, "__self__", None) for method in known)
+    return None if is_known or isinstance(subject, (ModuleType, type)) else subject
 
 
 def content_of(container: Any) -> Any:
@@ -94,8 +107,8 @@ class Reached:
             self.used.append(value)
         elif too_long(value):
             self.long.append(value)
-        elif isinstance(value, MethodType):
-            self.add(value.__self__, depth)
+        elif (subject := subject_of(value)) is not None:
+            self.add(subject, depth)
         elif depth < _DEPTH:
             self._follow(value, depth + 1)
 
@@ -261,6 +274,8 @@ class Untouched:
 
 def copied(value: Any) -> Any:
     """Return a copy of what changes by being used, or what stands in for it."""
+    if (subject := subject_of(value)) is not None:
+        return getattr(copied(subject), value.__name__)
     try:
         with without_warnings():  # Python 3.12 warns that 3.14 copies no iterators of itertools
             return copy.deepcopy(value)

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import array
 import ctypes
+import decimal
 import functools
 import operator
 import sys
 import weakref
+from _abc import _get_dump
+from abc import ABCMeta, get_cache_token
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MappingProxyType,
+    MethodWrapperType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import torch
@@ -62,8 +72,52 @@ _BUFFERS: tuple[Any, ...] = (
 )
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__closure__")
 # Bags of attributes, and loggers, which change whenever anybody logs.
-DECIDES = frozenset(("level", "parent", "disabled"))  # of loggers: whether one would log
+# Of loggers and of their manager: whether one would log.
+DECIDES = frozenset(("level", "parent", "disabled", "manager", "_disable"))
+BOUND = (BuiltinFunctionType, MethodWrapperType)  # methods written in C, which hold their object
 _OPEN = frozenset(("logging", "types", "argparse"))
+
+
+class Registered:
+    """Which classes are registered with abstract ones, and so with `isinstance`."""
+
+    def __init__(self) -> None:
+        self._known: dict[ABCMeta, Hashable] = {}
+        self._token = get_cache_token()
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def add(self, kind: ABCMeta) -> Hashable:
+        """Return the classes that are registered with a class or those that derive from it."""
+        self._known[kind] = _registered_with(kind)
+        return self._known[kind]
+
+    def hold(self) -> bool:
+        """Whether they are the same still."""
+        token = get_cache_token()  # another once any class is registered with any other
+        if token != self._token:
+            if any(_registered_with(kind) != known for kind, known in self._known.items()):
+                return False
+            self._token = token
+        return True
+
+
+def _registered_with(kind: ABCMeta) -> Hashable:
+    found, stack = set[Any](), [kind]
+    for base in stack:  # grows while it is walked
+        try:
+            found |= _get_dump(base)[0]
+        except TypeError:  # it has been made without the rest of an abstract class
+            continue
+        stack += type.__subclasses__(base)
+    return frozenset(found)
+
+
+def decimal_context() -> Hashable:
+    """Return how this thread computes with decimals."""
+    now = decimal.getcontext()
+    return now.prec, now.rounding, now.Emin, now.Emax, now.clamp, *now.traps.values()
 
 
 def home_of(value: Any) -> str:

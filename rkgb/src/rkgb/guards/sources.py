@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import gc
+import logging
 import os
 import sys
 import weakref
@@ -113,6 +114,11 @@ class Sources:
                 if name in sys.modules:
                     told = f"module '{name}'"
                     found._add(Source(sys.modules, name, told, _line(one.code, line)), one)
+            for name in one.loggers:
+                loggers = logging.Logger.manager.loggerDict
+                if name in loggers:
+                    told = f"logger '{name}'"
+                    found._add(Source(loggers, name, told, _line(one.code, 0)), one)
             for name in one.says:
                 source = Source(getattr(torch._C, name), "", f"'{name.lstrip('_')}()' of torch", "")
                 found._add(source, one)

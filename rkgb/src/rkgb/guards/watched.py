@@ -10,13 +10,14 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from abc import ABCMeta
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from logging import Logger
+from logging import Logger, Manager
 from operator import attrgetter, is_, methodcaller
-from types import FunctionType, MappingProxyType, MethodType, ModuleType
+from types import FunctionType, MappingProxyType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from rkgb.guards.entries import ABSENT, Attribute, Entries, attributes_of, dict_behind
 from rkgb.guards.holding import (
+    BOUND,
     CACHED,
     CONTAINERS,
     DECIDES,
@@ -35,8 +37,11 @@ from rkgb.guards.holding import (
     SPECIAL,
     UNREAD,
     VIEWS,
+    Registered,
     bytes_of,
+    decimal_context,
     holds_objects,
+    home_of,
     identical,
     is_record,
     is_still,
@@ -143,6 +148,7 @@ class Watched:
         self._entries: dict[int, Entries] = {}  # by the identity of the dict
         self.objects: list[Any] = []  # whose classes and attributes may be exchanged
         self._classes: list[type] = []
+        self._abstract, self._counts_decimals = Registered(), False
         # What is watched already: a configuration is an attribute of every module of its model.
         # Each is kept alive, so that no other gets its place.
         self._known: dict[tuple[int, bool], tuple[Any, Hashable]] = {}
@@ -202,7 +208,11 @@ class Watched:
             if id(value) not in self._modules:
                 self.outside.append((self.where, value))
             return Same(value)
-        if depth >= (_DEEP if self.is_read else _DEPTH) or issubclass(kind, OBJECTS):
+        if depth >= (_DEEP if self.is_read else _DEPTH):
+            return Same(value)
+        if kind in BOUND and not isinstance(value.__self__, (NoneType, ModuleType)):
+            return Same(value), self.worth(value.__self__, depth + 1)
+        if issubclass(kind, OBJECTS):
             return Same(value)
         if kind is MethodType:
             return Same(value.__func__), self.worth(value.__self__, depth)
@@ -315,8 +325,26 @@ class Watched:
     def _object(self, value: Any, depth: int) -> Hashable:
         """Return what an object counts as: itself, and its attributes that are asked for."""
         found = [*self._attributes(value, depth), *self._of_classes(value, depth)]
+        if isinstance(value, ABCMeta):
+            found.append(self._registered(value))
+        elif home_of(value) == "decimal":
+            found.append(self._arithmetic())
         self._note_class(value)
         return (Same(value), *found) if found else Same(value)
+
+    def _registered(self, kind: ABCMeta) -> Hashable:
+        """Return which classes an abstract one counts as its kinds."""
+        if not self._abstract:
+            self.checks.append(self._abstract.hold)
+        return self._abstract.add(kind)
+
+    def _arithmetic(self) -> Hashable:
+        """Return how this thread computes with decimals: no call is seen that asks for it."""
+        known = decimal_context()
+        if not self._counts_decimals:
+            self._counts_decimals = True
+            self.checks.append(lambda: decimal_context() == known)
+        return known
 
     def _note_class(self, value: Any) -> None:
         kind = type(value)
@@ -341,7 +369,7 @@ class Watched:
                 self.entries(table).add_check(lambda: table.keys() - UNREAD == known)
             if self.is_read and keeps_to_itself(value):
                 names = {*table}  # its own Python reads them
-            if isinstance(value, Logger):
+            if isinstance(value, (Logger, Manager)):
                 names |= DECIDES & table.keys()
             found += self._entries_of(table, names, depth)
             self.entries(table).note_absent(asked)
