@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+_MOST_SHOWN = 60  # characters of a value
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it; classes of users may fail to say what they are."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
 
 class RockmateError(Exception):
     """Base of every error that these packages raise on purpose: `rockmate.RockmateError`."""

@@ -113,6 +113,24 @@ def test_what_it_holds_may_change(kind: str) -> None:
     assert len(planned.plans) == 2
 
 
+class Silent(Holder):
+    """Cannot be compared, hashed or shown."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError("nobody asks for this")
+
+    __eq__ = __hash__ = __repr__ = __bool__ = __len__ = _refuse  # type: ignore[assignment]
+
+
+def test_an_object_that_cannot_be_compared_or_shown() -> None:
+    net, x, given = Net(lambda o: o.scale), torch.randn(4, 8), Silent()
+    twin, planned = copy.deepcopy(net), Rockmate(net, (x, given), "1MiB", cost="flops")
+    for value in (2.0, 2.0, 3.0):
+        given.scale = value
+        assert all(map(torch.equal, _step(planned, x, given), _step(twin, x, given)))
+    assert planned.plans[-1].why
+
+
 @pytest.mark.parametrize("kind", ["a dataclass", "an array", "a set"])
 def test_another_one_that_holds_the_same_needs_no_plan(kind: str) -> None:
     make, read, _ = CASES[kind]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import random
 import sys
@@ -82,6 +83,34 @@ class Looks:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
     return Looks(monkeypatch)
+
+
+class Remembers(nn.Module):
+    """Keeps what its first forward computes, outside of itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ _lower(x.shape[-1])
+
+
+@functools.lru_cache
+def _lower(size: int) -> Tensor:
+    return torch.tril(torch.ones(size, size))
+
+
+def test_a_forward_that_only_first_computes_what_it_keeps() -> None:
+    """The recordings of other backwards, beside the planned one, are second forwards."""
+    model = nn.Sequential(nn.Linear(16, 16), Remembers(), nn.GELU(), nn.Linear(16, 16))
+    plain, x = copy.deepcopy(model), torch.randn(8, 16)
+    _lower.cache_clear()
+    try:
+        planned = Rockmate(model, x, 0.01, cost="flops", self_test=False)
+    except InfeasibleBudgetError as least:
+        _lower.cache_clear()
+        planned = Rockmate(model, x, least.minimum_bytes, cost="flops", self_test=False)
+    for _ in range(2):
+        assert_same(step(planned, x), step(plain, x))
+    _lower.cache_clear()
+    assert_same(step(planned, x), step(plain, x))
 
 
 @pytest.mark.parametrize("how", ["scale", "way"])

@@ -19,9 +19,8 @@ from rkgb.elements.numbers import is_unspecialised
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.target import Target, target_of
 from rkgb.elements.tensor_info import same_values
+from rkgb.errors import shown
 from rkgb.graphs.basic import BasicGraph
-
-_MOST_SHOWN = 60  # characters of a value in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ class _Differences:
                 path, source = self._place(b)
                 if target_of(b).runs_python:  # the caller of an opaque call has decided
                     path = path.rpartition(".")[0]
-                was, now = (_shown(value) for value in changed)
+                was, now = (shown(value) for value in changed)
                 self._note(
                     path, source, f"'{b.target_name}' took {was} when recorded, and takes {now} now"
                 )
@@ -110,7 +109,7 @@ class _Differences:
             return
         for was, now in zip_longest(self.known.outputs, self.now.outputs):
             if not self._is_same(was, now) and (_is_plain(was) or _is_plain(now)):
-                self._note("", "", f"gave {_shown(was)} when recorded, and gives {_shown(now)} now")
+                self._note("", "", f"gave {shown(was)} when recorded, and gives {shown(now)} now")
 
     def _arguments(self, a: Op, b: Op) -> Iterator[tuple[Any, Any]]:
         for was, now in zip(_given(a), _given(b), strict=True):
@@ -134,7 +133,7 @@ class _Differences:
             return bool(a.name == b.name)
         if isinstance(a, Mapping):
             return list(a) == list(b) and all(self._is_same(a[key], b[key]) for key in a)
-        return a is b or repr(a) == repr(b) or not _is_plain(a)
+        return a is b or not _is_plain(a) or repr(a) == repr(b)
 
     def _place(self, op: Op, recording: int = 1) -> tuple[str, str]:
         """Return module and source of an operation, for the backward those of its forward."""
@@ -188,8 +187,3 @@ def _is_same_content(a: Tensor, b: Any) -> bool:
 
 def _named(op: Op) -> str:
     return f"'{op.target_name}' ({op.module_path or '(root)'}, {op.source or 'backward'})"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"

@@ -28,10 +28,10 @@ from rkgb.elements.spread import settled
 from rkgb.elements.target import OpCost, Target, running_model
 from rkgb.elements.tensor_info import storage_id
 from rkgb.elements.trees import Structure
-from rkgb.errors import OpaquePieceError
+from rkgb.errors import OpaquePieceError, shown
 from rkgb.graphs.basic import autocast_as
 from rkgb.module_state.start_of_call import BufferContents, ModuleState
-from rkgb.opaque.call import Call, Kind, Place, run_call, taken_apart
+from rkgb.opaque.call import Call, Kind, Place, is_same, run_call, taken_apart
 from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.opaque.memory import apart, span
 from rkgb.torch_api.quiet import printing_to
@@ -116,7 +116,7 @@ class Piece:
         if structure != self.results or len(leaves) != len(self.plain):
             raise self._differs(f"a result like {structure}, not like {self.results}")
         for leaf, plain in zip(leaves, self.plain, strict=True):
-            if type(leaf) is not type(plain) or leaf != plain:
+            if not is_same(leaf, plain):
                 raise self._differs(f"{_in_words(leaf)}, not {_in_words(plain)}")
         made = self._as_recorded(results, tensors)
         tensors = results
@@ -170,7 +170,7 @@ _CALLS = (
 
 
 def _in_words(leaf: Any) -> str:
-    return f"tensor {leaf.number}" if isinstance(leaf, Place) else repr(leaf)
+    return f"tensor {leaf.number}" if isinstance(leaf, Place) else shown(leaf)
 
 
 class _OfPiece(Target):

@@ -37,7 +37,7 @@ def place_of(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> tuple
     for frame, line in frames:
         filename = frame.f_code.co_filename
         module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and names.get(id(module)):
+        if issubclass(type(module), nn.Module) and names.get(id(module)):
             path = names[id(module)]
         if filename.startswith((_HERE, "<")) or filename == contextlib.__file__:
             continue

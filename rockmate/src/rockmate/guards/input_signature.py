@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rkgb.elements import Structure, attribute_of, flatten
 from rkgb.engine import Sample
+from rkgb.errors import shown
 from rkgb.graphs import ambient_autocast
 from rkgb.guards import content_of
 from rkgb.torch_api import is_cast_anew, kernel_flags
@@ -222,11 +223,11 @@ def _shape_of(key: Any) -> Any:
 
 def _told(kind: Any) -> str:
     if isinstance(kind, _Value):
-        return repr(kind.value)[:60]
+        return shown(kind.value)
     if kind in ((float, _ANY), (int, _ANY)):
         return _ANY
     if len(kind) == 2:
-        return repr(float.fromhex(kind[1]) if kind[0] is float else kind[1])[:60]
+        return shown(float.fromhex(kind[1]) if kind[0] is float else kind[1])
     dtype, device, requires_grad, shape, strides = kind[:5]
     usual = torch.empty(shape, device="meta").stride()
     text = f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"

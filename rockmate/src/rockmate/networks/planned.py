@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rkgb import RkgbError
 from rkgb.costs import op_key
 from rkgb.elements import (
     Assertion,
@@ -33,6 +32,7 @@ from rkgb.graphs import BackwardKind, SimplifiedGraph
 from rkgb.run import Outcomes, RunnableGraph, without_idle_steps
 from rkgb.torch_api import has_saved_hooks
 from rockmate.comparison.contents import Contents
+from rockmate.errors import RockmateError
 from rockmate.guards.input_signature import InputSignature
 from rockmate.networks.executables import executable, planned_executable
 from rockmate.networks.likely import kinds_of_sums, likely_kinds
@@ -152,7 +152,7 @@ class Planned:
             try:
                 if kind not in variants:
                     variants[kind] = variant_of(self, model, leaves, kind, in_a_step=False)
-            except RkgbError as error:  # it may never be needed
+            except RockmateError as error:  # it may never be needed
                 _log.debug("cannot record the backward for %s: %s", kind, error)
 
     def run(

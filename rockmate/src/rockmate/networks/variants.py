@@ -117,8 +117,8 @@ def variant_of(
                     *(_recording_bytes(known, kind), planned.budget_bytes),
                 )
             basic = record(bare, sample, kind, opaque=known.opaque, known=known)
-            if in_a_step:
-                _check_forward(known, basic, leaves)
+            # Outside of a step too: what a first forward keeps for later ones is there by now.
+            _check_forward(known, basic, leaves)
         basic = basic.with_edges_as(known)
         if known.numbers is not None:
             basic = for_same_numbers(basic, known.numbers, bare, sample, model)
