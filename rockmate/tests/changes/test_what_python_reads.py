@@ -235,7 +235,7 @@ def test_the_report_names_the_place_and_both_values():
     assert "was 2.0 and is 3.0" in why
 
 
-class Abstract(metaclass=abc.ABCMeta):
+class Abstract(abc.ABC):  # noqa: B024
     pass
 
 
