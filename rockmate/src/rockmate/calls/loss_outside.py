@@ -15,12 +15,13 @@ from rockmate.calls.plan_store import Family, Key
 from rockmate.calls.plans_of_module import PlansOfModule
 from rockmate.calls.requester import planning
 from rockmate.errors import InfeasibleBudgetError
-from rockmate.networks import Planned
+from rockmate.networks import Planned, with_least_peak
 from rockmate.schedules.simulate import simulate
 from rockmate.whole_step import Counter, SeenLoss, can_watch, loss_outside_bytes, watch_loss
 
 _log = logging.getLogger("rockmate")
 _TRIES = 3  # steps that are watched, where another forward comes before the backward
+_PLENTY = 4  # times what a loss may take: no loss is assumed to take more
 _LITTLE = 100  # one part of so many of the memory is worth no new plan
 _WHY = "what the loss outside of the module took"
 
@@ -41,11 +42,25 @@ class LossOutside:
         self._tries = 0
         self._old: list[Family] = []  # planned before it was seen
         self.is_new = False
+        self._cautious: tuple[Planned, Planned] | None = None  # a plan, and what runs instead
 
     def close(self) -> None:
         """Stop watching: another call comes, whose memory is none of the loss."""
         if self._counter is None or self._counter.close():
             self._counter, self.is_open = None, False
+
+    def cautious(self, planned: Planned, call: Call) -> Planned:
+        """Return what runs while nobody has seen the loss: what leaves it most, if that may matter.
+
+        If any plan leaves enough to it, this one does.
+        """
+        if self._cautious is None or self._cautious[0] is not planned:
+            _, memory = self._module.for_call(call)
+            assert memory is not None
+            left_bytes = planned.budget_bytes - planned.plan.peak_bytes + memory.loss_bytes
+            is_plenty = left_bytes >= _PLENTY * memory.loss_bytes
+            self._cautious = planned, planned if is_plenty else with_least_peak(planned)
+        return self._cautious[1]
 
     def follow(self, result: Any) -> None:
         """Watch what is made of the results of a forward, until its backward begins."""
@@ -53,6 +68,7 @@ class LossOutside:
         left_bytes = loss_outside_bytes(outputs, outputs[0].device) if outputs else 0
         self._tries += 1
         self.is_awaited = bool(left_bytes) and self._tries < _TRIES
+        self._cautious = self._cautious if self.is_awaited else None
         if left_bytes and not self.is_open and can_watch(outputs[0].device):
             self.is_open = True
             self._counter = watch_loss(outputs, outputs[0].device, left_bytes, self._note)
@@ -64,6 +80,7 @@ class LossOutside:
         whole = replace(module.settings.whole_step, seen=seen)
         module.settings = replace(module.settings, whole_step=whole)
         self._old, self.is_awaited = [*module.plans.families.values()], False
+        self._cautious = None
         self.is_new = bool(self._old)
 
     def renewed(self, key: Key, family: Family, call: Call) -> Family:

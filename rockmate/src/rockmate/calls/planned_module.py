@@ -110,11 +110,11 @@ class PlannedModule(PlansOfModule):
             elif self.loss.is_new:
                 family = self.loss.renewed(key, family, (args, ordered))
                 snapshot = self.watch.now(autocast)
-            planned = self.for_gradients(family.variants[0])
+            planned = self._chosen(family.variants[0])
             external = self._values(snapshot, planned).now(tuple(leaves))
             if planned.outcomes.basic.reads:
                 found = self._variant(family, snapshot, leaves, (args, ordered))
-                planned = self.for_gradients(found)
+                planned = self._chosen(found)
                 external = self._values(snapshot, planned).now(tuple(leaves))
         except HandedOverOtherwiseError:
             family = None
@@ -129,6 +129,8 @@ class PlannedModule(PlansOfModule):
                 return self.model.forward(*args, **kwargs)
         if planned.runs_parts_again and has_saved_hooks():
             return self._plainly(_PARTS_AGAIN, args, kwargs)
+        if self.loss.is_awaited:
+            planned = self.loss.cautious(planned, (args, ordered))
         if planned.may_go_another_way:
             return self._run_or_plain(planned, external, leaves, args, kwargs)
         result = planned.run(self.model, external, leaves, call=(args, kwargs))
@@ -143,6 +145,12 @@ class PlannedModule(PlansOfModule):
     def _run_by_blocks(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a module that is not planned as a whole."""
         raise NotImplementedError
+
+    def _chosen(self, planned: Planned) -> Planned:
+        """Return the plan with room for gradients, where there are some or a loss is awaited."""
+        if self.loss.is_awaited:
+            return planned.accumulating or planned
+        return self.for_gradients(planned)
 
     def _why_plain(self) -> str:
         """Return the reason why no plan can run here now, or ''."""

@@ -8,6 +8,6 @@ likely.py (programs for other gradients), keeping.py (compiled pieces that save 
 """
 
 from rockmate.networks.network_problem import has_sparse_gradients
-from rockmate.networks.planned import Planned, compiled_part, cut_parts
+from rockmate.networks.planned import Planned, compiled_part, cut_parts, with_least_peak
 
-__all__ = ["Planned", "compiled_part", "cut_parts", "has_sparse_gradients"]
+__all__ = ["Planned", "compiled_part", "cut_parts", "has_sparse_gradients", "with_least_peak"]

@@ -121,8 +121,8 @@ def _waiting_gradients(
         else:  # of a view, the whole storage, whoever else keeps it
             before, _ = kept.get(storage.alias_of, (first, 0))
             kept[storage.alias_of] = max(first, before), taken(storage.storage_bytes)
-    for node, size_bytes in kept.values():
-        for index in range(node):
+    for end, size_bytes in kept.values():
+        for index in range(end):
             waiting[index] += size_bytes
     for index, size_bytes in _sparse_sums(graph, external):
         waiting[index] += taken(size_bytes)

@@ -34,10 +34,11 @@ from rkgb.torch_api import has_saved_hooks
 from rockmate.comparison.contents import Contents
 from rockmate.errors import RockmateError
 from rockmate.guards.input_signature import InputSignature
-from rockmate.networks.executables import executable, planned_executable
+from rockmate.networks.executables import executable, planned_executable, without_reruns
 from rockmate.networks.likely import kinds_of_sums, likely_kinds
 from rockmate.networks.network import Network
 from rockmate.networks.variants import Replan, fits_into_a_step, variant_of
+from rockmate.planners import minimum_peak
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.reports.plan_report import CompiledPart
@@ -236,14 +237,9 @@ def compiled_plan(
     network: Network, plan: Plan, sample: Sample, budget_bytes: int, phases: Phases
 ) -> Planned:
     """Return a plan with its compiled program, which has not run yet."""
-    program, room_bytes = planned_executable(network, plan), 0
-    if program.leaving_outputs:
-        during = simulate(network.problem, plan.steps).peak_during
-        in_backward = during[len(network.problem.nodes) :]
-        room_bytes = budget_bytes - max(in_backward, default=0)
     return Planned(
         network=network,
-        executor=Executor(program, room_bytes),
+        executor=_executor(network, plan, budget_bytes),
         plan=plan,
         signature=InputSignature.of(sample),
         outputs=network.graph.dataflow.basic.output_spec,
@@ -252,6 +248,28 @@ def compiled_plan(
         eager_peak_bytes=None,
         measured_peak_bytes=None,
     )
+
+
+def with_least_peak(planned: Planned) -> Planned:
+    """Return the same recording with the plan of least peak, if that is another one."""
+    network, before = planned.network, planned.plan
+    steps, peak_bytes = minimum_peak(network.problem)
+    if peak_bytes >= before.peak_bytes:
+        return planned
+    overhead_ms = simulate(network.problem, steps).overhead_ms
+    plan = replace(before, steps=steps, peak_bytes=peak_bytes, overhead_ms=overhead_ms)
+    plan = without_reruns(network, replace(plan, planner="minimum peak"))
+    executor = _executor(network, plan, planned.budget_bytes)
+    return replace(planned, executor=executor, plan=plan, accumulating=None)
+
+
+def _executor(network: Network, plan: Plan, budget_bytes: int) -> Executor:
+    program, room_bytes = planned_executable(network, plan), 0
+    if program.leaving_outputs:
+        during = simulate(network.problem, plan.steps).peak_during
+        in_backward = during[len(network.problem.nodes) :]
+        room_bytes = budget_bytes - max(in_backward, default=0)
+    return Executor(program, room_bytes)
 
 
 def with_other_numbers(
