@@ -106,7 +106,7 @@ def run(cases: Iterable[BreadthCase]) -> Iterator[Finding]:
 
 def line(outcome: Finding) -> str:
     """Return the row of the table that a case which does not work gets."""
-    text = outcome.message.replace("|", "\\|").replace("\n", " ")
+    text = " ".join(outcome.message.replace("|", "\\|").split())
     return f"| {outcome.case.title} | {outcome.status} | {text} |"
 
 

@@ -16,6 +16,21 @@ def shown(value: Any) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
+def to_capture(name: str, do: str, found: str, place: str = "") -> str:
+    """Return the message of an error: what to `do` to capture module `name`, where, and why."""
+    return f"to capture {name}, {do}{f' ({place})' if place else ''}.\n  Found: {found}."
+
+
+def without_advice(text: str) -> str:
+    """Return what a message of `to_capture` says was found, and of another its first sentence."""
+    return text.partition("Found: ")[2] or text.partition(". ")[0].rstrip(".") + "."
+
+
+def in_module(path: str) -> str:
+    """Return the name of a place in a model, as messages say it."""
+    return f"module '{path or '(root)'}'"
+
+
 class RockmateError(Exception):
     """Base of every error that these packages raise on purpose: `rockmate.RockmateError`."""
 
@@ -117,6 +132,10 @@ class OtherTangentsError(Exception):
 
 
 class NotRecordedError(Exception):
-    """The forward does something that is no operation; the text continues 'its forward …'."""
+    """The forward does something that is no operation; `found` continues 'its forward …'."""
 
     module_path: str | None = None  # set if a backward does it
+
+    def __init__(self, found: str, do: str = "move that out of its forward") -> None:
+        super().__init__(found, do)
+        self.found, self.do = found, do

@@ -118,27 +118,55 @@ def failing_backward(m: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("body", "kind", "message"),
     [
-        (branch, rkgb.DataDependentError, r"control flow .* test_refusals\.py:\d+ \(return m\.lin"),
-        (hooked, rkgb.SideEffectError, r"registers a hook .* test_refusals\.py:\d+ \(y\.register_"),
+        (
+            branch,
+            rkgb.DataDependentError,
+            r"torch\.where .*\(test_refusals\.py:\d+ \(return m\.lin.*\n.*control flow",
+        ),
+        (
+            hooked,
+            rkgb.SideEffectError,
+            r"\(test_refusals\.py:\d+ \(y\.register_.*\n.* registers a hook",
+        ),
         (
             inner_gradient,
             rkgb.SideEffectError,
-            r"calls torch\.autograd\.grad.* outside the",
+            r"keep that part outside the .*\n.* calls torch\.autograd\.grad",
         ),
-        (failing, rkgb.TraceError, r"raised KeyError at test_refusals\.py:\d+ \(raise KeyError"),
-        (item, rkgb.DataDependentError, r"Python number depends on the .*py:\d+ \(return m\.lin"),
-        (size, rkgb.DataDependentError, r"size of what 'aten\.ind.* depends .*py:\d+ \(return m\."),
-        (listed, rkgb.DataDependentError, r"what 'tolist' gives depends on .*:\d+ \(return m\.lin"),
-        (numpy_function, rkgb.DataDependentError, r"what 'numpy' gives .*py:\d+ \(return torch\.f"),
+        (
+            failing,
+            rkgb.TraceError,
+            r"\(test_refusals\.py:\d+ \(raise KeyError.*\n.* raised KeyError",
+        ),
+        (
+            item,
+            rkgb.DataDependentError,
+            r"py:\d+ \(return m\.lin.*\n.* Python number depends on the",
+        ),
+        (
+            size,
+            rkgb.DataDependentError,
+            r"py:\d+ \(return m\..*\n.* size of what 'aten\.ind.* depends",
+        ),
+        (
+            listed,
+            rkgb.DataDependentError,
+            r":\d+ \(return m\.lin.*\n.* what 'tolist' gives depends on",
+        ),
+        (
+            numpy_function,
+            rkgb.DataDependentError,
+            r"py:\d+ \(return torch\.f.*\n.* what 'numpy' gives",
+        ),
         (
             numpy_backward,
             rkgb.DataDependentError,
-            r"'numpy' gives .* in the backward 'NumpyB.*ward' of module '1' \(test_refusa.*py:\d+",
+            r"in the backward 'NumpyB.*ward' of module '1' \(test_ref.*py:\d+.*\n.*'numpy' gives",
         ),
         (
             branch_backward,
             rkgb.DataDependentError,
-            r"flow .* in the backward 'BranchB.*ward' of module '1' \(test_refusals\.py:\d+",
+            r"in the backward 'BranchB.*ward' of module '1' \(test_refusals\.py:\d+.*\n.*flow",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -153,7 +181,7 @@ def test_refusals_name_the_module_and_the_line(
 
 
 def test_what_a_backward_raises_is_said_with_its_line() -> None:
-    model, message = nested(failing_backward), r"KeyError at test_ref.*py:\d+ \(raise KeyError"
+    model, message = nested(failing_backward), r"test_ref.*py:\d+ \(raise KeyError.*\n.* KeyError"
     with pytest.raises(rkgb.TraceError, match=message) as e:
         rkgb.Btools.make_B(model, torch.randn(2, 4))
     assert isinstance(e.value.__cause__, KeyError)
@@ -184,7 +212,7 @@ def test_a_write_to_what_a_backward_needs_is_refused_as_eager_refuses_it() -> No
         with pytest.raises(RuntimeError, match="modified"):
             model(x).sum().backward()
         with pytest.raises(
-            rkgb.InvalidGraphError, match=rf"'{name}' \(1, test_refusals\.py:\d+\) overwrites"
+            rkgb.InvalidGraphError, match=rf"'{name}' \(1, test_refusals\.py:\d+\)\.\n.* overwrites"
         ):
             rkgb.Btools.make_B(model, x)
 
@@ -211,7 +239,7 @@ def test_a_backward_that_writes_to_a_parameter_is_refused_before_it_does() -> No
 def test_a_backward_hook_of_a_submodule_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model[1].register_full_backward_hook(lambda module, grad_in, grad_out: None)
-    with pytest.raises(rkgb.UnsupportedOpError, match=r"'1' has a backward hook \(test_ref") as e:
+    with pytest.raises(rkgb.UnsupportedOpError, match=r"backward hook.* \(test_ref.*'1'\)") as e:
         rkgb.Btools.make_B(model, torch.randn(2, 4))
     assert e.value.module_path == "1"
 
@@ -262,13 +290,16 @@ def own_generator(m: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (counting, r"changes the attribute 'calls' of module '1', and looks at it before"),
-        (collecting, r"changes the attribute 'body' \(list of 1 -> list of 2\) of module '1'"),
-        (printing, r"prints \('here'\) at test_refusals\.py:\d+ \(print\(\"here\"\)\) in module"),
-        (python_random, r"draws from Python's `random` at test_refusals\.py:\d+ \(scale = 1"),
-        (numpy_random, r"draws from numpy's random numbers at test_ref.*:\d+ \(scale = float"),
-        (seeding, r"sets the state of torch's .* test_refusals\.py:\d+ \(torch\.manual_seed"),
-        (own_generator, r"draws .* a torch\.Generator of its own.* Draw .* test_ref.*py:\d+ \("),
+        (counting, r"attribute 'calls' .*module '1'\)\.\n.* looks at it, and then changes it"),
+        (
+            collecting,
+            r"attribute 'body' .*module '1'\)\.\n.* changes it \(list of 1 -> list of 2\)",
+        ),
+        (printing, r"test_refusals\.py:\d+ \(print\(\"here\"\)\) in module.*\n.*prints \('here'\)"),
+        (python_random, r"test_refusals\.py:\d+ \(scale = 1.*\n.* draws from Python's `random`"),
+        (numpy_random, r"test_ref.*:\d+ \(scale = float.*\n.*draws from numpy's random numbers"),
+        (seeding, r"test_refusals\.py:\d+ \(torch\.manual_seed.*\n.*sets the state of torch's"),
+        (own_generator, r"draw .*\(test_ref.*py:\d+ \(.*\n.*draws .* from a torch\.Generator"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -317,7 +348,7 @@ def test_a_number_that_cannot_depend_on_data_is_no_reason_to_refuse() -> None:
 
 def test_lazy_modules_are_refused_until_they_have_seen_an_input() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2)), torch.randn(3, 4)
-    with pytest.raises(rkgb.TraceError, match=r"module '1' \(LazyLinear\) .* Run the model once"):
+    with pytest.raises(rkgb.TraceError, match=r"run it once .* \(module '1'\)\.\n.*LazyLinear"):
         rkgb.Btools.make_B(model, x)
     model(x)
     assert [op.target_name for op in rkgb.Btools.make_B(model, x).ops] == ["t", "addmm"] * 2

@@ -52,8 +52,12 @@ class Decides(nn.Module):
         (lambda: Rockmate(nn.Linear, X, 0.5), ValueError, r"give one of its objects, Linear\("),
         (lambda: Rockmate(model(), 0.5, X), ValueError, "the budget is a Tensor; it comes third"),
         (lambda: Rockmate(model(), X.numpy(), 0.5), RuntimeError, r"torch\.from_numpy\(sample\)"),
-        (lambda: Rockmate(model(), "text", 0.5), RuntimeError, "is text. Give what the tokenizer"),
-        (lambda: Rockmate(model(), None, 0.5), RuntimeError, "holds only NoneType"),
+        (
+            lambda: Rockmate(model(), "text", 0.5),
+            RuntimeError,
+            "give as the sample what the tokenizer",
+        ),
+        (lambda: Rockmate(model(), None, 0.5), RuntimeError, "such as a tensor"),
         (lambda: Rockmate(Nothing(), X, 0.5), ValueError, r"let Nothing.forward \(test_first"),
         (lambda: rockmate.apply(Nothing(), X, 0.5), ValueError, "return the output or the loss"),
         (lambda: Rockmate(model(), X), TypeError, "needs a budget"),
@@ -62,7 +66,7 @@ class Decides(nn.Module):
         (lambda: Rockmate(model(), X, 0.5, opaque=["3x"]), ValueError, "opaque names '3x'"),
         (lambda: Rockmate(model(), X, 0.5, reserve="1"), ValueError, "a number of bytes"),
         (lambda: torch.jit.script(Rockmate(model(), X, 1.0)), ValueError, r"script\(rk.original\)"),
-        (lambda: Rockmate(Decides(), X, 0.5, strict=True), RuntimeError, "Use torch.where"),
+        (lambda: Rockmate(Decides(), X, 0.5, strict=True), RuntimeError, "use torch.where"),
         (lambda: Rockmate(Decides(), X, 64), ValueError, "strict=True says what, and at which"),
     ],
 )

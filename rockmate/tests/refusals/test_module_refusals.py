@@ -94,17 +94,17 @@ class Hidden(DataDependent):
         (
             DataDependent,
             rkgb.DataDependentError,
-            r"control flow .* test_module_refusals\.py:\d+ \(if y.sum",
+            r"test_module_refusals\.py:\d+ \(if y.sum.*\n.* control flow",
         ),
         (Printing, rkgb.SideEffectError, "its forward prints"),
         (
             Raising,
             rkgb.TraceError,
-            r"raised ValueError at test_module_refusals\.py:\d+ .*: not today",
+            r"test_module_refusals\.py:\d+ .*\n.*raised ValueError: not today",
         ),
-        (Counting, rkgb.SideEffectError, r"changes the attribute 'calls'"),
-        (Logging, rkgb.SideEffectError, r"changes the attribute 'log'.*list of 0.*list of 1"),
-        (Hidden, rkgb.UnsupportedOpError, "attribute 'scale'"),
+        (Counting, rkgb.SideEffectError, r"keep the attribute 'calls' .*\n.*changes it"),
+        (Logging, rkgb.SideEffectError, r"attribute 'log'.*\n.*list of 0.*list of 1"),
+        (Hidden, rkgb.UnsupportedOpError, "make 'scale' an nn.Parameter"),
     ],
 )
 def test_modules_that_cannot_be_exact_are_refused(

@@ -13,7 +13,7 @@ from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.target import target_of
 from rkgb.elements.tensor_info import TensorInfo
-from rkgb.errors import RkgbError, TraceError
+from rkgb.errors import RkgbError, TraceError, to_capture
 from rkgb.graphs.basic import BackwardKind, Flow, HandOver, Tangent, autocast_as
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.watch import no_backward_inside, tensors_of
@@ -249,11 +249,14 @@ class RecordedBackward:
         name = self.recorder.name_of(leaf)
         if name in self.recorder.kinds:
             raise TraceError(
-                f"cannot capture {self.recorder.model_name}: its forward reads "
-                f"{self._in_words(leaf)}, which requires a gradient, from elsewhere than the "
-                "module it is called on, as a function set as the forward of a module does. Take "
-                "parameters from self, in a method of the class or a bound one; what belongs to "
-                "none of its submodules is to be registered as one."
+                to_capture(
+                    self.recorder.model_name,
+                    "take parameters from self, in a method of the class or a bound one; what "
+                    "belongs to none of its submodules is to be registered as one",
+                    f"its forward reads {self._in_words(leaf)}, which requires a gradient, from "
+                    "elsewhere than the module it is called on, as a function set as the forward "
+                    "of a module does",
+                )
             )
 
     def _in_words(self, leaf: Tensor) -> str:

@@ -34,6 +34,7 @@ from rkgb.errors import (
     TraceError,
     UnsupportedDeviceError,
     WritesInputError,
+    to_capture,
 )
 from rkgb.graphs.basic import BackwardKind, BasicGraph, Metered
 from rkgb.guards.code_watch import CodeWatch, Seen
@@ -353,9 +354,12 @@ class RecordedStep:
         for place, copy in zip(self.written, self.copies, strict=True):
             if copy.requires_grad:
                 raise SideEffectError(
-                    f"cannot capture {type(self.model).__name__}: its forward writes to argument "
-                    f"{place} what has a gradient, and a later use of it would have one. Work on a "
-                    "copy: x = x.clone()."
+                    to_capture(
+                        type(self.model).__name__,
+                        "let its forward work on a copy: x = x.clone()",
+                        f"it writes to argument {place} what has a gradient, and a later use of "
+                        "it would have one",
+                    )
                 )
             found.append((InputMutation(place), copy))
         found += self.arguments.refilled()
@@ -406,9 +410,12 @@ class RecordedStep:
             return flatten(result, self.originals)
         except UnknownTreeError as error:
             refusal = TraceError(
-                f"cannot capture {type(self.model).__name__}: its forward returns {error}, so that "
-                "a recording cannot make another one with the tensors of another step. Return "
-                "tensors in tuples, lists, dicts or simple objects."
+                to_capture(
+                    type(self.model).__name__,
+                    "return tensors in tuples, lists, dicts or simple objects",
+                    f"its forward returns {error}, so that a recording cannot make another one "
+                    "with the tensors of another step",
+                )
             )
             raise refusal from None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from rkgb.errors import SideEffectError
+from rkgb.errors import SideEffectError, in_module, to_capture
 from rkgb.guards.code_watch import Seen
 from rkgb.guards.contents import CONTAINERS, OF_MODULE, Contents, Reached
 from rkgb.guards.loads import loads_of
@@ -108,9 +108,12 @@ class Outside:
         """
         for path, text in self.reasons([*seen], copies):
             error = SideEffectError(
-                f"cannot capture {type(self._twin).__name__}: in module '{path or '(root)'}' its "
-                f"forward {text}, which a captured graph would not do again. Pass what it gives as "
-                "an argument, or do it outside of forward."
+                to_capture(
+                    type(self._twin).__name__,
+                    "pass what it gives as an argument, or do it outside of forward",
+                    f"its forward {text}, which a recording would not do again",
+                    in_module(path),
+                )
             )
             error.module_path = path
             raise error

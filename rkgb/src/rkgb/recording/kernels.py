@@ -113,7 +113,8 @@ def without_generator(generator: torch.Generator) -> None:
     if here._cdata not in [other._cdata for other in own]:
         raise NotRecordedError(
             "draws random numbers from a torch.Generator of its own, whose state a recording "
-            "would not follow. Draw without one, from torch's"
+            "would not follow",
+            "draw random numbers without a generator, from torch's",
         )
 
 

@@ -24,6 +24,7 @@ from rkgb.errors import (
     ReadsDataError,
     SideEffectError,
     WritesInputError,
+    to_capture,
 )
 from rkgb.graphs.basic import Read
 from rkgb.guards.code_watch import CodeWatch
@@ -112,9 +113,13 @@ class Recorder(Values, DispatchMode):
                     continue
             op = (*self.forward, *self.backward)[place]
             raise InvalidGraphError(
-                f"cannot capture {self.model_name}: '{op.target_name}' "
-                f"({op.module_path or 'root'}, {op.source}) overwrites a tensor that the backward "
-                "needs; eager PyTorch refuses this backward too. Replace the in-place operation."
+                to_capture(
+                    self.model_name,
+                    f"replace the in-place operation '{op.target_name}'",
+                    "it overwrites a tensor that the backward needs; eager PyTorch refuses this "
+                    "backward too",
+                    f"{op.module_path or 'root'}, {op.source}",
+                )
             )
 
     # ------------------------------------------------------------------ operations
@@ -404,8 +409,8 @@ class Recorder(Values, DispatchMode):
             root = self.names.alias_of(storage_id(tensor))
             if root is not None and root not in self.resident:
                 raise NotRecordedError(
-                    f"looks at the memory of '{root}' in a way that no operation shows. Use a view "
-                    "made by torch's operations"
+                    f"looks at the memory of '{root}' in a way that no operation shows",
+                    "use a view made by torch's operations",
                 )
             name = self.add_external(self.names.fresh("c_constant"), tensor, "constant")
         if tensor.requires_grad:

@@ -41,11 +41,14 @@ _WITHOUT_OPERATION: dict[Any, str] = {
     Tensor.retain_grad: "keeps the gradient of what it computes, which would not come",
 }
 # Calls that a recording would not repeat, with advice.
+_OUTSIDE = "keep that part outside the wrapped module"
 _NOT_RECORDED = {
-    "register_hook": "registers a hook on a tensor, which would not be called. Put it on a "
-    "parameter, outside of forward",
-    "grad": "calls torch.autograd.grad. Keep that part outside the wrapped module",
-    "backward": "calls backward. Keep that part outside the wrapped module",
+    "register_hook": (
+        "registers a hook on a tensor, which would not be called",
+        "put the hook on a parameter, outside of forward",
+    ),
+    "grad": ("calls torch.autograd.grad", _OUTSIDE),
+    "backward": ("calls backward", _OUTSIDE),
 }
 # Functions that take numbers out of their arguments by themselves, and show no operation for that.
 # Where they lie: by place, and by name. A recurrent net has them for packed sequences only.
@@ -80,7 +83,7 @@ class CallWatch(TorchFunctionMode):
         if func in _WITHOUT_OPERATION:
             raise NotRecordedError(_WITHOUT_OPERATION[func])
         if name in _NOT_RECORDED and getattr(func, "__module__", "").startswith("torch"):
-            raise NotRecordedError(_NOT_RECORDED[name])
+            raise NotRecordedError(*_NOT_RECORDED[name])
         if name == "bilinear" and ambient_autocast() is not None:
             raise NotRecordedError("computes a bilinear form, which autocast casts inside")
         for place, keyword in _READ_INSIDE.get(name, ()):
@@ -162,8 +165,8 @@ def refused_calls(recorder: Recorder) -> Patches:
         return refuse
 
     seeds = NotRecordedError(
-        "sets the state of torch's random numbers, which a recording would not do. Seed "
-        "outside of forward"
+        "sets the state of torch's random numbers, which a recording would not do",
+        "seed outside of forward",
     )
     branches = ReadsDataError("control flow", "")
     places: list[tuple[Any, str, Exception]] = [(torch, name, branches) for name in BRANCHES]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rkgb.elements.effect import Assign
 from rkgb.elements.trees import holds_tensors
-from rkgb.errors import SideEffectError
+from rkgb.errors import SideEffectError, in_module, to_capture
 from rkgb.guards.contents import CONTAINERS
 from rkgb.safeguards.refusals import place_of
 from rkgb.torch_api.patches import Patches
@@ -115,8 +115,12 @@ class Hidden:
         for path, name in self.targets:
             if not hasattr(self.twin.get_submodule(path), name):
                 error = SideEffectError(
-                    f"cannot capture {type(self.twin).__name__}: its forward sets the attribute "
-                    f"'{name}' of module '{path or '(root)'}' at one call, and not at another."
+                    to_capture(
+                        type(self.twin).__name__,
+                        f"set the attribute '{name}' at each call, or outside of forward",
+                        "its forward sets it at one call, and not at another",
+                        in_module(path),
+                    )
                 )
                 error.module_path = path
                 raise error
@@ -129,8 +133,12 @@ class Hidden:
         frames = traceback.walk_stack(sys._getframe(2))
         _, source = place_of(self.twin, reversed(list(frames)))
         error = ReadsBeforeError(
-            f"cannot capture {type(self.twin).__name__}: its forward changes the attribute "
-            f"'{name}' of module '{path or '(root)'}', and looks at it before (at {source})."
+            to_capture(
+                type(self.twin).__name__,
+                f"keep the attribute '{name}' in a buffer, or change it outside of forward",
+                "its forward looks at it, and then changes it",
+                f"{source} in {in_module(path)}",
+            )
         )
         error.module_path, error.target = path, (path, name)
         raise error

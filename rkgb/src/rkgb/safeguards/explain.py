@@ -13,25 +13,21 @@ from rkgb.errors import (
     ReadsDataError,
     SideEffectError,
     TraceError,
+    to_capture,
 )
 from rkgb.safeguards.refusals import where_raised
 
 # Known data dependence in libraries, with advice.
 _HINTS = {
-    "torch/nn/modules/transformer.py": "Say whether the mask is causal: pass is_causal "
-    "(tgt_is_causal, src_is_causal, memory_is_causal), so that the mask is not looked at.",
-    "torch/nn/modules/batchnorm.py": "Give momentum a number.",
-    "masking_utils.py": "Pass the mask with 4 dimensions (batch, 1, length, length), which is not "
-    "looked at; decoders also do without looking with attn_implementation='eager'.",
+    "torch/nn/modules/transformer.py": "say whether the mask is causal: pass is_causal "
+    "(tgt_is_causal, src_is_causal, memory_is_causal), so that the mask is not looked at",
+    "torch/nn/modules/batchnorm.py": "give momentum a number",
+    "masking_utils.py": "pass the mask with 4 dimensions (batch, 1, length, length), which is not "
+    "looked at; decoders also do without looking with attn_implementation='eager'",
 }
 _USUAL_HINT = (
-    "Use torch.where or torch.cond, pass numbers as arguments, or keep that part outside the "
-    "wrapped module."
-)
-
-_NEXT = (
-    "Give the sample as your training loop calls the model: a tensor, a tuple of arguments, or a "
-    "dict of keyword arguments. If the model itself raises this when called so, that comes first."
+    "use torch.where or torch.cond, pass numbers as arguments, or keep that part outside the "
+    "wrapped module"
 )
 
 
@@ -41,30 +37,44 @@ def explained(
     """Return the error to raise for a step that raised `error`, called with these `leaves`."""
     where = where_raised(model, error)
     if isinstance(error, NotRecordedError):
-        return SideEffectError(f"cannot capture {name}: its forward {error} (at {where}).")
+        return SideEffectError(to_capture(name, error.do, f"its forward {error.found}", where))
     if isinstance(error, ReadsDataError):
-        place = f"in the backward {error.backward}" if error.backward else f"at {where}"
+        place = f"in the backward {error.backward}" if error.backward else where
         hint = next((hint for file, hint in _HINTS.items() if file in where), _USUAL_HINT)
         return DataDependentError(
-            f"cannot capture {name}: {error.what} depends on the data, the values of tensors, "
-            f"{place}. A recording would freeze it. {hint}"
+            to_capture(
+                name,
+                hint,
+                f"{error.what} depends on the data, the values of tensors, which a recording would "
+                "freeze",
+                place,
+            )
         )
     text = str(error).strip()
     first = text.splitlines()[0].rstrip(".") if text else "(no message)"
-    return TraceError(
-        f"cannot capture {name}: {_advice(model, leaves)}its forward or backward raised "
-        f"{type(error).__name__} at {where}: {first}. {_NEXT}"
-    )
+    do, sample = _about(leaves)
+    raised = f"{sample}its forward or backward raised {type(error).__name__}: {first}"
+    return TraceError(to_capture(name, do, raised, where))
 
 
-def _advice(model: nn.Module, leaves: Sequence[Any]) -> str:
-    """Return advice about the sample, if it holds no tensor."""
+def _about(leaves: Sequence[Any]) -> tuple[str, str]:
+    """Return what to do for a step with these `leaves` not to fail, and what is odd about them."""
     if not leaves or any(isinstance(leaf, Tensor) for leaf in leaves):
-        return ""
+        return (
+            "give the sample as your training loop calls it: a tensor, a tuple of arguments, or a "
+            "dict of keyword arguments; if it fails when called so without Rockmate, mend that "
+            "first",
+            "",
+        )
     odd = leaves[0]
-    call = f"the sample must be what {type(model).__name__} is called with"
     if type(odd).__module__.partition(".")[0] == "numpy":
-        return f"{call}, and is a numpy array. Give torch.from_numpy(sample): "
+        return "give torch.from_numpy(sample) as the sample", "the sample is a numpy array, and "
     if isinstance(odd, (str, bytes)):
-        return f"{call}, and is text. Give what the tokenizer makes of it: "
-    return f"{call}, such as a tensor, and holds only {type(odd).__name__}: "
+        return (
+            "give as the sample what the tokenizer makes of the text",
+            "the sample is text, and ",
+        )
+    return (
+        "give as the sample what it is called with, such as a tensor",
+        f"the sample holds no tensor but {type(odd).__name__}, and ",
+    )

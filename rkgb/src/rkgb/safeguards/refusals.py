@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rkgb.elements.module_paths import is_inside
-from rkgb.errors import TraceError, UnsupportedOpError
+from rkgb.errors import TraceError, UnsupportedOpError, in_module, to_capture
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parents[1])
@@ -27,7 +27,7 @@ def where_raised(model: nn.Module, error: BaseException) -> str:
     The line is outside torch and rkgb, or else in torch's own modules.
     """
     path, source = place_of(model, traceback.walk_tb(error.__traceback__))
-    return f"{source} in module '{path or '(root)'}'"
+    return f"{source} in {in_module(path)}"
 
 
 def place_of(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
@@ -59,14 +59,17 @@ def refuse_lazy_modules(model: nn.Module) -> None:
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(is_lazy(tensor) for tensor in own):
             raise TraceError(
-                f"cannot capture {type(model).__name__}: module '{path or '(root)'}' "
-                f"({type(module).__name__}) has parameters without a shape until its first input. "
-                "Run the model once on the sample before."
+                to_capture(
+                    type(model).__name__,
+                    "run it once on the sample before",
+                    f"{type(module).__name__} has parameters without a shape until its first input",
+                    in_module(path),
+                )
             )
 
 
 def refuse_backward_hooks(model: nn.Module, but: Collection[str] = ()) -> None:
-    """Refuse modules with backward hooks, which a captured graph would not call.
+    """Refuse modules with backward hooks, which a recording would not call.
 
     Hooks in the submodules `but` are allowed.
 
@@ -83,9 +86,13 @@ def refuse_backward_hooks(model: nn.Module, but: Collection[str] = ()) -> None:
                 code = getattr(hook, "__code__", None)
                 source = f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
                 raise UnsupportedOpError(
-                    f"cannot capture {type(model).__name__}: module '{path or '(root)'}' has a "
-                    f"backward hook ({source or 'unknown source'}), which would not be called. "
-                    "Remove it, or put it on the gradient of a parameter.",
+                    to_capture(
+                        type(model).__name__,
+                        "remove the module's backward hook, or put it on the gradient of a "
+                        "parameter",
+                        "the hook would not be called",
+                        f"{source or 'unknown source'} in {in_module(path)}",
+                    ),
                     op=kind.strip("_"),
                     module_path=path,
                     source=source,
@@ -102,9 +109,12 @@ def refuse_hidden_leaves(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
                 raise UnsupportedOpError(
-                    f"cannot capture {type(model).__name__}: attribute '{name}' of module "
-                    f"'{path or '(root)'}' is a tensor that requires a gradient but is no "
-                    "parameter. Make it an nn.Parameter, or a buffer without gradient.",
+                    to_capture(
+                        type(model).__name__,
+                        f"make '{name}' an nn.Parameter, or a buffer without gradient",
+                        "it is a tensor that requires a gradient, and no parameter",
+                        in_module(path),
+                    ),
                     op=name,
                     module_path=path,
                     source="",

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from rkgb.elements.op import Op
-from rkgb.errors import SideEffectError
+from rkgb.errors import SideEffectError, in_module, to_capture
 from rkgb.graphs.differences import run_alike
 
 ABSENT = object()
@@ -117,9 +117,12 @@ class Settled:
     def _refuse(self, setting: Setting, what: str) -> None:
         name = type(setting.owner).__name__
         error = SideEffectError(
-            f"cannot capture {type(self.model).__name__}: in module '{setting.path or '(root)'}' "
-            f"its forward sets '{setting.name}' ({name}) and {what}, which a captured graph would "
-            "not do again. Pass what it gives as an argument, or do it outside of forward."
+            to_capture(
+                type(self.model).__name__,
+                f"pass '{setting.name}' ({name}) as an argument, or set it outside of forward",
+                f"its forward sets it and {what}, which a recording would not do again",
+                in_module(setting.path),
+            )
         )
         error.module_path = setting.path
         raise error

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from rkgb.elements.module_paths import is_inside
-from rkgb.errors import SideEffectError
+from rkgb.errors import SideEffectError, in_module, to_capture
 from rkgb.guards.code_watch import Seen
 from rkgb.guards.contents import CONTAINERS
 from rkgb.module_state.start_of_call import ModuleState, draw_from_numpy, numpy_state
@@ -72,9 +72,12 @@ class KeptState(ModuleState):
             path, source = _where_drawn(self.model, run_again, state, ignored)
             raise _in_module(
                 path,
-                f"cannot capture {type(self.model).__name__}: its forward draws from {drawn} at "
-                f"{source} in module '{path or '(root)'}', which a captured graph would freeze. "
-                "Draw with torch instead.",
+                to_capture(
+                    type(self.model).__name__,
+                    "draw with torch instead",
+                    f"its forward draws from {drawn}, which a recording would freeze",
+                    f"{source} in {in_module(path)}",
+                ),
             )
         for path, module, _ in self.modules:
             for name, value in vars(module).items():
@@ -87,9 +90,13 @@ class KeptState(ModuleState):
                 if now.get(name) is not attributes.get(name):
                     raise _in_module(
                         path.rpartition(".")[0],
-                        f"cannot capture {type(self.model).__name__}: its forward changes the "
-                        f"attribute '{name}' of parameter '{path}', which a captured graph would "
-                        "freeze. Keep it in the module, or change it outside.",
+                        to_capture(
+                            type(self.model).__name__,
+                            f"keep the attribute '{name}' in the module, or change it outside",
+                            "its forward changes this attribute of a parameter, which a recording "
+                            "would freeze",
+                            f"parameter '{path}'",
+                        ),
                     )
 
     def _change(self, name: str, value: Any) -> str | None:
@@ -106,13 +113,15 @@ class KeptState(ModuleState):
         self, path: str, module: nn.Module, name: str, what: str, run_again: Callable[[], object]
     ) -> None:
         source = _where_set(self.model, module, name, run_again)
-        at = f" at {source}" if source else ""
         verb, _, values = what.partition(" (")
         raise _in_module(
             path,
-            f"cannot capture {type(self.model).__name__}: its forward {verb} the attribute "
-            f"'{name}' ({values} of module '{path or '(root)'}'{at}, which "
-            "a captured graph would freeze. Keep it in a buffer, or change it outside.",
+            to_capture(
+                type(self.model).__name__,
+                f"keep the attribute '{name}' in a buffer, or change it outside of forward",
+                f"its forward {verb} it ({values}, which a recording would freeze",
+                f"{source} in {in_module(path)}" if source else in_module(path),
+            ),
         )
 
 
@@ -141,9 +150,12 @@ class Printed(io.StringIO):
         path, source = self.place
         raise _in_module(
             path,
-            f"cannot capture {type(self.model).__name__}: its forward prints ({text[0]!r}) at "
-            f"{source} in module '{path or '(root)'}', and a captured graph would print nothing. "
-            "Remove the print, or move it out of forward.",
+            to_capture(
+                type(self.model).__name__,
+                "remove the print, or move it out of forward",
+                f"its forward prints ({text[0]!r}), and a recording would print nothing",
+                f"{source} in {in_module(path)}",
+            ),
         )
 
 

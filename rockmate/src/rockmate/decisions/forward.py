@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rkgb import RkgbError
 from rkgb.elements import flatten, is_running
 from rkgb.engine import Sample, record
+from rkgb.errors import without_advice
 from rkgb.torch_api import is_abstract, without_global_hooks, without_saved_hooks
 from rockmate.arguments import Call
 from rockmate.calls.plan_store import PlanRow, PlanRows
@@ -143,7 +144,7 @@ class DecidingModule(PlannedModule):
             with unseen():
                 record(bare, Sample.of(bare, tuple(args), kwargs), guards=False)
         except RkgbError as error:
-            return str(error).partition(". ")[0] + "."  # without the advice, which is followed here
+            return without_advice(str(error))  # the advice is followed here
         return "parts of it are run whole: " + ", ".join(f"'{path}'" for path in self.whole) + "."
 
     def _step_for(self, call: Call) -> Chosen:
