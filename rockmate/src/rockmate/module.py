@@ -122,8 +122,8 @@ class Rockmate(nn.Module):
     def __prepare_scriptable__(self) -> Any:
         """Refuse `torch.jit.script`, which calls this."""
         raise UnsupportedModuleError(
-            "torch.jit.script cannot compile a planned module: its forward runs a plan. Script the "
-            "plain one: torch.jit.script(rk.original), or rockmate.remove(model) after apply."
+            "script the plain module: torch.jit.script(rk.original), or rockmate.remove(model) "
+            "after apply. The forward of a planned module runs a plan, which is no TorchScript."
         )
 
     def backward(self) -> None:

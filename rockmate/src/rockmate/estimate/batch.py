@@ -19,7 +19,7 @@ from rockmate.planners import minimum_peak
 from rockmate.progress import Phases
 from rockmate.reports.in_full import InFull
 from rockmate.runtime.plain import plain
-from rockmate.schedules.report import format_bytes
+from rockmate.schedules.report import exact_bytes, format_bytes
 from rockmate.settings import Budget, Settings, parse_memory
 from rockmate.whole_step import Loss, Memory, WholeStep, check_optimizer, with_loss
 
@@ -135,8 +135,8 @@ def _found(search: _Search, at_most: int, phases: Phases) -> LargestBatch:
         )
     if needed > memory_bytes:
         raise InfeasibleBudgetError(
-            f"not even one sample fits into {memory_bytes} bytes ({format_bytes(memory_bytes)}): "
-            f"it takes at least {needed} bytes ({format_bytes(needed)}). Use smaller parameters, "
+            f"not even one sample fits into {exact_bytes(memory_bytes)}: "
+            f"it takes at least {exact_bytes(needed)}. Use smaller parameters, "
             f"another optimizer, or a smaller sample.\n{memory}",
             asked_bytes=memory_bytes,
             minimum_bytes=needed,

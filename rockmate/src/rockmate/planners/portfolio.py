@@ -29,7 +29,7 @@ from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import best_segments, chen, no_recomputation, recompute_all
 from rockmate.schedules.plan import Plan, Trial
 from rockmate.schedules.prune import prune
-from rockmate.schedules.report import format_bytes, place_in_model
+from rockmate.schedules.report import exact_bytes, format_bytes, place_in_model
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Steps
 from rockmate.solvers import block_solver, check_backend, solve_whole
@@ -148,7 +148,7 @@ def infeasible(problem: Problem, asked: int, steps: Steps, minimum: int) -> Infe
     else:
         advice.append(f"compute {operation} in smaller pieces, one after the other")
     return InfeasibleBudgetError(
-        f"the budget must be at least {minimum} bytes ({format_bytes(minimum)}), and is "
+        f"the budget must be at least {exact_bytes(minimum)}, and is "
         f"{asked} bytes.\n"
         f"  Needed by: the {what} of {operation}; {why}.\n"
         f"  What to do: {'; or '.join(advice)}.",

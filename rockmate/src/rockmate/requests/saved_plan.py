@@ -32,7 +32,7 @@ from rockmate.requests.identity import (
 from rockmate.requests.request import Request, tested
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.plan import Plan
-from rockmate.schedules.report import format_bytes
+from rockmate.schedules.report import exact_bytes
 from rockmate.schedules.simulate import simulate
 from rockmate.settings import Terms, parse_budget
 
@@ -212,8 +212,8 @@ def _budget_for(saved: SavedPlan, network: Network, settings: Terms) -> int:
     needed = simulate(network.problem, saved.plan.steps).peak_bytes + aside
     if needed > budget_bytes:
         found = [
-            f"it needs {needed} bytes ({format_bytes(needed)}), {aside} of them set aside, and the "
-            f"budget is {budget_bytes} ({format_bytes(budget_bytes)})"
+            f"it needs {exact_bytes(needed)}, {aside} of them set aside, and the "
+            f"budget is {exact_bytes(budget_bytes)}"
         ]
         raise _mismatch("budget", found)
     return budget_bytes

@@ -28,6 +28,11 @@ def format_bytes(count: int) -> str:
     return f"{value:.2f} GiB"
 
 
+def exact_bytes(count: int) -> str:
+    """Return a count that a user may copy, and what is read: `1536 bytes (1.50 KiB)`."""
+    return f"{count} bytes ({format_bytes(count)})" if abs(count) >= 1024 else f"{count} bytes"
+
+
 def place_in_model(module_path: str) -> str:
     """Return the words for a module in messages: `module '3.0'`, or `the model itself`."""
     return f"module '{module_path}'" if module_path else "the model itself"

@@ -11,7 +11,7 @@ from typing import Any
 
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.files.whole import save_text
-from rockmate.schedules.report import format_bytes
+from rockmate.schedules.report import exact_bytes, format_bytes
 
 GRADIENTS = "gradients"
 _COLOURS = ("#4c78a8", "#72b7b2", "#f58518", "#e45756", "#54a24b", "#b279a2", "#9d755d")
@@ -94,9 +94,9 @@ class Memory:
         least_bytes = self.least_bytes(error.minimum_bytes)
         bound_bytes = self.least_bytes(error.bound_bytes) if error.bound_bytes else 0
         refused = InfeasibleBudgetError(
-            f"memory of {self.asked_bytes} bytes ({format_bytes(self.asked_bytes)}) is too little "
-            f"for a whole step, which takes at least {least_bytes} bytes "
-            f"({format_bytes(least_bytes)}): {error.minimum_bytes} of them for forward and "
+            f"memory of {exact_bytes(self.asked_bytes)} is too little "
+            f"for a whole step, which takes at least {exact_bytes(least_bytes)}: "
+            f"{error.minimum_bytes} of them for forward and "
             f"backward. Give memory={least_bytes}, or reduce the batch size, as for CUDA out of "
             f"memory.\n{self}",
             asked_bytes=self.asked_bytes,
