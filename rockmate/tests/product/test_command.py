@@ -151,10 +151,15 @@ def test_bad_input_is_said_in_one_line(run: Run, words: tuple[str, ...], text: s
 
 
 def test_unknown_words_have_a_code_of_their_own(run: Run) -> None:
-    for words in ((), ("fly",), ("show",), ("estimate", "a:b", "--optimizer", "adamx")):
+    for words in (("fly",), ("show",), ("estimate", "a:b", "--optimizer", "adamx")):
         with pytest.raises(SystemExit) as caught:
             run(*words)
         assert caught.value.code == 2
+
+
+def test_without_words_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "say how two plans differ" in capsys.readouterr().err
 
 
 def test_the_module_is_a_command() -> None:

@@ -17,16 +17,19 @@ from rockmate.errors import RockmateError
 
 __all__ = ["main"]
 
-# Exit codes; argparse gives 2 for unknown arguments.
-_REFUSED, _INTERRUPTED = 1, 130
+_REFUSED, _UNKNOWN, _INTERRUPTED = 1, 2, 130  # exit codes; argparse's for unknown arguments is 2
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 for an error, 2 for unknown arguments.
+    """Run one command and return its exit code: 0, 1 for an error, 2 for unknown arguments or none.
 
     Example:
         $ python -m rockmate estimate models:gpt2 --json
     """
+    words = sys.argv[1:] if words is None else words
+    if not words:
+        parser().print_help(sys.stderr)
+        return _UNKNOWN
     chosen = parser().parse_args(words)
     try:
         print_result(chosen)
