@@ -60,6 +60,27 @@ def test_accelerate() -> None:
     assert same(model, plain)
 
 
+def test_scripts_with_hf_argument_parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is a test extra")
+    from rockmate.integrations import RockmateArguments
+
+    rows = [{"input_ids": row, "labels": row} for row in Texts(18, 16).ids[:8]]
+    words = ["--output_dir", str(tmp_path), "--max_steps", "2", "--use_cpu", "--report_to", "none"]
+    names = {"RockmateArguments": RockmateArguments, "rows": rows}
+    for name in ("HfArgumentParser", "Trainer", "TrainingArguments"):
+        names[name] = getattr(transformers, name)
+    model = hugging_face_gpt2()
+    plain = deepcopy(model)
+    page = tmp_path / "plan.html"
+    for module, more in ((plain, []), (model, ["--budget", "60%", "--plan_report", str(page)])):
+        monkeypatch.setattr(sys, "argv", ["train.py", *words, *more])
+        names["model"] = module
+        snippet("Scripts with HfArgumentParser", names)["trainer"].train()
+    assert same(model, plain)
+    assert not isinstance(plain, Rockmate)
+    assert "<svg" in page.read_text("utf-8")
+
+
 def test_timm() -> None:
     timm = pytest.importorskip("timm", reason="timm is a test extra")
     for part in ("loss", "optim", "utils"):

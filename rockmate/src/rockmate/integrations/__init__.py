@@ -1,6 +1,7 @@
 """A callback for each trainer; a library is imported only if its callback is.
 
 RockmateCallback    Hugging Face `Trainer` and its subclasses, such as TRL's `SFTTrainer`
+RockmateArguments   the same from a script's command line, by `HfArgumentParser`
 LightningCallback   Lightning's `Trainer`
 dynamo.rockmate     `torch.compile(model, backend="rockmate")`, which finds it by its entry point
 
@@ -13,17 +14,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rockmate.integrations.hugging_face import RockmateCallback
+    from rockmate.integrations.hugging_face import RockmateArguments, RockmateCallback
     from rockmate.integrations.lightning import LightningCallback
 
-__all__ = ["LightningCallback", "RockmateCallback"]
+__all__ = ["LightningCallback", "RockmateArguments", "RockmateCallback"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RockmateCallback":
-        from rockmate.integrations.hugging_face import RockmateCallback
+    if name in ("RockmateArguments", "RockmateCallback"):
+        from rockmate.integrations import hugging_face
 
-        return RockmateCallback
+        return getattr(hugging_face, name)
     if name == "LightningCallback":
         from rockmate.integrations.lightning import LightningCallback
 

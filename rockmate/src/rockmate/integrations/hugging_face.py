@@ -1,7 +1,8 @@
-"""The callback for Hugging Face's `Trainer` and its subclasses."""
+"""The callback for Hugging Face's `Trainer` and its subclasses, and its words on a command line."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import TrainerCallback
@@ -66,3 +67,38 @@ class RockmateCallback(TrainerCallback):
         if isinstance(model, Rockmate):
             model.plan.html(self.report)
             self.report = None
+
+
+@dataclass
+class RockmateArguments:
+    """What a script's command line says, beside `TrainingArguments`, for `HfArgumentParser`.
+
+    Examples:
+        >>> parser = HfArgumentParser((TrainingArguments, RockmateArguments))
+        >>> arguments, within = parser.parse_args_into_dataclasses()  # ... --memory 24GB
+        >>> trainer = Trainer(model, arguments, callbacks=within.callbacks(), ...)
+    """
+
+    budget: str | None = field(
+        default=None,
+        metadata={"help": "what forward and backward may hold: 8GB, or 60% of a plain step"},
+    )
+    memory: str | None = field(
+        default=None,
+        metadata={"help": "what a whole step may take with everything: 24GB, or device"},
+    )
+    plan_report: str | None = field(
+        default=None, metadata={"help": "write a page that shows the plan to this file"}
+    )
+
+    def callbacks(self) -> list[TrainerCallback]:
+        """Return the callback that plans, or none where no amount is given here or by the
+        environment.
+
+        Raises:
+            BudgetFormatError, ArgumentsError: an amount cannot be read, or both are given.
+        """
+        given = amount(self.budget, self.memory)
+        if given["budget"] is None and given["memory"] is None:
+            return []
+        return [RockmateCallback(**given, report=self.plan_report)]
