@@ -56,12 +56,11 @@ class Chart:
         self._parts.append(f'<polyline class="{kind}" points="{text}"/>')
 
     def level(self, y: float, kind: str, text: str) -> None:
-        """Draw a horizontal line with a text on it."""
+        """Draw a horizontal line with a text on it, at its start, where curves are low."""
         self.line([(self.x_from, y), (self.x_to, y)], kind)
         place = self._y(y) - 4 if self._y(y) > _TOP + 14 else self._y(y) + 12
         self._parts.append(
-            f'<text class="{kind}" x="{WIDTH - _RIGHT - 2}" y="{place:.2f}" '
-            f'text-anchor="end">{html.escape(text)}</text>'
+            f'<text class="{kind}" x="{_LEFT + 4}" y="{place:.2f}">{html.escape(text)}</text>'
         )
 
     def dot(self, point: Point, kind: str, text: str) -> None:
