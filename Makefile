@@ -28,8 +28,8 @@ $(PY):
 
 # torch comes first and alone, so that the packages find it installed and never choose another build.
 $(INSTALLED): $(SOURCES) | $(PY)
-	$(PY) -m pip install -q -c constraints.txt torch
-	$(PY) -m pip install -q -c constraints.txt $(TOOLS) -e './rkgb[test]' -e './rotor[test]' -e './rockmate[gurobi,highs,plot,test]'
+	$(PY) -m pip install -c constraints.txt torch
+	$(PY) -m pip install -c constraints.txt $(TOOLS) -e './rkgb[test]' -e './rotor[test]' -e './rockmate[gurobi,highs,plot,test]'
 	$(PY) ci/mend_torchvision.py
 	@touch $(INSTALLED)
 
