@@ -9,8 +9,8 @@ keep less, so one search serves.
     $ python benchmarks/whole_step.py                     # rows in results/whole_step.csv
     $ python benchmarks/whole_step.py --only unet --size smoke
 
-An average of the weights is held beside that memory: `memory=` does not see it on a CPU. Exits with
-an error where a step has taken more than its memory.
+An average of the weights is given beside the optimizer, with memory for it. Exits with an error
+where a step has taken more than its memory.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from harness import meter
 from harness.networks import NETWORKS
@@ -50,25 +51,34 @@ _SHARE = 1.1  # of the least memory
 
 
 def peak_bytes(
-    rk: nn.Module, stepper: torch.optim.Optimizer, sample: Sequence[Tensor], loop: str
+    rk: nn.Module,
+    stepper: torch.optim.Optimizer,
+    sample: Sequence[Tensor],
+    loop: str,
+    average: AveragedModel | None,
 ) -> int:
     """Return the most that is held in some whole steps, all together."""
-    average = [p.detach().clone() for p in rk.parameters()] if loop == LOOPS[3] else []
 
     def step() -> None:
         for _ in range(3 if loop == LOOPS[1] else 1):
             rk(*sample).backward()
         stepper.step()
-        with torch.no_grad():
-            for own, parameter in zip(average, rk.parameters(), strict=False):
-                own.lerp_(parameter, 0.01)
+        if average is not None:
+            average.update_parameters(rk)
         stepper.zero_grad(set_to_none=loop != LOOPS[2])
 
     found = []
     for _ in range(_STEPS[LOOPS.index(loop)]):
-        held = meter.held_bytes(rk, stepper, sample)
+        held = meter.held_bytes(rk, stepper, sample) + kept_bytes(average)
         found.append(held + meter.trace_memory(step, CPU).peak_bytes)
     return max(found)
+
+
+def kept_bytes(average: AveragedModel | None) -> int:
+    """Return what an average of weights takes."""
+    if average is None:
+        return 0
+    return sum(tensor.nbytes for tensor in (*average.parameters(), *average.buffers()))
 
 
 def state_bytes(optimizer: str, model: nn.Module) -> int:
@@ -99,34 +109,43 @@ def rows_of(
     case = NETWORKS[name].case(size)
     memory_bytes += state_bytes(optimizer, case.model) - state_bytes(_MOST, case.model)
     stepper = OPTIMIZERS[optimizer](case.model.parameters())
-    how: dict[str, Any] = {"optimizer": stepper, "cost": "flops", "progress": False, "cache": cache}
-    rk = Rockmate(case.model, case.sample, memory=memory_bytes, **how)
+    how: dict[str, Any] = {"cost": "flops", "progress": False, "cache": cache}
+    rk = Rockmate(case.model, case.sample, memory=memory_bytes, optimizer=stepper, **how)
+    found: list[dict[str, object]] = []
+    for loop in LOOPS:
+        average = None
+        if loop == LOOPS[3]:
+            case.model.zero_grad()
+            average = AveragedModel(case.model)
+            memory_bytes += kept_bytes(average)
+            both = [stepper, average]
+            rk = Rockmate(case.model, case.sample, memory=memory_bytes, optimizer=both, **how)
+        measured = peak_bytes(rk, stepper, case.sample, loop, average)
+        own = {"loop": loop, "measured_bytes": measured}
+        row = {"network": name, "size": size, "optimizer": optimizer, **planned_for(rk), **own}
+        found.append({**row, "used_percent": f"{100 * measured / memory_bytes:.2f}"})
+    return found
+
+
+def planned_for(rk: Rockmate) -> dict[str, object]:
+    """Return what was asked and planned, by part."""
     memory = rk.memory
     parts = {f"{part.name.partition(',')[0]}": part.size_bytes for part in memory.parts}
     state = next((size for name, size in parts.items() if name.startswith("state of")), 0)
-    gradients = sum(p.nbytes for p in case.model.parameters() if p.requires_grad)
-    row = {
-        "network": name,
-        "size": size,
-        "optimizer": optimizer,
-        "asked_bytes": memory_bytes,
+    return {
+        "asked_bytes": memory.asked_bytes,
         "predicted_bytes": memory.resident_bytes + max(rk.plan.peak_bytes, memory.stepping_bytes),
         "parameters_bytes": parts["parameters"],
         "buffers_bytes": parts.get("buffers", 0),
-        "gradients_bytes": gradients,
+        "gradients_bytes": sum(p.nbytes for p in rk.parameters() if p.requires_grad),
         "state_bytes": state,
+        "copies_bytes": parts.get("copies of weights", 0),
         "inputs_bytes": parts["inputs"],
         "budget_bytes": rk.budget_bytes,
         "peak_bytes": rk.plan.peak_bytes,
         "stepping_bytes": memory.stepping_bytes,
         "overhead_percent": f"{100 * rk.plan.overhead:.2f}",
     }
-    found: list[dict[str, object]] = []
-    for loop in LOOPS:
-        measured = peak_bytes(rk, stepper, case.sample, loop)
-        own = {"loop": loop, "measured_bytes": measured}
-        found.append({**row, **own, "used_percent": f"{100 * measured / memory_bytes:.2f}"})
-    return found
 
 
 def main(words: Sequence[str] | None = None) -> int:
