@@ -86,7 +86,8 @@ class Arguments(OfSample):
             (`"24GB"`), or "device" for the device's memory. The budget is what parameters,
             gradients, the optimizer and other users leave; `rk.memory` shows it.
         optimizer: with `memory`, the optimizer, or its name ("adamw", "sgd", "none", ...); a list
-            or dict of them if each one steps in the backward.
+            or dict of them if each one steps in the backward. A list also takes modules that stay
+            beside the model, such as an average of its weights.
     """
 
     budget: Budget | None = None

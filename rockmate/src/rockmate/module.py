@@ -79,7 +79,8 @@ class Rockmate(nn.Module):
             (`"24GB"`), or "device" for the device's memory. The budget is what parameters,
             gradients, the optimizer and other users leave; `rk.memory` shows it.
         optimizer: with `memory`, the optimizer, or its name ("adamw", "sgd", "none", ...); a list
-            or dict of them if each one steps in the backward.
+            or dict of them if each one steps in the backward. A list also takes modules that stay
+            beside the model, such as an average of its weights.
         kwargs: keyword arguments of the sample, beside positional ones.
         samples: more samples to plan for at once. A fraction as budget is one of the largest.
         loss: a function of the outputs, and of targets that calls have behind the model's arguments

@@ -203,6 +203,33 @@ def test_activations_use_the_room_of_gradients_until_they_come(rules: str) -> No
     assert_same_gradients(model, twin)
 
 
+@pytest.mark.parametrize("rules", ["host", "blocks"])
+def test_an_average_beside_the_optimizer_is_within_the_memory(rules: str) -> None:
+    torch.manual_seed(0)
+    model, x = Mlp(), torch.randn(512, 64)
+    stepper = torch.optim.AdamW(model.parameters())
+    average = torch.optim.swa_utils.AveragedModel(model)
+    with counting_as(rules):
+        within = [least_of(model, x, one) for one in (stepper, [stepper, average])]
+        kept = held_bytes(average, torch.optim.SGD(average.parameters()))
+        assert within[1] - within[0] == kept
+        rk = rockmate.Rockmate(model, x, memory=within[1], optimizer=[stepper, average])
+        assert {p.name: p.size_bytes for p in rk.memory.parts}["copies of weights"] == kept
+
+        def step(_span: Any) -> None:
+            rk(x).square().mean().backward()
+            stepper.step()
+            average.update_parameters(rk)
+            stepper.zero_grad()
+
+        for _ in range(2):
+            before = kept + held_bytes(rk, stepper, x)
+            assert before + trace_memory(step, HOST).peak_bytes <= within[1]
+    loaded = pickle.loads(pickle.dumps(rk))
+    loaded(x)
+    assert loaded.memory.parts[3:] == rk.memory.parts[3:], "copies know of it"
+
+
 def test_steps_are_those_of_plain_training() -> None:
     torch.manual_seed(0)
     model, x = Mlp(), torch.randn(256, 64)

@@ -44,6 +44,12 @@ class LossOutside:
         self.is_new = False
         self._cautious: tuple[Planned, Planned] | None = None  # a plan, and what runs instead
 
+    @property
+    def is_unseen(self) -> bool:
+        """Whether there is a loss outside that may take more than a plan leaves to it."""
+        call_bytes = self._module.call_bytes
+        return self.is_awaited and call_bytes is not None and call_bytes.loss_bytes > 0
+
     def close(self) -> None:
         """Stop watching: another call comes, whose memory is none of the loss."""
         if self._counter is None or self._counter.close():

@@ -129,7 +129,7 @@ class PlannedModule(PlansOfModule):
                 return self.model.forward(*args, **kwargs)
         if planned.runs_parts_again and has_saved_hooks():
             return self._plainly(_PARTS_AGAIN, args, kwargs)
-        if self.loss.is_awaited:
+        if self.loss.is_unseen:
             planned = self.loss.cautious(planned, (args, ordered))
         if planned.may_go_another_way:
             return self._run_or_plain(planned, external, leaves, args, kwargs)
@@ -147,8 +147,8 @@ class PlannedModule(PlansOfModule):
         raise NotImplementedError
 
     def _chosen(self, planned: Planned) -> Planned:
-        """Return the plan with room for gradients, where there are some or a loss is awaited."""
-        if self.loss.is_awaited:
+        """Return the plan with room for gradients, where there are some or a loss is not known."""
+        if self.loss.is_unseen:
             return planned.accumulating or planned
         return self.for_gradients(planned)
 

@@ -49,12 +49,15 @@ class OptimizerBytes:
     temporary_bytes: int  # while it steps, above its state
     is_there: bool = False  # the state, after a first step
     in_backward: bool = False
+    copies_bytes: int = 0  # of weights that are given beside optimizers: averages, teachers
 
 
 def optimizer_bytes(
     optimizer: Any, parameters: Sequence[nn.Parameter], device: torch.device
 ) -> OptimizerBytes:
     """Return what an optimizer, some of them, or one by name takes on a device.
+
+    Modules among them are copies of weights that stay there.
 
     Raises:
         UnknownChoiceError: no optimizer has this name.
@@ -64,14 +67,17 @@ def optimizer_bytes(
         return optimizer
     if isinstance(optimizer, str):
         return _by_name(optimizer, parameters, device)
-    each = [_bytes_of(_unwrapped(one), device) for one in _listed(optimizer)]
+    optimizers, copies = _listed(optimizer)
+    each = [_bytes_of(_unwrapped(one), device) for one in optimizers]
     in_backward = len(each) > 1 and all(map(_steps_when_it_comes, parameters))
+    kept = (t for module in copies for t in (*module.parameters(), *module.buffers()))
     return OptimizerBytes(
         each[0].name,
         sum(one.state_bytes for one in each),
         max(one.temporary_bytes for one in each),
         all(one.is_there for one in each),
         in_backward,
+        tensors_bytes(kept, device),
     )
 
 
@@ -79,7 +85,7 @@ def without_tensors(optimizer: Any) -> OptimizerBytes:
     """Return what is to be known of optimizers where they are not."""
     if isinstance(optimizer, OptimizerBytes):
         return optimizer
-    groups = [group for one in _listed(optimizer) for group in one.param_groups]
+    groups = [group for one in _listed(optimizer)[0] for group in one.param_groups]
     parameters = [p for group in groups for p in group["params"] if p.requires_grad]
     device = parameters[0].device if parameters else torch.device("cpu")
     return optimizer_bytes(optimizer, parameters, device)
@@ -95,15 +101,17 @@ def check_optimizer(name: str) -> None:
         raise UnknownChoiceError("optimizer", name, OPTIMIZERS)
 
 
-def _listed(optimizer: Any) -> list[Optimizer]:
+def _listed(optimizer: Any) -> tuple[list[Optimizer], list[nn.Module]]:
+    """Return optimizers, and modules that are given beside them."""
     found = list(optimizer.values()) if isinstance(optimizer, Mapping) else optimizer
     found = list(found) if isinstance(found, (list, tuple)) else [found]
-    if not found or not all(isinstance(one, Optimizer) for one in found):
+    optimizers = [one for one in found if isinstance(one, Optimizer)]
+    modules = [one for one in found if isinstance(one, nn.Module)]
+    if not optimizers or len(optimizers) + len(modules) < len(found):
         kind = type(optimizer).__name__
-        raise UnknownChoiceError(
-            "optimizer", kind, OPTIMIZERS, "a torch.optim.Optimizer, or a list or dict of some"
-        )
-    return found
+        more = "a torch.optim.Optimizer, or a list or dict of some, with copies of weights"
+        raise UnknownChoiceError("optimizer", kind, OPTIMIZERS, more)
+    return optimizers, modules
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:

@@ -89,6 +89,7 @@ class WholeStep:
         held = 0 if to_come else parameters + buffers + call.inputs_bytes
         held += tensors_bytes(there, device)
         held += optimizer.state_bytes if optimizer.is_there else 0
+        held += 0 if isinstance(self.optimizer, OptimizerBytes) else optimizer.copies_bytes
         others = other_tensors_bytes(device, held)
         asked, context = self.asked_bytes, 0
         if asked is None:
@@ -102,6 +103,7 @@ class WholeStep:
             Part("buffers", buffers),
             Part(GRADIENTS, gradients),
             Part(f"state of {optimizer.name}{when}", optimizer.state_bytes),
+            Part("copies of weights", optimizer.copies_bytes),
             Part("inputs", call.inputs_bytes),
             self._loss(call),
             Part("buckets of DistributedDataParallel", buckets),
