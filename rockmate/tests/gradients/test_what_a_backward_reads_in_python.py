@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import rockmate
 from rockmate import Rockmate
 
 SCALE = 1.0
@@ -86,3 +87,23 @@ def test_it_may_change_between_steps(function, change, monkeypatch):
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(a, b)
     assert not torch.equal(found[0][0][0], found[0][1][0])
+
+
+@pytest.mark.parametrize("function", [_Number, _Called, _Tensor])
+def test_what_changes_between_forward_and_backward_is_refused(function, monkeypatch):
+    monkeypatch.setitem(globals(), "SCALE", 1.0)
+    monkeypatch.setitem(globals(), "TABLE", torch.ones(8))
+    monkeypatch.setitem(globals(), "CONFIG", {"scale": 1.0})
+    net, x = Net(function), torch.randn(4, 8)
+    planned = Rockmate(net, x, "1MiB", cost="flops")
+    y = planned(x)
+    _replaced(1)
+    with pytest.raises(rockmate.RockmateError, match="changed"):
+        y.sum().backward()
+    net.zero_grad()
+    planned(x).sum().backward()
+    ours = [parameter.grad.clone() for parameter in net.parameters()]
+    net.zero_grad()
+    with rockmate.plain():
+        planned(x).sum().backward()
+    assert all(map(torch.equal, ours, (parameter.grad for parameter in net.parameters())))

@@ -256,6 +256,8 @@ class RecordedStep:
         seen = [*self.codes.seen.values(), *self.backward_codes.seen.values()]
         library = [*self.codes.library.values(), *self.backward_codes.library.values()]
         found = Sources.of(seen, self.originals, library)
+        if self.backward_codes.seen:
+            found.of_backward = Sources.of(self.backward_codes.seen.values(), self.originals)
         for key, module in self.places.outside.items():
             own = self.originals.get(key, module)
             found.called[id(own)] = weakref.ref(own)

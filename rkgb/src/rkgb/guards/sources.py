@@ -86,6 +86,7 @@ class Sources:
     # Modules outside of the one that is recorded that were called, by identity.
     called: dict[int, weakref.ref[nn.Module]] = field(default_factory=dict)
     settings: tuple[Any, ...] = ()  # what a first call sets (`Setting`)
+    of_backward: Sources | None = None  # those that Python of a backward reads, if it reads any
 
     @classmethod
     def of(

@@ -3,14 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from types import FunctionType
 
 from torch import nn
 
 from rkgb.graphs import BackwardKind
+from rkgb.guards import Sources, Watched
+from rockmate.errors import UnsupportedModuleError
 from rockmate.runtime.executable import Executable
 
 # Makes the executable for another kind of backward of a step.
 Variant = Callable[[BackwardKind], Executable]
+
+
+class PythonOfBackward:
+    """What Python of a backward reads, which has to be at the backward as it was at the forward.
+
+    A plain backward reads it when it runs, a planned one has been recorded with it.
+    """
+
+    def __init__(self, sources: Sources) -> None:
+        self._watched = Watched(sources.attributes)
+        named = (s for s in sources.places.values() if not isinstance(s.owner, FunctionType))
+        self._told = [f"{source.told} ({source.where})" for source in named]
+        for source in sources.places.values():
+            value = source.read()
+            self._watched.worth(value)
+            source.watch(self._watched, value)
+
+    def holds(self) -> bool:
+        """Return whether everything is as it was."""
+        return self._watched.holds()
+
+    def refuse_changes(self, model_name: str) -> None:
+        """Refuse a backward that would read something else.
+
+        Raises:
+            UnsupportedModuleError: something differs.
+        """
+        if not self.holds():
+            raise UnsupportedModuleError(
+                f"the backward of {model_name} runs Python that reads {', '.join(self._told)}, and "
+                "some of that has changed since the forward, whose plan was made with what was "
+                "there then. Change it after the backward, or run the forward of that step under "
+                "`with rockmate.plain():`."
+            )
 
 
 def compares_contents(step: int) -> bool:
@@ -30,6 +67,7 @@ class Backwards:
         # For steps with hidden states: the kind of backward that each beginning has led to.
         self.came: dict[Hashable, BackwardKind] = {}
         self._looked = dict[int, int]()  # number of steps by module
+        self._python: PythonOfBackward | None = None
 
     def is_due(self, model: nn.Module) -> bool:
         """Return whether contents are compared in this step of a module."""
@@ -39,6 +77,15 @@ class Backwards:
     def look_at(self, model: nn.Module) -> None:
         """Let the next step of this module compare contents."""
         self._looked[id(model)] = 0
+
+    def python_of(self, executable: Executable) -> PythonOfBackward | None:
+        """Return what Python of a backward reads now; None if it reads nothing."""
+        sources = executable.graph.dataflow.basic.sources.of_backward
+        if sources is None:
+            return None
+        if self._python is None or not self._python.holds():
+            self._python = PythonOfBackward(sources)
+        return self._python
 
     def for_backward(self, kind: BackwardKind, variant: Variant) -> Executable:
         """Return the executable for a kind of backward, and expect that kind from now on.

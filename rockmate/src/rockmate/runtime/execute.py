@@ -51,6 +51,7 @@ class Executor(Backwards):
         step = kind(self, executable, external, variant, numbers)
         if executable.cast_leaves:
             note_casts(step)
+        step.python = self.python_of(executable)
         values = list(executable.read_externals(external))
         step.remember_start(values)
         if executable.runs_python:

@@ -33,7 +33,7 @@ from rockmate.errors import (
     DoubleBackwardError,
     UnsupportedModuleError,
 )
-from rockmate.runtime.backwards import Backwards, Variant
+from rockmate.runtime.backwards import Backwards, PythonOfBackward, Variant
 from rockmate.runtime.executable import Executable, plain_strides
 from rockmate.runtime.gradients.rails import OUT_OF_ORDER, Rail
 from rockmate.runtime.gradients.shared_casts import SharedCasts, shared_casts
@@ -62,6 +62,7 @@ class RunningStep:
     start_random: KeptGenerators | None = None
     contents: Callable[[], str] | None = None  # names a tensor with changed content and old version
     choice: KernelChoice | None = None
+    python: PythonOfBackward | None = None
     region: Any = None  # identifies the autocast region, in which plain PyTorch shares casts
     shared: SharedCasts | None = None
     rerunning: AbstractContextManager[None] = _NOTHING
@@ -230,6 +231,8 @@ class RunningStep:
             self.rerunning = RecomputingAs(self.choice, now)
         if self.contents is not None:
             self._check_contents(self.contents)
+        if self.python is not None:
+            self.python.refuse_changes(self.executable.graph.dataflow.basic.model_name)
         if again:
             assert self.kept is not None
             self._refuse_second(kind)
