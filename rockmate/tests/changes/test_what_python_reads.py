@@ -235,6 +235,23 @@ def test_the_report_names_the_place_and_both_values():
     assert "was 2.0 and is 3.0" in why
 
 
+def test_a_module_that_could_not_be_imported_may_come(monkeypatch):
+    def read(_):
+        try:
+            import module_that_comes
+        except ImportError:
+            return 2.0
+        return module_that_comes.SCALE
+
+    net, x = Net(read), torch.randn(4, 8)
+    twin, planned = copy.deepcopy(net), Rockmate(net, x, 1.0, cost="flops")
+    _assert_alike(planned, twin, x)
+    module = ModuleType("module_that_comes")
+    module.SCALE = 3.0
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    _assert_alike(planned, twin, x)
+
+
 class Abstract(abc.ABC):  # noqa: B024
     pass
 

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import os
+import queue
 import random
 import time
 
@@ -183,6 +184,14 @@ def test_a_generator_outside_is_refused_and_not_used():
     with pytest.raises(SideEffectError, match="generator"):
         Rockmate(_net(lambda _: next(GENERATOR)), torch.randn(8, 16), 1.0, cost="flops")
     assert next(GENERATOR) == 1.0
+
+
+def test_a_queue_is_refused_and_not_used():
+    items = queue.Queue()
+    items.put(2.0)
+    with pytest.raises(SideEffectError, match=r"a queue \(Queue\)"):
+        Rockmate(_net(lambda _: items.get_nowait()), torch.randn(8, 16), 1.0, cost="flops")
+    assert items.get_nowait() == 2.0
 
 
 def test_strict_names_the_place_and_the_line():

@@ -30,6 +30,7 @@ _EMPTY = object()
 _DEPTH = 4  # of containers and objects in each other
 _LONG = 512  # longer containers are not looked into
 _CLOSED = (str, bytes, int, float, complex, Tensor, nn.Module, FunctionType, torch.dtype)
+_QUEUES = frozenset(("queue", "_queue", "multiprocessing.queues", "multiprocessing.connection"))
 _STREAMS = (io.IOBase, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
@@ -43,7 +44,7 @@ def is_used_up(value: Any) -> bool:
     kind = type(value)
     if (subject := subject_of(value)) is not None:
         return is_used_up(subject)
-    if isinstance(value, (random.Random, *_STREAMS)):
+    if isinstance(value, (random.Random, *_STREAMS)) or kind.__module__ in _QUEUES:
         return True
     if isinstance(value, torch.Generator):
         return value is not torch.default_generator
@@ -254,7 +255,7 @@ def _alike(owner: Any, now: Any, content: Any) -> bool:
 
 
 class Untouched:
-    """Stands in for an open file or a generator, which a forward may have but not use."""
+    """Stands in for an open file, a generator or a queue, which a forward may have but not use."""
 
     def __init__(self, place: str) -> None:
         self._place = place
@@ -280,4 +281,4 @@ def copied(value: Any) -> Any:
         with without_warnings():  # Python 3.12 warns that 3.14 copies no iterators of itertools
             return copy.deepcopy(value)
     except Exception:  # files, generators
-        return Untouched(f"an open file or a generator ({type(value).__name__})")
+        return Untouched(f"an open file, a generator or a queue ({type(value).__name__})")

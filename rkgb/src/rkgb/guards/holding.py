@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import array
 import ctypes
 import decimal
@@ -9,7 +10,6 @@ import functools
 import operator
 import sys
 import weakref
-from _abc import _get_dump
 from abc import ABCMeta, get_cache_token
 from collections import deque
 from collections.abc import Hashable, Mapping
@@ -103,11 +103,14 @@ class Registered:
         return True
 
 
+_dump: Any = vars(abc)["_get_dump"]  # of an abstract class, and first what is registered
+
+
 def _registered_with(kind: ABCMeta) -> Hashable:
-    found, stack = set[Any](), [kind]
+    found, stack = set[Any](), list[Any]([kind])
     for base in stack:  # grows while it is walked
         try:
-            found |= _get_dump(base)[0]
+            found |= _dump(base)[0]
         except TypeError:  # it has been made without the rest of an abstract class
             continue
         stack += type.__subclasses__(base)

@@ -112,7 +112,7 @@ class Sources:
                     found._add(Source(_BUILTINS, name, f"builtin '{name}'", where), one)
             made = dict.fromkeys(one.imports, one.code.co_firstlineno)
             for name, line in (*loads.imports.items(), *made.items()):
-                if name in sys.modules:
+                if name in sys.modules or name in loads.imports:  # what is not there may come
                     told = f"module '{name}'"
                     found._add(Source(sys.modules, name, told, _line(one.code, line)), one)
             for name in one.loggers:
