@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from oracles.training import assert_same_gradients
-from rockmate import InfeasibleBudgetError, Rockmate
+from rockmate import InfeasibleBudgetError, Rockmate, UnsupportedModuleError
 
 
 class Twice(nn.Module):
@@ -169,3 +169,72 @@ def test_a_root_that_runs_whole_is_plain_pytorch(use: Callable[[Any, Any], list[
     for each in (planned, plain):
         each(x)[0].sum().backward()
     assert_same_gradients(model, plain)
+
+
+class Dependent(nn.Module):
+    """Decides by a value; one of its results is computed of another."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = 1.0 if x.mean().item() < 100 else 2.0
+        made = x if self.kind == "an argument" else x * scale
+        shown = made.view_as(made) if self.kind == "a view" else made
+        return shown, made.sin() * scale
+
+
+class Uses(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last, self.part = nn.Linear(8, 8), nn.Linear(8, 8), Dependent(kind)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = self.part(self.first(x))
+        return first, self.last(second)
+
+
+def _retained(first: Tensor) -> list[Tensor]:
+    first.retain_grad()
+    return []
+
+
+def _hooked(first: Tensor) -> list[Tensor]:
+    found: list[Tensor] = []
+    first.register_hook(lambda grad: found.append(grad.clone()))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["new", "an argument", "a view"])
+def test_a_result_of_which_another_is_computed(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x = Uses(kind), torch.randn(4, 8)
+    plain, planned = copy.deepcopy(model), Rockmate(model, x, 2**20)
+    for each in (planned, plain):  # whoever does not ask for the gradient gets exact ones
+        first, last = each(x)
+        (first.mean() + last.square().mean()).backward()
+    assert_same_gradients(model, plain)
+    for asked in (_retained, _hooked):
+        found = []
+        for each in (planned, plain):
+            first, last = each(x)
+            seen = asked(first)
+            loss = first.mean() + last.square().mean()
+            if each is planned and kind != "a view":
+                with pytest.raises(UnsupportedModuleError, match="by a hook, retain_grad"):
+                    loss.backward()
+                return
+            loss.backward()
+            found.append([first.grad] if first.retains_grad else seen)
+        assert all(map(torch.equal, *found))
+    found = [torch.autograd.grad((f.mean() + s.mean()), f) for f, s in (planned(x), plain(x))]
+    assert torch.equal(found[0][0], found[1][0])
+
+
+def test_autograd_grad_of_a_result_of_which_another_is_computed() -> None:
+    model, x = Uses("new"), torch.randn(4, 8)
+    planned = Rockmate(model, x, 2**20)
+    first, last = planned(x)
+    with pytest.raises(UnsupportedModuleError, match=r"torch\.autograd\.grad"):
+        torch.autograd.grad(first.mean() + last.mean(), first)

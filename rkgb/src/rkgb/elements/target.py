@@ -52,6 +52,8 @@ class WholeCall(Protocol):
     def written(self) -> tuple[str, ...]: ...  # parameters
     @property
     def casts(self) -> tuple[str, ...]: ...  # parameters that autocast casts in it
+    @property
+    def inner(self) -> tuple[int, ...]: ...  # results whose gradients are put together inside
 
 
 class Target:

@@ -334,6 +334,11 @@ class _Entry(torch.autograd.Function):
         return None, None, None
 
 
+def is_entry(node: Any) -> bool:
+    """Whether a node is one by which an argument enters a graph."""
+    return isinstance(node, _Entry._backward_cls)
+
+
 class _WayBack:
     """The entry of a gradient into the graph: a gradient in the box enters at the node.
 

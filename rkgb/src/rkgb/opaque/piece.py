@@ -58,6 +58,9 @@ class Piece:
     plain: tuple[Any, ...]  # leaves of the result: plain values, or a `Place` for a tensor
     kinds: tuple[Kind, ...]  # of the tensors among the results
     lies_in: tuple[int, ...]  # the input whose memory a result shares, or -1
+    # Results of which others are computed inside, or that are arguments: who asks for the gradient
+    # of one by its tensor outside would get a part of it.
+    inner: tuple[int, ...]
     differentiable: tuple[bool, ...]
     tangents: Tangents  # with which the gradients were seen
     # Of inputs, then of parameters, part by part; None if there was none.

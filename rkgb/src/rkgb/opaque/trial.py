@@ -21,6 +21,7 @@ from rkgb.errors import SideEffectError
 from rkgb.module_state.kept_writes import Contents, KeptWrites, ParameterPlaces
 from rkgb.module_state.start_of_call import BufferContents, Lent, ModuleState
 from rkgb.opaque.call import Call, Kind, run_call, taken_apart
+from rkgb.opaque.inner_graph import is_entry, nodes_from
 from rkgb.opaque.left_behind import Attributes, LeftBehind
 from rkgb.opaque.piece import Piece, Tangents, added, gradients_of, strides_of
 from rkgb.torch_api.compiled_code import BRANCHES
@@ -37,6 +38,7 @@ class _Trial:
     results: Structure
     plain: tuple[Any, ...]
     differentiable: tuple[bool, ...]
+    inner: tuple[int, ...]  # results of which others are made
     tangents: Tangents
     gradients: tuple[tuple[Kind, ...], ...]  # of inputs in one part, of parameters in all parts
     needs: tuple[tuple[str, int], ...]
@@ -237,6 +239,7 @@ class Trials:
             results=one.results,
             plain=one.plain,
             kinds=tuple(map(Kind.of, one.made)),
+            inner=one.inner,
             lies_in=tuple(taken.get(storage_id(t), -1) for t in one.made),
             differentiable=one.differentiable,
             tangents=one.tangents,
@@ -317,6 +320,7 @@ class Trials:
             inner.finish(inputs, results)
         middle = time.perf_counter()
         self._refuse_changes(call, tensors, versions, inputs, given)
+        nested = _nested(results)
         leaves_used = inner.strangers()
         cast = inner.casts() if call.autocast is not None else ()
         strangers += [self.names[id(t)] for t in leaves_used if id(t) in self.names]
@@ -354,6 +358,7 @@ class Trials:
             results=structure,
             plain=tuple(leaves),
             differentiable=differentiable,
+            inner=nested,
             tangents=layouts,
             gradients=tuple(tuple(map(Kind.of, own)) for own in parts),
             needs=needs,
@@ -426,6 +431,15 @@ def _counting() -> FlopCounterMode:
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _NoTracker()  # type: ignore[assignment]
     return counter
+
+
+def _nested(results: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return the results of which others are computed, and those that are arguments."""
+    ends = {
+        (t.grad_fn, t.output_nr): place for place, t in enumerate(results) if t.grad_fn is not None
+    }
+    reached = {edge for node in nodes_from([n for n, _ in ends]) for edge in node.next_functions}
+    return tuple(p for end, p in ends.items() if end in reached or is_entry(end[0]))
 
 
 def _laid(gradient: Tensor, strides: tuple[int, ...] | None) -> Tensor:

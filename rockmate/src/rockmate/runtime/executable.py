@@ -299,6 +299,14 @@ class Executable:
         return any(node.is_random for node in self.graph.nodes)
 
     @cached_property
+    def inner_outputs(self) -> tuple[int, ...]:
+        """Positions of outputs whose gradients parts that run whole put together inside."""
+        ops = self.graph.dataflow.basic.ops
+        wholes = ((op, target_of(op).whole) for op in ops)
+        found = {op.results[at] for op, whole in wholes if whole is not None for at in whole.inner}
+        return tuple(i for i, name in enumerate(self.program.outputs) if name in found)
+
+    @cached_property
     def keeps_by_backward(self) -> bool:
         """Whether the saved tensors depend on the backward with which it was compiled."""
         ops = (op for node in self.graph.nodes for op in node.ops)

@@ -17,6 +17,7 @@ from rkgb.torch_api import apply_function, has_saved_hooks, straight_to_kernels
 from rockmate.runtime.backwards import Backwards, Variant
 from rockmate.runtime.gradients.shared_casts import note_casts
 from rockmate.runtime.steps.hung_step import HungStep
+from rockmate.runtime.steps.inner_results import InnerResults
 from rockmate.runtime.steps.joint_step import JointStep
 from rockmate.runtime.steps.outputs_held import OutputsHeld
 from rockmate.runtime.steps.running_step import RunningStep, refuse_create_graph
@@ -72,8 +73,13 @@ class Executor(Backwards):
         rail = step.rail = step.laid.rail(external)
         passed = step.pass_to_hooks() if has_saved_hooks() else ()
         if isinstance(step, HungStep):
-            return step.hang(outputs, passed)
-        return list(apply_function(_Outputs, step, outputs, passed, rail.token))
+            found = step.hang(outputs, passed)
+        else:
+            found = list(apply_function(_Outputs, step, outputs, passed, rail.token))
+        if places := executable.inner_outputs:
+            name = executable.graph.dataflow.basic.model_name
+            step.inner = InnerResults(name, rail, [found[at] for at in places])
+        return found
 
 
 class _Outputs(torch.autograd.Function):

@@ -38,6 +38,7 @@ from rockmate.runtime.executable import Executable, plain_strides
 from rockmate.runtime.gradients.rails import OUT_OF_ORDER, Rail
 from rockmate.runtime.gradients.shared_casts import SharedCasts, shared_casts
 from rockmate.runtime.gradients.shared_uses import FirstsWatch
+from rockmate.runtime.steps.inner_results import InnerResults
 from rockmate.runtime.steps.outputs_held import OutputsHeld
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
@@ -63,6 +64,7 @@ class RunningStep:
     contents: Callable[[], str] | None = None  # names a tensor with changed content and old version
     choice: KernelChoice | None = None
     python: PythonOfBackward | None = None
+    inner: InnerResults | None = None
     region: Any = None  # identifies the autocast region, in which plain PyTorch shares casts
     shared: SharedCasts | None = None
     rerunning: AbstractContextManager[None] = _NOTHING
@@ -231,6 +233,8 @@ class RunningStep:
             self.rerunning = RecomputingAs(self.choice, now)
         if self.contents is not None:
             self._check_contents(self.contents)
+        if self.inner is not None:
+            self.inner.refuse_asked()
         if self.python is not None:
             self.python.refuse_changes(self.executable.graph.dataflow.basic.model_name)
         if again:
