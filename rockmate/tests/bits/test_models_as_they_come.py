@@ -308,11 +308,17 @@ def test_packed_sequences() -> None:
     assert_trains_alike(Recurrent(nn.GRU), batch, 1.0)
 
 
+def within(limit: float, found: Tensor) -> bool:
+    return bool((found.abs() <= limit).all())
+
+
 class Checking(Layers):
     def forward(self, *args: Any) -> Any:
         found = self.run(args[0])
         if not found.isfinite().all():
             raise ArithmeticError("not finite")
+        if not within(3.0, found * args[1]):
+            raise ArithmeticError("too far out")
         assert found.abs().max() <= 1.0, "too large"
         return found * args[1]
 
@@ -328,8 +334,21 @@ def test_checks_on_computed_values_still_fire() -> None:
     bad[0, 0] = torch.nan
     with pytest.raises(ArithmeticError, match="not finite"):
         rk(bad, one)
+    with pytest.raises(ArithmeticError, match="too far out"):  # a function of its own looks
+        rk(drawn(9, 64, 16), one * 100)
     assert torch.equal(torch.get_rng_state(), stream)
     rk(drawn(10, 64, 16), one).sum().backward()
+
+
+def test_a_choice_by_what_another_function_looks_at_runs_whole() -> None:
+    torch.manual_seed(0)
+
+    def forward(net: Layers, x: Tensor) -> Tensor:
+        found = net.run(x)
+        return found if within(0.9, found) else -found
+
+    rk = assert_trains_alike(Layers(forward), lambda step: (drawn(step, 64, 16) * (step % 2),), 1.0)
+    assert rk.plan.opaque
 
 
 def test_an_argument_that_shares_memory_is_a_plain_step() -> None:

@@ -7,7 +7,8 @@ import contextlib
 import functools
 import linecache
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -128,26 +129,52 @@ _WRAPPERS = tuple(f"{Path(torch.__file__).parent}/{name}" for name in ("_tensor.
 
 
 def only_raises() -> bool:
-    """Return whether the running line reads a value only to raise an error."""
+    """Return whether the running line reads a value only to raise an error.
+
+    What it returns as a bool is read by the line that has called it.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_RKGB_DIR, *_WRAPPERS)):
         frame = frame.f_back
-    if frame is None:
-        return False
-    line = frame.f_lineno
-    return any(start <= line <= end for start, end in _checks(frame.f_code.co_filename))
+    while frame is not None and _runs(frame, _reads_of(frame.f_code.co_filename).returned):
+        frame = frame.f_back
+    return frame is not None and _runs(frame, _reads_of(frame.f_code.co_filename).checked)
+
+
+def _runs(frame: FrameType, lines: Sequence[tuple[int, int]]) -> bool:
+    return any(first <= frame.f_lineno <= last for first, last in lines)
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """Places in a file, by their first and last line, where a value may be read."""
+
+    checked: tuple[tuple[int, int], ...]  # conditions that lead only to an error
+    returned: tuple[tuple[int, int], ...]  # `return bool(...)`, `return not bool(...)`
 
 
 @functools.lru_cache(maxsize=256)
-def _checks(filename: str) -> tuple[tuple[int, int], ...]:
-    """Return the lines of the conditions in a file that lead only to an error."""
+def _reads_of(filename: str) -> _Reads:
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:  # no source, or a template's
-        return ()
-    found = []
+        return _Reads((), ())
+    checked, returned = [], []
     for node in ast.walk(tree):
         raises = isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise)
         if isinstance(node, (ast.If, ast.Assert)) and (raises or isinstance(node, ast.Assert)):
-            found.append((node.test.lineno, node.test.end_lineno or node.test.lineno))
-    return tuple(found)
+            checked.append(_lines(node.test))
+        elif isinstance(node, ast.Return) and node.value is not None and _is_bool(node.value):
+            returned.append(_lines(node))
+    return _Reads(tuple(checked), tuple(returned))
+
+
+def _is_bool(value: ast.expr) -> bool:
+    if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not):
+        value = value.operand
+    called = value.func if isinstance(value, ast.Call) else None
+    return isinstance(called, ast.Name) and called.id == "bool"
+
+
+def _lines(node: ast.expr | ast.stmt) -> tuple[int, int]:
+    return node.lineno, node.end_lineno or node.lineno
