@@ -116,9 +116,12 @@ def test_what_is_replaced_around_checkpoints_is_called(monkeypatch: pytest.Monke
         watch._surroundings_of_checkpoints.cache_clear()  # type: ignore[attr-defined]
 
 
-def test_the_versions_that_were_tried_are_in_the_metadata() -> None:
-    readme = (ROOT / "rkgb" / "README.md").read_text(encoding="utf-8")
-    assert ", ".join(private_names.TRIED[:-1]) + f" and {private_names.TRIED[-1]}" in readme
+@pytest.mark.parametrize("package", ["rkgb", "rotor", "rockmate"])
+def test_the_versions_that_were_tried_are_in_the_metadata(package: str) -> None:
+    readme = (ROOT / package / "README.md").read_text(encoding="utf-8")  # a wheel's description
+    said = " ".join(readme.split())
+    versions = ", ".join(private_names.TRIED[:-1]) + f" and {private_names.TRIED[-1]}"
+    assert f"Tried with torch {versions}" in said
 
 
 def test_every_tensor_that_is_made_names_its_device() -> None:
