@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from oracles.training import measured_peak_bytes
+from oracles.training import assert_same_gradients, measured_peak_bytes
 from rkgb import OpaquePieceError
 from rkgb.engine import trace_memory
 from rockmate import InfeasibleBudgetError, Rockmate
@@ -111,3 +114,42 @@ def test_a_buffer_that_cannot_be_put_back_is_named(late: bool) -> None:
         with pytest.warns(RuntimeWarning, match="runs plain"):
             assert planned(other).shape == (8, 8)
         assert part.seen == 1
+
+
+class Checkpointed(nn.Module):
+    """A layer in a checkpoint, that keeps a random state: more bytes than the rest of its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.layer, x, use_reentrant=False)
+        return (out * 0.5 if out.mean() > 100 else out).square().mean()
+
+
+class HasCheckpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.part = nn.Linear(8, 8), Checkpointed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.part(torch.tanh(self.first(x)))
+        return out * 2
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, HasCheckpointed])
+def test_a_checkpoint_in_what_runs_whole_runs_as_it_was_measured(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(4, 8)
+    twin = copy.deepcopy(model)
+    with pytest.raises(InfeasibleBudgetError) as error:
+        Rockmate(model, x, 100, planner="none", self_test=False)
+    budget = error.value.minimum_bytes
+    rk = Rockmate(model, x, budget, planner="none", self_test=False)
+    assert rk.plan.opaque
+    for module in (rk, twin):
+        module(x).backward()
+    assert_same_gradients(model, twin)
+    assert measured_peak_bytes(rk, (x,), grads_exist=True) <= budget
+    assert measured_peak_bytes(twin, (x,), grads_exist=True) > budget

@@ -17,7 +17,7 @@ from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import OpaquePieceError
 from rkgb.graphs.basic import Region, autocast_as
 from rkgb.opaque.inner_graph import InnerGraph
-from rkgb.torch_api.compiled_code import uncompiled
+from rkgb.recording.watch import as_written
 from rkgb.torch_api.placed import leaf_of_kind, share_attributes
 from rkgb.torch_api.torch_private import back_to_autograd
 
@@ -168,7 +168,7 @@ def run_call(
             args, kwargs = call.arguments(
                 inputs, call.own_numbers() if numbers is None else numbers
             )
-            with inner.saving(), uncompiled():
+            with inner.saving(), as_written():
                 run = module if call.function is None else call.function.apply
                 result = run(*args, **kwargs)
     if call.left:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rkgb import OpaquePieceError, OtherWayError
 from rkgb.elements import is_running
 from rkgb.module_state import StartOfCall
+from rkgb.recording import transparent_checkpoints
 from rkgb.torch_api import (
     changing_modes,
     current_dispatch_modes,
@@ -125,7 +126,7 @@ class PlannedModule(PlansOfModule):
         ):
             return self(args, kwargs)
         if planned.is_plain:
-            with plain():
+            with plain(), transparent_checkpoints():  # as it was measured
                 return self.model.forward(*args, **kwargs)
         if planned.runs_parts_again and has_saved_hooks():
             return self._plainly(_PARTS_AGAIN, args, kwargs)

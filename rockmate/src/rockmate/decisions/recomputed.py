@@ -22,6 +22,7 @@ from rkgb.device import KeptGenerators
 from rkgb.elements import flatten, storage_id
 from rkgb.graphs import ambient_autocast, autocast_as
 from rkgb.module_state import BufferContents, ModuleState
+from rkgb.recording import transparent_checkpoints
 from rkgb.torch_api import has_saved_hooks
 from rockmate.comparison.contents import Contents
 from rockmate.errors import ChangedTensorError
@@ -184,7 +185,12 @@ class _Call:
         if self.buffers is not None:
             _put_back(self.buffers)
         try:
-            with torch.enable_grad(), autocast_as(self.autocast), plain():
+            with (
+                torch.enable_grad(),
+                autocast_as(self.autocast),
+                plain(),
+                transparent_checkpoints(),
+            ):
                 yield
         finally:
             now[0].restore()
