@@ -546,3 +546,72 @@ def test_parts_that_run_whole_in_one_block_and_are_not_in_the_next() -> None:
             out.square().mean().backward()
         assert torch.equal(*outs)
         assert torch.equal(model.block2.linear.weight.grad, plain.block2.linear.weight.grad)
+
+
+class Scaling(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.copies = 1.0, 1
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        many = super().forward(x.repeat(self.copies, 1)) * scale * self.gain
+        return many[: len(x)]
+
+
+class Scaled(nn.Module):
+    """Decides by a value, and hands a number on to its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaling() for _ in range(3))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        for layer in self.layers:
+            if x.mean() < 100:
+                x = x + layer(x, scale)
+        return x.square().mean()
+
+
+OTHERWISE: dict[str, tuple[Callable[[nn.Module], object], float]] = {
+    "a number": (lambda net: None, 0.25),
+    "an attribute": (lambda net: vars(net.get_submodule("layers.0")).update(gain=0.5), 1.0),
+    "frozen": (lambda net: net.get_parameter("layers.1.up.weight").requires_grad_(False), 1.0),
+    "eval": (lambda net: net.get_submodule("layers.0").eval(), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_blocks_that_are_called_otherwise_stay_in_the_budget(name: str) -> None:
+    change, scale = OTHERWISE[name]
+    torch.manual_seed(0)
+    model, x = Scaled(), rows(0)
+    twin = copy.deepcopy(model)
+    with pytest.raises(InfeasibleBudgetError) as error:
+        Rockmate(model, (x, 1.0), 1000, cost="flops")
+    budget = error.value.minimum_bytes
+    rk = Rockmate(model, (x, 1.0), budget, cost="flops")
+    change(model)
+    change(twin)
+    for seed in range(3):
+        for net in (rk, twin):
+            torch.manual_seed(seed)
+            net(x, scale).backward()
+        assert_same_gradients(model, twin)
+        model.zero_grad()
+        twin.zero_grad()
+    assert measured_peak_bytes(rk, (x, scale), grads_exist=True) <= budget
+
+
+def test_a_block_that_no_plan_fits_is_run_again_and_told() -> None:
+    torch.manual_seed(0)
+    model, x = Scaled(), rows(0)
+    twin = copy.deepcopy(model)
+    rk = Rockmate(model, (x, 1.0), 0.6, cost="flops")
+    for net in (model, twin):
+        vars(net.get_submodule("layers.1"))["copies"] = 16
+    torch.manual_seed(0)
+    with pytest.warns(RuntimeWarning, match="'layers.1' in Scaled is called otherwise .* may take"):
+        rk(x, 1.0).backward()
+    torch.manual_seed(0)
+    twin(x, 1.0).backward()
+    assert_same_gradients(model, twin)

@@ -91,7 +91,7 @@ class PlannedModule(PlansOfModule):
         numbers = self.watch.numbers(autocast) if self.watch.open else {}
         snapshot = self.watch.now(autocast)
         state = snapshot.state
-        if not state.trains:
+        if not state.trains and not self.is_part:
             return self.model.forward(*args, **kwargs)
         ordered = {**in_order(kwargs), **numbers}
         leaves, inputs = key_of(args, ordered, self.watch.asked)

@@ -36,6 +36,7 @@ class Requester:
     """Asks for plans for the calls of `model`, the plain module, within one budget."""
 
     losses = False  # only scalars are assumed to get gradients, if there are any
+    is_part = False  # of a model that trains, also while this part is in eval mode
     plans_alone = True  # not together with processes that hold other parts of parameters
 
     def __init__(self, model: nn.Module, settings: Terms) -> None:
@@ -125,6 +126,7 @@ class Requester:
                     any_number=any_number,
                     own=self.model,
                     losses=self.losses,
+                    is_part=self.is_part,
                 )
                 planned = planned_for(request, self._sources)
                 if planned.how == "planned":  # other plans are for the gradients that came last

@@ -26,10 +26,11 @@ from rockmate.arguments import Call
 from rockmate.blockwise.kinds import Kind, ways_to_run
 from rockmate.calls.plan_store import Family, Key
 from rockmate.calls.planned_module import PlannedModule
+from rockmate.calls.plans_of_module import NotPlannedError
 from rockmate.comparison.fingerprint import Fingerprints
-from rockmate.decisions.dressing import Dressing, view_of
+from rockmate.decisions.dressing import Dressing, undressed, view_of
 from rockmate.decisions.recomputed import tensors_read
-from rockmate.errors import RockmateError
+from rockmate.errors import InfeasibleBudgetError, RockmateError
 from rockmate.networks import Planned
 from rockmate.options.options import BlockOption
 from rockmate.runtime.plain import plain
@@ -38,6 +39,7 @@ from rockmate.settings import Terms
 KEEP, AGAIN = "keep", "again"  # a plain call; a call that saves nothing and is recomputed
 EVERYTHING = 1 << 62  # a budget that keeps everything
 _DIGITS = re.compile(r"\d+")
+_MOST_KINDS = 16  # of calls that one block plans for; more seem to be without end
 _MUCH = 0.5  # share of a block's memory that its parts must be able to save to replace it
 _TORCH = "torch.nn.modules."
 
@@ -58,8 +60,10 @@ class WrittenOutsideError(Exception):
         )
 
 
-class PlannedBlock(PlannedModule):
-    """Plans until it is sealed; for later calls of other kinds it raises `NotPlannedError`."""
+class RecordedBlock(PlannedModule):
+    """Records calls of a block, and makes forwards that run them as planned."""
+
+    is_part = True
 
     def recorded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Key, Planned]:
         """Return the key of a call, and its recording, which keeps everything."""
@@ -67,14 +71,65 @@ class PlannedBlock(PlannedModule):
         key, family = next(reversed(self.plans.families.items()))
         return key, family.variants[0]
 
-    def as_planned(self, key: Key, planned: Planned) -> PlannedBlock:
+    def as_planned(self, key: Key, planned: Planned, most_kept_bytes: int) -> PlannedBlock:
         """Return a forward of the same block that runs calls of one key as planned."""
-        forward = PlannedBlock(self.model, self.settings)
+        settings = replace(
+            self.settings, budget=planned.budget_bytes, most_kept_bytes=most_kept_bytes
+        )
+        forward = PlannedBlock(self.model, settings)
         forward.watch = self.watch
         row = self.plans.families[key].row
         forward.plans.put(key, Family([planned], row))
-        forward.first, forward.is_sealed = planned, True
+        forward.first = planned
         return forward
+
+
+class PlannedBlock(PlannedModule):
+    """Runs one option of a block.
+
+    A call of another kind (another number, an attribute that has changed) is planned when it comes,
+    within the bytes of the option at its peak and between its passes.
+    """
+
+    is_part = True
+
+    def __init__(self, model: nn.Module, settings: Terms) -> None:
+        super().__init__(model, settings)
+        self.refused: dict[Key, str] = {}  # calls that no plan fits
+
+    def _plan(self, key: Key, call: Call) -> Family:
+        if key in self.refused:
+            raise NotPlannedError(self.refused[key])
+        self.is_sealed = len(self.plans.families) + len(self.refused) >= _MOST_KINDS
+        try:
+            with _in_a_step():
+                return super()._plan(key, call)
+        except NotPlannedError as error:
+            if not self.is_sealed:
+                self.refused[key] = str(error)
+            raise
+
+    def _add_way(self, family: Family, call: Call) -> Planned:
+        with _in_a_step():
+            return super()._add_way(family, call)
+
+
+@contextlib.contextmanager
+def _in_a_step() -> Iterator[None]:
+    """Plan for a call of a block as if outside of its root.
+
+    Raises:
+        NotPlannedError: the call cannot be planned within the bytes of the block.
+    """
+    try:
+        with undressed():
+            yield
+    except InfeasibleBudgetError as error:
+        raise NotPlannedError(
+            f"it needs {error.minimum_bytes} bytes, and may take {error.asked_bytes} in this step"
+        ) from error
+    except (RockmateError, RkgbError) as error:
+        raise NotPlannedError(str(error).partition(". ")[0]) from error
 
 
 def group_of(path: str) -> str:
@@ -92,7 +147,7 @@ class Block:
     path: str
     module: nn.Module
     view: nn.Module  # the same state, never redirected
-    base: PlannedBlock
+    base: RecordedBlock
     writes_buffers: bool = False
     can_run_again: bool = True  # it changes nothing but buffers and attributes
     planned: dict[tuple[Key, int], PlannedBlock] = field(default_factory=dict)
@@ -135,7 +190,8 @@ class SeenCall:
         known = self.block.planned.get((self.key, number))
         if known is None:
             planned = self.kind.planned(number)
-            known = self.block.base.as_planned(self.key, planned)
+            kept_bytes = self.options[number].saved_bytes
+            known = self.block.base.as_planned(self.key, planned, kept_bytes)
             self.block.planned[self.key, number] = known
         return known
 
@@ -282,12 +338,12 @@ class Meeting:
         """Return a call with its options, or None if it has none or cannot be recorded."""
         block = self.blocks.get(path)
         if block is None:
-            base = PlannedBlock(self.views[path], self.settings)
+            base = RecordedBlock(self.views[path], self.settings)
             block = Block(path, self.modules[path], self.views[path], base)
         kinds = self.kinds.setdefault(block.group, [])
         block.base.known = tuple(kind.recorded for kind in kinds)
         try:
-            with self.dressing.off(), plain():
+            with undressed(), plain():
                 key, planned = block.base.recorded(args, kwargs)
                 kind = self._kind(planned, kinds)
         except (RockmateError, RkgbError):

@@ -26,7 +26,7 @@ class Lead(Protocol):
 
 class _Here(threading.local):
     lead: Lead | None = None
-    paths: Mapping[int, str] = {}
+    dressing: Dressing | None = None
 
 
 _here = _Here()
@@ -46,7 +46,8 @@ class _LedForward:
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is None:
             return self.base.forward  # read on the class
-        lead, path = _here.lead, _here.paths.get(id(module))
+        lead, dressing = _here.lead, _here.dressing
+        path = None if dressing is None else dressing.paths.get(id(module))
         if lead is None or path is None:
             own = vars(module).get("forward")
             return super(self.kind, module).forward if own is None else own  # type: ignore[misc]
@@ -90,26 +91,14 @@ class Dressing:
         Checkpoints around them are switched off, because only the plan decides on recomputation.
         """
         self._put_on()
-        before = _here.lead, _here.paths
-        _here.lead, _here.paths = lead, self.paths
+        before = _here.lead, _here.dressing
+        _here.lead, _here.dressing = lead, self
         try:
             with transparent_checkpoints():
                 yield
         finally:
-            _here.lead, _here.paths = before
+            _here.lead, _here.dressing = before
             self._take_off()
-
-    @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
-        """Undo the redirection while active, inside a redirected call."""
-        before = _here.lead, _here.paths
-        _here.lead = None
-        self._take_off()
-        try:
-            yield
-        finally:
-            self._put_on()
-            _here.lead, _here.paths = before
 
     def _put_on(self) -> None:
         with _lock:
@@ -125,3 +114,19 @@ class Dressing:
                 if not _worn[id(module)]:
                     del _worn[id(module)]
                     object.__setattr__(module, "__class__", own)
+
+
+@contextlib.contextmanager
+def undressed() -> Iterator[None]:
+    """Undo this thread's redirection while active, inside a redirected call."""
+    lead, dressing = _here.lead, _here.dressing
+    if dressing is None:
+        yield
+        return
+    _here.lead = _here.dressing = None
+    dressing._take_off()
+    try:
+        yield
+    finally:
+        dressing._put_on()
+        _here.lead, _here.dressing = lead, dressing

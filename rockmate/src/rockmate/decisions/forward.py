@@ -53,7 +53,6 @@ class DecidingModule(PlannedModule):
         self.steps = OrderedDict[Hashable, Chosen]()  # by kind of call
 
     def _run_by_blocks(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        # Without the key of attributes, which such a root may change at every step.
         if not any(module.training for module in self.model.modules()):
             return self.model.forward(*args, **kwargs)
         leaves = flatten((args, dict(kwargs)))[0]
@@ -148,7 +147,7 @@ class DecidingModule(PlannedModule):
         return "parts of it are run whole: " + ", ".join(f"'{path}'" for path in self.whole) + "."
 
     def _step_for(self, call: Call) -> Chosen:
-        key = _kind_of(call)
+        key = _kind_of(self.model, call)
         known = self.steps.get(key)
         if known is not None and known.step.holds(self.model):
             self.steps.move_to_end(key)
@@ -173,7 +172,7 @@ class DecidingModule(PlannedModule):
             chosen = plan_step(self.model, (tuple(args), kwargs), settings, budget, self.whole, why)
             seconds = {"blocks": time.perf_counter() - began}
             chosen = replace(chosen, report=replace(chosen.report, seconds=seconds))
-            self.steps[_kind_of(call)] = chosen
+            self.steps[_kind_of(self.model, call)] = chosen
             while len(self.steps) > max(1, self.settings.max_plans):
                 self.steps.popitem(last=False)
             _log.info("planned by blocks: %s", chosen.report.summary())
@@ -216,15 +215,20 @@ def _row(key: Hashable, plan: DecidedPlan) -> PlanRow:
     )
 
 
-def _kind_of(call: Call) -> Hashable:
-    """Return the kind of a call for plans by blocks: sizes and torch's state, without numbers."""
+def _kind_of(model: nn.Module, call: Call) -> Hashable:
+    """Return the kind of a call for plans by blocks: sizes, what trains, and torch's state.
+
+    Numbers and attributes, which such a root may change at every step, are for the blocks to see.
+    """
     args, kwargs = call
     leaves, structure = flatten((tuple(args), in_order(kwargs)))
     kinds = tuple(
         (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else _worth(leaf)
         for leaf in leaves
     )
-    return structure, kinds, ambient()
+    modes = tuple(module.training for module in model.modules())
+    weights = tuple((p.requires_grad, p.dtype) for p in model.parameters())
+    return structure, kinds, modes, weights, ambient()
 
 
 def _worth(leaf: Any) -> Hashable:

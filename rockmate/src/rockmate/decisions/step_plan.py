@@ -49,14 +49,28 @@ class StepPlan:
 
     def tell_of_more(self, path: str, count: int) -> None:
         """Warn once per block that a step calls it more often than the sample's step."""
+        self._tell(
+            path,
+            f"is called {count} times in this step, and {len(self.ways.get(path, ()))} calls were "
+            "planned from the sample. The others keep",
+            "Plan with a sample whose step calls it most often.",
+        )
+
+    def tell_of_other(self, path: str, why: str) -> None:
+        """Warn once per block that it is called in a way that no plan of it is for."""
+        self._tell(
+            path,
+            f"is called otherwise than it was planned ({why}). This call keeps",
+            "Plan with a larger budget.",
+        )
+
+    def _tell(self, path: str, what: str, instead: str) -> None:
         if path in self.told:
             return
         self.told.add(path)
         warnings.warn(
-            f"'{path}' in {self.name} is called {count} times in this step, and "
-            f"{len(self.ways.get(path, ()))} calls were planned from the sample. The others keep "
-            f"nothing but their arguments, and the step may take more than the budget of "
-            f"{self.budget_bytes} bytes. Plan with a sample whose step calls it most often.",
+            f"'{path}' in {self.name} {what} nothing but its arguments, and the step may take "
+            f"more than the budget of {self.budget_bytes} bytes. {instead}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -103,7 +117,8 @@ class _Step:
         if not isinstance(way, str):
             try:
                 return way(args, kwargs)
-            except NotPlannedError:
+            except NotPlannedError as why:
+                self.plan.tell_of_other(block.path, str(why))
                 way = AGAIN
         if way is KEEP or not block.can_run_again:
             return block.view.forward(*args, **kwargs)

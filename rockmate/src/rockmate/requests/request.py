@@ -58,6 +58,7 @@ class Request:
     any_number: frozenset[int] | None = None
     own: nn.Module | None = None  # the user's module, if `model` is a view without its hooks
     losses: bool = True  # if some outputs are scalars, only these get gradients
+    is_part: bool = False  # of a model that trains, also while this part is in eval mode
     kind: ExpectedKind | None = (
         None  # of backward; None: gradients at the losses, or at all outputs
     )
@@ -72,9 +73,10 @@ class Request:
         """
         parse_budget(settings.budget)
         sample = Sample.of(model, *call)
-        refuse_nothing(model, sample)
         phases = {**PHASES, "inductor": 1.0} if settings.compile else PHASES
-        return cls(model, sample, settings, Phases(phases, show=settings.progress), **more)
+        made = cls(model, sample, settings, Phases(phases, show=settings.progress), **more)
+        refuse_nothing(model, sample, may_be_in_eval=made.is_part)
+        return made
 
     @property
     def recorded(self) -> RunnableGraph:
@@ -182,7 +184,7 @@ def lowered(basic: BasicGraph) -> RunnableGraph:
     return runnable(D_to_S(B_to_D(basic), passes=PLANNED_PASSES))
 
 
-def refuse_nothing(model: nn.Module, sample: Sample) -> None:
+def refuse_nothing(model: nn.Module, sample: Sample, *, may_be_in_eval: bool = False) -> None:
     """Refuse a call without a backward to plan for.
 
     Raises:
@@ -194,7 +196,7 @@ def refuse_nothing(model: nn.Module, sample: Sample) -> None:
             f"nothing in {type(model).__name__} or its inputs requires a gradient, so there is no "
             "backward to plan for. Set requires_grad, or use the module without Rockmate."
         )
-    if not any(module.training for module in model.modules()):
+    if not may_be_in_eval and not any(module.training for module in model.modules()):
         raise UnsupportedModuleError(
             f"{type(model).__name__} is in eval mode, which runs the original module unplanned. "
             "Call model.train() before wrapping it."
