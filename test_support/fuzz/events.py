@@ -194,7 +194,7 @@ EVENTS = {
     ),
     "bytes": EventForm(
         "x = batch(SIZE, SEED)\n\ndef step():\n"
-        "    outs = journal.tensors(model(INPUT))\n"
+        "    outs = journal.held(model(INPUT))\n"
         "    outs[0].sum().backward()\n\n"
         "journal.peak(step, model)",
         2,

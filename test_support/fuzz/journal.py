@@ -77,6 +77,15 @@ class Journal:
         values = result.values() if isinstance(result, dict) else result
         return [tensor for value in values for tensor in self.tensors(value)]
 
+    def held(self, result: Any) -> list[Tensor]:
+        """Return the tensors that a loop holds through a backward from the first one.
+
+        Of a loss beside other outputs only the losses: who holds the others, too, takes their bytes
+        on top of the budget (docs/how-to/budget.md).
+        """
+        found = self.tensors(result)
+        return [out for out in found if not out.dim()] if not found[0].dim() else found
+
     def add(self, name: str, value: Any) -> None:
         """Note one thing that the loop has seen."""
         facts = self.pages[-1].facts
