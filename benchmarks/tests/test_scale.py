@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 
 import pytest
 
 import scale
 from models.llama_rank import Llama
-from rockmate.planning import peak_of
+from rockmate.planning import peak_of, smallest_budget
 
 SMALL = Llama("small", 4, 256, 8, 4, 512, 512, 256)
+LONG = Llama("long", 4, 1024, 8, 4, 2048, 16384, 1024)  # the head is wide, numbers for a row few
 
 
 @pytest.mark.parametrize("layout", [(64, 1, 1), (64, 4, 1), (64, 4, 2)])
@@ -19,8 +21,32 @@ def test_layers_keep_what_the_formula_says(layout: tuple[int, int, int]) -> None
     kept = SMALL.layers * step.parts.options[0].saved_bytes
     numbers = layout[2] * SMALL.tokens  # of float32, for the norms and for each head's attention
     beside = SMALL.layers * 4 * numbers * (2 + SMALL.heads) / layout[1]
-    assert kept == pytest.approx(step.kept_by_formula + beside, rel=1e-3)
-    assert min(o.saved_bytes for o in step.parts.options) == step.layer_input_bytes
+    assert kept == pytest.approx(step.by_formula.kept_bytes + beside, rel=1e-3)
+    assert min(o.saved_bytes for o in step.parts.options) == step.by_formula.layer_input_bytes
+
+
+@pytest.mark.parametrize("layout", [(64, 1, 1), (64, 4, 1), (64, 4, 2)])
+def test_bytes_and_times_are_those_of_formulas(layout: tuple[int, int, int]) -> None:
+    step = scale.Step(LONG, *layout, scale.Device())
+    memory, known = step.memory(), step.by_formula
+    kept, least = peak_of(memory, [0] * LONG.layers), smallest_budget(memory)
+    assert kept == pytest.approx(known.keeping_all_bytes, rel=0.02)
+    assert least == pytest.approx(known.smallest_bytes, rel=0.02)
+    times = step.forward_ms[0], step.backward_ms[0]
+    assert times == pytest.approx(step.ms_by_formula, rel=0.02)
+
+
+def test_the_rows_of_the_page_are_near_their_formulas() -> None:
+    with (scale.RESULTS / "scale.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(scale.LAYOUTS) * len(scale.LLAMAS)
+    for row in rows:
+        for name in ("kept_bytes", "keeping_all_bytes", "smallest_budget_bytes"):
+            formula = float(row[name.replace("_bytes", "_by_formula_bytes")])
+            assert float(row[name]) == pytest.approx(formula, rel=0.01)
+        for name in ("forward", "backward"):
+            formula = float(row[f"{name}_by_formula_ms"])
+            assert float(row[f"{name}_ms"]) == pytest.approx(formula, rel=0.01)
 
 
 def test_times_are_flops_of_the_device() -> None:
