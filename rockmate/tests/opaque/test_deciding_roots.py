@@ -615,3 +615,28 @@ def test_a_block_that_no_plan_fits_is_run_again_and_told() -> None:
     torch.manual_seed(0)
     twin(x, 1.0).backward()
     assert_same_gradients(model, twin)
+
+
+class WithHidden(Scaled):
+    """Returns its loss beside what it is computed from."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Any:
+        for layer in self.layers:
+            if x.mean() < 100:
+                x = x + layer(x, scale)
+        hidden = torch.tanh(x)
+        return hidden.square().mean(), hidden
+
+
+def test_outputs_beside_the_loss_that_are_held_over_the_budget_are_told() -> None:
+    torch.manual_seed(0)
+    model, x = WithHidden(), rows(0)
+    with pytest.raises(InfeasibleBudgetError) as error:
+        Rockmate(model, x, 1000, cost="flops")
+    rk = Rockmate(model, x, error.value.minimum_bytes, cost="flops")
+    rk(x)[0].backward()  # only the graph holds the other one
+    outputs = rk(x)
+    with pytest.warns(RuntimeWarning, match=r"beside its loss .* held .* more than the budget"):
+        outputs[0].backward()
+    outputs = rk(x)
+    outputs[0].backward()  # told once

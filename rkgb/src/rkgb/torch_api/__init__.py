@@ -22,6 +22,7 @@ from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private_names import refuse_unused
 from rkgb.torch_api.torch_private import (
     apply_function,
+    at_end_of_backward,
     changing_modes,
     current_backward,
     current_dispatch_modes,
@@ -52,6 +53,7 @@ __all__ = [
     "KernelChoice",
     "RecomputingAs",
     "apply_function",
+    "at_end_of_backward",
     "changing_modes",
     "compiled_modules",
     "current_backward",

@@ -34,6 +34,7 @@ TO_RUN_STEPS = (  # all of them are there once torch is imported
     *(_C + name for name in ("_len_torch_dispatch_stack", "_len_torch_function_stack")),
     *(_C + name for name in ("_profiler.RecordScope.USER_SCOPE", "_select_conv_backend")),
     *("torch._conj", "torch._ops.OpOverload", "torch.overrides._pop_mode_temporarily"),
+    "torch.autograd.Variable._execution_engine.queue_callback",
     *("torch.autograd._get_sequence_nr", "torch.autograd._profiler_enabled"),
     *("torch.autograd.forward_ad._current_level", "torch.autograd.graph._engine_run_backward"),
     *(f"torch.nn.modules.module._global_{h}_hooks" for h in ("forward_pre", "forward")),

@@ -183,6 +183,11 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call this once, when the running backward in this thread has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 def is_to_run(node: Any) -> bool:
     """Return whether the running backward in this thread includes an autograd node."""
     return bool(torch._C._will_engine_execute_node(node))

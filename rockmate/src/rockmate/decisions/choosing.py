@@ -208,7 +208,9 @@ class _Planner:
             self.name, why, self.calls, self.unseen, found, budget_bytes, step, self.eager
         )
         eager_bytes = None if self.eager is None else self.eager.allocated_peak_bytes
-        return Chosen(self._step_plan(found, budget_bytes), made, eager_bytes)
+        plan = self._step_plan(found, budget_bytes)
+        plan.room_bytes = budget_bytes - step.allocated_peak_bytes
+        return Chosen(plan, made, eager_bytes)
 
     def _search(
         self, memory: StepMemory, room: int, beyond: int, known: Sequence[Sequence[int]]

@@ -8,14 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from rkgb.elements import flatten
+from rkgb.torch_api import at_end_of_backward, keeps_graph
 from rockmate.blockwise.rehearsal import Marker
 from rockmate.calls.plans_of_module import NotPlannedError
+from rockmate.comparison.eager import losses_among
 from rockmate.decisions.blocks import AGAIN, KEEP, Block, Run
 from rockmate.decisions.dressing import Dressing
 from rockmate.decisions.recomputed import run_recomputed
 from rockmate.runtime.backwards import compares_contents
+from rockmate.runtime.steps.outputs_held import OutputsHeld
 
 
 @dataclass(eq=False)
@@ -29,6 +33,7 @@ class StepPlan:
     blocks: Mapping[str, Block]
     ways: Mapping[str, tuple[Run, ...]]  # for the calls of each block, in order
     budget_bytes: int
+    room_bytes: int | None = None  # what the sample's step left of the budget
     marker: Marker | None = None
     told: set[str] = field(default_factory=set)
     count: int = 0  # number of steps
@@ -45,7 +50,32 @@ class StepPlan:
         """Run the forward of the root."""
         self.count += 1
         with self.dressing.led_to(_Step(self)):
-            return model.forward(*args, **kwargs)
+            result = model.forward(*args, **kwargs)
+        if self.room_bytes is not None:
+            self._watch_outputs(result, self.room_bytes)
+        return result
+
+    def _watch_outputs(self, result: Any, room_bytes: int) -> None:
+        """Warn once if outputs beside the losses are held through a backward, above the budget."""
+        outputs = [t for t in flatten(result)[0] if isinstance(t, Tensor) and t.grad_fn is not None]
+        losses = losses_among(outputs)
+        others = {
+            f"output {n}": t for n, t in enumerate(outputs) if losses is not outputs and t.dim()
+        }
+        if not others:
+            return
+        held = OutputsHeld(others)
+
+        def look() -> None:
+            if self.room_bytes is not None and held.warn_above(room_bytes, self.name):
+                self.room_bytes = None
+
+        def begin(_: object) -> None:
+            if not keeps_graph():  # by its end the graph has let go of them
+                at_end_of_backward(look)
+
+        for node in [loss.grad_fn for loss in losses if loss.grad_fn is not None]:
+            node.register_prehook(begin)
 
     def tell_of_more(self, path: str, count: int) -> None:
         """Warn once per block that a step calls it more often than the sample's step."""

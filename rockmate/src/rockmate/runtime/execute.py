@@ -67,7 +67,10 @@ class Executor(Backwards):
         if keep is not None and executable.runs_python:  # they may write to it
             step.contents = keep({n: external[n] for n in executable.reads_again})
         if executable.leaving_outputs and not self.has_warned:
-            step.outputs_held = OutputsHeld(executable, outputs)
+            names = executable.program.outputs
+            step.outputs_held = OutputsHeld(
+                {names[k]: outputs[k] for k in executable.leaving_outputs}
+            )
         if aliased := executable.aliased_outputs:
             step.remember_aliases(outputs, aliased)
         rail = step.rail = step.laid.rail(external)

@@ -7,29 +7,22 @@ A plan for losses only assumes that logits and hidden states are dropped before 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-
-from rockmate.runtime.executable import Executable
 
 
 class OutputsHeld:
     """Watches the outputs of a step by weak references."""
 
-    def __init__(self, executable: Executable, outputs: Sequence[Tensor]) -> None:
-        self._names = [executable.program.outputs[place] for place in executable.leaving_outputs]
-        found = [outputs[place].untyped_storage() for place in executable.leaving_outputs]
-        self._rows = [(StorageWeakRef(storage), storage.nbytes()) for storage in found]
+    def __init__(self, outputs: Mapping[str, Tensor]) -> None:
+        found = [(name, tensor.untyped_storage()) for name, tensor in outputs.items()]
+        self._rows = [(name, StorageWeakRef(s), s.nbytes()) for name, s in found]
 
     def warn_above(self, room_bytes: int, model_name: str) -> bool:
         """Warn, and return True, if the held outputs exceed the headroom."""
-        held = [
-            (name, size)
-            for name, (storage, size) in zip(self._names, self._rows, strict=True)
-            if not storage.expired()
-        ]
+        held = [(name, size) for name, storage, size in self._rows if not storage.expired()]
         held_bytes = sum(size for _, size in held)
         if held_bytes <= room_bytes:
             return False
