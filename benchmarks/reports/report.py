@@ -21,11 +21,10 @@ def page_results(results: Path) -> str:
     """Return what the documentation shows: the demo, the peers, how much larger a batch fits."""
     demo = (results / "demo.md").read_text(encoding="utf-8")
     parts = {
-        "Plain and at half the memory": f"What `make demo` gives on two CPU cores:\n\n{demo}",
+        "Plain and in about half the memory": f"What `make demo` gives on two CPU cores:\n\n{demo}",
         "Whole steps within `memory=`": "Ten networks by AdamW and SGD, all parameters at once and "
         "one by one, each with four loops (one batch, three\nmicro-batches, zeros in gradients, an "
-        "average of the weights, which is held beside the memory). "
-        "`cpu` keeps the published depths, `smoke` is small:\n\n"
+        "average of the weights). Where nothing is recomputed, activations\nneed no more.\n\n"
         + tables.whole_step_table(results),
         "Beside other ways to save memory": "An 8-layer GPT: the peers that are best for their "
         "peak, and Rockmate with that peak as its budget\n(over plain PyTorch).\n\n"
