@@ -179,3 +179,39 @@ def test_a_reserve_and_a_loss_inside_are_not_watched() -> None:
     rk(x)[0].backward()
     assert "loss" not in str(rk.memory)
     assert not _get_current_dispatch_mode_stack()
+
+
+class Decides(nn.Module):
+    """A root that cannot be recorded: it is planned by its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            x = x + y if y.sum().item() > -1e9 else x - y
+        return x
+
+
+def test_blocks_of_a_root_that_decides_leave_what_was_seen() -> None:
+    torch.manual_seed(0)
+    model, x = Decides(), torch.randn(512, 64)
+    twin = copy.deepcopy(model)
+    stepper = torch.optim.AdamW(model.parameters())
+    how: dict[str, Any] = {"optimizer": stepper, "cost": "flops"}
+    with pytest.raises(rockmate.InfeasibleBudgetError) as refused:
+        rockmate.Rockmate(model, x, memory=1000, **how)
+    memory = refused.value.minimum_bytes
+    rk = rockmate.Rockmate(model, x, memory=memory, **how)
+    before = rk._rockmate.by_blocks.report
+    for _ in range(3):  # seen in the first, planned anew in the second
+        LOSSES["mean"](rk(x)).backward()
+        LOSSES["mean"](twin(x)).backward()
+        assert_same_gradients(model, twin)
+    after = rk._rockmate.by_blocks.report
+    assert part(rk)[0].endswith("as seen")
+    assert before.overhead > after.overhead
+    assert after.budget_bytes - before.budget_bytes == 4 * x.nbytes - part(rk)[1]
+    assert max(peaks(rk, stepper, x, LOSSES["mean"], 2)) <= memory

@@ -7,7 +7,7 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rkgb.elements import flatten
 from rockmate.arguments import Call
@@ -17,7 +17,14 @@ from rockmate.calls.requester import planning
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.networks import Planned, with_least_peak
 from rockmate.schedules.simulate import simulate
-from rockmate.whole_step import Counter, SeenLoss, can_watch, loss_outside_bytes, watch_loss
+from rockmate.whole_step import (
+    Counter,
+    Memory,
+    SeenLoss,
+    can_watch,
+    loss_outside_bytes,
+    watch_loss,
+)
 
 _log = logging.getLogger("rockmate")
 _TRIES = 3  # steps that are watched, where another forward comes before the backward
@@ -105,7 +112,7 @@ class LossOutside:
         used = (planned, module.for_gradients(planned))
         is_over = any(_is_over(one, more_bytes + seen.taken_bytes, seen) for one in used)
         recomputes = planned.plan.overhead_ms > 0 and not module.settings.has_pieces
-        is_better = recomputes and more_bytes * _LITTLE >= memory.asked_bytes
+        is_better = recomputes and is_worth_a_plan(more_bytes, memory)
         return self._anew(key, family, call) if is_over or is_better else family
 
     def _anew(self, key: Key, family: Family, call: Call) -> Family:
@@ -122,14 +129,24 @@ class LossOutside:
                 family.variants[:] = variants
                 module.plans.put(own, family)
                 module.first = before
-                warnings.warn(
-                    f"the loss outside of {type(module.model).__name__} takes more than was left "
-                    "to it, and steps take more than their memory. Let it be planned with the "
-                    f"module (loss=), or give more memory: {error}",
-                    RuntimeWarning,
-                    stacklevel=6,
-                )
+                tell_no_room(module.model, error)
                 return family
+
+
+def tell_no_room(model: nn.Module, error: InfeasibleBudgetError) -> None:
+    """Warn that no plan leaves what a loss takes."""
+    warnings.warn(
+        f"the loss outside of {type(model).__name__} takes more than was left to it, and steps "
+        "take more than their memory. Let it be planned with the module (loss=), or give more "
+        f"memory: {error}",
+        RuntimeWarning,
+        stacklevel=7,
+    )
+
+
+def is_worth_a_plan(more_bytes: int, memory: Memory) -> bool:
+    """Whether so many more bytes for activations are worth a new plan."""
+    return more_bytes * _LITTLE >= memory.asked_bytes
 
 
 def _is_over(planned: Planned, more_bytes: int, seen: SeenLoss) -> bool:

@@ -19,6 +19,7 @@ from rkgb.engine import Sample, record
 from rkgb.errors import without_advice
 from rkgb.torch_api import is_abstract, without_global_hooks, without_saved_hooks
 from rockmate.arguments import Call
+from rockmate.calls.loss_outside import is_worth_a_plan, tell_no_room
 from rockmate.calls.plan_store import PlanRow, PlanRows
 from rockmate.calls.planned_module import PlannedModule, wants
 from rockmate.calls.plans_of_module import HandedOverOtherwiseError
@@ -51,6 +52,7 @@ class DecidingModule(PlannedModule):
         super().__init__(model, settings)
         self.whole: tuple[str, ...] = ()  # submodules that cannot be recorded
         self.steps = OrderedDict[Hashable, Chosen]()  # by kind of call
+        self._before_loss = set[Hashable]()  # kinds planned before a loss outside was seen
 
     def _run_by_blocks(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not any(module.training for module in self.model.modules()):
@@ -68,7 +70,10 @@ class DecidingModule(PlannedModule):
         except Exception:  # the user's own: the plain forward raises it, after what it changes
             self.model.forward(*args, **kwargs)
             raise
-        return chosen.step.run(self.model, args, kwargs)
+        result = chosen.step.run(self.model, args, kwargs)
+        if self.loss.is_awaited:
+            self.loss.follow(result)
+        return result
 
     # ------------------------------------------------------------------ planning
 
@@ -151,10 +156,29 @@ class DecidingModule(PlannedModule):
         known = self.steps.get(key)
         if known is not None and known.step.holds(self.model):
             self.steps.move_to_end(key)
+            if key in self._before_loss and self.settings.whole_step.seen is not None:
+                self._before_loss.discard(key)
+                return self._renewed(call, known)
             return known
         settings, memory = self.for_call(call)
         with _told(memory):
             return self._plan_step(call, self.why, settings)
+
+    def _renewed(self, call: Call, known: Chosen) -> Chosen:
+        """Return the plan of blocks for a loss that was seen: another one, if that is better."""
+        settings, memory = self.for_call(call)
+        assert memory is not None
+        assert isinstance(settings.budget, int)
+        more_bytes = settings.budget - known.report.budget_bytes
+        is_over = known.report.measured_peak_bytes > settings.budget
+        if not is_over and not (known.report.overhead and is_worth_a_plan(more_bytes, memory)):
+            return known
+        try:
+            with _told(memory):
+                return self._plan_step(call, self.why, settings)
+        except InfeasibleBudgetError as error:
+            tell_no_room(self.model, error)
+            return known
 
     def _plan_step(self, call: Call, why: str, settings: Terms) -> Chosen:
         """Plan the blocks for a kind of call."""
@@ -172,7 +196,10 @@ class DecidingModule(PlannedModule):
             chosen = plan_step(self.model, (tuple(args), kwargs), settings, budget, self.whole, why)
             seconds = {"blocks": time.perf_counter() - began}
             chosen = replace(chosen, report=replace(chosen.report, seconds=seconds))
-            self.steps[_kind_of(self.model, call)] = chosen
+            key, whole = _kind_of(self.model, call), self.settings.whole_step
+            self.steps[key] = chosen
+            if whole is not None and whole.seen is None:
+                self._before_loss.add(key)
             while len(self.steps) > max(1, self.settings.max_plans):
                 self.steps.popitem(last=False)
             _log.info("planned by blocks: %s", chosen.report.summary())
