@@ -246,6 +246,23 @@ def test_what_the_forward_writes_to_is_not_read_again_in_pieces() -> None:
     assert_near(steps(rk, (x,)), steps(theirs, (x,)))
 
 
+def test_convolutions_between_norms_of_the_batch_are_cut_by_images() -> None:
+    """No run of rows goes through BatchNorm; what oneDNN allocates for a convolution is cut."""
+    layers: list[nn.Module] = []
+    for channels in (3, 8, 8):
+        layers += [nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
+    torch.manual_seed(0)
+    model, images = nn.Sequential(*layers), torch.randn(8, 3, 32, 32)
+    theirs = copy.deepcopy(model)
+    least = smallest(model, images)
+    assert least < 0.8 * smallest(model, images, split=False)
+    rk = Rockmate(model, images, least, **CHEAP)
+    assert "convolution" in str(rk.plan.cut[0])
+    assert rk.plan.measured_peak_bytes == rk.plan.peak_bytes <= least
+    for ours, plain in zip(steps(rk, (images,)), steps(theirs, (images,)), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-4)
+
+
 class Both(Head):
     """The loss, and beside it the hidden states that it comes from."""
 

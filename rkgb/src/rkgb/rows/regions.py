@@ -48,4 +48,4 @@ def _grown(storage: NodeStorage, storages: list[NodeStorage]) -> Run:
 
 def _reach(storage: NodeStorage) -> tuple[int, int]:
     """Return the live range of a storage: its maker and its last reader."""
-    return storage.producer, max(storage.producer, *storage.fwd_users, *storage.bwd_users)
+    return storage.producer, max((storage.producer, *storage.fwd_users, *storage.bwd_users))

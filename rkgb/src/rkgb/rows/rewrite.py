@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from rkgb.elements.op import Op, Ref
 from rkgb.errors import NotByPiecesError
@@ -67,26 +68,33 @@ class CutGraph:
 
 
 def cut_in_rows(
-    dg: DataFlowGraph, count: int, most: int | None = None, same_bits: SameBits | None = None
+    dg: DataFlowGraph,
+    count: int,
+    most: int | None = None,
+    same_bits: SameBits | None = None,
+    alone: Sequence[int] = (),
 ) -> CutGraph:
     """Return the planned graph of `dg` with its largest parts in about `count` pieces of rows.
 
-    At most `most` parts are cut, the largest ones first. With `same_bits`, a test of operations,
-    bits are those of the whole.
+    At most `most` runs of nodes are cut, the widest ones first, and of the nodes `alone` those that
+    are in none of them. With `same_bits`, a test of operations, bits are those of the whole.
     """
     plain = D_to_S(dg, passes=PLANNED_PASSES)
     why: list[str] = []
-    runs: list[tuple[Sequence[int], str]] = []
-    for run, wide in wide_runs(plain):
-        if len(runs) == most:
-            break
+
+    def can_be_cut(run: Sequence[int], wide: str) -> bool:
         try:
             merged, index = _merged(dg, plain, run)
             _first_cut(merged, index, count, wide, same_bits)
-            runs.append((run, wide))
         except NotByPiecesError as error:
             main = plain.nodes[run[0]]
             why.append(f"{main.module_path or '(root)'} ({main.name}): {error}")
+            return False
+        return True
+
+    runs = [*islice((each for each in wide_runs(plain) if can_be_cut(*each)), most)]
+    taken = {index for run, _ in runs for index in run}
+    runs += [((index,), "") for index in alone if index not in taken and can_be_cut((index,), "")]
     merged = D_to_S(dg, passes=(*PLANNED_PASSES, merging(plain, [run for run, _ in runs])))
     nodes = list(merged.nodes)
     cut = []
@@ -226,9 +234,9 @@ class _Node:
         return pieces, views, read
 
     def _written(self) -> set[str]:
-        """Return the storages that the step writes to."""
+        """Return the storages that the step writes to after the node has read them."""
         basic = self.sg.dataflow.basic
-        ops = (*basic.ops, *basic.backward)
+        ops = (*basic.ops[min(self.node.positions) :], *basic.backward)
         return {self.infos[n].alias_of for op in ops for n in op.writes} | {*basic.written_roots}
 
     def _gradients(self, own: set[str]) -> dict[str, Cuts]:

@@ -3,8 +3,10 @@
 First a plan is made for the step as it is. If it fits without recomputation, nothing is cut.
 Otherwise plans are made with the largest part, or all large parts, in 2, 4, 8 … pieces, and the
 fastest plan that fits is taken. More pieces take longer, so the search ends once plans get slower.
-Measuring the time of many pieces is slow, so it is measured only if the bytes fit. With
-`split="exact"`, only pieces are used that give the bits of the whole on this machine.
+If none fits, operations that alone take more than the budget are cut, too: what a convolution
+allocates while it runs is then allocated for a piece. Measuring the time of many pieces is slow, so
+it is measured only if the bytes fit. With `split="exact"`, only pieces are used that give the bits
+of the whole on this machine.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -22,17 +25,26 @@ from rkgb.graphs import BasicGraph
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.networks.keeping import measured_too
 from rockmate.networks.network import Network, assembled, by_flops
+from rockmate.planners.smallest_budget import step_floors
 from rockmate.problems.problem import Problem
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.report import format_bytes
 
 if TYPE_CHECKING:
-    from rkgb.rows import BitsOfPieces
+    from rkgb.rows import BitsOfPieces, CutNode
 
 _log = logging.getLogger("rockmate")
 COUNTS = (2, 4, 8, 16, 32)
 _ONE_VISIT = Timing(min_rounds=1, max_rounds=1)
 Planner = Callable[[Problem], Plan]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What is cut: so many of the widest parts (None: all), and the largest steps."""
+
+    widest: int | None
+    steps: bool = False
 
 
 @dataclass
@@ -45,7 +57,8 @@ class Cutting:
     sample: Sample
     by_flops: bool
     same_bits: BitsOfPieces | None = None
-    _made: dict[tuple[int, int | None, bool], Network | None] = field(default_factory=dict)
+    _made: dict[tuple[int, _Part, bool], Network | None] = field(default_factory=dict)
+    _tried: set[tuple[int, tuple[CutNode, ...], bool]] = field(default_factory=set)
 
     def chosen(self, planner: Planner) -> tuple[Network, Plan]:
         """Return the fastest plan with its network.
@@ -62,16 +75,18 @@ class Cutting:
         except InfeasibleBudgetError as error:
             refusal = error
         least: InfeasibleBudgetError | None = None
-        for most in (1, None):
+        for part in (_Part(1), _Part(None), _Part(0, steps=True), _Part(None, steps=True)):
+            if part.steps and best is not None:
+                break
             before = None
             for count in COUNTS:
                 try:
-                    network = self._network(count, most, times=False)
+                    network = self._network(count, part, times=False)
                     if network is None:
                         continue
                     plan = planner(network.problem)
                     if not self.by_flops:
-                        network = self._network(count, most, times=True)
+                        network = self._network(count, part, times=True)
                         assert network is not None
                         plan = planner(network.problem)
                 except InfeasibleBudgetError as error:
@@ -99,20 +114,23 @@ class Cutting:
         made = replace(plan, base_time_ms=base_ms, overhead_ms=extra_ms)
         return replace(made, bound_ms=None, status="feasible")
 
-    def _network(self, count: int, most: int | None, *, times: bool) -> Network | None:
-        """Return the network with `count` pieces, or None if nothing can be cut like this."""
-        key = (count, most, times)
+    def _network(self, count: int, part: _Part, *, times: bool) -> Network | None:
+        """Return the network with `count` pieces, or None if nothing new can be cut like this."""
+        key = (count, part, times)
         if key not in self._made:
-            self._made[key] = self._cut(count, most, times=times)
+            self._made[key] = self._cut(count, part, times=times)
         return self._made[key]
 
-    def _cut(self, count: int, most: int | None, *, times: bool) -> Network | None:
+    def _cut(self, count: int, part: _Part, *, times: bool) -> Network | None:
         from rkgb.rows import cut_in_rows
 
-        cut = cut_in_rows(B_to_D(self.basic), count, most, self.same_bits)
-        if not cut.nodes or (most is None and len(cut.nodes) == 1):  # was tried before
+        alone = self._largest_steps if part.steps else ()
+        cut = cut_in_rows(B_to_D(self.basic), count, part.widest, self.same_bits, alone)
+        same = (count, cut.nodes, times)
+        if not cut.nodes or same in self._tried:
             _log.debug("nothing is cut in %d pieces: %s", count, "; ".join(cut.refused))
             return None
+        self._tried.add(same)
         recorded = runnable(cut.graph)
         basic = recorded.graph.dataflow.basic
         external = external_values(basic, self.model, self.sample.leaves)
@@ -122,6 +140,16 @@ class Cutting:
             measured = replace(measured, costs=by_flops(recorded.graph, measured))
         network = assembled(recorded.graph, recorded, measured, external)
         return replace(network, cut=cut)
+
+    @cached_property
+    def _largest_steps(self) -> tuple[int, ...]:
+        """The nodes that alone take more than half of what the largest takes, the largest first.
+
+        A cut in many pieces saves about half, as what enters and leaves stays.
+        """
+        floors = sorted(step_floors(self.whole.problem), reverse=True)
+        large = (node for size, _, node in floors if 2 * size > floors[0][0])
+        return tuple(dict.fromkeys(large))
 
 
 def _refused(
