@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rkgb.capture.record import make_B
 from rkgb.errors import SideEffectError
-from rkgb.torch_api.patches import Patches
+from rkgb.torch_api.patches import Patches, meant
 
 
 class Place:
@@ -50,6 +50,15 @@ def test_what_was_none_is_none_again_and_what_was_inherited_is_inherited() -> No
         assert Place.nothing() == Heir.name() == "ours"
     assert vars(Place)["nothing"] is None
     assert "name" not in vars(Heir)
+
+
+def test_what_is_meant_is_the_same_however_many_stand_on_each_other() -> None:
+    own = Place.name
+    with Patches([(Place, "name", lambda: "ours")]):
+        assert meant(Place.name) is own
+        with Patches([(Place, "name", lambda: "another's")]):
+            assert meant(Place.name) is own
+    assert meant(Place.name) is own
 
 
 def test_another_thread_gets_what_was_there() -> None:

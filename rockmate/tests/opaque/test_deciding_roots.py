@@ -640,3 +640,44 @@ def test_outputs_beside_the_loss_that_are_held_over_the_budget_are_told() -> Non
         outputs[0].backward()
     outputs = rk(x)
     outputs[0].backward()  # told once
+
+
+class CheckpointInside(nn.Module):
+    """A root that decides by a value, whose blocks read `checkpoint`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Inner() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if x.mean() < 100:
+                x = x + layer(x)
+        return x.square().mean()
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = checkpoint(lambda t: torch.tanh(t) * t, self.up(x), use_reentrant=False)
+        out: Tensor = self.down(inner)
+        return out
+
+
+def test_blocks_are_recorded_before_the_steps_that_are_metered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model, x = CheckpointInside(), rows(0)[:, :16]
+    with pytest.raises(InfeasibleBudgetError) as error:
+        Rockmate(model, x, 1000, cost="flops")
+    budget = error.value.minimum_bytes
+    with caplog.at_level("DEBUG", "rockmate"):
+        rk = Rockmate(model, x, budget, cost="flops")
+    told = [record.message for record in caplog.records]
+    assert not [text for text in told if "another object" in text]
+    assert not [text for text in told if "on already" in text]
+    assert measured_peak_bytes(rk, (x,), grads_exist=True) <= budget

@@ -115,11 +115,12 @@ class _Replacement:
 
 
 def meant(value: Any, absent: Any = None) -> Any:
-    """Return what is in a place where a function stands for a while; `absent` where nothing is."""
-    standing = _standing.get(id(value))
-    if standing is None:
-        return value
-    return absent if standing.before is _ABSENT else standing.before
+    """Return what is in a place where functions stand for a while; `absent` where nothing is."""
+    while (standing := _standing.get(id(value))) is not None:  # one may stand on another
+        if standing.before is _ABSENT:
+            return absent
+        value = standing.before
+    return value
 
 
 @contextlib.contextmanager

@@ -42,6 +42,12 @@ class StepPlan:
     def __post_init__(self) -> None:
         self.dressing = Dressing({path: block.module for path, block in self.blocks.items()})
 
+    @property
+    def recordings(self) -> int:
+        """The number of plans for the blocks, and of backwards that were recorded for them."""
+        forwards = {run for runs in self.ways.values() for run in runs if not isinstance(run, str)}
+        return sum(1 + len(plan.executor.variants) for run in forwards for plan in run.plans)
+
     def holds(self, model: nn.Module) -> bool:
         """Whether the blocks are still those that were planned."""
         return all(_at(model, block.path) is block.module for block in self.blocks.values())
