@@ -250,7 +250,8 @@ def test_convolutions_between_norms_of_the_batch_are_cut_by_images() -> None:
     """No run of rows goes through BatchNorm; what oneDNN allocates for a convolution is cut."""
     layers: list[nn.Module] = []
     for channels in (3, 8, 8):
-        layers += [nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
+        layers += [nn.Conv2d(channels, 8, 3, padding=1, bias=False)]
+        layers += [nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
     torch.manual_seed(0)
     model, images = nn.Sequential(*layers), torch.randn(8, 3, 32, 32)
     theirs = copy.deepcopy(model)
