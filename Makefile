@@ -111,7 +111,7 @@ outputs: $(INSTALLED) ## put into READMEs and documentation what their code prin
 docs: $(INSTALLED) ## build the documentation into site/
 	$(PY) -m pip install -q mkdocs-material 'mkdocstrings[python]'
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q
-demo: $(INSTALLED) ## train a GPT-2 and a ResNet plain and in half their memory, and compare
+demo: $(INSTALLED) ## train a GPT-2 and a ResNet plain and in less memory, and compare
 	$(PY) benchmarks/demo.py
 planning: $(INSTALLED) ## time the phases of planning
 	$(BENCH) -m planning.phases

@@ -1,4 +1,4 @@
-"""Train two networks twice each, plain and through Rockmate in half the memory, and compare.
+"""Train two networks twice each, plain and through Rockmate in half to two thirds of the memory.
 
 The memory is that of whole steps, as one says it of a card: parameters, gradients, optimizer, batch
 and activations.
@@ -47,7 +47,7 @@ class Task:
     make_model: Callable[[], nn.Module]
     batches: list[Batch]
     make_optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
-    memory: str  # about half of what a plain step takes
+    memory: str
 
 
 @dataclass(frozen=True)

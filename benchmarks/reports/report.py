@@ -21,7 +21,8 @@ def page_results(results: Path) -> str:
     """Return what the documentation shows: the demo, the peers, how much larger a batch fits."""
     demo = (results / "demo.md").read_text(encoding="utf-8")
     parts = {
-        "Plain and in about half the memory": f"What `make demo` gives on two CPU cores:\n\n{demo}",
+        "Plain and in half to two thirds of the memory": "What `make demo` gives on a CPU, all "
+        f"memory of a step counted:\n\n{demo}",
         "Whole steps within `memory=`": "Ten networks by AdamW and SGD, all parameters at once and "
         "one by one, each with four loops (one batch, three\nmicro-batches, zeros in gradients, an "
         "average of the weights). Where nothing is recomputed, activations\nneed no more.\n\n"

@@ -21,8 +21,9 @@ import rockmate
 from fake_cuda.allocator import AllocatorRules
 from fake_cuda.device import fake_cuda
 from oracles.training import assert_same_gradients
+from rkgb.device.cuda import Cuda
 from rkgb.engine import device_of, trace_memory
-from rockmate.whole_step import CallBytes, optimizer_bytes
+from rockmate.whole_step import CallBytes, WholeStep, optimizer_bytes
 
 HOST = torch.device("cpu")
 
@@ -465,6 +466,39 @@ def test_the_device_has_what_the_step_may_take() -> None:
         assert rk.memory.asked_bytes == 20_000_000 + held
     rk = rockmate.Rockmate(model, x, memory="device", optimizer="sgd", cost="flops")
     assert rk.memory.budget_bytes > 0
+
+
+@pytest.mark.parametrize("others_hold_bytes", [0, 10**10])
+def test_what_a_gpu_holds_beside_tensors_is_subtracted(
+    monkeypatch: pytest.MonkeyPatch, others_hold_bytes: int
+) -> None:
+    context, reserved, allocated, total = 600_000_000, 3_000_000_000, 2_000_000_000, 24 * 10**9
+    free = total - context - reserved - others_hold_bytes
+    counters = {"memory_reserved": reserved, "memory_allocated": allocated}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, total))
+    for name, size_bytes in counters.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, size_bytes=size_bytes: size_bytes)
+    monkeypatch.setattr(Cuda, "warm_up", lambda _: None)
+    model, gpu = Mlp(), torch.device("cuda", 0)
+    call = CallBytes(128_000, 128_000, 512_000)
+    asked = WholeStep(10**10, "adamw").memory(model, call, device=gpu)
+    parts = {part.name: part.size_bytes for part in asked.parts}
+    assert parts["other tensors, workspaces"] == allocated, "the model is not there yet"
+    # More than a context takes is others': it is not this step's.
+    assert parts["context of CUDA"] == (1 << 30 if others_hold_bytes else context)
+    assert parts["between blocks of the allocator"] == 10**10 // 50
+    assert sum(parts.values()) + asked.budget_bytes == 10**10
+    for budget in (10**8, 10**9):  # what is between blocks grows with the whole
+        least = asked.least_bytes(budget)
+        found = WholeStep(least, "adamw").memory(model, call, device=gpu)
+        assert budget <= found.budget_bytes <= budget + 2
+
+    whole = WholeStep(None, "adamw")
+    there = whole.memory(model, call, device=gpu)
+    assert there.asked_bytes == free + reserved, "what nobody else holds"
+    again = whole.settled(there).memory(model, call, device=gpu)
+    assert there.parts == again.parts
+    assert all(part.name != "context of CUDA" for part in again.parts), "it is not in the memory"
 
 
 def test_blocks_share_what_a_whole_step_leaves() -> None:
