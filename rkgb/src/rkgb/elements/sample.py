@@ -197,5 +197,5 @@ def counted_device(found: Mapping[torch.device, str]) -> torch.device:
     raise TraceError(
         "a step must be on one device, or on one GPU with tensors on the CPU beside it, and found "
         f"{places}. Move model and sample to one device, a whole model to each GPU (DDP, FSDP2); "
-        "or plan what is on each by itself: rockmate.apply(model.part, budget)."
+        "or plan what is on each by itself: rockmate.apply(model.part, budget=...)."
     )
