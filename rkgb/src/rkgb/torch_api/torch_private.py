@@ -188,6 +188,30 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+@functools.cache
+def nodes_outlive_tensors() -> bool:
+    """Return whether who holds the node of a Function keeps it usable, as with newer torch.
+
+    With torch 2.11, only tensors and nodes above it do so.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        node: Any = _Nothing.apply(torch.empty(0, requires_grad=True)).grad_fn  # type: ignore[no-untyped-call]
+    try:
+        return bool(node._input_metadata)
+    except RuntimeError:
+        return False
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 def is_to_run(node: Any) -> bool:
     """Return whether the running backward in this thread includes an autograd node."""
     return bool(torch._C._will_engine_execute_node(node))

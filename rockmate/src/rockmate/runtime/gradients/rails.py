@@ -26,7 +26,9 @@ from torch import Tensor
 from rkgb.run import Places
 from rkgb.torch_api import (
     is_to_run,
+    keeps_graph,
     latest_sequence_nr,
+    nodes_outlive_tensors,
     refuse_unused,
     run_backward,
     set_sequence_nr,
@@ -175,6 +177,8 @@ class Rail:
         assert step is not None
         for place, node in enumerate(self._nodes):
             node.given = step.advance(place)
+            if not nodes_outlive_tensors():
+                node.held = self
 
 
 class _PassedOver:
@@ -204,6 +208,8 @@ class _HandOver(torch.autograd.Function):
             if step is None:
                 raise BackwardTwiceError(OUT_OF_ORDER)
             given = step.advance(ctx.place)
+        if ctx.held is not None and not keeps_graph():
+            ctx.held = None
         if rail is not None:
             rail.pass_over(ctx.place, given)
         return (None, None, grad, *given)
@@ -211,6 +217,8 @@ class _HandOver(torch.autograd.Function):
 
 class _HandOverNode(_HandOver._backward_cls):  # type: ignore[name-defined, misc]
     """A node that notes hooks on it in its rail, because another step must not call them."""
+
+    held: Rail | None = None  # what keeps it usable, until it runs for the last time
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
         self._note()

@@ -16,7 +16,7 @@ from rockmate.runtime.steps.running_step import RunningStep, refuse_create_graph
 class HungStep(RunningStep):
     """A forward and its backward, which gets gradients of outputs one by one."""
 
-    keeper: Any = None  # the node that saved tensors, for hooks on saved tensors
+    keeper: Any = None  # its node saved tensors, for hooks on saved tensors, and lives as it does
     is_noted = False  # whether the Function of an output has a hook
     come: dict[int, Tensor]  # gradients of outputs that were not used yet, by position of the root
     nodes: dict[int, weakref.ref[Any]]
@@ -26,7 +26,7 @@ class HungStep(RunningStep):
         self.come, self.nodes = {}, {}
         assert self.rail is not None
         if passed:
-            self.keeper = apply_function(_Keeper, passed, self.rail.token).grad_fn
+            self.keeper = apply_function(_Keeper, passed, self.rail.token)
         found = [tensor.detach() for tensor in outputs]
         outputs.clear()
         self.connect(found)
@@ -50,7 +50,7 @@ class HungStep(RunningStep):
     def take_back_kept(self) -> None:
         """Continue with the tensors that hooks on saved tensors return, if there are any."""
         if self.keeper is not None:
-            self.take_back(self.keeper.saved_tensors)
+            self.take_back(self.keeper.grad_fn.saved_tensors)
             self.keeper = None
 
 
