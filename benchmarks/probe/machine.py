@@ -6,13 +6,14 @@ import contextlib
 import copy
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from harness import meter
 from harness.networks import NETWORKS
 from models.loss import WithLoss
 from models.lstm import LSTMLanguageModel
@@ -123,6 +124,24 @@ class Machine:
         gc.collect()
         trace = trace_memory(lambda _span: call(), self.device)
         return trace.peak_bytes, trace.allocated_peak_bytes
+
+    def held_by(
+        self,
+        step: Callable[[], object],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        inputs: Sequence[Tensor],
+    ) -> int:
+        """Return the most that a whole step holds of the device, with all that is there before."""
+        if not self.is_cuda:
+            return meter.held_bytes(model, optimizer, inputs) + self.peak(step)[0]
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        context = total - free - torch.cuda.memory_reserved(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        step()
+        torch.cuda.synchronize(self.device)
+        return int(context + torch.cuda.max_memory_reserved(self.device))
 
     def peak_of_planning(self, call: Callable[[], object]) -> int | None:
         """Return the bytes at the peak of a call that resets the peak itself; None on a CPU."""

@@ -37,6 +37,32 @@ def matrix(machine: Machine) -> Iterator[Row]:
             yield _planned_row(machine, name, kind, budget, self_test=False)
 
 
+def whole_steps(machine: Machine) -> Iterator[Row]:
+    """`memory=`: all that whole steps hold of the device, its context and what is reserved."""
+    for name in ("SGD", "AdamW"):
+        ready = machine.network("gpt2")
+        optimizer = getattr(torch.optim, name)(ready.model.parameters(), lr=1e-4)
+        within: dict[str, Any] = {"optimizer": optimizer, "cost": "flops", "self_test": False}
+        memory_bytes = 1000
+        try:
+            Rockmate(ready.model, ready.sample, memory=memory_bytes, **within)
+        except InfeasibleBudgetError as error:
+            memory_bytes = int(1.1 * error.minimum_bytes)
+        module = Rockmate(ready.model, ready.sample, memory=memory_bytes, **within)
+
+        def step(
+            ready: Ready = ready, module: nn.Module = module, optimizer: Any = optimizer
+        ) -> None:
+            ready.step(module)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        held = [machine.held_by(step, module, optimizer, ready.sample) for _ in range(3)]
+        parts = {part.name: part.size_bytes for part in module.memory.parts}
+        used = {"budget_bytes": memory_bytes, "allocated_bytes": max(held)}
+        yield {"optimizer": name, **used, "planned_bytes": module.plan.peak_bytes, **parts}
+
+
 def _planned_row(machine: Machine, name: str, kind: str, budget: Any, *, self_test: bool) -> Row:
     row: Row = {"network": name, "kind": kind, "budget": budget, "self_test": self_test}
     try:

@@ -94,5 +94,6 @@ SECTIONS = (
     Section("matrix_expandable", plans.matrix, 140, call=2, expandable=True),
     Section("node_times", plans.node_times, 60, call=2),
     Section("ballast", plans.ballast, 60, call=2),
-    Section("gpu_tests", gpu_tests, 270, call=2),
+    Section("whole_steps", plans.whole_steps, 50, call=2),
+    Section("gpu_tests", gpu_tests, 220, call=2),
 )
