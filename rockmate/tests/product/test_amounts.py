@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 import rockmate
 from rockmate.command import main
+from rockmate.schedules.report import format_bytes
 from rockmate.settings import parse_budget
 
 yaml = pytest.importorskip("yaml", reason="trainers bring it")
@@ -63,6 +65,23 @@ def test_a_wrong_amount_is_refused_where_it_is_given(
     monkeypatch.setenv(f"ROCKMATE_{name.upper()}", text)
     with pytest.raises(rockmate.BudgetFormatError, match=message):
         switch()
+
+
+@pytest.mark.parametrize("text", BUDGETS)
+def test_the_command_line_says_what_python_says(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size_bytes, fraction = BUDGETS[text]
+    given = size_bytes if fraction is None else fraction
+    expected = rockmate.Rockmate(*network(), given, cost="flops", self_test=False).plan
+    module = f"amounts_{len(text)}_{text[0]}"
+    (tmp_path / f"{module}.py").write_text(Path(__file__).read_text("utf-8"), "utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["plan", f"{module}:network", text, "--cost", "flops"]) == 0
+    found = capsys.readouterr().out
+    assert re.search(rf"budget +{format_bytes(expected.budget_bytes)}", found)
+    assert re.search(rf"predicted peak +{format_bytes(expected.peak_bytes)}", found)
 
 
 def test_the_command_line_plans_within_the_same_memory(
