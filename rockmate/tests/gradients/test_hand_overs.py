@@ -318,8 +318,9 @@ class TwoHeads(nn.Module):
 
 @pytest.mark.parametrize("kind", [Chooses, TwoHeads])
 @pytest.mark.parametrize("is_part", [False, True])
+@pytest.mark.parametrize("after", [False, True])
 def test_no_hook_is_called_for_a_parameter_that_gets_no_gradient(
-    kind: type[nn.Module], is_part: bool
+    kind: type[nn.Module], is_part: bool, after: bool
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), kind()) if is_part else kind()
@@ -334,7 +335,16 @@ def test_no_hook_is_called_for_a_parameter_that_gets_no_gradient(
                 seen.append(name)
                 return g + 0.1 * torch.randn_like(g)
 
-            handles[name] = p.register_hook(hook)
+            def accumulated(p: Tensor, seen: list[str] = seen, name: str = name) -> None:
+                seen.append(name)
+                assert p.grad is not None
+                p.grad += 0.1 * torch.randn_like(p)
+
+            handles[name] = (
+                p.register_post_accumulate_grad_hook(accumulated)
+                if after
+                else p.register_hook(hook)
+            )
         torch.manual_seed(1)
         for step in range(4):
             out = run(torch.randn(4, 8) + (-1) ** step)

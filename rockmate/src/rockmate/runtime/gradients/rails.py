@@ -160,10 +160,15 @@ class Rail:
         for slot, grad in enumerate(given):
             if grad is not None:
                 continue
-            hooks: Any = self.leaves[self._firsts[place] + slot]._backward_hooks
-            for key, hook in [*hooks.items()] if hooks else ():
-                if not isinstance(hook, _PassedOver):
-                    hooks[key] = _PassedOver(hooks, key, hook)
+            leaf = self.leaves[self._firsts[place] + slot]
+            for kind, found in (
+                (_PassedOver, leaf._backward_hooks),
+                (_PassedOverAfter, leaf._post_accumulate_grad_hooks),
+            ):
+                hooks: Any = found
+                for key, hook in [*hooks.items()] if hooks else ():
+                    if not isinstance(hook, _PassedOver):
+                        hooks[key] = kind(hooks, key, hook, leaf)
 
     def give_all(self) -> None:
         """Run the step to its end, and store at each place the gradients that it will return.
@@ -184,13 +189,32 @@ class Rail:
 class _PassedOver:
     """Stands for a hook of a tensor, at its next call, and leaves it out if no gradient comes."""
 
-    def __init__(self, hooks: MutableMapping[int, Any], key: int, hook: Any) -> None:
+    def __init__(self, hooks: MutableMapping[int, Any], key: int, hook: Any, leaf: Tensor) -> None:
         self.hooks, self.key, self.hook = hooks, key, hook
+        self.only_watches = getattr(hook, "only_watches", False)
+        self.before = _gradient_of(leaf)
 
-    def __call__(self, grad: Tensor | None) -> Any:
+    def __call__(self, given: Tensor | None) -> Any:
         if self.key in self.hooks:
             self.hooks[self.key] = self.hook
-        return None if grad is None else self.hook(grad)
+        return self.hook(given) if self.has_come(given) else None
+
+    def has_come(self, given: Tensor | None) -> bool:
+        """Return whether there is a gradient."""
+        return given is not None
+
+
+class _PassedOverAfter(_PassedOver):
+    """The same for a hook after a leaf has its gradient, which is called with the leaf."""
+
+    def has_come(self, given: Tensor | None) -> bool:
+        """Return whether anything was added to its gradient since."""
+        return given is None or _gradient_of(given) != self.before
+
+
+def _gradient_of(leaf: Tensor) -> tuple[int, int]:
+    grad = leaf.grad
+    return (0, 0) if grad is None else (id(grad), grad._version)
 
 
 class _HandOver(torch.autograd.Function):
