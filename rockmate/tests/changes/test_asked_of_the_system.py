@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 
+from oracles.training import assert_same_gradients
 from rkgb.guards import CodeWatch
 from rockmate import Rockmate
 
@@ -114,6 +115,20 @@ def test_a_profiler_that_is_written_in_c_hides_nothing_and_goes_on() -> None:
     assert planned.plan.opaque == ("3",)
     called = {name for _, _, name in pstats.Stats(profile).stats}  # type: ignore[attr-defined]
     assert "dumps" in called
+
+
+def test_stacks_of_torchs_profiler_end_where_a_module_is_recorded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    twin, x = copy.deepcopy(net), torch.randn(16, 8)
+    with torch.profiler.profile(with_stack=True) as profile:  # nothing can put it back
+        planned = Rockmate(net, x, "1MiB", cost="flops")
+        planned(x).sum().backward()
+    assert "sees no more Python calls of this profile" in caplog.text
+    assert any(event.name == "aten::gelu" for event in profile.events())
+    twin(x).sum().backward()
+    assert_same_gradients(net, twin)
 
 
 @pytest.mark.parametrize("read", [_by_open, _global])
