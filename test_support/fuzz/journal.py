@@ -98,6 +98,9 @@ class Journal:
         nobody's promise. Some more steps show how many bytes stay.
         """
         step()
+        for parameter in model.parameters():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = None  # adding to it makes another one, which is larger each time
         self._second(step, model)
         gc.collect()
         memory = trace_memory(lambda span: _some(step), torch.device("cpu"))
@@ -188,4 +191,5 @@ def _grad_of(value: Tensor) -> Tensor | None:
 
 def _gradient_bytes(model: nn.Module) -> int:
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return sum(grad.untyped_storage().nbytes() for grad in grads if not grad.is_sparse)
+    parts = [(g._indices(), g._values()) if g.is_sparse else (g,) for g in grads]
+    return sum(part.untyped_storage().nbytes() for own in parts for part in own)
