@@ -21,6 +21,7 @@ from rkgb.capture import look_again
 from rkgb.capture.record import record
 from rkgb.device import RngState
 from rkgb.elements.sample import Sample
+from rkgb.engine import trace_memory
 from rkgb.graphs import Difference
 from zoo.examples import EXAMPLES, example
 
@@ -269,3 +270,21 @@ def test_a_look_that_takes_too_much_memory_leaves_no_tensor(stops: float) -> Non
     for _ in range(2):
         look_again(model, sample, known, within=(needs, 2**30))
         assert not _living() - before
+
+
+def test_a_look_without_content_runs_no_kernel_for_a_size_that_is_known() -> None:
+    """An LSTM of MKLDNN has a workspace whose size only its kernel knows."""
+    model = nn.LSTM(64, 64, batch_first=True)
+    sample = Sample.of(model, (torch.randn(16, 32, 64),))
+    known = record(model, sample)
+    kernels = [op for op in known.ops if "rnn_layer" in str(op.target)]
+    workspace = max(known.infos[name].size_bytes for op in kernels for name in op.results if name)
+    needs = [2**40] * (len(known.ops) + len(known.backward))
+    found: list[object] = []
+
+    def look(_: object) -> None:
+        found.append(look_again(model, sample, known, within=(needs, 2**30)))
+
+    assert kernels
+    assert trace_memory(look, torch.device("cpu")).peak_bytes < workspace / 2
+    assert found == [[]]

@@ -39,7 +39,7 @@ class Asked:
     def recorder(self, *given: Any) -> Recorder:
         """Return what writes operations down."""
         if self.held_bytes is not None:
-            return SizeRecorder(self.held_bytes, *given, guards=self.guards)
+            return SizeRecorder(self.held_bytes, self.known, *given, guards=self.guards)
         if self.bound is not None:
             return BoundedRecorder(*self.bound, *given, guards=self.guards)
         return Recorder(*given, guards=self.guards)

@@ -7,6 +7,7 @@ kernel that may draw random numbers is assumed to do so.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import RkgbError
+from rkgb.graphs.basic import BasicGraph
 from rkgb.recording.kernels import tensors_returned
 from rkgb.recording.recorder import Recorder
 from rkgb.torch_api.torch_private import (
@@ -32,9 +34,12 @@ _MOST_BYTES = 64 << 20  # limit of the arguments of a kernel that is called for 
 class SizeRecorder(Recorder):
     """Records operations on tensors without content."""
 
-    def __init__(self, held_bytes: dict[str, int], *args: Any, **options: Any) -> None:
+    def __init__(
+        self, held_bytes: dict[str, int], known: BasicGraph | None, *args: Any, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
         self.held_bytes = held_bytes  # of plain PyTorch after each operation, by its name
+        self._known = known  # a recording of the same step
         self._live = LiveStorages()
         self._outside: list[Tensor] = []  # kept alive, so that ids of storages stay unique
 
@@ -89,8 +94,11 @@ class SizeRecorder(Recorder):
     ) -> Any:
         """Return the result with the real sizes of tensors that the kernel saves.
 
-        Only the kernel knows these sizes, so it is called once on zeros, if they are small.
+        Only the kernel knows these sizes, so it is called once on zeros, if they are small. A known
+        recording has them, and a look at a step must not take the memory of a kernel.
         """
+        if (sizes := self._known_sizes(func)) is not None:
+            return _resized(result, sizes)
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if sum(t.numel() * t.element_size() for t in given) > _MOST_BYTES:
             return result
@@ -105,12 +113,16 @@ class SizeRecorder(Recorder):
         with with_content():
             found = func(*pytree.tree_map(real, args), **pytree.tree_map(real, dict(kwargs)))
             sizes = [t.numel() if isinstance(t, Tensor) else 0 for t in found]
-        return type(result)(
-            t.new_empty(size)
-            if isinstance(t, Tensor) and t.dtype is torch.uint8 and not t.numel()
-            else t
-            for t, size in zip(result, sizes, strict=True)
-        )
+        return _resized(result, sizes)
+
+    def _known_sizes(self, func: Any) -> list[int] | None:
+        """Return the sizes of this call's results in the known recording, if it has this call."""
+        ops = () if self._known is None else (*self._known.ops, *self._known.backward)
+        op = ops[self.count] if self.count < len(ops) else None
+        if self._known is None or op is None or op.target is not func:
+            return None
+        infos = self._known.infos
+        return [math.prod(infos[name].shape) if name else 0 for name in op.results]
 
     def _snapshots(self, inputs: Sequence[str], writes: Sequence[str]) -> dict[str, Tensor]:
         return {}  # buffers have no content that could change
@@ -123,6 +135,16 @@ class SizeRecorder(Recorder):
         # Attention and dropout draw if their probability is not 0, and in training mode.
         never = given.get("dropout_p", given.get("p", 1.0)) == 0
         return not never and given.get("train", True) is not False
+
+
+def _resized(result: Any, sizes: Sequence[int]) -> Any:
+    """Return the results of a kernel with these sizes for the tensors that only it knows."""
+    return type(result)(
+        t.new_empty(size)
+        if isinstance(t, Tensor) and t.dtype is torch.uint8 and not t.numel()
+        else t
+        for t, size in zip(result, sizes, strict=True)
+    )
 
 
 class TooLargeError(RkgbError):
