@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import sys
 import threading
 import warnings
@@ -118,28 +117,29 @@ class Meeting(nn.Module):
 
 def during_a_recording(work: Callable[[], Any]) -> Any:
     """Return what some work of another thread gives, which is there before the recording begins."""
-    asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # which a recording does not follow
-    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    over: queue.SimpleQueue[None] = queue.SimpleQueue()
+    first, asked, over = (threading.Lock() for _ in range(3))  # no recording follows them
+    asked.acquire()
+    over.acquire()
+    found: list[Any] = []
 
     def run() -> None:
-        asked.get()
+        asked.acquire()
         try:
-            found.put(work())
+            found.append(work())
         except Exception as error:
-            found.put(error)
-        over.put(None)
+            found.append(error)
+        over.release()
 
     def meet() -> None:
-        if found.empty():
-            asked.put(None)
-            over.get()
+        if first.acquire(blocking=False):
+            asked.release()
+            over.acquire()
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     make_B(Meeting(meet), torch.randn(2, 4))
     thread.join()
-    return found.get_nowait()
+    return found[0]
 
 
 def test_another_thread_trains_checkpoints_reads_and_seeds_during_a_recording() -> None:
