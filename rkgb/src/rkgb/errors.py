@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 _MOST_SHOWN = 60  # characters of a value
+_PLACE = re.compile(r" \((\S+:\d+ .*|module '.*|in the backward .*)\)\.$", re.DOTALL)
 
 
 def shown(value: Any) -> str:
@@ -22,8 +24,12 @@ def to_capture(name: str, do: str, found: str, place: str = "") -> str:
 
 
 def without_advice(text: str) -> str:
-    """Return what a message of `to_capture` says was found, and of another its first sentence."""
-    return text.partition("Found: ")[2] or text.partition(". ")[0].rstrip(".") + "."
+    """Return what a message of `to_capture` says was found where, of another its first sentence."""
+    do, _, found = text.partition("\n  Found: ")
+    if not found:
+        return text.partition(". ")[0].rstrip(".") + "."
+    place = _PLACE.search(do)
+    return found if place is None else f"{found.rstrip('.')} ({place[1]})."
 
 
 def in_module(path: str) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from rkgb import RkgbError
 from rkgb.elements import flatten, is_inside
+from rkgb.errors import without_advice
 from rkgb.module_state import BufferContents
 from rkgb.torch_api import placed_parameters
 from rockmate.arguments import Call
@@ -129,7 +130,7 @@ def _in_a_step() -> Iterator[None]:
             f"it needs {error.minimum_bytes} bytes, and may take {error.asked_bytes} in this step"
         ) from error
     except (RockmateError, RkgbError) as error:
-        raise NotPlannedError(str(error).partition(". ")[0]) from error
+        raise NotPlannedError(without_advice(str(error))) from error
 
 
 def group_of(path: str) -> str:
