@@ -259,6 +259,23 @@ def test_hugging_face_trainer() -> None:
     assert len(wrapped.plans) > 1, "the smaller last batch must have been planned"
 
 
+def test_hooks_of_a_device_map() -> None:
+    """`from_pretrained(device_map="auto")` puts them around every module with quantised weights."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is a test extra")
+    torch.manual_seed(0)
+    layers = (p for _ in range(4) for p in (nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)))
+    model, x = nn.Sequential(*layers), torch.randn(32, 16)
+    twin = eager_copy(model)
+    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    rk = wrap(model, x, 0.6)
+    assert not rk.plan.opaque
+    for _ in range(2):
+        for net in (rk, twin):
+            net.zero_grad()
+            net(x).square().mean().backward()
+        assert_same_gradients(model, twin)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("precision", ["no", "bf16"])

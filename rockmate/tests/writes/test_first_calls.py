@@ -60,7 +60,17 @@ class OfADict(Net):
         return self.body(x).square().mean() * self.known["rows"]
 
 
-@pytest.mark.parametrize("make", [OfItself, OfItsConfiguration, OfADict])
+class OfItsInput(Net):
+    """As Accelerate's hooks note where an input lies: an equal object at every call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.config.kind = x.device  # type: ignore[assignment]
+        self.config.layers, self.known["size"] = 1000 * x.dim(), x.numel()
+        y = self.body(x).square()
+        return (y.sum() if self.config.kind == "sum" else y.mean()).to(x.device)
+
+
+@pytest.mark.parametrize("make", [OfItself, OfItsConfiguration, OfADict, OfItsInput])
 @pytest.mark.parametrize("budget", [0.6, 1.0])
 def test_a_value_of_the_first_call(make: type[Net], budget: float) -> None:
     torch.manual_seed(0)

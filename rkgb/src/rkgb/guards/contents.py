@@ -30,6 +30,7 @@ _EMPTY = object()
 _DEPTH = 4  # of containers and objects in each other
 _LONG = 512  # longer containers are not looked into
 _CLOSED = (str, bytes, int, float, complex, Tensor, nn.Module, FunctionType, torch.dtype)
+_MADE_ANEW = (int, str, bytes, torch.device, torch.Size)
 _QUEUES = frozenset(("queue", "_queue", "multiprocessing.queues", "multiprocessing.connection"))
 _STREAMS = (io.IOBase, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
@@ -63,6 +64,18 @@ def subject_of(value: Any) -> Any:
     subject = value.__self__
     is_known = any(subject is getattr(method, "__self__", None) for method in known)
     return None if is_known or isinstance(subject, (ModuleType, type)) else subject
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether one object is the other, or an equal one of those that may be made anew.
+
+    Each read of `tensor.device`, say, makes an object.
+
+    Examples:
+        >>> is_same(torch.ones(1).device, torch.ones(1).device), is_same([], [])
+        (True, False)
+    """
+    return a is b or (type(a) is type(b) and isinstance(a, _MADE_ANEW) and bool(a == b))
 
 
 def content_of(container: Any) -> Any:
@@ -243,14 +256,14 @@ def _content(owner: Any, name: str | None) -> Any:
 def _alike(owner: Any, now: Any, content: Any) -> bool:
     if not isinstance(content, dict):
         return len(now) == len(content) and all(
-            a is b or is_used_up(b) for a, b in zip(now, content, strict=True)
+            is_same(a, b) or is_used_up(b) for a, b in zip(now, content, strict=True)
         )
     new = now.keys() - content.keys()
     if not isinstance(owner, dict):  # what is found once and kept for later
         cached = (getattr(type(owner), name, None) for name in new)
         new = new if not all(isinstance(c, functools.cached_property) for c in cached) else set()
     return not new and all(
-        now.get(key, _EMPTY) is value or is_used_up(value) for key, value in content.items()
+        is_same(now.get(key, _EMPTY), value) or is_used_up(value) for key, value in content.items()
     )
 
 

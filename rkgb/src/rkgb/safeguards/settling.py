@@ -11,14 +11,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from rkgb.elements.op import Op
 from rkgb.errors import SideEffectError, in_module, to_capture
 from rkgb.graphs.differences import run_alike
+from rkgb.guards.contents import is_same
 
 ABSENT = object()
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str, type(None), torch.device, torch.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +141,7 @@ def settings_of(
     found = []
     for name in names:
         was, now = before.get(name, ABSENT), held.get(name, ABSENT)
-        if now is was:
+        if is_same(now, was):
             continue
         if not isinstance(name, str) or not _is_plain(now) or not (was is ABSENT or _is_plain(was)):
             return None
