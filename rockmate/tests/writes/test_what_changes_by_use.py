@@ -1,11 +1,13 @@
 """What a forward changes outside of its module, or uses up: at every step, as in plain PyTorch."""
 
+import array
 import copy
 import itertools
 import os
 import queue
 import random
 import time
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -36,16 +38,23 @@ class World:
         NUMPY.bit_generator.state = np.random.default_rng(0).bit_generator.state
         LOG.clear()
         CACHE.clear()
-        Counting.calls = 0
+        Counting.calls = _own_count.calls = SLOTS.calls = 0
+        USER_DICT["calls"] = ARRAY[0] = NUMBERS[0] = 0
         HELPER.ticks = 0
         _reset()
 
     def state(self):
-        return COUNT, len(LOG), {**CACHE}, Counting.calls, HELPER.ticks, RANDOM.getstate()
+        calls = Counting.calls, _own_count.calls, SLOTS.calls, USER_DICT["calls"]
+        numbers = ARRAY[0], NUMBERS[0], HELPER.ticks
+        return COUNT, len(LOG), {**CACHE}, calls, numbers, RANDOM.getstate()
 
 
 class Counting:
     calls = 0
+
+
+class Slots:
+    __slots__ = ("calls",)
 
 
 class Helper:
@@ -77,7 +86,15 @@ HELD: dict = {}
 RANDOM, NUMPY = random.Random(0), np.random.default_rng(0)
 LOG: list = []
 CACHE: dict = {}
-HELPER = Helper()
+
+
+def _own_count(_):
+    _own_count.calls += 1
+    return float(_own_count.calls)
+
+
+HELPER, SLOTS, USER_DICT = Helper(), Slots(), UserDict()
+ARRAY, NUMBERS = np.zeros(3), array.array("d", [0.0])
 _counted, _reset = _nonlocal()
 WORLD = World()
 
@@ -107,6 +124,21 @@ def _seeded(_):
     return torch.rand(1, generator=torch.Generator().manual_seed(int(next(HELD["iterator"]))))
 
 
+def _slot(_):
+    SLOTS.calls += 1
+    return float(SLOTS.calls)
+
+
+def _user_dict(_):
+    USER_DICT["calls"] += 1
+    return float(USER_DICT["calls"])
+
+
+def _add_to(numbers):
+    numbers[0] += 0.5
+    return float(numbers[0])
+
+
 READS = {
     "iterator": lambda _: next(ITERATOR),
     "method of an iterator": lambda _: HELD["next"](),
@@ -120,6 +152,12 @@ READS = {
     "list that grows": _log,
     "dict": _keep,
     "attribute of a class": _count_calls,
+    "attribute of a function": _own_count,
+    "slot": _slot,
+    "UserDict": _user_dict,
+    "numpy's array": lambda _: _add_to(ARRAY),
+    "array": lambda _: _add_to(NUMBERS),
+    "array of the module": lambda module: _add_to(module.array),
     "attribute of an object": lambda _: HELPER.tick(),
     "iterator of the module": lambda module: next(module.numbers),
     "object of the module": lambda module: module.helper.tick(),
@@ -131,6 +169,7 @@ class Scaled(nn.Module):
         super().__init__()
         self.linear, self.read = nn.Linear(16, 16), read
         self.numbers, self.helper = iter([0.5, 0.25, 2.0, 3.0]), Helper()
+        self.array = np.zeros(3)
 
     def forward(self, x):
         return self.linear(x) * self.read(self)

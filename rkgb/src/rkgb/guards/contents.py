@@ -20,18 +20,28 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.errors import SideEffectError
-from rkgb.guards.holding import BOUND, too_long
+from rkgb.guards.holding import (
+    BOUND,
+    MOST_BYTES,
+    bytes_of,
+    can_be_written,
+    home_of,
+    slots_of,
+    too_long,
+    write,
+)
 from rkgb.guards.owners import is_users
 from rkgb.torch_api.quiet import without_warnings
 
 CONTAINERS = (list, dict, set, deque)
 OF_MODULE = frozenset(vars(nn.Module()))  # attributes that every module has
 _EMPTY = object()
+_BAGS = frozenset(("collections",))  # of Python's own, which hold what users put there
 _DEPTH = 4  # of containers and objects in each other
 _LONG = 512  # longer containers are not looked into
-_CLOSED = (str, bytes, int, float, complex, Tensor, nn.Module, FunctionType, torch.dtype)
+_CLOSED = (str, bytes, int, float, complex, Tensor, nn.Module, torch.dtype)
 _MADE_ANEW = (int, str, bytes, torch.device, torch.Size)
-_QUEUES = frozenset(("queue", "_queue", "multiprocessing.queues", "multiprocessing.connection"))
+_QUEUES = frozenset(("queue", "multiprocessing.queues"))
 _STREAMS = (io.IOBase, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
@@ -78,14 +88,23 @@ def is_same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, _MADE_ANEW) and bool(a == b))
 
 
+def has_content(value: Any) -> bool:
+    """Whether a value is a container or an array, which may hold something else later."""
+    return isinstance(value, CONTAINERS) or can_be_written(value)
+
+
 def content_of(container: Any) -> Any:
-    """Return a shallow copy of a container, to compare with later."""
+    """Return a shallow copy of a container or an array, to compare with later."""
+    if not isinstance(container, CONTAINERS):
+        return bytes_of(container, MOST_BYTES)
     # A dict may be of a kind that makes what it is asked for.
     return dict(dict.items(container)) if isinstance(container, dict) else list(container)
 
 
 def same_content(a: Any, b: Any) -> bool:
     """Whether two contents hold the same objects in the same places."""
+    if not isinstance(b, (dict, list)):
+        return bool(a == b)
     if isinstance(a, dict):
         return list(a) == list(b) and all(value is b[key] for key, value in dict.items(a))
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
@@ -93,7 +112,11 @@ def same_content(a: Any, b: Any) -> bool:
 
 def put_back(container: Any, content: Any) -> None:
     """Let a container hold what it held."""
-    if not same_content(content_of(container), content):
+    if same_content(content_of(container), content):
+        return
+    if not isinstance(container, CONTAINERS):
+        write(container, content)
+    else:
         container.clear()
         if isinstance(container, (dict, set)):
             container.update(content)
@@ -127,7 +150,9 @@ class Reached:
             self._follow(value, depth + 1)
 
     def _follow(self, value: Any, depth: int) -> None:
-        if isinstance(value, CONTAINERS):
+        if can_be_written(value):
+            self.owners[id(value)] = value
+        elif isinstance(value, CONTAINERS):
             self.owners[id(value)] = value
             items = [*dict.values(value)] if isinstance(value, dict) else [*value]
             self._add_all(items if len(items) <= _LONG else [], depth)
@@ -142,9 +167,10 @@ class Reached:
                 table = vars(value)
                 self._add_all((table[n] for n in self.asked & table.keys()), depth)
         else:
-            held = getattr(value, "__dict__", None)
-            own = is_users(type(value).__module__) or isinstance(value, types.SimpleNamespace)
-            if own and isinstance(held, dict):  # loggers, for one, are nobody's
+            # Loggers, for one, are nobody's.
+            is_bag = isinstance(value, types.SimpleNamespace) or type(value).__module__ in _BAGS
+            held = _attributes_of(value) if is_bag or is_users(home_of(value)) else {}
+            if held or (is_users(home_of(value)) and hasattr(value, "__dict__")):
                 self.owners[id(value)] = value
                 self._add_all(held.values(), depth)
 
@@ -200,6 +226,9 @@ class Contents:
             if isinstance(content, (dict, list)) and name is None:
                 if not _alike(owner, now, content):
                     yield owner, name
+            elif name is None and isinstance(content, bytes):
+                if now != content:
+                    yield owner, name
             elif now is not content and not is_used_up(content):
                 yield owner, name
 
@@ -209,7 +238,7 @@ class Contents:
             if name is not None or isinstance(owner, CellType):
                 if _content(owner, name) is not content:
                     _set(owner, name, content)
-            elif isinstance(owner, CONTAINERS):
+            elif has_content(owner):
                 put_back(owner, content)
             else:
                 now = _content(owner, None)
@@ -245,12 +274,21 @@ def _content(owner: Any, name: str | None) -> Any:
             return owner.cell_contents
         except ValueError:
             return _EMPTY
-    if isinstance(owner, CONTAINERS):
+    if has_content(owner):
         return content_of(owner)
-    own = vars(owner)
     if isinstance(owner, (type, ModuleType)):
-        return {key: value for key, value in own.items() if not key.startswith("__")}
-    return dict(own)
+        return {key: value for key, value in vars(owner).items() if not key.startswith("__")}
+    return _attributes_of(owner)
+
+
+def _attributes_of(owner: Any) -> dict[str, Any]:
+    """Return the attributes that an object has for itself, those in slots included."""
+    held = getattr(owner, "__dict__", None)
+    found = dict(held) if isinstance(held, dict) else {}
+    for name in () if isinstance(owner, FunctionType) else slots_of(type(owner)):
+        if not name.startswith("__") and hasattr(owner, name):
+            found[name] = getattr(owner, name)
+    return found
 
 
 def _alike(owner: Any, now: Any, content: Any) -> bool:

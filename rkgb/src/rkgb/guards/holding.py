@@ -7,6 +7,7 @@ import array
 import ctypes
 import decimal
 import functools
+import mmap
 import operator
 import sys
 import weakref
@@ -67,7 +68,7 @@ UNREAD = frozenset(
 ) | {"_abc_impl"}
 SPECIAL -= UNREAD
 _BUFFERS: tuple[Any, ...] = (
-    *(bytearray, array.array, memoryview),
+    *(bytearray, array.array, memoryview, mmap.mmap),
     *(ctypes.Array, ctypes.Structure, ctypes.c_int.__base__),
 )
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__closure__")
@@ -149,6 +150,28 @@ def bytes_of(value: Any, most: int) -> bytes | None:
         view: memoryview[Any] = memoryview(value)
         return view.tobytes() if view.nbytes <= most else None
     return None
+
+
+def can_be_written(value: Any) -> bool:
+    """Whether a value is an array of plain numbers that may be written, and is not too long."""
+    if type(value).__module__ == "numpy":
+        is_open = hasattr(value, "flat") and value.flags.writeable and value.nbytes <= MOST_BYTES
+        return is_open and not value.dtype.hasobject
+    return isinstance(value, _BUFFERS) and not memoryview(value).readonly and not too_long(value)
+
+
+def write(value: Any, content: bytes) -> None:
+    """Let an array hold what `bytes_of` has returned."""
+    if type(value).__module__ == "numpy":
+        numpy: Any = sys.modules["numpy"]
+        value[...] = numpy.frombuffer(content, value.dtype).reshape(value.shape)
+    elif isinstance(value, array.array):
+        del value[:]
+        value.frombytes(content)
+    elif isinstance(value, bytearray):
+        value[:] = content
+    else:
+        memoryview(value).cast("B")[:] = content
 
 
 def layout_of(value: Any) -> tuple[str, ...]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from types import CellType, FrameType, FunctionType
+from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
 from rkgb.errors import SideEffectError, in_module, to_capture
 from rkgb.guards.code_watch import Seen
-from rkgb.guards.contents import CONTAINERS, OF_MODULE, Contents, Reached
+from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content
 from rkgb.guards.loads import loads_of
 from rkgb.guards.sources import Source, Sources, function_named
 from rkgb.torch_api.profilers import set_profile
@@ -62,11 +62,13 @@ class Outside:
                 if name not in OF_MODULE and value is not None:
                     reached = Reached(frozenset())
                     reached.add(value)
-                    if isinstance(value, CONTAINERS):
+                    if has_content(value):
                         self._direct.add(id(value))
                     for key, owner in reached.owners.items():
                         self._paths.setdefault(key, (path, name))
                         self.held.add(owner, lends=False)
+                        if isinstance(owner, (FunctionType, ModuleType, type)):
+                            self.contents.add(owner, lends=False)  # no copy has its own
 
     def note(self, seen: Seen, frame: FrameType) -> None:
         """Keep what a function leads to that is about to run for the first time."""

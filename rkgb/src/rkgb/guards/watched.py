@@ -239,11 +239,16 @@ class Watched:
         held = value()
         is_known = held is None or id(held) in self._modules
         table = None if is_known else attributes_of(held)
-        known = Same(value), type(held)
+        known: list[Any] = [Same(value), type(held)]
         is_there = held is not None
+        if table is not None:
+            self.entries(table).note_absent(self.asked)
+            known += self._of_classes(held, depth)
         del held
         self.checks.append(lambda: (value() is not None) is is_there)
-        return known if table is None else (*known, *self._entries_of(table, table.keys(), depth))
+        if table is not None:
+            known += self._entries_of(table, table.keys(), depth)
+        return tuple(known)
 
     def _cached(self, value: Any, depth: int) -> Hashable:
         """Return what a function counts as that remembers its results: what it has until now."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rkgb.device.rng import KeptGenerators
 from rkgb.elements.tensor_info import same_values
-from rkgb.guards.contents import CONTAINERS, Contents, content_of, is_used_up, put_back
+from rkgb.guards.contents import Contents, content_of, has_content, is_used_up, put_back
 from rkgb.guards.outside import OutsideState
 from rkgb.torch_api.torch_private import set_version
 
@@ -55,7 +55,7 @@ class ModuleState:
             (value, content_of(value))
             for _, _, attributes in self.modules
             for value in attributes.values()
-            if isinstance(value, CONTAINERS)
+            if has_content(value)
         ]
         self.random = PythonRandom()
 

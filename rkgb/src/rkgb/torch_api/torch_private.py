@@ -195,7 +195,7 @@ def nodes_outlive_tensors() -> bool:
     With torch 2.11, only tensors and nodes above it do so.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        node: Any = _Nothing.apply(torch.empty(0, requires_grad=True)).grad_fn  # type: ignore[no-untyped-call]
+        node: Any = _Nothing.apply(torch.empty(0, device="cpu", requires_grad=True)).grad_fn  # type: ignore[no-untyped-call]
     try:
         return bool(node._input_metadata)
     except RuntimeError:
