@@ -350,3 +350,38 @@ def test_trainers_take_a_model_that_compiles_itself_so(library: str, tmp_path: P
     assert isinstance(model, Rockmate) or compiling.plans()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate_takes_the_name_once_it_is_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is a test extra")
+    transformers = pytest.importorskip("transformers", reason="transformers is a test extra")
+    from rockmate.integrations import register_with_accelerate
+
+    names = accelerate.utils.DynamoBackend.list()
+    for _ in range(2):
+        register_with_accelerate()
+    assert accelerate.utils.DynamoBackend.list() == [*dict.fromkeys([*names, "ROCKMATE"])]
+    monkeypatch.setenv("ROCKMATE_BUDGET", "0.8")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # the trainer sets both
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
+    torch.manual_seed(0)
+    model, sample = hugging_face("llama")
+    rows = [dict.fromkeys(sample, row) for row in sample["input_ids"]]
+    plain, planned = deepcopy(model), []
+    by_name = {"torch_compile_backend": "rockmate", "torch_compile_mode": "reduce-overhead"}
+    for module, more in ((plain, {}), (model, by_name)):
+        torch._dynamo.reset()
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=4, report_to=[],
+            use_cpu=True, save_strategy="no", disable_tqdm=True, **more,
+        )  # fmt: skip
+        trainer = transformers.Trainer(module, arguments, train_dataset=rows * 3)
+        trainer.train()
+        planned.append(isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule))
+    assert planned == [False, True]
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)

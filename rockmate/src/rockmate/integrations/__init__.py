@@ -4,6 +4,7 @@ RockmateCallback    Hugging Face `Trainer` and its subclasses, such as TRL's `SF
 RockmateArguments   the same from a script's command line, by `HfArgumentParser`
 LightningCallback   Lightning's `Trainer`
 dynamo.rockmate     `torch.compile(model, backend="rockmate")`, which finds it by its entry point
+register_with_accelerate    the same name for accelerate and `TrainingArguments`
 
 Your own loops, timm's and accelerate's need no callback but one line before the loop, and before
 `accelerator.prepare`: `rockmate.apply(model, budget="8GB")`.
@@ -16,8 +17,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rockmate.integrations.hugging_face import RockmateArguments, RockmateCallback
     from rockmate.integrations.lightning import LightningCallback
+    from rockmate.integrations.names import register_with_accelerate
 
-__all__ = ["LightningCallback", "RockmateArguments", "RockmateCallback"]
+__all__ = [
+    "LightningCallback",
+    "RockmateArguments",
+    "RockmateCallback",
+    "register_with_accelerate",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -29,6 +36,10 @@ def __getattr__(name: str) -> Any:
         from rockmate.integrations.lightning import LightningCallback
 
         return LightningCallback
+    if name == "register_with_accelerate":
+        from rockmate.integrations.names import register_with_accelerate
+
+        return register_with_accelerate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -34,14 +34,19 @@ _shared: dict[int, SharedBudget] = {}  # by the object that was given as options
 
 
 def rockmate(
-    graph: GraphModule, inputs: list[Any], *, options: Mapping[str, Any] | None = None
+    graph: GraphModule,
+    inputs: list[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> PlannedGraph:
     """Plan a graph of dynamo: `torch.compile(model, backend="rockmate", options={...})`.
 
     Options are the keywords of `rockmate.apply`; without any, `ROCKMATE_BUDGET` is the budget. All
     graphs that share the options share the budget, so that only one of them may be under way. A
     model that dynamo breaks in several graphs is planned in place, as a whole: in its first step
-    each graph keeps nothing but its inputs, and the second one is planned.
+    each graph keeps nothing but its inputs, and the second one is planned. `mode` has no effect: it
+    is for inductor's kernels, and these are eager's.
 
     Examples:
         >>> compiled = torch.compile(model, backend="rockmate", options={"budget": "8GB"})
