@@ -133,7 +133,7 @@ class OtherTangentsError(Exception):
     """Gradients come to opaque calls otherwise than in their trials, which are made again."""
 
     def __init__(self, tried: Any) -> None:
-        super().__init__()
+        super().__init__(tried)
         self.tried = tried  # what is known of the calls
 
 

@@ -126,7 +126,15 @@ class CodeWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.meta_path.remove(self._finder)
+        try:
+            self._undo()
+        except BaseException:  # a Ctrl-C on the way: what would stay sees every call from now on
+            self._undo()
+            raise
+
+    def _undo(self) -> None:
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
         self._named.__exit__()
         if self.profile is not None:
             set_profile(self._profiled)
@@ -302,6 +310,8 @@ class CodeWatch:
             return None if self._start(code, sys._getframe(1)) else monitoring.DISABLE
 
         def leave() -> None:
+            if monitoring.get_tool(tool) != "rockmate":
+                return
             monitoring.set_events(tool, 0)
             monitoring.register_callback(tool, starts, None)
             monitoring.free_tool_id(tool)

@@ -260,10 +260,18 @@ def _set(owner: Any, name: str | None, value: Any) -> None:
             owner.pop(name, None)
         else:
             owner[name] = value
-    elif value is _EMPTY:
-        delattr(owner, str(name))
+    elif isinstance(owner, type):
+        if value is _EMPTY:
+            delattr(owner, str(name))
+        else:
+            setattr(owner, str(name), value)
+    elif name in slots_of(type(owner)):  # past a `__setattr__` of the user's, as for a frozen class
+        if value is _EMPTY:
+            object.__delattr__(owner, name)
+        else:
+            object.__setattr__(owner, name, value)
     else:
-        setattr(owner, str(name), value)
+        _set(vars(owner), name, value)
 
 
 def _content(owner: Any, name: str | None) -> Any:
@@ -297,7 +305,9 @@ def _alike(owner: Any, now: Any, content: Any) -> bool:
             is_same(a, b) or is_used_up(b) for a, b in zip(now, content, strict=True)
         )
     new = now.keys() - content.keys()
-    if not isinstance(owner, dict):  # what is found once and kept for later
+    if isinstance(owner, FunctionType):  # a function that is made once and kept for later
+        new = {name for name in new if not callable(now[name])}
+    elif not isinstance(owner, dict):  # what is found once and kept for later
         cached = (getattr(type(owner), name, None) for name in new)
         new = new if not all(isinstance(c, functools.cached_property) for c in cached) else set()
     return not new and all(

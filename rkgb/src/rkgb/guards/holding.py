@@ -14,11 +14,13 @@ import weakref
 from abc import ABCMeta, get_cache_token
 from collections import deque
 from collections.abc import Hashable, Mapping
+from inspect import getattr_static
 from operator import is_
 from types import (
     BuiltinFunctionType,
     FunctionType,
     MappingProxyType,
+    MemberDescriptorType,
     MethodWrapperType,
     ModuleType,
     SimpleNamespace,
@@ -71,6 +73,7 @@ _BUFFERS: tuple[Any, ...] = (
     *(bytearray, array.array, memoryview, mmap.mmap),
     *(ctypes.Array, ctypes.Structure, ctypes.c_int.__base__),
 )
+_SLOT = MemberDescriptorType
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__closure__")
 # Bags of attributes, and loggers, which change whenever anybody logs.
 # Of loggers and of their manager: whether one would log.
@@ -203,11 +206,12 @@ def holds_objects(value: Any) -> bool:
 
 
 def slots_of(kind: type) -> list[str]:
-    """Return the names of slots that classes of the user have."""
+    """Return the names of slots that classes of the user have, but those behind a property."""
     found = list(_OF_FUNCTIONS) if kind is FunctionType else []
     for base in kind.__mro__:
         own = vars(base).get("__slots__", ()) if is_users(base.__module__) else ()
-        found += [own] if isinstance(own, str) else own
+        names = [own] if isinstance(own, str) else own
+        found += [n for n in names if isinstance(getattr_static(kind, n, None), _SLOT)]
     return found
 
 
