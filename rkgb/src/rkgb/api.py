@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,12 @@ from rkgb.graphs import serialize
 from rkgb.graphs.anonymize import AnonymousGraph, anonymize, equivalence_classes
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.dataflow import B_to_D, DataFlowGraph
+from rkgb.graphs.drawn import Drawn
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, cut
-from rkgb.pictures.render import inline_svg
 
 
 @dataclass(frozen=True)
-class RkgbResult:
+class RkgbResult(Drawn):
     """Every graph of one module on one sample."""
 
     B_graph: BasicGraph
@@ -47,11 +46,6 @@ class RkgbResult:
             f"<graphs of {self.B_graph.model_name}: {len(self.B_graph.ops)} operations, "
             f"{blocks} block{'s' * (blocks != 1)}>"
         )
-
-    def _repr_html_(self) -> str:
-        """Draw the S graph in a notebook, where Graphviz is installed."""
-        picture = inline_svg(self.S_graph, self.B_graph.model_name)
-        return f"<p>{escape(repr(self))}</p>{picture or ''}"
 
     @property
     def costs(self) -> RecordedCosts:

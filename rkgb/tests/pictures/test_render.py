@@ -222,3 +222,17 @@ def test_a_box_shows_what_its_operation_makes() -> None:
     ((detail, size),) = [s for title, s in shown.items() if title.startswith("max_pool")]
     assert size == 8 * 8 * 125 * 4, "without the places of the maxima"
     assert "int64" not in detail
+
+
+@needs_dot
+def test_a_notebook_shows_each_graph(
+    result: rkgb.RkgbResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = (result, result.D_graph, result.S_graph, result.K_graph)
+    for graph in graphs:
+        text = graph._repr_html_()
+        assert text.startswith("<p>&lt;")
+        assert text.count("<svg") == 1
+    monkeypatch.setenv("PATH", "")
+    assert all("<svg" not in graph._repr_html_() for graph in graphs)
+    assert all("\n" not in repr(one) for one in (*graphs, *result.list_ano_S))

@@ -15,6 +15,7 @@ from rkgb.costs.inspection import CostChoice, inspect_model
 from rkgb.costs.node_facts import NodeFacts
 from rkgb.graphs.anonymize import node_key
 from rkgb.graphs.backward_slices import order_of
+from rkgb.graphs.drawn import Drawn
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.graphs.uses import roots_of
 
@@ -50,7 +51,7 @@ class KDataNode:
 
 
 @dataclass(frozen=True)
-class KGraph:
+class KGraph(Drawn):
     """Compute nodes and data nodes of one forward and backward."""
 
     compute: tuple[KComputeNode, ...]

@@ -26,6 +26,9 @@ class AnonymousGraph:
     key: str
     nodes: int
 
+    def __repr__(self) -> str:
+        return f"<anonymous graph: {self}>"
+
     def __str__(self) -> str:
         return f"{self.nodes} nodes, {hashlib.sha1(self.key.encode()).hexdigest()[:10]}"
 

@@ -17,6 +17,7 @@ from torch import nn
 from rkgb.elements.op import Op
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
+from rkgb.graphs.drawn import Drawn
 from rkgb.graphs.uses import before_each
 
 
@@ -35,7 +36,7 @@ class DataFlowNode:
 
 
 @dataclass(frozen=True)
-class DataFlowGraph:
+class DataFlowGraph(Drawn):
     """The forward as a DAG over single operations, in program order."""
 
     basic: BasicGraph

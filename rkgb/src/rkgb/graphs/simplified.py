@@ -22,6 +22,7 @@ from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.backward_slices import slice_backward
 from rkgb.graphs.basic import BasicGraph, HandOver
 from rkgb.graphs.dataflow import DataFlowGraph
+from rkgb.graphs.drawn import Drawn
 from rkgb.graphs.passes import PASSES, Groups, Pass
 from rkgb.graphs.topology import strongly_connected, topological_order
 from rkgb.graphs.uses import Part, Uses, roots_of
@@ -63,7 +64,7 @@ class SimplifiedNode:
 
 
 @dataclass(frozen=True)
-class SimplifiedGraph:
+class SimplifiedGraph(Drawn):
     """A DAG of simplified nodes in execution order; a whole forward or a block of one."""
 
     dataflow: DataFlowGraph

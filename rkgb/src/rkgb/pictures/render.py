@@ -16,6 +16,7 @@ from typing import Any
 from rkgb.costs.forward_backward import KGraph
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.dataflow import DataFlowGraph
+from rkgb.graphs.drawn import draw_by
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.pictures.dot import draw
 from rkgb.pictures.sketch import (
@@ -114,6 +115,9 @@ def inline_svg(g: Any, name: str | None = None) -> str | None:
         return None
     drawn = draw(sketch_of(g, name), folded=True, columns=1).pipe(format="svg", encoding="utf-8")
     return str(drawn[drawn.index("<svg") :])
+
+
+draw_by(inline_svg)
 
 
 def sketch_of(g: Any, name: str | None = None) -> Sketch:
