@@ -12,6 +12,7 @@ Your own loops, timm's and accelerate's need no callback but one line before the
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,22 +26,18 @@ __all__ = [
     "RockmateCallback",
     "register_with_accelerate",
 ]
+_HOMES = {
+    "LightningCallback": "lightning",
+    "RockmateArguments": "hugging_face",
+    "RockmateCallback": "hugging_face",
+    "register_with_accelerate": "names",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("RockmateArguments", "RockmateCallback"):
-        from rockmate.integrations import hugging_face
-
-        return getattr(hugging_face, name)
-    if name == "LightningCallback":
-        from rockmate.integrations.lightning import LightningCallback
-
-        return LightningCallback
-    if name == "register_with_accelerate":
-        from rockmate.integrations.names import register_with_accelerate
-
-        return register_with_accelerate
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

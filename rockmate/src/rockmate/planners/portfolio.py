@@ -148,8 +148,7 @@ def infeasible(problem: Problem, asked: int, steps: Steps, minimum: int) -> Infe
     else:
         advice.append(f"compute {operation} in smaller pieces, one after the other")
     return InfeasibleBudgetError(
-        f"the budget must be at least {exact_bytes(minimum)}, and is "
-        f"{asked} bytes.\n"
+        f"the budget must be at least {exact_bytes(minimum)}, and is {asked} bytes.\n"
         f"  Needed by: the {what} of {operation}; {why}.\n"
         f"  What to do: {'; or '.join(advice)}.",
         asked_bytes=asked,
