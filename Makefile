@@ -18,7 +18,7 @@ SOURCES := $(wildcard */pyproject.toml) $(CORE) rotor/setup.py constraints.txt M
 .DEFAULT_GOAL := help
 .PHONY: help install build format lint typecheck test test-all test-nightly test-changed fuzz test-rkgb test-rotor test-rockmate imports \
 	versions check isolated readme outputs docs demo planning step bench bench-smoke bench-paper \
-	bench-solvers gpu gpu-wheels gpu-paper other-torch test-torch test-cuda-rules figures core-wheels dist clean
+	bench-public bench-solvers gpu gpu-wheels gpu-paper other-torch test-torch test-cuda-rules figures core-wheels dist clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -144,6 +144,11 @@ gpu-paper: $(INSTALLED) ## nine minutes of bench-paper on the GPU here; continue
 	$(PY) benchmarks/paper_piece.py $(GPU_ARGS)
 bench-solvers: $(INSTALLED) ## every solver on the recorded instances, some minutes
 	$(BENCH) -m planning.solvers
+# Instances of Checkmate, Moccasin and DTR, cloned at this command, or from clones: make bench-public FROM=../clones
+FROM ?=
+bench-public: $(INSTALLED) ## plans of other people's instances, beside their figures, some 30 minutes
+	$(PY) -m pip install -q checkpoint_schedules
+	$(PY) benchmarks/public.py $(if $(FROM),--from "$(FROM)") $(PUBLIC_ARGS)
 figures: $(INSTALLED) ## draw what was measured, and put the tables into the READMEs
 	$(PY) benchmarks/visualize.py
 	$(BENCH) -m reports.report

@@ -98,7 +98,7 @@ LAYERS = {
         "models",
         "harness",
         "measures",
-        "planning probe steps",
+        "planning probe public_graphs steps",
         "figures reports",
         "graphs",
     ),
