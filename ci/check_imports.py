@@ -45,6 +45,7 @@ LAYERS = {
         "torch_api",
         "device",
         "elements",
+        "copies",
         "guards",
         "module_state",
         "graphs",
@@ -110,7 +111,7 @@ DOOR_LAYER = 1000  # of the files on top of a folder of scripts, and of its test
 # What others may import of a package; a package that is missing here knows no other.
 # Each stage of rkgb is a door, for the names in `__all__` of its `__init__.py`.
 RKGB_STAGES = (
-    *("rkgb.torch_api", "rkgb.device", "rkgb.elements", "rkgb.guards"),
+    *("rkgb.torch_api", "rkgb.device", "rkgb.elements", "rkgb.copies", "rkgb.guards"),
     *("rkgb.module_state", "rkgb.graphs", "rkgb.opaque"),
     *("rkgb.recording", "rkgb.safeguards", "rkgb.capture", "rkgb.run", "rkgb.compiled"),
     "rkgb.rows",

@@ -1,0 +1,19 @@
+"""Storages that leave the device for a while, copied beside the computation.
+
+Gets the storages of a running program; gives their memory back to the device meanwhile. Read
+moved.py first: the interface that programs call. Then workers.py (copies by threads: to memory of
+the host, and disk.py, to a file), queues.py (copies by queues of CUDA, to memory that is pinned),
+and link.py (how fast they are while kernels run).
+"""
+
+from rkgb.copies.moved import PAGE_BYTES, Arena, Copies, Moved, in_pages
+from rkgb.copies.workers import Host
+
+__all__ = [
+    "PAGE_BYTES",
+    "Arena",
+    "Copies",
+    "Host",
+    "Moved",
+    "in_pages",
+]

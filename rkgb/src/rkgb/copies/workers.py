@@ -1,0 +1,98 @@
+"""Copies by threads: one for each direction. To memory of the host, for what is on a CPU itself.
+
+A worker copies bytes between addresses and calls nothing of torch's. So every allocation is made by
+the thread that computes, in the order of its program.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from abc import abstractmethod
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from rkgb.copies.moved import Arena, Block, Copies
+
+
+class HostBlock:
+    """Pages of the host's memory."""
+
+    is_broken = False
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.pages = mmap.mmap(-1, size_bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
+
+
+class Worked:
+    """A copy by a worker."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def join(self) -> None:
+        self._future.result()
+
+    def abandon(self) -> None:
+        return  # the worker holds what it copies
+
+
+class Workers(Copies):
+    """Copies by two threads, which start when they are needed and end with this object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._workers: dict[str, tuple[int, ThreadPoolExecutor]] = {}
+
+    def start_out(self, storage: torch.UntypedStorage, arena: Arena, offset: int) -> Worked:
+        return self._start("out", [storage, arena], offset)
+
+    def start_back(self, storage: torch.UntypedStorage, arena: Arena, offset: int) -> Worked:
+        return self._start("back", [storage, arena], offset)
+
+    def _start(self, direction: str, held: list[object], offset: int) -> Worked:
+        process, worker = self._workers.get(direction, (-1, None))
+        if worker is None or process != os.getpid():  # threads do not follow into a forked process
+            worker = ThreadPoolExecutor(1, thread_name_prefix=f"rkgb {direction}")
+            self._workers[direction] = os.getpid(), worker
+        return Worked(worker.submit(self._run, direction, held, offset))
+
+    def _run(self, direction: str, held: list[object], offset: int) -> None:
+        # Taken from the list, because the thread holds its arguments after the copy has ended.
+        arena, storage = held.pop(), held.pop()
+        assert isinstance(arena, Arena)
+        assert isinstance(storage, torch.UntypedStorage)
+        try:
+            copy = self.copy_out if direction == "out" else self.copy_back
+            copy(arena.block, offset, storage.data_ptr(), storage.nbytes())
+        finally:
+            del arena, storage
+
+    @abstractmethod
+    def copy_out(self, block: Block, offset: int, address: int, size_bytes: int) -> None:
+        """Copy from an address to a block."""
+
+    @abstractmethod
+    def copy_back(self, block: Block, offset: int, address: int, size_bytes: int) -> None:
+        """Copy from a block to an address."""
+
+
+class Host(Workers):
+    """Copies to other memory of the host: for tests, and where nothing else is there."""
+
+    def new_block(self, size_bytes: int) -> HostBlock:
+        return HostBlock(size_bytes)
+
+    def copy_out(self, block: Block, offset: int, address: int, size_bytes: int) -> None:
+        assert isinstance(block, HostBlock)
+        ctypes.memmove(block.address + offset, address, size_bytes)
+
+    def copy_back(self, block: Block, offset: int, address: int, size_bytes: int) -> None:
+        assert isinstance(block, HostBlock)
+        ctypes.memmove(address, block.address + offset, size_bytes)
