@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from oracles.moved_memory import MovedMemory
 from oracles.numbered_memory import (
     AS_STRIDED,
     WRITES_OVER,
@@ -31,9 +32,12 @@ from rkgb.run.program.statements import (
     Draw,
     Drop,
     Give,
+    MoveOut,
+    Moving,
     Statement,
     StepProgram,
     Sum,
+    TakeArena,
 )
 
 _SUM = torch.ops.aten.sum.dim_IntList
@@ -55,6 +59,7 @@ class _Check:
         numbers: dict[Hashable, int] = {}
         self.recording = FollowedRecording(basic, numbers)
         self.memory = NumberedMemory(basic.infos, numbers)
+        self.moved = MovedMemory()
         self.externals = frozenset(basic.externals)
         self.alive: set[str] = set()
         self.gone: dict[str, str] = {}  # variable -> the statement that dropped it
@@ -109,6 +114,9 @@ class _Check:
         if not fact:
             raise InvalidGraphError(f"wrong program at {self.where}: {otherwise}.")
 
+    def _right(self, wrong: str) -> None:
+        self._expect(not wrong, wrong)
+
     # ------------------------------------------------------------------ halves
 
     def _half(self, half: str, statements: Sequence[Statement], needed: list[set[str]]) -> None:
@@ -129,6 +137,8 @@ class _Check:
         program = self.program
         for name in (*program.outputs, *program.saved):
             self._expect(name in self.alive, f"'{name}' is not there{self._who_dropped(name)}")
+            if name in program.outputs:
+                self._right(self.moved.use(self.memory.storage_of(name)))
         self._expect(
             program.outputs == tuple(self.graph.output_names)
             and program.tangents == self.recording.tangents,
@@ -153,11 +163,24 @@ class _Check:
 
     # ------------------------------------------------------------------ statements
 
+    def _move_out(self, statement: MoveOut, source: str, size_bytes: int) -> None:
+        storage = self.memory.variables[source].storage
+        known = self.graph.dataflow.infos[self.memory.root(source)].storage_bytes
+        self._expect(size_bytes == known, f"it has {known} bytes")
+        held = self.outside | self.given.keys()
+        held |= {
+            self.memory.variables[n].storage for n in self.graph.output_names if n in self.alive
+        }
+        self._expect(storage not in held, f"others than the program hold '{source}'")
+        self._right(self.moved.out(statement, storage, self.memory.content[storage]))
+
     def _follow(self, half: str, statement: Statement) -> None:
         for name in _reads(statement):
             self._expect(name in self.alive, f"'{name}' is not there{self._who_dropped(name)}")
             fresh = not self.again or self.memory.storage_of(name) not in self.rewritten
             self._expect(fresh, f"another forward may have written to '{name}' since")
+            if not isinstance(statement, Moving):
+                self._right(self.moved.use(self.memory.storage_of(name)))
         for name in _makes(statement):
             self._expect(name not in self.alive, f"'{name}' is there already")
         match statement:
@@ -187,6 +210,14 @@ class _Check:
             case Sum(_, leaf, value):
                 self._take(leaf, value)
                 self._add(leaf)
+            case TakeArena(size_bytes):
+                self._expect(half == "forward" and not self.moved.arena_bytes, "there is one")
+                self.moved.arena_bytes = size_bytes
+            case MoveOut(_, source, _, size_bytes):
+                self._move_out(statement, source, size_bytes)
+            case Moving(name):
+                content = self.memory.content[self.moved.storage(name)]
+                self._right(self.moved.follow(statement, content))
         self.alive.update(_makes(statement))
         if isinstance(statement, Give) and statement.receives in statement.dropped:
             self.alive.remove(statement.receives)
@@ -208,6 +239,7 @@ class _Check:
         mine = node.ops if kind == "F" else node.backward
         self._expect(any(o.name == op.name for o in mine), f"it is no part of {kind}{index}")
         for name in op.writes:
+            self._right(self.moved.use(self.memory.storage_of(name), writes=True))
             owner = self.given.get(self.memory.variables[name].storage)
             self._expect(owner is None, f"'{name}' was handed over as the gradient of '{owner}'")
             outside = self.memory.variables[name].storage in self.outside
@@ -261,6 +293,7 @@ class _Check:
         for name in names:
             self._expect(name in self.alive, f"'{name}' is not there{self._who_dropped(name)}")
             self._expect(name not in self.externals, f"'{name}' is not the program's to drop")
+            self._right(self.moved.drop(name))
             self.alive.remove(name)
             self.gone[name] = self.where
 
@@ -324,8 +357,10 @@ def _reads(statement: Statement) -> set[str]:
             return {*op.inputs, *op.writes}
         case Copy(_, source):
             return {source}
-        case Draw(name, "put back"):
+        case Draw(name, "put back") | Moving(name):
             return {name}
+        case MoveOut(_, source):
+            return {source, "moving"}
         case Give(_, gradients, _):
             return {value for _, value in gradients if value}
         case Sum(_, _, value):
@@ -337,8 +372,10 @@ def _makes(statement: Statement) -> set[str]:
     match statement:
         case Call(op):
             return {name for name in op.results if name}
-        case Copy(name, _) | Draw(name, "keep"):
+        case Copy(name, _) | Draw(name, "keep") | MoveOut(name):
             return {name}
+        case TakeArena():
+            return {"moving"}
         case Give() if statement.receives:
             return {statement.receives}
     return set()
@@ -383,5 +420,11 @@ def _words(statement: Statement) -> str:
             return f"{kind} the random state {name}"
         case Give(_, gradients, _):
             return f"give {', '.join(f'{value} to {leaf}' for leaf, value in gradients)}"
+        case TakeArena(size_bytes):
+            return f"take an arena of {size_bytes} bytes"
+        case MoveOut(name, source):
+            return f"{name} = {source}, moved out"
+        case Moving(name, kind):
+            return f"{name}: {kind}"
         case Sum(kind, leaf, value):
             return f"sum of {leaf}: {kind} {value}"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rkgb.copies import Copies
 from rkgb.elements.cut import GradientCut
 from rkgb.elements.op import Ref
 from rkgb.elements.sample import Sample
@@ -68,12 +69,13 @@ def run_program(
     sample: Any,
     *,
     kwargs: Mapping[str, Any] | None = None,
+    copies: Copies | None = None,
 ) -> tuple[list[Any], list[Tensor | None]]:
     """Run a step; return the leaves of the result, and the gradients of the sum of all of them.
 
     The gradients are those of parameters, then of inputs.
     """
-    compiled = compile_step(sg, program, plain_callee)
+    compiled = compile_step(sg, program, plain_callee, copies)
     basic = sg.dataflow.basic
     given = Sample.of(model, sample, kwargs)
     external = external_values(basic, model, given.leaves)

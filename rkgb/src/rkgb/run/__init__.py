@@ -3,14 +3,16 @@
 Gets a simplified graph and the steps of a plan; gives a forward function and a backward generator.
 Read graph/: views.py, kept_dims.py and overwrite.py (rewriting the graph), node_storages.py (the
 storages of a node), freeing.py (donation). Then program/: statements.py (the parts of a program),
-places.py (hand-overs of gradients), state.py (state for recomputations), lowering.py (the order and
-the drops), source.py (code generation). Then reads.py (values that a forward has read),
-stand_ins.py and bindings.py (the functions that are called).
+places.py (hand-overs of gradients), moves.py (storages that leave the device), state.py (state for
+recomputations), lowering.py (the order and the drops), source.py (code generation). Then
+reads.py (values that a forward has read), stand_ins.py and bindings.py (the functions that are
+called).
 """
 
 from rkgb.run.graph.node_storages import NodeStorage
 from rkgb.run.graph.views import RunnableGraph
-from rkgb.run.program.lowering import without_idle_steps
+from rkgb.run.program.lowering import moves_without_idle_steps, without_idle_steps
+from rkgb.run.program.moves import Move, movable_roots
 from rkgb.run.program.places import Places, held_bytes, single_places, waiting_places
 from rkgb.run.program.source import CompiledStep
 from rkgb.run.program.state import rerun_state, runs_once
@@ -19,9 +21,12 @@ from rkgb.run.program.statements import (
     Call,
     Drop,
     Give,
+    MoveOut,
+    Moving,
     Statement,
     StepProgram,
     Sum,
+    TakeArena,
     made_by,
     read_by,
 )
@@ -33,6 +38,9 @@ __all__ = [
     "CompiledStep",
     "Drop",
     "Give",
+    "Move",
+    "MoveOut",
+    "Moving",
     "NodeStorage",
     "Outcomes",
     "Places",
@@ -40,8 +48,11 @@ __all__ = [
     "Statement",
     "StepProgram",
     "Sum",
+    "TakeArena",
     "held_bytes",
     "made_by",
+    "movable_roots",
+    "moves_without_idle_steps",
     "read_by",
     "rerun_state",
     "runs_once",

@@ -10,6 +10,7 @@ dropped within it.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from rkgb.elements.target import target_of
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.run.graph.node_storages import dying_in_backward, storages_of
+from rkgb.run.program.moves import Move, kept_moves, with_moves
 from rkgb.run.program.places import Places, Step, ends_of, given_by, waiting_places
 from rkgb.run.program.state import copied_for_rerun, rerun_ops, rerun_state, runs_once
 from rkgb.run.program.statements import (
@@ -29,8 +31,11 @@ from rkgb.run.program.statements import (
     Draw,
     Drop,
     Give,
+    MoveOut,
+    Moving,
     Statement,
     StepProgram,
+    TakeArena,
     free_variables,
     made_by,
     read_by,
@@ -38,21 +43,28 @@ from rkgb.run.program.statements import (
 
 
 def lower_step(
-    sg: SimplifiedGraph, steps: Sequence[Step], places: Places | None = None
+    sg: SimplifiedGraph,
+    steps: Sequence[Step],
+    places: Places | None = None,
+    moves: Sequence[Move] = (),
 ) -> StepProgram:
     """Return the program of a plan: F of every node once in order, then the F and B of the steps.
 
-    It hands gradients over at `places`; without them, after each B that makes some.
+    It hands gradients over at `places`; without them, after each B that makes some. `moves` say
+    which storages leave the device meanwhile.
     """
-    return _Lowering(sg, steps, waiting_places(sg, steps) if places is None else places).run()
+    places = waiting_places(sg, steps) if places is None else places
+    return _Lowering(sg, steps, places, moves).run()
 
 
-def lowered_parts(sg: SimplifiedGraph, steps: Sequence[Step]) -> list[list[Statement]]:
+def lowered_parts(
+    sg: SimplifiedGraph, steps: Sequence[Step], moves: Sequence[Move] = ()
+) -> list[list[Statement]]:
     """Return the statements of each step of a plan, for whoever counts what they take.
 
     What hands a part of an output's gradient to autograd, or takes the whole from it, is a call.
     """
-    return _Lowering(sg, steps, waiting_places(sg, steps)).parts()
+    return _Lowering(sg, steps, waiting_places(sg, steps), moves).parts()
 
 
 def for_backward_alone(program: StepProgram) -> StepProgram:
@@ -79,7 +91,19 @@ def without_idle_steps(sg: SimplifiedGraph, steps: Sequence[Step]) -> tuple[Step
     backward only here, if its operations belonged to another node's backward with more gradients.
     It is inserted in order.
     """
-    steps = _with_other_backwards(sg, steps)
+    return tuple(step for _, step in _kept_steps(sg, steps))
+
+
+def moves_without_idle_steps(
+    sg: SimplifiedGraph, steps: Sequence[Step], moves: Sequence[Move]
+) -> tuple[Move, ...]:
+    """Return the moves of a plan for more gradients, among the steps that `sg` needs."""
+    return kept_moves(sg, _kept_steps(sg, steps), moves)
+
+
+def _kept_steps(sg: SimplifiedGraph, plan: Sequence[Step]) -> list[tuple[float, Step]]:
+    """Return the steps that `sg` needs; those of the plan have whole numbers, their places."""
+    steps = _with_other_backwards(sg, plan)
     storages = [s for part in storages_of(sg) for s in part]
     reads: dict[Step, set[str]] = defaultdict(set)
     makes: dict[int, set[str]] = defaultdict(set)
@@ -91,36 +115,39 @@ def without_idle_steps(sg: SimplifiedGraph, steps: Sequence[Step]) -> tuple[Step
         if not storage.is_output:
             makes[storage.producer].add(storage.root)
     needed: set[str] = set()
-    kept: list[Step] = []
+    kept: list[tuple[float, Step]] = []
     first = len(sg.nodes)
-    for t in range(len(steps) - 1, -1, -1):
-        kind, index = steps[t]
+    for place, (kind, index) in reversed(steps):
         if kind == "B" and not (sg.nodes[index].backward or sg.nodes[index].hand_overs):
             continue
-        if kind == "F" and t >= first:
+        if kind == "F" and place >= first:
             if needed.isdisjoint(makes[index]):
                 continue
             needed -= makes[index]
         needed |= reads[kind, index]
-        kept.append((kind, index))
-    return tuple(reversed(kept))
+        kept.append((place, (kind, index)))
+    return kept[::-1]
 
 
-def _with_other_backwards(sg: SimplifiedGraph, steps: Sequence[Step]) -> list[Step]:
-    result = list(steps)
+def _with_other_backwards(sg: SimplifiedGraph, steps: Sequence[Step]) -> list[tuple[float, Step]]:
+    result: list[tuple[float, Step]] = list(enumerate(steps))
     planned = {index for kind, index in steps if kind == "B"}
     for index in reversed(range(len(sg.nodes))):
         node = sg.nodes[index]
         if index in planned or not (node.backward or node.hand_overs):
             continue
-        later = (t for t, (kind, other) in enumerate(result) if kind == "B" and other < index)
-        result.insert(next(later, len(result)), ("B", index))
+        later = (t for t, (_, (kind, other)) in enumerate(result) if kind == "B" and other < index)
+        at = next(later, len(result))
+        place = result[at][0] if at < len(result) else len(steps)
+        result.insert(at, (math.ceil(place) - 0.5, ("B", index)))
     return result
 
 
 class _Lowering:
-    def __init__(self, sg: SimplifiedGraph, steps: Sequence[Step], places: Places) -> None:
-        self.sg, self.steps, self.places = sg, steps, places
+    def __init__(
+        self, sg: SimplifiedGraph, steps: Sequence[Step], places: Places, moves: Sequence[Move]
+    ) -> None:
+        self.sg, self.steps, self.places, self.moves = sg, steps, places, moves
         basic = sg.dataflow.basic
         self.infos = basic.infos
         self.last_forward = {node: t for t, (kind, node) in enumerate(steps) if kind == "F"}
@@ -163,6 +190,8 @@ class _Lowering:
         """Return the statements of each step, with a drop behind the last use of each variable."""
         parts = [self._part(t) for t in range(len(self.steps))]
         self._hand_over(parts)
+        if self.moves:
+            parts = with_moves(self.sg, self.steps, parts, self.moves)
         return self._with_drops(parts, set(self._externals(parts)))
 
     # ------------------------------------------------------------------ parts
@@ -251,8 +280,9 @@ class _Lowering:
             for statement in reversed(part):
                 uses = dict.fromkeys((*made_by(statement), *read_by(statement)))
                 dead = [n for n in uses if n not in live and n not in externals]
-                # Random states are dropped one at a time; a hand-over drops its own values.
-                if not isinstance(statement, Draw | Give) and not _hands_over(statement):
+                # What is no tensor is dropped one at a time; a hand-over drops its own values.
+                own = isinstance(statement, Draw | Give | TakeArena | MoveOut | Moving)
+                if not own and not _hands_over(statement):
                     late.update((n, None) for n in dead if self._stays(n, made, dying))
                 now = tuple(n for n in dead if n not in late)
                 if isinstance(statement, Call):

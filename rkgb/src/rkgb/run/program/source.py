@@ -32,8 +32,10 @@ to be added if not. `numbers` are what follows from the numbers of a call, where
 all of them. What a line calls stands in the function's globals, as the name of the operation with a
 number. `keep_random` and `put_back_random` save and restore the state of the generators, `clone`
 copies a buffer, and `grad_mode` switches what kernels may ask for, and the flags that choose them
-back to those of the forward. Under a profiler, `span_of` begins a span of the comment's text in
-place of the comment.
+back to those of the forward. Where storages leave the device meanwhile, `moving` is the memory on
+the other side, and `moved_relu` the storage of `relu`: `moving.out` starts a copy, `leave` waits
+for it and frees the storage, `back` takes memory again and starts to fill it, `arrive` waits. Under
+a profiler, `span_of` begins a span of the comment's text in place of the comment.
 """
 
 from __future__ import annotations
@@ -54,11 +56,13 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from rkgb.copies import Copies
 from rkgb.device.profiled import is_profiled_by_user
 from rkgb.device.rng import RngState
 from rkgb.elements.numbers import is_unspecialised
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.target import Boxed, target_of
+from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.run.program.lowering import for_backward_alone
 from rkgb.run.program.statements import (
@@ -68,9 +72,12 @@ from rkgb.run.program.statements import (
     Draw,
     Drop,
     Give,
+    MoveOut,
+    Moving,
     Statement,
     StepProgram,
     Sum,
+    TakeArena,
 )
 from rkgb.torch_api.kernel_choice import calling_with, switch_forward
 
@@ -81,6 +88,7 @@ _TAKEN = frozenset(
     (
         *("externals", "saved", "tangents", "given", "boxed", "numbers", "sums"),
         *("clone", "keep_random", "put_back_random", "grad_mode", "span_of", "span"),
+        "copies",
     )
 )
 _numbers = itertools.count()
@@ -108,17 +116,26 @@ class CompiledStep:
         return self.other(for_backward_alone(self.program)).forward
 
 
-def compile_step(sg: SimplifiedGraph, program: StepProgram, callee: Callee) -> CompiledStep:
+def compile_step(
+    sg: SimplifiedGraph, program: StepProgram, callee: Callee, copies: Copies | None = None
+) -> CompiledStep:
     """Return the functions of a program; `callee` gives the function that runs an operation.
+
+    `copies` takes the storages that the program moves.
 
     Under a user's profiler a second form runs, which is made when it is first needed. It names each
     part of the step for `torch.profiler` and its traces, like the comments of the source.
     """
-    plain, source = _functions(sg, program, callee)
+    if program.arena_bytes and copies is None:
+        raise InvalidGraphError(
+            f"the plan of {sg.dataflow.basic.model_name} moves storages, and nothing was given "
+            "that takes them. Give compile_step what does, such as Host()."
+        )
+    plain, source = _functions(sg, program, callee, copies)
 
     @functools.cache
     def named() -> dict[str, Any]:
-        return _functions(sg, program, callee, with_spans=True)[0]
+        return _functions(sg, program, callee, copies, with_spans=True)[0]
 
     def forward(*given: Any) -> Any:
         return (named() if is_profiled_by_user() else plain)["forward"](*given)
@@ -127,15 +144,20 @@ def compile_step(sg: SimplifiedGraph, program: StepProgram, callee: Callee) -> C
         return (named() if is_profiled_by_user() else plain)["backward"](*given)
 
     def other(program: StepProgram) -> CompiledStep:
-        return compile_step(sg, program, callee)
+        return compile_step(sg, program, callee, copies)
 
     return CompiledStep(program, forward, backward, source, other)
 
 
 def _functions(
-    sg: SimplifiedGraph, program: StepProgram, callee: Callee, *, with_spans: bool = False
+    sg: SimplifiedGraph,
+    program: StepProgram,
+    callee: Callee,
+    copies: Copies | None,
+    *,
+    with_spans: bool = False,
 ) -> tuple[dict[str, Any], str]:
-    writer = _Writer(sg, callee, with_spans=with_spans)
+    writer = _Writer(sg, callee, copies, with_spans=with_spans)
     head = _unpack("externals", program.externals)
     more = "" if sg.dataflow.basic.numbers is None else ", numbers"
     lines = [f"def forward(externals{more}):", *_indented(head)]
@@ -177,7 +199,14 @@ def _variable(name: str) -> str:
 
 
 class _Writer:
-    def __init__(self, sg: SimplifiedGraph, callee: Callee, *, with_spans: bool = False) -> None:
+    def __init__(
+        self,
+        sg: SimplifiedGraph,
+        callee: Callee,
+        copies: Copies | None = None,
+        *,
+        with_spans: bool = False,
+    ) -> None:
         self.sg, self.callee, self.with_spans = sg, callee, with_spans
         self.device = sg.dataflow.basic.device
         self.scope: dict[str, Any] = {
@@ -186,6 +215,7 @@ class _Writer:
             "clone": torch.clone,
             "grad_mode": switch_forward,
             "span_of": _begun_span,
+            "copies": copies,
         }
         self.in_forward = False
         self.in_span = False
@@ -266,6 +296,13 @@ class _Writer:
                 return [
                     f"late_for_{n}({name}) if sum_of_{n}() is None else sum_of_{n}().add_({name})"
                 ]
+
+            case TakeArena(size_bytes):
+                return [f"moving = copies.arena({size_bytes})"]
+            case MoveOut(name, source, offset, size_bytes):
+                return [f"{name} = moving.out({_variable(source)}, {offset}, {size_bytes})"]
+            case Moving(name, kind):
+                return [f"{name}.{kind}()"]
 
     def end_of_span(self) -> list[str]:
         """Return the line that ends the open span, if there is one."""

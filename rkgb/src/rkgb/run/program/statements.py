@@ -86,7 +86,32 @@ class Sum:
     value: str
 
 
-Statement = Begin | Call | Drop | Copy | Draw | Give | Sum
+@dataclass(frozen=True, slots=True)
+class TakeArena:
+    """Take the memory on the other side that the moves of this step need, as `moving`."""
+
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoveOut:
+    """Start copying the storage of `source` to a place in the arena; `name` is the move."""
+
+    name: str
+    source: str
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """Free the memory of a storage once it has been copied, start copying back, or wait for it."""
+
+    name: str
+    kind: Literal["leave", "back", "arrive"]
+
+
+Statement = Begin | Call | Drop | Copy | Draw | Give | Sum | TakeArena | MoveOut | Moving
 
 
 @dataclass(frozen=True)
@@ -111,6 +136,11 @@ class StepProgram:
         for statement in (*self.forward, *self.backward):
             if isinstance(statement, Call):
                 yield statement.op
+
+    @cached_property
+    def arena_bytes(self) -> int:
+        """The bytes that its moves take on the other side, from its forward to its backward."""
+        return sum(s.size_bytes for s in self.forward if isinstance(s, TakeArena))
 
     @cached_property
     def has_sums(self) -> bool:
@@ -144,7 +174,11 @@ def made_by(statement: Statement) -> tuple[str, ...]:
     """Return the variables that a statement makes."""
     if isinstance(statement, Call):
         return tuple(name for name in statement.op.results if name)
-    if isinstance(statement, Copy) or (isinstance(statement, Draw) and statement.kind == "keep"):
+    if isinstance(statement, TakeArena):
+        return ("moving",)
+    if isinstance(statement, Copy | MoveOut) or (
+        isinstance(statement, Draw) and statement.kind == "keep"
+    ):
         return (statement.name,)
     if isinstance(statement, Give) and statement.receives:
         return (statement.receives,)
@@ -157,7 +191,11 @@ def read_by(statement: Statement) -> tuple[str, ...]:
         return tuple(dict.fromkeys(statement.op.inputs))
     if isinstance(statement, Copy):
         return (statement.source,)
-    if isinstance(statement, Draw) and statement.kind == "put back":
+    if isinstance(statement, MoveOut):
+        return statement.source, "moving"
+    if isinstance(statement, Moving) or (
+        isinstance(statement, Draw) and statement.kind == "put back"
+    ):
         return (statement.name,)
     if isinstance(statement, Give):
         return tuple(dict.fromkeys(value for _, value in statement.gradients if value))
