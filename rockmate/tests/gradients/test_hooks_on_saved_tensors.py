@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from oracles.training import assert_same_gradients
 from rkgb.engine import trace_memory
+from rockmate import ChangedTensorError
 from runs.planned import wrap
 
 
@@ -278,3 +279,87 @@ def test_a_second_backward_through_a_checkpoint_runs_the_forward_again() -> None
         loss.backward(retain_graph=True)
         loss.backward()
     assert_same_gradients(model, twin)
+
+
+class Around(nn.Module):
+    """Gives a planned part other inputs at each run, and other random numbers to a dropout."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.register_buffer("runs", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Any:
+        self.runs.add_(1)
+        return self.part(x * self.runs.clone())
+
+
+class Hidden(nn.Module):
+    """Returns a hidden state beside its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = _model(), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.inner(x)
+        return self.last(torch.tanh(h)), h
+
+
+class Renews(nn.Module):
+    """Replaces a buffer after its backward is to read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.by = _model(), 1.5
+        self.register_buffer("mean", torch.full((24,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.inner(x) * self.mean) * self.by
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return torch.exp(y)
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "as planned": lambda y: y.square().mean(),
+    "a sum": lambda y: y.sum(),
+    "another layout": lambda y: y.t().contiguous().square().sum(),
+}
+
+
+@pytest.mark.parametrize(("loss", "many"), [("as planned", 1), ("a sum", 2), ("another layout", 1)])
+@pytest.mark.parametrize("part", [_model, Hidden, Renews])
+def test_gradients_of_a_new_kind_meet_what_a_checkpoints_second_run_has_saved(
+    part: Callable[[], nn.Module], loss: str, many: int
+) -> None:
+    """Not what the part computes when it runs again from the first run's inputs."""
+    torch.manual_seed(0)
+    inside = part()
+    twin = Around(copy.deepcopy(inside))
+    model = Around(wrap(inside, torch.randn(96, 24), 0.8))
+    for step in range(3):
+        x = torch.randn(96, 24)
+        for module in (model, twin):
+            torch.manual_seed(step)
+            module.zero_grad()
+            made = checkpoint(module, x, use_reentrant=False, preserve_rng_state=False)
+            value = LOSSES[loss](made if isinstance(made, Tensor) else made[0])
+            for left in reversed(range(many)):
+                value.backward(retain_graph=left > 0)
+        assert_same_gradients(inside, twin.part)
+        assert _same_buffers(inside, twin.part)
+
+
+def test_a_checkpoint_runs_no_other_plan_for_the_backward() -> None:
+    torch.manual_seed(0)
+    inside = Renews()
+    wrapped = wrap(inside, torch.randn(96, 24), 0.8)
+    x = torch.randn(96, 24)
+    for by in (2.5, 1.5):  # each of them has its plan from now on
+        inside.by = by
+        checkpoint(wrapped, x, use_reentrant=False).sum().backward()
+    loss = checkpoint(wrapped, x, use_reentrant=False).sum()
+    inside.by = 2.5
+    with pytest.raises(ChangedTensorError, match="has run Renews again for the backward"):
+        loss.backward()
+    checkpoint(wrapped, x, use_reentrant=False).sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,16 @@ class RngState:
     @classmethod
     def save(cls, device: torch.device) -> RngState:
         return cls(torch.get_rng_state(), device_of(device).random_state(), device)
+
+    @classmethod
+    def of(cls, tensors: Iterator[Tensor], device: torch.device) -> RngState:
+        """Return the state whose `tensors` come next."""
+        cpu = next(tensors)
+        return cls(cpu, None if device_of(device).random_state() is None else next(tensors), device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.cpu] if self.own is None else [self.cpu, self.own]
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)

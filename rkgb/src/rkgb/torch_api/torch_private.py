@@ -372,6 +372,12 @@ def has_saved_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+def is_in_checkpoint() -> bool:
+    """Return whether the hooks on saved tensors are a checkpoint's, which runs a forward again."""
+    hooks = saved_hooks()
+    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
+
+
 def saved_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """Return the two hooks that see what autograd saves here, packing and unpacking, if any."""
     found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -341,13 +341,6 @@ class Executable:
         return tuple(place for root, place in places.items() if root in left)
 
     @cached_property
-    def saved_values(self) -> tuple[int, ...]:
-        """Positions of saved values that the module does not keep itself."""
-        basic = self.graph.dataflow.basic
-        known = {*basic.parameters, *basic.buffers, *basic.constants}
-        return tuple(i for i, name in enumerate(self.program.saved) if name not in known)
-
-    @cached_property
     def plain_outputs(self) -> tuple[int, ...]:
         """Positions of outputs that get no gradient."""
         roots, outputs = self.graph.dataflow.basic.roots, self.program.outputs

@@ -108,6 +108,7 @@ class _Outputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         refuse_create_graph()
         if ctx.step.passed is not None:
+            ctx.step.refuse_twice()  # before autograd refuses it in its words
             ctx.step.take_back(ctx.saved_tensors)
         ctx.step.start(grads)
         return None, None, None, ctx.token

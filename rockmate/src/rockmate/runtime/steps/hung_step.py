@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.torch_api import apply_function
+from rkgb.torch_api import apply_function, keeps_graph
 from rockmate.runtime.steps.running_step import RunningStep, refuse_create_graph
 
 
@@ -51,7 +51,8 @@ class HungStep(RunningStep):
         """Continue with the tensors that hooks on saved tensors return, if there are any."""
         if self.keeper is not None:
             self.take_back(self.keeper.grad_fn.saved_tensors)
-            self.keeper = None
+            if not keeps_graph():
+                self.keeper = None
 
 
 class Output(torch.autograd.Function):

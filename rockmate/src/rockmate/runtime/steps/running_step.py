@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.device import KeptGenerators
+from rkgb.device import KeptGenerators, RngState
 from rkgb.elements import running_on, settled
 from rkgb.graphs import BackwardKind, ambient_autocast
 from rkgb.torch_api import (
@@ -23,6 +23,7 @@ from rkgb.torch_api import (
     RecomputingAs,
     changing_modes,
     current_dispatch_modes,
+    is_in_checkpoint,
     keeps_graph,
     running_a_forward,
     straight_to_kernels,
@@ -59,7 +60,11 @@ class RunningStep:
     kept: Mapping[str, Tensor] | None = None  # for another backward, with retain_graph
     aliases: Sequence[tuple[str, Tensor, int]] = ()  # outputs that share saved memory, and versions
     outputs_held: OutputsHeld | None = None
-    passed: Sequence[int] | None = None  # positions in `saved` that hooks on saved tensors hold
+    # Positions in `saved` of what hooks on saved tensors hold, with the devices of random states.
+    passed: Mapping[int, torch.device | None] | None = None
+    mark = 0  # tells which program has saved them
+    # For another backward, with retain_graph: the rest of `saved`, and what belongs to it.
+    unpassed: tuple[list[Any], Sequence[Tensor], list[int], list[int]] | None = None
     start_random: KeptGenerators | None = None
     contents: Callable[[], str] | None = None  # names a tensor with changed content and old version
     choice: KernelChoice | None = None
@@ -135,34 +140,62 @@ class RunningStep:
     def pass_to_hooks(self) -> list[Tensor]:
         """Return the saved tensors for autograd to save, so that hooks on saved tensors get them.
 
-        Parameters and buffers stay here; the backward checks whether they have changed.
+        Parameters stay here, and the backward checks whether they have changed; but a checkpoint
+        gets all. The last tensor tells which program has saved them, with which numbers.
         """
-        own = self.executable.saved_values
+        executable, saved = self.executable, self.saved
         self.aliases = ()
-        given = set(self.executable.graph.dataflow.basic.inputs)
-        for place, name in enumerate(self.executable.held):
-            if name in given:
+        basic = executable.graph.dataflow.basic
+        kept = {} if is_in_checkpoint() else basic.parameters
+        self.passed = {
+            place: saved[place].device if isinstance(saved[place], RngState) else None
+            for place, name in enumerate(executable.program.saved)
+            if isinstance(saved[place], (Tensor, RngState)) and name not in kept
+        }
+        for place, name in enumerate(executable.held):
+            if name not in kept:
                 self.versions[place] = -1
-        for place, name in enumerate(self.executable.program.externals):
-            if name in given:
-                self.start_versions[place] = -1
-        self.passed = [place for place in own if isinstance(self.saved[place], Tensor)]
-        found = [self.saved[place] for place in self.passed]
-        for place in self.passed:
-            self.saved[place] = None
-        # Without any, a checkpoint would not run the forward again, as it does with plain PyTorch.
-        return found or [torch.empty(0, device="cpu")]
+        found: list[Tensor] = []
+        for place, device in self.passed.items():
+            found += [saved[place]] if device is None else saved[place].tensors
+            saved[place] = None
+        self.mark = hash((id(self.backwards), executable.program.saved, *self.numbers))
+        return [*found, torch.tensor(self.mark, device="cpu")]
 
     def take_back(self, tensors: Sequence[Tensor]) -> None:
-        """Continue with the tensors that the hooks return."""
-        names = self.executable.program.saved
-        for place, tensor in zip(self.passed or (), tensors, strict=False):
-            self.saved[place] = tensor
+        """Continue with the tensors that the hooks return, at the beginning of each backward.
+
+        Those of a checkpoint come from a second run of the user's forward, with other inputs,
+        buffers and random numbers than this one perhaps. So this forward never runs again.
+
+        Raises:
+            ChangedTensorError: a second run has gone another way.
+        """
+        assert self.passed is not None
+        *found, mark = tensors
+        if mark.item() != self.mark:
+            name = self.executable.graph.dataflow.basic.model_name
+            raise ChangedTensorError(
+                f"a checkpoint has run {name} again for the backward, and with another plan or "
+                "other numbers than in the forward: an attribute or what the forward reads has "
+                "changed meanwhile. Change it after the backward."
+            )
+        executable = self.executable = self.laid_for
+        names = executable.program.saved
+        if not self.started and keeps_graph():
+            self.unpassed = [*self.saved], self.held, self.versions, self.storages
+        elif self.started:
+            assert self.unpassed is not None
+            saved, self.held, self.versions, self.storages = self.unpassed
+            self.saved = [*saved]
+        rest = iter(found)
+        for place, device in self.passed.items():
+            value = next(rest) if device is None else RngState.of(rest, device)
+            self.saved[place] = value
             if self.external is not None and names[place] in self.external:
-                self.external = {**self.external, names[place]: tensor}
-        self.passed = None
+                self.external = {**self.external, names[place]: value}
         # They have the values at the time of saving, without later changes of outputs.
-        self.output_versions = [self.saved[p]._version for p, _ in self.executable.saved_outputs]
+        self.output_versions = [self.saved[p]._version for p, _ in executable.saved_outputs]
 
     def _check_storages(self) -> None:
         # Storages, not addresses: FSDP frees and refills the memory of a storage.
@@ -240,7 +273,8 @@ class RunningStep:
         if again:
             assert self.kept is not None
             self._refuse_second(kind)
-            self._run_again(kind, self.kept)
+            if self.passed is None:
+                self._run_again(kind, self.kept)
         self._check_outputs()
         self._check_storages()
         executable = self.executable
@@ -353,11 +387,11 @@ class RunningStep:
             UnsupportedModuleError: it cannot run again.
         """
         assert self.external is not None
-        if executable.runs_python or executable.unrepeatable:
+        if executable.runs_python or executable.unrepeatable or self.passed is not None:
             raise UnsupportedModuleError(
-                "gradients have arrived at outputs of a compiled Rockmate module in another way "
-                "than before, and its forward, which was compiled for the other way, cannot be run "
-                "again. Run the step again: it is compiled for such gradients from now on."
+                "gradients have arrived at outputs of a Rockmate module in another way than "
+                "before, and its forward, which was compiled or planned for the other way, cannot "
+                "be run again. Run the step again: it is planned for such gradients from now on."
             )
         self.saved.clear()
         self._run_again(kind, self.external)
@@ -366,7 +400,7 @@ class RunningStep:
         """Return whether a second forward gives the same: no opaque calls, and no changes since."""
         assert self.external is not None
         ran = self.executable
-        if ran.runs_python or ran.unrepeatable:
+        if ran.runs_python or ran.unrepeatable or self.passed is not None:
             return False
         pairs = zip(ran.program.externals, self.start_versions, strict=True)
         return all(version < 0 or self.external[n]._version == version for n, version in pairs)
