@@ -101,6 +101,14 @@ class NotByPiecesError(Exception):
     """Operations cannot run piece by piece; the text says which, and why."""
 
 
+class CopyError(RkgbError, RuntimeError):
+    """What leaves the device could not be copied to its place, or back; `path` is that place."""
+
+    def __init__(self, message: str, *, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
 class CompilerMissingError(RkgbError, RuntimeError):
     """Compilation was requested, and inductor's compiler for this device is not installed."""
 

@@ -6,6 +6,7 @@ the host, and disk.py, to a file), queues.py (copies by queues of CUDA, to memor
 and link.py (how fast they are while kernels run).
 """
 
+from rkgb.copies.disk import Disk
 from rkgb.copies.moved import PAGE_BYTES, Arena, Copies, Moved, in_pages
 from rkgb.copies.workers import Host
 
@@ -13,6 +14,7 @@ __all__ = [
     "PAGE_BYTES",
     "Arena",
     "Copies",
+    "Disk",
     "Host",
     "Moved",
     "in_pages",

@@ -7,6 +7,7 @@ begin and end, and nothing here decides anything.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections import deque
 from typing import Protocol
@@ -50,9 +51,12 @@ class Copies(ABC):
 
     def __init__(self) -> None:
         self._idle: deque[Block] = deque()
+        self._process = os.getpid()
 
     def arena(self, size_bytes: int) -> Arena:
         """Return memory on the other side for one step."""
+        if self._process != os.getpid():  # forked: those blocks are its parent's
+            self._process, self._idle = os.getpid(), deque()
         while True:
             try:
                 block = self._idle.popleft()

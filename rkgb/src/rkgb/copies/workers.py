@@ -18,13 +18,14 @@ from rkgb.copies.moved import Arena, Block, Copies
 
 
 class HostBlock:
-    """Pages of the host's memory."""
+    """Pages of memory of the host."""
 
     is_broken = False
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        self.pages = mmap.mmap(-1, size_bytes)
+        # A forked process has its own.
+        self.pages = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
 
 
