@@ -20,7 +20,7 @@ from rkgb.published.check import own_copy, same_bits
 from rkgb.run.graph.views import runnable
 from rkgb.run.program.lowering import lower_step
 from rkgb.run.program.places import Step
-from rkgb.run.program.source import CompiledStep, compile_step, plain_callee
+from rkgb.run.program.source import Callee, CompiledStep, compile_step, plain_callee
 from rkgb.run.program.statements import Give, StepProgram
 from rkgb.torch_api.torch_private import straight_to_kernels
 
@@ -70,12 +70,13 @@ def run_program(
     *,
     kwargs: Mapping[str, Any] | None = None,
     copies: Copies | None = None,
+    callee: Callee = plain_callee,
 ) -> tuple[list[Any], list[Tensor | None]]:
     """Run a step; return the leaves of the result, and the gradients of the sum of all of them.
 
     The gradients are those of parameters, then of inputs.
     """
-    compiled = compile_step(sg, program, plain_callee, copies)
+    compiled = compile_step(sg, program, callee, copies)
     basic = sg.dataflow.basic
     given = Sample.of(model, sample, kwargs)
     external = external_values(basic, model, given.leaves)
