@@ -232,6 +232,60 @@ def test_a_result_of_which_another_is_computed(kind: str) -> None:
     assert torch.equal(found[0][0], found[1][0])
 
 
+class Shows(nn.Module):
+    """Returns two results of such a part, alone or beside what is computed of them outside."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last, self.part = nn.Linear(8, 8), nn.Linear(8, 8), Dependent("new")
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        first, second = self.part(self.first(x))
+        if self.kind == "alone":
+            return first, second
+        if self.kind == "with what is made of the second":
+            return first, second, self.last(second)
+        return first, self.last(second) + first
+
+
+SHOWN = ["alone", "with what is made of the second", "with what is made of both"]
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+@pytest.mark.parametrize("beside", ["", "a weight", "an input"])
+def test_autograd_grad_between_results_of_a_whole_part(kind: str, beside: str) -> None:
+    """None, a part or torch's own error would come where what is computed inside is left out."""
+    model, x = Shows(kind), torch.randn(4, 8, requires_grad=True)
+    planned = Rockmate(model, x.detach(), 2**20)
+    more = {"": [], "a weight": [model.first.weight], "an input": [x]}[beside]
+    for place in range(1, len(planned(x))):
+        for unused in (False, True):
+            found = planned(x)
+            with pytest.raises(UnsupportedModuleError, match=r"torch\.autograd\.grad"):
+                torch.autograd.grad(found[place].sum(), [found[0], *more], allow_unused=unused)
+            edge = torch.autograd.graph.get_gradient_edge(found[0])
+            with pytest.raises(UnsupportedModuleError, match=r"torch\.autograd\.grad"):
+                torch.autograd.grad(found[place].sum(), [edge, *more], allow_unused=unused)
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_other_gradients_beside_such_results_are_exact(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Shows(kind)
+    plain, planned = copy.deepcopy(model), Rockmate(model, torch.randn(4, 8), 2**20)
+    for _ in range(2):
+        x, found = torch.randn(4, 8), []
+        for each, own in ((planned, model), (plain, plain)):
+            last = each(x)[-1]
+            asked = [own.first.weight, own.first.bias]
+            found.append(torch.autograd.grad(last.sum(), asked))
+        assert all(map(torch.equal, *found))
+        for each in (planned, plain):
+            (sum(t.square().mean() for t in each(x))).backward()
+        assert_same_gradients(model, plain)
+
+
 def test_autograd_grad_of_a_result_of_which_another_is_computed() -> None:
     model, x = Uses("new"), torch.randn(4, 8)
     planned = Rockmate(model, x, 2**20)

@@ -38,7 +38,7 @@ class _Trial:
     results: Structure
     plain: tuple[Any, ...]
     differentiable: tuple[bool, ...]
-    inner: tuple[int, ...]  # results of which others are made
+    inner: tuple[int, ...]  # results of which others are made, in order
     tangents: Tangents
     gradients: tuple[tuple[Kind, ...], ...]  # of inputs in one part, of parameters in all parts
     needs: tuple[tuple[str, int], ...]
@@ -434,12 +434,16 @@ def _counting() -> FlopCounterMode:
 
 
 def _nested(results: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return the results of which others are computed, and those that are arguments."""
+    """Return the results of which others are computed, and those that are arguments.
+
+    A result comes after those that it is computed from.
+    """
     ends = {
         (t.grad_fn, t.output_nr): place for place, t in enumerate(results) if t.grad_fn is not None
     }
     reached = {edge for node in nodes_from([n for n, _ in ends]) for edge in node.next_functions}
-    return tuple(p for end, p in ends.items() if end in reached or is_entry(end[0]))
+    found = (end for end in ends if end in reached or is_entry(end[0]))
+    return tuple(ends[end] for end in sorted(found, key=lambda end: end[0]._sequence_nr()))
 
 
 def _laid(gradient: Tensor, strides: tuple[int, ...] | None) -> Tensor:

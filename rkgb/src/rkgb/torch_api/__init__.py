@@ -22,6 +22,7 @@ from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private_names import refuse_unused
 from rkgb.torch_api.torch_private import (
     apply_function,
+    asked_of_backwards,
     at_end_of_backward,
     changing_modes,
     current_backward,
@@ -55,6 +56,7 @@ __all__ = [
     "KernelChoice",
     "RecomputingAs",
     "apply_function",
+    "asked_of_backwards",
     "at_end_of_backward",
     "changing_modes",
     "compiled_modules",

@@ -217,6 +217,18 @@ def is_to_run(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+def asked_of_backwards() -> Iterator[Any]:
+    """Yield what running backwards are asked for gradients of, by `inputs` or as all they give."""
+    codes = {_usual_backward.__code__, torch.autograd.grad.__code__}
+    frames = [*sys._current_frames().values()]  # autograd may run this in another thread
+    for frame in frames:
+        if frame.f_code in codes:
+            inputs = frame.f_locals["inputs"]
+            yield from inputs if isinstance(inputs, Sequence) else (inputs,)
+        if frame.f_back is not None:
+            frames.append(frame.f_back)
+
+
 @contextlib.contextmanager
 def without_cast_cache() -> Iterator[None]:
     """While active, autocast's cache of casts is off."""

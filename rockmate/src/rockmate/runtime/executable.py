@@ -300,11 +300,48 @@ class Executable:
 
     @cached_property
     def inner_outputs(self) -> tuple[int, ...]:
-        """Positions of outputs whose gradients parts that run whole put together inside."""
+        """Positions of outputs whose gradients parts that run whole put together inside.
+
+        An output comes after those that it was computed from.
+        """
         ops = self.graph.dataflow.basic.ops
         wholes = ((op, target_of(op).whole) for op in ops)
-        found = {op.results[at] for op, whole in wholes if whole is not None for at in whole.inner}
-        return tuple(i for i, name in enumerate(self.program.outputs) if name in found)
+        found = [op.results[at] for op, whole in wholes if whole is not None for at in whole.inner]
+        places = {name: place for place, name in enumerate(self.program.outputs)}
+        return tuple(places[name] for name in dict.fromkeys(found) if name in places)
+
+    @cached_property
+    def inner_roots(self) -> tuple[int, ...]:
+        """The places of such outputs among the roots."""
+        roots, outputs = self.graph.dataflow.basic.roots, self.program.outputs
+        return tuple(roots.index(outputs[at]) for at in self.inner_outputs if outputs[at] in roots)
+
+    def inner_before(self, output: int) -> tuple[int, ...]:
+        """Return the positions of such outputs from which an output may have been computed.
+
+        It is connected to them without passing a gradient, so that a backward which is asked for
+        theirs passes through its Function.
+        """
+        return self._inner_before[output] if self.inner_outputs else ()
+
+    @cached_property
+    def _inner_before(self) -> Mapping[int, tuple[int, ...]]:
+        order = self._made_in_order
+        inner = self.inner_outputs
+        return {at: tuple(i for i in inner if order[i] < order[at]) for at in order}
+
+    @cached_property
+    def _made_in_order(self) -> Mapping[int, int]:
+        """For each position among the outputs, its turn: after those that it was computed from."""
+        ops = self.graph.dataflow.basic.ops
+        made = {name: turn for turn, op in enumerate(ops) for name in op.results}
+        inner, outputs = self.inner_outputs, self.program.outputs
+        last = len(inner)
+
+        def turn(at: int) -> tuple[int, int]:
+            return made.get(outputs[at], -1), inner.index(at) if at in inner else last
+
+        return {at: place for place, at in enumerate(sorted(range(len(outputs)), key=turn))}
 
     @cached_property
     def keeps_by_backward(self) -> bool:
@@ -380,7 +417,10 @@ class Executable:
         basic, outputs = self.graph.dataflow.basic, self.program.outputs
         at = [outputs.index(root) for root in basic.roots]
         found = []
-        for tie in self.ties:
+        ties = self.ties
+        if self.inner_outputs:
+            ties = tuple(sorted(ties, key=lambda tie: self._made_in_order[tie.output]))
+        for tie in ties:
             used = [at[to] for to in tie.reaches for _ in range(self.flows[to].uses)]
             found.append((tie.place, tie.output, tuple(used), self.flows[tie.place].uses > 0))
         return tuple(found)
@@ -405,7 +445,11 @@ class Executable:
                     add(other)
             order[place] = None
 
-        for place in sorted(range(len(self.flows)), key=lambda place: not self.flows[place].uses):
+        places = [*range(len(self.flows))]
+        if self.inner_outputs:  # others have edges to these
+            turns = self._made_in_order
+            places.sort(key=lambda place: turns[outputs.index(basic.roots[place])])
+        for place in sorted(places, key=lambda place: not self.flows[place].uses):
             if place not in order:
                 add(place)
         found = []

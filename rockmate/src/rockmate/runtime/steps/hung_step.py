@@ -44,6 +44,8 @@ class HungStep(RunningStep):
         """Attach this step to its rail; refuse a second backward without retain_graph."""
         if self.rail is None:
             self.refuse_twice()
+        if self.inner is not None:
+            self.inner.refuse_asked()
         assert self.rail is not None
         self.rail.carry(self)
 

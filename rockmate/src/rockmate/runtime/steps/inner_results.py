@@ -16,7 +16,7 @@ from weakref import ref
 from torch import Tensor
 
 from rkgb.guards import is_users
-from rkgb.torch_api import is_to_run
+from rkgb.torch_api import asked_of_backwards, is_to_run
 from rockmate.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class InnerResults:
     """Sees whether somebody asks for gradients of such results of a step."""
 
     def __init__(self, model_name: str, rail: Rail, outputs: Sequence[Tensor]) -> None:
-        self._name, self._start = model_name, rail.start
+        self._name, self._start, self._end = model_name, rail.start, rail.end
         self._rows: list[tuple[dict[int, Any], ref[Tensor]]] = []
         for tensor in outputs:
             if tensor.grad_fn is None:
@@ -40,7 +40,7 @@ class InnerResults:
             self._rows.append((hooks, ref(tensor)))
 
     def refuse_asked(self) -> None:
-        """Refuse hooks on these results, and gradients that they retain.
+        """Refuse hooks on these results, gradients that they retain, and backwards for them.
 
         Raises:
             UnsupportedModuleError: there is one.
@@ -49,6 +49,13 @@ class InnerResults:
             alive = tensor()
             if any(map(_asks, hooks.values())) or (alive is not None and alive.retains_grad):
                 self._refuse()
+        if self._end is not None and not is_to_run(self._end):  # a backward for only some tensors
+            results = [alive for _, tensor in self._rows if (alive := tensor()) is not None]
+            edges = [(alive.grad_fn, alive.output_nr) for alive in results]
+            for asked in asked_of_backwards():
+                is_edge = isinstance(asked, tuple) and asked[:2] in edges  # a GradientEdge
+                if is_edge or any(asked is alive for alive in results):
+                    self._refuse()
 
     def _come(self, _: Tensor) -> None:
         if not is_to_run(self._start):

@@ -40,7 +40,7 @@ class JointStep(HungStep):
         assert self.rail is not None
         token = self.rail.token
         for place, output, used, is_hidden in self.executable.joints:
-            edges = [found[other] for other in used]
+            edges = [found[other] for other in (*used, *self.executable.inner_before(output))]
             made = apply_function(Output, self, place, found[output], token, *edges)
             found[output] = made
             self.nodes[place] = weakref.ref(made.grad_fn)
@@ -112,9 +112,11 @@ class LateSplitStep(SplitStep):
     def arrive(self, place: int, grad: Tensor | None) -> Sequence[Tensor | None]:
         """Take the gradient of an output; return parts of those that it was computed from."""
         super().arrive(place, grad)
+        if grad is None and place in self.executable.inner_roots:
+            return ()
         flows = self.executable.flows
-        tops = (p for p, node in self.nodes.items() if not flows[p].uses and p not in self.come)
-        waits = [self.nodes[p]() for p in tops if p != place]
+        known = {*self.come, place, *self.executable.inner_roots}  # these run, but may get nothing
+        waits = [node() for p, node in self.nodes.items() if not flows[p].uses and p not in known]
         if not flows[place].uses and any(node is not None and is_to_run(node) for node in waits):
             self.refuse_late()
         self.go_on()

@@ -190,10 +190,12 @@ class RunningStep:
             self.saved = [*saved]
         rest = iter(found)
         for place, device in self.passed.items():
-            value = next(rest) if device is None else RngState.of(rest, device)
-            self.saved[place] = value
+            if device is not None:
+                self.saved[place] = RngState.of(rest, device)
+                continue
+            tensor = self.saved[place] = next(rest)
             if self.external is not None and names[place] in self.external:
-                self.external = {**self.external, names[place]: value}
+                self.external = {**self.external, names[place]: tensor}
         # They have the values at the time of saving, without later changes of outputs.
         self.output_versions = [self.saved[p]._version for p, _ in executable.saved_outputs]
 

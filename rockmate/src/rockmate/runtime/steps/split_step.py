@@ -61,6 +61,8 @@ class SplitStep(HungStep):
             place = tie.place
             come_to(tie.after)
             edges = [rail.tokens[tie.after], *(knot for to in tie.reaches for knot in knots[to])]
+            if not tie.knots:  # a hidden state must not wait for the program
+                edges += [found[other] for other in self.executable.inner_before(tie.output)]
             tensor = apply_function(Output, self, place, found[tie.output], *edges)
             found[tie.output] = tensor
             if tie.knots:
