@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fake_cuda.queues import FakeQueues
 from oracles.check_program import check_program
 from oracles.gradients import gradients_of_module, run_program
 from rkgb.capture.record import make_B
-from rkgb.copies import Disk
+from rkgb.copies import Disk, Pinned
 from rkgb.device.rng import RngState
 from rkgb.engine import compile_step, plain_callee
 from rkgb.errors import InvalidGraphError
@@ -52,8 +53,8 @@ def test_moved_storages_have_the_same_bits(name: str, tmp_path: Path) -> None:
     graph = graph_of(name)
 
     @settings(max_examples=6)
-    @given(seed=st.integers(0, 2**32), to_disk=st.booleans())
-    def check(seed: int, to_disk: bool) -> None:
+    @given(seed=st.integers(0, 2**32), place=st.sampled_from(("host", "disk", "pinned")))
+    def check(seed: int, place: str) -> None:
         draw = random.Random(seed)
         steps = steps_of(graph, draw)
         program = lower_step(graph, steps, moves=drawn_moves(graph, steps, draw))
@@ -65,10 +66,12 @@ def test_moved_storages_have_the_same_bits(name: str, tmp_path: Path) -> None:
         model, sample = example(name)
         start.restore()
         checked = CheckedHost(draw)
-        way: dict[str, Any] = {"copies": checked, "callee": checked.callee}
-        found = run_program(
-            graph, program, model, sample, **({"copies": Disk(tmp_path)} if to_disk else way)
-        )[1]
+        way: dict[str, dict[str, Any]] = {
+            "host": {"copies": checked, "callee": checked.callee},
+            "disk": {"copies": Disk(tmp_path)},
+            "pinned": {"copies": Pinned(FakeQueues(lambda: draw.random() / 1e3))},
+        }
+        found = run_program(graph, program, model, sample, **way[place])[1]
         assert all(map(same_bits, found, expected))
 
     check()

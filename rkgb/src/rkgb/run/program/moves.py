@@ -130,12 +130,10 @@ def kept_moves(
         now = Move(move.root, out, gone, int(min(back, arrival)))
         earlier = found[move.root]
         last = earlier[-1] if earlier else None
-        if (
-            last is None
-            or use.next_make(last.out_after) <= out
-            or use.read_before(last.back_before, gone + 1)
-        ):
+        if last is None or use.next_make(last.out_after) <= out:
             earlier.append(now)
+        elif use.read_before(last.back_before, gone + 1):
+            earlier.append(replace(now, out_after=max(out, last.back_before)))
         else:  # nothing reads it between the two
             earlier[-1] = replace(last, back_before=now.back_before)
     return tuple(move for several in found.values() for move in several)
