@@ -6,7 +6,7 @@
 What is emulated: rounding and splitting of blocks; a library's workspace that is taken at the first
 product of matrices in a thread, and kept; times by events, that include the start of a kernel
 where the device has nothing else to do; random state that takes no device memory; a backward that
-runs in another thread than its forward.
+runs in another thread than its forward; copies that run later than they are asked for.
 
     with fake_cuda(host=[torch.float64]):
 
@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from fake_cuda.allocator import AllocatorRules, CachingAllocator
+from fake_cuda.queues import FakeQueues
 from rkgb.device.base import CallTime, Device
 from rkgb.device.chosen import standing_in
 from rkgb.device.profiled import PREFIX, profiled
@@ -78,6 +79,7 @@ class FakeCuda(Device):
         self.warm_threads: set[str] = set()
         self.given_back = 0
         self.is_tracing = False
+        self.queues = FakeQueues()
 
     @property
     def name(self) -> str:
@@ -162,6 +164,9 @@ class FakeCuda(Device):
 
     def current_stream(self) -> int:
         return self.stream
+
+    def copy_queues(self) -> FakeQueues:
+        return self.queues
 
     # ------------------------------------------------------------------ time, random numbers
 

@@ -17,17 +17,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from rkgb.copies import PAGE_BYTES, Copies, Disk, Host
+from fake_cuda.device import fake_cuda
+from fake_cuda.queues import FakeQueues
+from rkgb.copies import PAGE_BYTES, Copies, Disk, Host, Pinned, copies_for
 from rkgb.copies.disk import FileBlock
-from rkgb.errors import CopyError, InvalidGraphError
+from rkgb.errors import CopyError, InvalidGraphError, UnsupportedDeviceError
 from rkgb.run.program.lowering import lower_step
 from runs.moves import Layers, MovingStep, SlowHost, moves_to_the_backward
 
-PLACES = ("host", "disk")
+PLACES = ("host", "disk", "pinned")
 
 
 def copies_to(place: str, folder: Path) -> Copies:
-    return SlowHost(random.Random(3)) if place == "host" else Disk(folder)
+    draw = random.Random(3)
+    if place == "pinned":
+        return Pinned(FakeQueues(lambda: draw.random() / 1e3))
+    return SlowHost(draw) if place == "host" else Disk(folder)
 
 
 def moving(copies: Copies) -> MovingStep:
@@ -55,7 +60,7 @@ def open_files() -> int:
 
 def idle_blocks(copies: Copies) -> int:
     """Return how many blocks wait for a step, once the workers have done what they were given."""
-    for _, worker in copies._workers.values():  # type: ignore[attr-defined]
+    for _, worker in getattr(copies, "_workers", {}).values():
         worker.submit(int).result()
     gc.collect()
     return len(copies._idle)
@@ -218,7 +223,7 @@ def _in_fork(step: MovingStep, right: list[Tensor], said: Any) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["host", "disk"])  # CUDA does not fork
 def test_a_forked_process_has_threads_and_arenas_of_its_own(place: str, tmp_path: Path) -> None:
     step = moving(copies_to(place, tmp_path))
     right = expected(step)
@@ -232,6 +237,94 @@ def test_a_forked_process_has_threads_and_arenas_of_its_own(place: str, tmp_path
     assert said.get(timeout=120)
     child.join()
     assert child.exitcode == 0
+
+
+# ---------------------------------------------------------------------- queues of a device
+
+
+def test_a_device_with_queues_has_pinned_memory_of_the_exact_size() -> None:
+    with fake_cuda() as device:
+        copies: Copies | None = copies_for(device.where)
+        assert isinstance(copies, Pinned)
+        step: MovingStep | None = moving(copies)
+        assert step is not None
+        _, saved = step.forward()
+        assert [*device.queues.pinned.values()] == [step.compiled.program.arena_bytes]
+        assert_right(step, saved)
+        with pytest.raises(UnsupportedDeviceError, match="Move to the host instead"):
+            copies_for(device.where, ".")
+        copies = step = None
+        gc.collect()
+        assert not device.queues.pinned
+
+
+def test_the_host_never_waits_for_a_copy() -> None:
+    """Only the queue that computes does: no copy has begun when all has been given to it."""
+    begin, waits = threading.Event(), []
+
+    class Computing:
+        def record_event(self) -> Any:
+            return FakeQueues.computing.record_event()
+
+        def wait_event(self, event: Any) -> None:
+            waits.append(event)  # in its turn, on the device
+
+        def synchronize(self) -> None:
+            raise AssertionError("the host waits")
+
+    class Ahead(FakeQueues):
+        def current(self) -> Any:
+            return computing
+
+    computing = Computing()
+    copies = Pinned(Ahead(lambda: float(not begin.wait())))
+    arena = copies.arena(2 * PAGE_BYTES)
+    tensors = [torch.ones(4), torch.ones(8)]
+    moved = [arena.out(t, n * PAGE_BYTES, t.nbytes) for n, t in enumerate(tensors)]
+    for move in moved:
+        move.arrive()
+    assert [event.done() for event in waits] == [False, False]
+    begin.set()
+    copies._out.synchronize()
+    assert [event.done() for event in waits] == [True, True]
+
+
+def test_memory_that_is_freed_too_early_is_found_out() -> None:
+    begin = threading.Event()
+    queues = FakeQueues(lambda: float(not begin.wait()))
+    target = torch.zeros(8)
+    copies = []
+    for resized in (True, False):
+        queue, source = queues.new(), torch.ones(8)
+        queues.copy(queue, target, source)
+        if resized:
+            source.untyped_storage().resize_(0)
+        copies.append(queue)
+        del source
+    begin.set()
+    for queue in copies:
+        with pytest.raises(AssertionError, match="freed before it was copied"):
+            queue.synchronize()
+
+
+def test_memory_that_cannot_be_pinned_is_said() -> None:
+    class Full(FakeQueues):
+        def pin(self, address: int, size_bytes: int) -> None:
+            raise RuntimeError("out of memory")
+
+    step = moving(Pinned(Full()))
+    with pytest.raises(CopyError, match=r"asked to pin \d+ bytes .*\n?.*out of memory"):
+        step.forward()
+
+
+def test_a_step_that_moves_is_no_part_of_a_captured_graph() -> None:
+    class Captured(FakeQueues):
+        def is_captured(self) -> bool:
+            return True
+
+    step = moving(Pinned(Captured()))
+    with pytest.raises(UnsupportedDeviceError, match="captured as a CUDA graph"):
+        step.forward()
 
 
 # ---------------------------------------------------------------------- errors of a disk

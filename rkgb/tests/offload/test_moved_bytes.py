@@ -14,7 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fake_cuda.queues import FakeQueues
 from oracles.program_memory import SaidMemory
+from rkgb.copies import Pinned
 from rkgb.device.chosen import device_of, trace_memory
 from rkgb.run.program.lowering import lower_step
 from runs.moves import Layers, MovingStep, SlowHost, drawn_moves, moves_to_the_backward, steps_of
@@ -23,14 +25,15 @@ STEP = MovingStep(Layers(), torch.randn(128, 16))  # storages of whole blocks of
 
 
 @settings(max_examples=25)
-@given(seed=st.integers(0, 2**32), most_ms=st.sampled_from((0.0, 0.3, 3.0)))
+@given(seed=st.integers(0, 2**32), most_ms=st.sampled_from((0.0, 0.3, 3.0)), pinned=st.booleans())
 def test_peaks_are_those_of_the_statements_however_slow_the_copies(
-    seed: int, most_ms: float
+    seed: int, most_ms: float, pinned: bool
 ) -> None:
     draw = random.Random(seed)
     steps = steps_of(STEP.graph, draw)
     program = lower_step(STEP.graph, steps, moves=drawn_moves(STEP.graph, steps, draw))
-    STEP.compile(program, SlowHost(draw, most_ms))
+    queues = FakeQueues(lambda: draw.random() * most_ms / 1e3)
+    STEP.compile(program, Pinned(queues) if pinned else SlowHost(draw, most_ms))
     tangent = torch.ones_like(STEP.x)
 
     def run(span: Any) -> None:

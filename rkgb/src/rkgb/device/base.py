@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rkgb.device.queues import CopyQueues
 from rkgb.device.trace import MemoryTrace, Span
 
 
@@ -71,6 +72,10 @@ class Device(ABC):
     def current_stream(self) -> int:
         """Return a number of the queue that kernels of this thread go to now."""
         return 0
+
+    def copy_queues(self) -> CopyQueues | None:
+        """Return queues for copies beside the computation, or None where the host computes."""
+        return None
 
     @abstractmethod
     def random_state(self) -> Tensor | None:

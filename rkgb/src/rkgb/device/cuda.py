@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rkgb.device.base import CallTime, Device
+from rkgb.device.queues import CopyQueues, CudaQueues
 from rkgb.device.trace import MemoryTrace, Span, SpanMemory
 from rkgb.device.warm_up import warm_up_threads
 from rkgb.errors import UnsupportedDeviceError
@@ -120,6 +121,9 @@ class Cuda(Device):
 
     def current_stream(self) -> int:
         return current_cuda_stream(self.where.index)
+
+    def copy_queues(self) -> CopyQueues:
+        return CudaQueues(self.where)
 
     # ------------------------------------------------------------------ random numbers
 
