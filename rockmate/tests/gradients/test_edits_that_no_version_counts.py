@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (the name everybody uses)
@@ -135,6 +136,26 @@ def test_contents_are_compared_in_the_steps_that_a_user_asks_for() -> None:
         edit = _scaled if step in (5, 10) else Tensor.sum
         done = assert_as_plain_or_named(plain, planned, edit, "up.bias")
         assert done == (step not in (5, 10))
+
+
+def _observed(memory: np.ndarray[Any, Any], seed: int) -> Tensor:
+    """Return an input in the memory of an environment, which writes each observation there."""
+    memory[...] = batch(seed).numpy()
+    return torch.from_numpy(memory).requires_grad_()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_inputs_from_numpy_are_compared_in_every_step(least: Rockmate, whole: bool) -> None:
+    memory = np.zeros((ROWS, WIDTH), dtype=np.float32)
+    planned = least if whole else wrapped(Depth())
+    for step in range(1, 8):
+        loss = planned(_observed(memory, step))
+        _observed(memory, step if step < 5 else step + 1)
+        if step < 5:
+            loss.backward()
+            continue
+        with pytest.raises(ChangedTensorError, match=r"through \.data(, | or )numpy"):
+            loss.backward()
 
 
 def test_edits_between_steps_are_what_training_does() -> None:

@@ -36,6 +36,15 @@ class Contents:
         """Return a function that returns the name of a tensor with changed content, or ''."""
         return cls(tensors).changed
 
+    @classmethod
+    def kept_of_lent(cls, tensors: Mapping[str, Tensor]) -> Callable[[], str] | None:
+        """Return the same for those whose memory something else than torch owns or has seen.
+
+        It is numpy's, as in `torch.from_numpy(observation)`, which an environment writes anew.
+        """
+        lent = {n: t for n, t in tensors.items() if not t.untyped_storage().resizable()}
+        return cls.kept(lent) if lent else None
+
     def changed(self) -> str:
         """Return the name of a tensor with changed content, or ''."""
         for name, tensor in self._tensors.items():

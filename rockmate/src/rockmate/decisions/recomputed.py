@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -45,7 +45,8 @@ def run_recomputed(
     It is plain too inside of hooks on saved tensors: what they keep is theirs to decide, and a
     checkpoint runs the forward again from the state of that time.
 
-    With `compares`, the backward also compares the contents of what it reads.
+    With `compares`, the backward also compares the contents of what it reads; else only of
+    arguments that share memory with numpy.
     """
     leaves, structure = flatten((args, dict(kwargs)))
     others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
@@ -55,8 +56,12 @@ def run_recomputed(
         return view.forward(*args, **kwargs)
     device = next((t.device for t in (*tensors, *view.parameters())), torch.device("cpu"))
     call = _Call(view, path, structure, leaves, device, writes_buffers)
+    arguments = {id(t) for t in tensors}
     if compares:
-        call.contents = Contents({name: t for name, t, _ in call.versions})
+        call.changed = Contents.kept({name: t for name, t, _ in call.versions})
+    else:
+        own = {name: t for name, t, _ in call.versions if id(t) in arguments}
+        call.changed = Contents.kept_of_lent(own)
     with saved_tensors_hooks(call.pack, call.unpack):
         result = view.forward(*args, **kwargs)
     call.is_running = False
@@ -111,7 +116,7 @@ class _Call:
         read = [(name, t) for name, t in named if isinstance(t, Tensor)]
         self.versions = [(name, t, t._version) for name, t in read if id(t) not in written]
         self.held = {storage_id(t): name for name, t in reversed(read)}
-        self.contents: Contents | None = None
+        self.changed: Callable[[], str] | None = None  # names what has other content
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # of the dropped tensors
         self.made: dict[int, tuple[Tensor, int]] = {}
         self.is_running = True
@@ -134,10 +139,10 @@ class _Call:
     def _unchanged(self, tensor: Tensor, version: int) -> Tensor:
         if tensor._version != version:
             inside = f"a tensor of {list(tensor.shape)}"
-            self._changed(self.held.get(storage_id(tensor), inside), "in place")
+            self._refuse(self.held.get(storage_id(tensor), inside), "in place")
         return tensor
 
-    def _changed(self, name: str, how: str) -> NoReturn:
+    def _refuse(self, name: str, how: str) -> NoReturn:
         raise ChangedTensorError(
             f"{name} of '{self.path}', which its backward reads, was changed {how} after its "
             "forward. Change it after backward, or work on a copy (x = x.clone())."
@@ -146,9 +151,9 @@ class _Call:
     def _run_again(self) -> None:
         for name, tensor, version in self.versions:
             if tensor._version != version:
-                self._changed(name, "in place")
-        if self.contents is not None and (name := self.contents.changed()):
-            self._changed(name, "in a way that PyTorch does not count (through .data or numpy)")
+                self._refuse(name, "in place")
+        if self.changed is not None and (name := self.changed()):
+            self._refuse(name, "in a way that PyTorch does not count (through .data or numpy)")
         found: list[tuple[Tensor, int]] = []
 
         def pack(tensor: Tensor) -> None:

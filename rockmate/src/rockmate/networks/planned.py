@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -179,8 +179,9 @@ class Planned:
         numbers = (
             () if self.numbers is None else [x if type(x) in (float, int) else None for x in leaves]
         )
-        keep = Contents.kept if looks and self.executor.is_due(model) else None
+        keep = None
         if looks:
+            keep = _all_contents if self.executor.is_due(model) else _contents_of_inputs
             self.executor.expected.warn_of_order(external)
         outputs = self.executor(external, variant, model, numbers, keep)
         made = dict(zip(names, outputs, strict=True))
@@ -205,6 +206,18 @@ class Planned:
         if has_saved_hooks():  # a checkpoint's second run stops where as much has been saved
             torch.empty(0, requires_grad=True, device="cpu").exp()
         return result
+
+
+def _all_contents(
+    executable: Executable, external: Mapping[str, Tensor]
+) -> Callable[[], str] | None:
+    return Contents.kept({name: external[name] for name in executable.reads_again})
+
+
+def _contents_of_inputs(
+    executable: Executable, external: Mapping[str, Tensor]
+) -> Callable[[], str] | None:
+    return Contents.kept_of_lent({name: external[name] for name in executable.inputs_again})
 
 
 def compiled_part(planned: Planned) -> CompiledPart | None:

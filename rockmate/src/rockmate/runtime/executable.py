@@ -260,6 +260,12 @@ class Executable:
         return tuple(n for n in self.held if roots[n] in read and n not in self.written)
 
     @cached_property
+    def inputs_again(self) -> tuple[str, ...]:
+        """Inputs from which the backward recomputes."""
+        inputs = self.graph.dataflow.basic.inputs
+        return tuple(name for name in self.reads_again if name in inputs)
+
+    @cached_property
     def holds_written(self) -> bool:
         """Whether the forward writes to memory that the backward reads."""
         return not self.written.isdisjoint(self.held)

@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 
 from rkgb.torch_api import apply_function, has_saved_hooks, straight_to_kernels
 from rockmate.runtime.backwards import Backwards, Variant
+from rockmate.runtime.executable import Executable
 from rockmate.runtime.gradients.shared_casts import note_casts
 from rockmate.runtime.steps.hung_step import HungStep
 from rockmate.runtime.steps.inner_results import InnerResults
@@ -23,9 +24,9 @@ from rockmate.runtime.steps.outputs_held import OutputsHeld
 from rockmate.runtime.steps.running_step import RunningStep, refuse_create_graph
 from rockmate.runtime.steps.split_step import SplitStep
 
-# Gets tensors by name; gives a function that returns the name of one whose content has changed, or
-# ''.
-Keep = Callable[[Mapping[str, Tensor]], Callable[[], str]]
+# Gets the external values; gives a function that returns the name of one whose content has changed,
+# or ''.
+Keep = Callable[[Executable, Mapping[str, Tensor]], Callable[[], str] | None]
 
 
 class Executor(Backwards):
@@ -58,14 +59,14 @@ class Executor(Backwards):
         if executable.runs_python:
             step.model = model
         elif keep is not None:
-            step.contents = keep({n: external[n] for n in executable.reads_again})
+            step.contents = keep(executable, external)
         with straight_to_kernels(), step.on_model():
             outputs, step.saved = executable.compiled.forward(values, *executable.taken(numbers))
         if executable.seen_writes:  # kernels below autograd do not count writes
             increment_version(executable.read_seen_writes(external))
         step.remember_versions(external)
         if keep is not None and executable.runs_python:  # they may write to it
-            step.contents = keep({n: external[n] for n in executable.reads_again})
+            step.contents = keep(executable, external)
         if executable.leaving_outputs and not self.has_warned:
             names = executable.program.outputs
             step.outputs_held = OutputsHeld(
