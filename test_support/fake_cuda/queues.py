@@ -87,6 +87,9 @@ class FakeQueues(CopyQueues):
 
         queue.put(work)
 
+    def is_done(self, event: Any) -> bool:
+        return bool(event.done())
+
     def pin(self, address: int, size_bytes: int) -> None:
         self.pinned[address] = size_bytes
 

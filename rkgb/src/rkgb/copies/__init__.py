@@ -7,6 +7,7 @@ the host), disk.py (to a file), pinned.py (copies by queues of CUDA, to pinned m
 """
 
 from rkgb.copies.disk import Disk
+from rkgb.copies.link import LinkRates, measured_link
 from rkgb.copies.moved import PAGE_BYTES, Arena, Copies, Moved, in_pages
 from rkgb.copies.pinned import Pinned, copies_for
 from rkgb.copies.workers import Host
@@ -17,8 +18,10 @@ __all__ = [
     "Copies",
     "Disk",
     "Host",
+    "LinkRates",
     "Moved",
     "Pinned",
     "copies_for",
     "in_pages",
+    "measured_link",
 ]

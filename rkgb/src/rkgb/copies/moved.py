@@ -39,6 +39,9 @@ class Pending(Protocol):
     def join(self) -> None:
         """Let the computation wait for it; raise what has gone wrong."""
 
+    def is_done(self) -> bool:
+        """Return whether it has ended."""
+
     def abandon(self) -> None:
         """Say that nobody waits for it any more; memory of it may be used again afterwards."""
 
@@ -70,6 +73,14 @@ class Copies(ABC):
         """Take back the block of an arena that nothing uses any more."""
         if not block.is_broken:
             self._idle.append(block)
+
+    def let_go(self) -> None:
+        """Free the blocks that no step uses now."""
+        self._idle.clear()
+
+    def wait_for_kernels(self) -> None:
+        """Let the host wait for what the device computes, and not for copies."""
+        return
 
     @abstractmethod
     def new_block(self, size_bytes: int) -> Block:

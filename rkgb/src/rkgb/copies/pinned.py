@@ -62,6 +62,9 @@ class Queued:
         if now != self._computing:  # to which the memory is given back
             self.abandon()
 
+    def is_done(self) -> bool:
+        return self._queues.is_done(self._done)
+
     def abandon(self) -> None:
         self._computing.wait_event(self._done)
 
@@ -81,6 +84,9 @@ class Pinned(Copies):
                 "runs would share one place there. Capture a module that is planned without that."
             )
         return super().arena(size_bytes)
+
+    def wait_for_kernels(self) -> None:
+        self._queues.current().synchronize()
 
     def new_block(self, size_bytes: int) -> PinnedBlock:
         return PinnedBlock(size_bytes, self._queues, (self._out, self._back))

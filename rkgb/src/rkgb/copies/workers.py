@@ -40,6 +40,9 @@ class Worked:
     def join(self) -> None:
         self._future.result()
 
+    def is_done(self) -> bool:
+        return self._future.done()
+
     def abandon(self) -> None:
         return  # the worker holds what it copies
 

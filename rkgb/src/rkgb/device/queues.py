@@ -38,6 +38,10 @@ class CopyQueues(ABC):
         """Put a copy into a queue. Nobody holds the two tensors for it."""
 
     @abstractmethod
+    def is_done(self, event: Any) -> bool:
+        """Return whether what a mark stands behind has been done."""
+
+    @abstractmethod
     def pin(self, address: int, size_bytes: int) -> None:
         """Let the device reach these pages of the host.
 
@@ -70,6 +74,9 @@ class CudaQueues(CopyQueues):
         assert isinstance(queue, torch.cuda.Stream)
         with torch.cuda.stream(queue):
             target.copy_(source, non_blocking=True)
+
+    def is_done(self, event: Any) -> bool:
+        return bool(event.query())
 
     def pin(self, address: int, size_bytes: int) -> None:
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)))
