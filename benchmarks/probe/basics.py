@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rockmate
 from probe.machine import Machine, Row, apart
+from rkgb.copies import copies_for, measured_link
 from rkgb.engine import device_of
 
 
@@ -120,6 +121,12 @@ def times(machine: Machine) -> Iterator[Row]:
     if state is not None:
         device.set_random_state(state)
         yield {"dropout_repeats": bool(torch.equal(first, F.dropout(x, 0.5)))}
+
+
+def link(machine: Machine) -> Iterator[Row]:
+    """How fast storages move to memory of the host and back while kernels run, three times."""
+    for _ in range(3):
+        yield measured_link(copies_for(machine.device), machine.device)._asdict()
 
 
 def _on_an_idle_device(call: Callable[[], Any], where: torch.device) -> float:

@@ -28,6 +28,12 @@ class Section:
 
 # One by one: to look for tests takes longer than some of them, and nothing else may be met.
 GPU_TESTS = {
+    "rkgb/tests/offload/test_gpu_moves.py": (
+        "test_bits_and_requested_bytes_are_as_without_delays",
+        "test_pinned_memory_has_the_exact_size_and_goes_with_its_last_user",
+        "test_the_host_goes_on_while_copies_wait",
+        "test_a_link_of_pinned_memory_is_measured",
+    ),
     "rotor/tests/device/test_gpu.py": (
         "test_measured_peak_is_within_the_limit_and_results_are_equal",
         "test_the_limit_is_what_is_free_when_none_is_given",
@@ -91,7 +97,8 @@ SECTIONS = (
     Section("as_users", plans.as_users, 110, call=1),
     Section("matrix", plans.matrix, 140, call=1),
     Section("features", plans.features, 80, call=1),
-    Section("matrix_expandable", plans.matrix, 140, call=2, expandable=True),
+    Section("matrix_expandable", plans.matrix, 120, call=2, expandable=True),
+    Section("link", basics.link, 20, call=2),
     Section("node_times", plans.node_times, 60, call=2),
     Section("ballast", plans.ballast, 60, call=2),
     Section("whole_steps", plans.whole_steps, 50, call=2),
