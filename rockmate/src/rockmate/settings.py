@@ -36,7 +36,7 @@ class Settings:
     one object and passed as keywords.
 
     Args:
-        effort: how long to search: "fast", "balanced", "best", or seconds.
+        effort: how long to search: "fast", "balanced", "best", or seconds of processor time.
         cost: what to minimise: "measured" time, or deterministic "flops".
         self_test: run one step against eager PyTorch after planning and compare bits and bytes.
             If two eager steps differ, gradients may differ by that noise; "deterministic" also

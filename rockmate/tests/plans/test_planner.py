@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from oracles.best_plan import exhaustive_search
-from rockmate.errors import InfeasibleBudgetError
-from rockmate.planners import PLANNERS, minimum_peak, plan
+from rockmate.errors import InfeasibleBudgetError, SolverError
+from rockmate.planners import EFFORTS, PLANNERS, minimum_peak, plan, portfolio, search
 from rockmate.planners.search import Search
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import checkpoint_segments, no_recomputation
@@ -190,6 +190,44 @@ def test_efforts() -> None:
         plan(problem, budget, effort=-1)
     with pytest.raises(ValueError, match="planner 'magic' is unknown"):
         plan(problem, budget, planner="magic")
+
+
+@pytest.mark.parametrize("effort", ["balanced", "best", 30.0])
+def test_a_larger_effort_keeps_what_smaller_ones_found(
+    effort: str | float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = NETWORKS["unet"]
+    budget = int(0.8 * keeping_all(problem))
+    good = plan(problem, budget, effort="fast")
+    asked: list[int] = []
+
+    def lucky(run: Search) -> None:
+        asked.append(run.effort.windows)
+        steps = good.steps if run.effort.windows == EFFORTS["fast"].windows else run.fallback
+        run.consider("luck", steps, 0.0)
+
+    monkeypatch.setattr(portfolio, "_portfolio", lucky)
+    monkeypatch.setattr(portfolio, "_go_on", lambda run: None)
+    found = plan(problem, budget, effort=effort)
+    assert found.overhead_ms <= good.overhead_ms
+    assert asked == sorted(asked)
+    assert asked[0] == EFFORTS["fast"].windows
+
+
+def test_seconds_are_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = NETWORKS["unet"]
+    budget = int(0.8 * keeping_all(problem))
+    monkeypatch.setattr(portfolio, "_go_on", lambda run: None)
+    ran: list[float] = []
+    monkeypatch.setattr(portfolio, "_portfolio", lambda run: ran.append(run.seconds_left()))
+    monkeypatch.setattr(search, "_processor_seconds", lambda: 7.0 + 20.0 * len(ran))
+    with pytest.raises(SolverError):  # since nothing was searched for
+        plan(problem, budget, effort=50)
+    assert ran == [50.0, 30.0, 10.0]
+    ran.clear()
+    with pytest.raises(SolverError):
+        plan(problem, budget, effort=20)
+    assert ran == [20.0]
 
 
 def test_a_problem_without_backward() -> None:

@@ -28,7 +28,8 @@ class Effort:
     whole_enough: float  # gap below which the whole graph is not solved after a search
     small_enough: float  # gap below which chains are not tried on small graphs
     thorough_minimum: bool = False  # search for minutes before a budget is refused
-    seconds: float | None = None  # of the clock
+    smaller: str = ""  # the next smaller effort, whose plans come first; then none is worse
+    seconds: float | None = None  # of the processor
 
 
 # Fast, balanced, best.
@@ -48,12 +49,12 @@ _LIMITS: dict[str, tuple[Any, Any, Any]] = {
     "whole_enough": (5e-3, 3e-3, 1e-4),
     "small_enough": (0.01, 0.02, 0.0),
     "thorough_minimum": (False, False, True),
+    "smaller": ("", "fast", "balanced"),
 }
 EFFORTS = {
     name: Effort(**{limit: values[place] for limit, values in _LIMITS.items()})
     for place, name in enumerate(("fast", "balanced", "best"))
 }
-_SHORT_SECONDS = 15  # below this, blocks get the limits of "fast"
 
 
 def effort_of(effort: str | float) -> Effort:
@@ -68,13 +69,13 @@ def effort_of(effort: str | float) -> Effort:
     is_number = isinstance(effort, Real) and not isinstance(effort, bool)
     if isinstance(effort, str) or not is_number or not effort > 0:
         raise UnknownChoiceError("effort", effort, EFFORTS, "a positive number of seconds")
-    return replace(
-        EFFORTS["best"],
-        block_limit=EFFORTS["fast" if effort < _SHORT_SECONDS else "balanced"].block_limit,
-        windows=1_000_000,  # the clock ends the search
-        window_limit=0.05,
-        grains=2,
-        bound_cuts=2,
-        thorough_minimum=False,
-        seconds=float(effort),
-    )
+    # The clock alone ends the search. What is done until then must not depend on the seconds.
+    return replace(EFFORTS["best"], thorough_minimum=False, seconds=float(effort))
+
+
+def ladder(effort: Effort) -> tuple[Effort, ...]:
+    """Return the smaller efforts in turn, smallest first, with the same seconds; then itself."""
+    if not effort.smaller:
+        return (effort,)
+    smaller = replace(EFFORTS[effort.smaller], seconds=effort.seconds)
+    return (*ladder(smaller), effort)

@@ -5,6 +5,7 @@ budget below a cheap low-memory plan → smallest feasible budget → refuse, or
 small graphs: equal segments → search in windows → whole graph, hinted; done if near the bound
 else: equal segments → chain at both grains → search in windows → whole graph, hinted → bound
 long graphs: the same, with equal segments only where chains find nothing
+larger efforts: all this at each smaller effort first, so that none gives a worse plan
 
 `PLANNERS` at the end holds every planner by name; a new one is added there.
 """
@@ -20,7 +21,7 @@ from rockmate.errors import InfeasibleBudgetError, SolverError, UnknownChoiceErr
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.options.options import BlockOption
 from rockmate.planners.chain import LARGE_BLOCK_NODES, SMALL_BLOCK_NODES, chain_model
-from rockmate.planners.effort import effort_of
+from rockmate.planners.effort import effort_of, ladder
 from rockmate.planners.search import Progress, Search
 from rockmate.planners.smallest_budget import floor_bytes, low_memory_plan, minimum_peak
 from rockmate.planners.windows import explore, improve
@@ -48,6 +49,8 @@ _FEW_WINDOWS = 100  # nodes; up to here two windows at a time would mostly be eq
 _LONG_CHAIN = 600  # nodes; from here on segments take a second, and lose to chains
 _LONG_PLAN = 3000  # steps; from here on the background makes each window slow
 _FOUND_WITHOUT = 50  # nodes; up to here the solver finds plans without a hint
+_MOST_ATTEMPTS = 1000  # to go on after the portfolio, if there is time
+_IDLE_ATTEMPTS = 6  # without a better plan, after which more are hopeless
 _HINT_WINDOWS = 16  # of each search before the whole graph is solved
 
 
@@ -64,10 +67,10 @@ def plan(
 ) -> Plan:
     """Return the fastest plan found whose exact peak is at most the budget.
 
-    `effort` is "fast", "balanced" or "best", or the seconds after which the search stops. Only the
-    names are deterministic. `planner` chooses one planner instead of all; `backend` solves blocks
-    and whole graphs: "cp-sat", "cbc", "highs" or "gurobi". Options of blocks are added to `known`,
-    for `replan`.
+    `effort` is "fast", "balanced" or "best", or the seconds of processor time after which the
+    search stops. Only the names are deterministic. A larger effort gives no worse plan. `planner`
+    chooses one planner instead of all; `backend` solves blocks and whole graphs: "cp-sat", "cbc",
+    "highs" or "gurobi". Options of blocks are added to `known`, for `replan`.
 
     Raises:
         UnknownChoiceError: there is no such effort, planner or backend.
@@ -161,6 +164,38 @@ def infeasible(problem: Problem, asked: int, steps: Steps, minimum: int) -> Infe
 
 
 def _auto(run: Search) -> None:
+    """The portfolio at each smaller effort, then at this one, then windows while there is time."""
+    effort = run.effort
+    rungs = ladder(effort)
+    for place, rung in enumerate(rungs):
+        run.effort = rung
+        run.share = 0.05 + 0.9 * place / len(rungs), 0.05 + 0.9 * (place + 1) / len(rungs)
+        _portfolio(run)
+        if run.is_over() or run.is_within(effort.close_enough):
+            break
+    run.effort = effort
+    if effort.seconds is not None:
+        _go_on(run)
+
+
+def _go_on(run: Search) -> None:
+    """Search in other windows and solve the whole graph for longer, until the time is over."""
+    idle, limit = 0, run.effort.whole_limit
+    for attempt in range(1, _MOST_ATTEMPTS):
+        before = run.best_ms
+        if run.is_over() or idle == _IDLE_ATTEMPTS or run.is_within(run.effort.close_enough):
+            return
+        small = len(run.problem.nodes) <= run.effort.hinted_nodes
+        if small and limit > 0:
+            limit = 2 * limit
+            # Proven: a longer search finds nothing in this class of plans.
+            limit = 0.0 if _solve_whole(run, run.best, limit, 0.0) else limit
+        search = improve if len(run.problem.nodes) > _FEW_WINDOWS else explore
+        _search(run, search, run.effort.windows, 0.9, 0.95, seed=run.seed + 2 + 2 * attempt)
+        idle = 0 if run.best_ms < before else idle + 1
+
+
+def _portfolio(run: Search) -> None:
     """All planners that suit the graph, until a plan is near enough to the bound."""
     problem, effort = run.problem, run.effort
     is_long = len(problem.nodes) > _LONG_CHAIN

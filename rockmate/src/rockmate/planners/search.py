@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,12 @@ from rockmate.solvers.bound import lower_bound
 logger = logging.getLogger(__name__)
 
 Progress: TypeAlias = Callable[[float, str], None]  # fraction done, what is being done
+
+
+def _processor_seconds() -> float:
+    """Return the processor time of this process and of the solvers that it waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 @dataclass
@@ -39,7 +46,10 @@ class Search:
     best_planner: str = ""
     tried: list[Trial] = field(default_factory=list)
     bound_ms: float | None = None  # lower bound on the overhead of every schedule
+    bound_cuts: int = -1  # with which the bound was computed
     begin: float = field(default_factory=time.perf_counter)
+    begin_cpu: float = field(default_factory=lambda: _processor_seconds())
+    share: tuple[float, float] = (0.0, 1.0)  # of all work: where this part begins and ends
 
     # --- plans ------------------------------------------------------------------------------------
 
@@ -71,11 +81,15 @@ class Search:
 
     def is_within(self, gap: float) -> bool:
         """Return whether there is a plan with at most this gap, as a fraction of the step time."""
-        if self.bound_ms is None:
-            self.bound_ms = self._lower_bound()
         base = self.problem.base_time_ms
-        least = base + (self.bound_ms or 0.0)
-        return base + self.best_ms <= least * (1 + gap)
+
+        def near() -> bool:
+            return base + self.best_ms <= (base + (self.bound_ms or 0.0)) * (1 + gap)
+
+        if near():
+            return True
+        self._raise_bound()
+        return near()
 
     def finish(self, *, bounded: bool = True) -> Plan:
         """Return the best steps as a plan, with a lower bound on the time of every plan.
@@ -85,9 +99,10 @@ class Search:
         assert self.best is not None
         problem = self.problem
         timeline = simulate(problem, self.best)
+        self.share = (0.0, 1.0)
         self.report(0.95, "bound")
         if bounded and self.bound_ms is None and timeline.overhead_ms > 0:
-            self.bound_ms = self._lower_bound()
+            self._raise_bound()
         base = problem.base_time_ms
         bound = None if self.bound_ms is None else base + self.bound_ms
         if timeline.overhead_ms == 0:
@@ -106,21 +121,26 @@ class Search:
             plan_seconds=time.perf_counter() - self.begin,
         )
 
-    def _lower_bound(self) -> float | None:
-        return lower_bound(self.problem, self.budget_bytes, cuts=self.effort.bound_cuts)
+    def _raise_bound(self) -> None:
+        """Compute the bound that this effort affords, unless that has been done."""
+        if self.bound_cuts < self.effort.bound_cuts:
+            self.bound_cuts = self.effort.bound_cuts
+            found = lower_bound(self.problem, self.budget_bytes, cuts=self.bound_cuts)
+            self.bound_ms = max(self.bound_ms or 0.0, found or 0.0)
 
     # --- time -------------------------------------------------------------------------------------
 
     def report(self, fraction: float, text: str) -> None:
         """Report progress to the user."""
         if self.progress is not None:
-            self.progress(fraction, text)
+            begin, end = self.share
+            self.progress(begin + (end - begin) * fraction, text)
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until the search must stop, or None if only work is limited."""
+        """Return the processor's seconds until the search must stop; None: only work is limited."""
         if self.effort.seconds is None:
             return None
-        return max(0.0, self.begin + self.effort.seconds - time.perf_counter())
+        return max(0.0, self.begin_cpu + self.effort.seconds - _processor_seconds())
 
     def is_over(self) -> bool:
         """Whether the effort's seconds have passed."""
