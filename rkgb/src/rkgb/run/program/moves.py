@@ -8,6 +8,7 @@ and no memory.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -119,14 +120,13 @@ def kept_moves(
         if move.root not in uses:
             continue
         out, gone = (
-            max(t for t, place in enumerate(places) if place <= end)
-            for end in (move.out_after, move.gone_after)
+            bisect.bisect_right(places, end) - 1 for end in (move.out_after, move.gone_after)
         )
         use = uses[move.root]
         arrival = next((t for t in use.reads if t > gone), math.inf)
         if arrival > use.next_make(out) or arrival == math.inf:
             continue
-        back = next((t for t, place in enumerate(places) if place >= move.back_before), arrival)
+        back = bisect.bisect_left(places, move.back_before)
         now = Move(move.root, out, gone, int(min(back, arrival)))
         earlier = found[move.root]
         last = earlier[-1] if earlier else None
@@ -162,7 +162,7 @@ def with_moves(
     """
     placed = _placed(sg, steps, moves)
     offsets, arena_bytes = _layout(sg, placed)
-    sources = _read_later(sg, parts, {(p.move.out_after, p.move.root) for p in placed})
+    sources = _sources(sg, parts, placed)
     before: dict[int, list[Statement]] = defaultdict(list)
     after: dict[int, list[Statement]] = defaultdict(list)
     for one in placed:  # first what makes room
@@ -176,8 +176,7 @@ def with_moves(
         move, name = one.move, f"moved_{one.move.root}"
         if one.is_copied:
             size_bytes = sg.dataflow.infos[move.root].storage_bytes
-            source = sources[move.out_after, move.root]
-            after[move.out_after].append(MoveOut(name, source, offset, size_bytes))
+            after[move.out_after].append(MoveOut(name, sources[move], offset, size_bytes))
             if move.out_after == move.gone_after:
                 after[move.gone_after].append(Moving(name, "leave"))
         if not one.at_end:
@@ -261,22 +260,26 @@ def _layout(sg: SimplifiedGraph, placed: Sequence[_Placed]) -> tuple[list[int], 
     return [offsets[at] for at in life_of], total
 
 
-def _read_later(
-    sg: SimplifiedGraph, parts: Sequence[Sequence[Statement]], wanted: set[tuple[int, str]]
-) -> dict[tuple[int, str], str]:
-    """Return for each (step, storage) a variable in it that lives on after the step."""
-    infos, roots = sg.dataflow.infos, {root for _, root in wanted}
-    live: dict[str, dict[str, None]] = {root: {} for root in roots}
+def _sources(
+    sg: SimplifiedGraph, parts: Sequence[Sequence[Statement]], placed: Sequence[_Placed]
+) -> dict[Move, str]:
+    """Return for each move a variable in its storage that lives on after the copy has begun."""
+    wanted: dict[int, list[Move]] = defaultdict(list)
+    for one in placed:
+        if one.is_copied:
+            wanted[one.move.out_after].append(one.move)
+    infos = sg.dataflow.infos
+    live: dict[str, dict[str, None]] = {one.move.root: {} for one in placed}
     found = {}
     for t in range(len(parts) - 1, -1, -1):
-        for root in roots:
-            if (t, root) in wanted:
-                found[t, root] = next(iter(live[root]))
+        for move in wanted[t]:
+            _expect(sg, bool(live[move.root]), f"'{move.root}', which nothing reads later: {move}")
+            found[move] = next(iter(live[move.root]))
         for statement in reversed(parts[t]):
             for name in made_by(statement):
-                if name in infos and infos[name].alias_of in roots:
+                if name in infos and infos[name].alias_of in live:
                     live[infos[name].alias_of].pop(name, None)
             for name in read_by(statement):
-                if name in infos and infos[name].alias_of in roots:
+                if name in infos and infos[name].alias_of in live:
                     live[infos[name].alias_of][name] = None
     return found
