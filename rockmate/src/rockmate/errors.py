@@ -107,6 +107,14 @@ class UnsupportedModuleError(RockmateError, ValueError):
     """The module or its state cannot be run exactly; the text says what was found and where."""
 
 
+class OtherForwardError(UnsupportedModuleError):
+    """A forward runs other operations than the recorded one, in the submodule at `module_path`."""
+
+    def __init__(self, message: str, difference: str, module_path: str) -> None:
+        super().__init__(message)
+        self.difference, self.module_path = difference, module_path
+
+
 class BudgetFormatError(RockmateError, ValueError):
     """A budget that cannot be read."""
 

@@ -113,6 +113,39 @@ def test_a_forward_that_only_first_computes_what_it_keeps() -> None:
     assert_same(step(planned, x), step(plain, x))
 
 
+class Kept(nn.Module):
+    """Multiplies by what its first forward keeps where no guard can look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.exp(torch.tanh(self.a(x)) * _factors(16))).tanh()
+
+
+@functools.lru_cache
+def _factors(size: int) -> Tensor:
+    return torch.full((size,), 2.0)
+
+
+@pytest.mark.parametrize("budget", [2**20, 0.01])
+def test_what_the_first_forward_keeps_is_what_later_ones_read(budget: float) -> None:
+    """Also where a look would not fit: recordings for other gradients are looks, too."""
+    torch.manual_seed(0)
+    model = Kept()
+    plain, x = copy.deepcopy(model), torch.randn(8, 16)
+    _factors.cache_clear()
+    try:
+        planned = Rockmate(model, x, budget, cost="flops", cache=False)
+    except InfeasibleBudgetError as least:
+        _factors.cache_clear()
+        planned = Rockmate(model, x, least.minimum_bytes, cost="flops", cache=False)
+    for _ in range(3):
+        assert_same(step(planned, x), step(plain, x))
+        _factors(16).mul_(1.5)
+
+
 @pytest.mark.parametrize("how", ["scale", "way"])
 @pytest.mark.parametrize("quiet", [0, 1])
 def test_what_changes_is_found_before_it_runs(

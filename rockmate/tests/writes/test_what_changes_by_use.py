@@ -225,6 +225,44 @@ def test_a_generator_outside_is_refused_and_not_used():
     assert next(GENERATOR) == 1.0
 
 
+def _by_default(x, numbers=None):
+    return x * next(numbers)
+
+
+def _of_keyword(x, *, chance=None):
+    return x * chance.random()
+
+
+_by_default.__defaults__ = (itertools.count(1.0),)  # as `numbers=itertools.count(1.0)` would
+_of_keyword.__kwdefaults__ = {"chance": random.Random(0)}
+
+
+def _made_here():
+    numbers = iter([0.5, 0.25])
+    return lambda x, numbers=numbers: x * next(numbers)
+
+
+class Applies(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+@pytest.mark.parametrize("function", [_by_default, _of_keyword, _made_here()])
+def test_a_default_that_changes_by_being_used_is_refused_and_not_used(function):
+    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    before = repr(held), [copy.deepcopy(h) for h in held]
+    with pytest.raises(SideEffectError, match=r"by_use\.py:\d+\) is by default a"):
+        wrap(Applies(function), torch.randn(2, 4), 1.0)
+    draw = {itertools.count: next, random.Random: random.Random.random}.get(type(held[0]), next)
+    assert repr(held) == before[0]
+    assert draw(held[0]) == draw(before[1][0])
+    wrap(Applies(torch.tanh), torch.randn(2, 4), 1.0)  # planning others goes on
+
+
 def test_a_queue_is_refused_and_not_used():
     items = queue.Queue()
     items.put(2.0)

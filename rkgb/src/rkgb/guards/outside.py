@@ -9,14 +9,15 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from types import CellType, FrameType, FunctionType, ModuleType
+from pathlib import Path
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
 from rkgb.errors import SideEffectError, in_module, to_capture
 from rkgb.guards.code_watch import Seen
-from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content
+from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content, is_used_up
 from rkgb.guards.loads import loads_of
 from rkgb.guards.sources import Source, Sources, function_named
 from rkgb.torch_api.profilers import set_profile
@@ -73,6 +74,7 @@ class Outside:
     def note(self, seen: Seen, frame: FrameType) -> None:
         """Keep what a function leads to that is about to run for the first time."""
         code, loads = seen.code, loads_of(seen.code)
+        self._refuse_defaults(seen, frame)
         reached = Reached(frozenset(loads.attributes))
         for name in (*loads.globals, *loads.stores):
             if name in seen.globals or (name in loads.stores and name not in code.co_freevars):
@@ -97,6 +99,28 @@ class Outside:
             if id(owner) not in self._paths:
                 self.contents.add(owner)
         self._local.update(id(c) for c in code.co_consts if hasattr(c, "co_code"))
+
+    def _refuse_defaults(self, seen: Seen, frame: FrameType) -> None:
+        """Refuse a default that changes by being used, which the frame has got already.
+
+        Raises:
+            SideEffectError: with its name.
+        """
+        code = seen.code
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        used = {id(v): n for n in names if is_used_up(v := frame.f_locals.get(n))}
+        functions = [*_functions_of(code)] if used else []
+        defaults = [f.__defaults__ or () for f in functions]
+        defaults += [tuple((f.__kwdefaults__ or {}).values()) for f in functions]
+        for value in (value for own in defaults for value in own if id(value) in used):
+            raise SideEffectError(
+                to_capture(
+                    type(self._twin).__name__,
+                    "pass it as an argument, or take it from a variable",
+                    f"'{used[id(value)]}' of {code.co_name} ({_line(code)}) is by default a "
+                    f"{type(value).__name__}, which a recording would use up",
+                )
+            )
 
     def close(self) -> None:
         """Put everything back."""
@@ -165,6 +189,8 @@ class Outside:
         """Remember where something is that changes by being used."""
         name = None if isinstance(source.owner, CellType) else source.name
         for owner, own in ((source.owner, name), *((o, None) for o in reached.owners.values())):
+            if isinstance(owner, FunctionType) and own is not None:
+                continue  # defaults, whose frame has them already
             if isinstance(owner, (dict, list, CellType)) or hasattr(owner, "__dict__"):
                 _changing.setdefault((id(owner), own), (owner, own))
 
@@ -194,10 +220,19 @@ def _kinds(reached: Reached) -> str:
 
 def _cells(seen: Seen, values: Mapping[str, Any]) -> Iterator[CellType]:
     """Yield the cells of the functions behind a code whose variables hold these values."""
-    for function in gc.get_referrers(seen.code):
-        if isinstance(function, FunctionType) and function.__code__ is seen.code:
-            cells = function.__closure__ or ()
-            names = seen.code.co_freevars
-            held = [Source(cell, "", "", "").read() for cell in cells]
-            if all(v is values.get(n, v) for n, v in zip(names, held, strict=True)):
-                yield from cells
+    for function in _functions_of(seen.code):
+        cells = function.__closure__ or ()
+        names = seen.code.co_freevars
+        held = [Source(cell, "", "", "").read() for cell in cells]
+        if all(v is values.get(n, v) for n, v in zip(names, held, strict=True)):
+            yield from cells
+
+
+def _line(code: CodeType) -> str:
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+def _functions_of(code: CodeType) -> Iterator[FunctionType]:
+    for function in gc.get_referrers(code):
+        if isinstance(function, FunctionType) and function.__code__ is code:
+            yield function

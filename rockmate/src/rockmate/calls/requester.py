@@ -13,7 +13,12 @@ from rkgb.elements import is_inside
 from rockmate.arguments import Call
 from rockmate.calls.first_call import FirstCall
 from rockmate.calls.plan_store import PlanStore
-from rockmate.errors import InfeasibleBudgetError, RockmateError, UnsupportedModuleError
+from rockmate.errors import (
+    InfeasibleBudgetError,
+    OtherForwardError,
+    RockmateError,
+    UnsupportedModuleError,
+)
 from rockmate.files.plan_file import PlanFile
 from rockmate.guards.input_signature import ambient
 from rockmate.guards.module_watch import ModuleWatch, without_hooks
@@ -104,6 +109,7 @@ class Requester:
         guards: bool = True,
         any_number: frozenset[int] | None = None,
         settings: Terms | None = None,
+        is_again: bool = False,
     ) -> Planned:
         bare = without_hooks(self.model, type(self.model))
         self._first_call.tell_what_is_taken_off()
@@ -131,6 +137,16 @@ class Requester:
                 planned = planned_for(request, self._sources)
                 if planned.how == "planned":  # other plans are for the gradients that came last
                     planned.foresee(bare, request.sample.leaves)
+        except OtherForwardError as error:  # Python decides by what no guard covers
+            # What only the first forward computes is kept by now, and a recording finds it.
+            if is_again:
+                path = called_path(self.model, error.module_path)
+                self.run_whole([path], error.difference)
+                settings = None if settings is None else with_whole(settings, [path])
+            return Requester._planned(
+                self, call, why, guards=guards, any_number=any_number, settings=settings,
+                is_again=not is_again,
+            )  # fmt: skip
         except TraceError as error:
             # The user's own error, such as an assert on values or an index out of range.
             if self.first is None or error.__cause__ is None:
@@ -225,3 +241,10 @@ def _is_covered(path: str, paths: Collection[str]) -> bool:
 def _run_whole(paths: Iterable[str], planned: Planned) -> bool:
     """Return whether a plan runs all of these submodules whole."""
     return all(_is_covered(path, planned.network.opaque) for path in paths)
+
+
+def called_path(model: nn.Module, path: str) -> str:
+    """Return the path of a module, or of the nearest one around it that is called (no list)."""
+    while path and type(model.get_submodule(path)).forward is nn.Module.forward:
+        path = path.rpartition(".")[0]
+    return path

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rkgb.capture import look_again
 from rkgb.costs import made_bytes, op_key
@@ -26,7 +26,7 @@ from rkgb.torch_api import current_dispatch_modes, has_saved_hooks
 from rockmate.arguments import Call
 from rockmate.calls.plan_store import Family
 from rockmate.calls.plans_of_module import PlansOfModule
-from rockmate.calls.requester import planning
+from rockmate.calls.requester import called_path, planning
 from rockmate.errors import RockmateError
 from rockmate.guards.module_watch import without_hooks
 from rockmate.networks import Planned
@@ -121,13 +121,14 @@ class SecondLook:
             )
         if not found:
             return Differences()
-        paths = _outermost([self._called(difference.module_path) for difference in found])
+        model = self.plans.model
+        paths = _outermost([called_path(model, difference.module_path) for difference in found])
         more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
         _log.warning(
             "%s was recorded otherwise than it is called now, though nothing differs that a plan "
             "knows of: %s%s. What runs whole from now on: %s. Pass what decides this as an "
             "argument, or keep it as an attribute of the module",
-            type(self.plans.model).__name__,
+            type(model).__name__,
             "; ".join(map(str, found[:_MOST_NAMED])),
             more,
             ", ".join(f"'{path or '(root)'}'" for path in paths),
@@ -166,12 +167,6 @@ class SecondLook:
             sample = Sample.of(bare, *call)
             within = _needs_bytes(planned.network), planned.budget_bytes
             return look_again(bare, sample, basic, numbers, within=within)
-
-    def _called(self, path: str) -> str:
-        """Return the path of a module, or of the nearest one around it that is called (no list)."""
-        while path and type(self.plans.model.get_submodule(path)).forward is nn.Module.forward:
-            path = path.rpartition(".")[0]
-        return path
 
 
 def _needs_bytes(network: Network) -> list[int]:

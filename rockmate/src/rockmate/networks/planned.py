@@ -32,7 +32,7 @@ from rkgb.graphs import BackwardKind, SimplifiedGraph
 from rkgb.run import Outcomes, RunnableGraph, without_idle_steps
 from rkgb.torch_api import has_saved_hooks
 from rockmate.comparison.contents import Contents
-from rockmate.errors import RockmateError
+from rockmate.errors import OtherForwardError, RockmateError
 from rockmate.guards.input_signature import InputSignature
 from rockmate.networks.executables import executable, planned_executable, without_reruns
 from rockmate.networks.likely import kinds_of_sums, likely_kinds
@@ -142,6 +142,9 @@ class Planned:
 
         For example, a model that returns its loss and its logits is trained on the loss. A
         recording during the first backward would need memory on top of the step's.
+
+        Raises:
+            OtherForwardError: the forward runs other operations now than when it was planned.
         """
         if self.network.compiled is not None:  # slow; such a step recomputes its forward instead
             return
@@ -153,6 +156,8 @@ class Planned:
             try:
                 if kind not in variants:
                     variants[kind] = variant_of(self, model, leaves, kind, in_a_step=False)
+            except OtherForwardError:
+                raise
             except RockmateError as error:  # it may never be needed
                 _log.debug("cannot record the backward for %s: %s", kind, error)
 

@@ -34,7 +34,12 @@ from rkgb.graphs import (
 )
 from rkgb.run import held_bytes, without_idle_steps
 from rkgb.torch_api import placed_parameters
-from rockmate.errors import InfeasibleBudgetError, RockmateError, UnsupportedModuleError
+from rockmate.errors import (
+    InfeasibleBudgetError,
+    OtherForwardError,
+    RockmateError,
+    UnsupportedModuleError,
+)
 from rockmate.guards.input_signature import InputSignature
 from rockmate.guards.module_watch import without_hooks
 from rockmate.networks.executables import (
@@ -180,11 +185,13 @@ def _wanting_as(known: BasicGraph, model: nn.Module) -> Iterator[None]:
 def _check_forward(known: BasicGraph, found: BasicGraph, leaves: Sequence[Any]) -> None:
     numbers = () if known.numbers is None else known.numbers.of(leaves) or ()
     if changed := forward_differences(known, found, numbers):
-        raise UnsupportedModuleError(
+        raise OtherForwardError(
             "gradients have arrived at outputs of a Rockmate module in another way than before, so "
             "that their backward has to be recorded, and the module has changed since its forward: "
             f"{changed[0]}. Change modules (train(), eval(), attributes) after the backward, or "
-            "run the forward again."
+            "run the forward again.",
+            str(changed[0]),
+            changed[0].module_path,
         )
 
 
