@@ -111,5 +111,5 @@ def test_the_memory_of_the_process_falls_by_what_has_gone_to_a_file(tmp_path: Pa
     assert run.returncode == 0, run.stdout + run.stderr
     away, less = map(int, run.stdout.split())
     assert away > 50 << 20
-    assert abs(less - away) < away / 50  # stacks of threads, and the pages of a copy
+    assert abs(less - away) < 4 << 20  # the pages through which copies go, stacks of threads
     assert not list(tmp_path.iterdir())
