@@ -313,8 +313,14 @@ def test_memory_that_cannot_be_pinned_is_said() -> None:
             raise RuntimeError("out of memory")
 
     step = moving(Pinned(Full()))
-    with pytest.raises(CopyError, match=r"asked to pin \d+ bytes .*\n?.*out of memory"):
+    with pytest.raises(CopyError, match=r"asked to pin \d+ bytes of the host.*out of memory"):
         step.forward()
+
+
+@pytest.mark.parametrize("copies", [Host(), Pinned(FakeQueues())], ids=["host", "pinned"])
+def test_more_than_the_host_has_is_said(copies: Copies) -> None:
+    with pytest.raises(CopyError, match=rf"asked for {1 << 60} bytes .*Cannot allocate memory"):
+        copies.arena(1 << 60)
 
 
 def test_a_step_that_moves_is_no_part_of_a_captured_graph() -> None:

@@ -16,28 +16,23 @@ from torch import Tensor
 
 from rkgb.copies.disk import Disk
 from rkgb.copies.moved import Arena, Block, Copies
-from rkgb.copies.workers import Host, HostBlock
+from rkgb.copies.workers import Host, HostBlock, no_room
 from rkgb.device.chosen import device_of
 from rkgb.device.queues import CopyQueues, Queue
-from rkgb.errors import CopyError, UnsupportedDeviceError
+from rkgb.errors import UnsupportedDeviceError
 
 
 class PinnedBlock(HostBlock):
     """Pages of the host that a device reaches: as many as are asked for, and no more."""
 
     def __init__(self, size_bytes: int, queues: CopyQueues, both: tuple[Queue, Queue]) -> None:
-        super().__init__(size_bytes)
         self._queues, self._both, self._is_pinned = queues, both, False
+        super().__init__(size_bytes)
         self.last_back: Any = None  # the mark behind the latest copy from here
         try:
             queues.pin(self.address, size_bytes)
         except RuntimeError as error:
-            raise CopyError(
-                f"asked to pin {size_bytes} bytes of the host, where a step keeps what has left "
-                f"the device, and found: {error}. Give less memory of the host to it, or plan "
-                "without it.",
-                path="host",
-            ) from error
+            raise no_room(f"asked to pin {size_bytes} bytes", error) from error
         self._is_pinned = True
         self.bytes = torch.frombuffer(self.pages, dtype=torch.uint8)
 

@@ -15,18 +15,34 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from rkgb.copies.moved import Arena, Block, Copies
+from rkgb.errors import CopyError
 
 
 class HostBlock:
-    """Pages of memory of the host."""
+    """Pages of memory of the host.
+
+    Raises:
+        CopyError: there are not as many.
+    """
 
     is_broken = False
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        # A forked process has its own.
-        self.pages = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:  # a forked process has its own
+            self.pages = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise no_room(f"asked for {size_bytes} bytes", error) from error
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
+
+
+def no_room(asked: str, error: Exception) -> CopyError:
+    """Return the error of a host that has no memory for what leaves the device."""
+    return CopyError(
+        f"{asked} of the host's memory, where a step keeps what has left the device, and found: "
+        f"{error}. Give less of the host's memory to it, or plan without it.",
+        path="host",
+    )
 
 
 class Worked:
