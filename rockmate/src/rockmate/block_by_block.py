@@ -20,6 +20,7 @@ from rockmate.arguments import (
     refuse_no_module,
 )
 from rockmate.blockwise.blocks import AUTO, class_name, device_of_parameters, find_blocks
+from rockmate.blockwise.loss_outside import LossOfBlocks, Within
 from rockmate.blockwise.planning import Chosen, Planner
 from rockmate.blockwise.rehearsal import largest_first
 from rockmate.blockwise.report import BlockRow, BlocksPlan
@@ -33,7 +34,7 @@ from rockmate.errors import (
     UnsupportedModuleError,
 )
 from rockmate.files.cache_folder import CacheFolder
-from rockmate.files.plan_file import PlanFile, SavedBlocks
+from rockmate.files.plan_file import PlanFile, SavedBlocks, SeenLoss
 from rockmate.guards.module_watch import without_hooks
 from rockmate.guards.sharded import own_class, refuse_engines
 from rockmate.in_place import remove
@@ -43,7 +44,6 @@ from rockmate.requests.request import Request
 from rockmate.requests.sources import planned_for
 from rockmate.runtime.plain import plain
 from rockmate.settings import Terms, parse_budget
-from rockmate.whole_step import Memory
 
 _log = logging.getLogger("rockmate")
 _NOT_BY_BLOCKS = {  # settings, and why not
@@ -170,31 +170,27 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
     device = device_of_parameters(model)
     calls = largest_first(model, calls, team, device)
     with team.together():
-        given, memory = _within(given, calls)
+        given, within = _within(given, calls)
     about = tuple(found), given.in_flight, given.compare, team.size
     key = blocks_key(model, calls, about, device, given.terms())
     shared = partial(shared_file, team=team, model=name, device=device)
-    planned = partial(_planned, given, terms, team, found, calls)
+    planned = partial(_planned, given, terms, team, found, calls, within)
     try:
-        made = _kept_or_made(given, key, shared, planned, is_first=team.is_first)
+        return _kept_or_made(given, key, shared, planned, is_first=team.is_first)
     except InfeasibleBudgetError as error:
-        if memory is None:
+        if within is None:
             raise
-        raise memory.refusal(error) from error
-    return made if memory is None else replace(made, memory=memory)
+        raise within.memory.refusal(error) from error
 
 
-def _within(given: ToBlocks, calls: Sequence[Call]) -> tuple[ToBlocks, Memory | None]:
+def _within(given: ToBlocks, calls: Sequence[Call]) -> tuple[ToBlocks, Within | None]:
     """Return the arguments with a budget; with `memory`, what the most demanding call leaves."""
     whole = given.terms().whole_step
     if whole is None:
         return given, None
-    model = given.model
-    found = [whole.call_bytes(model, *call).times(given.in_flight) for call in calls]
-    each = [whole.memory(model, call_bytes) for call_bytes in found]
-    memory = min(each, key=lambda memory: (memory.holds(), memory.budget_bytes))
-    budget = memory.budget_bytes if memory.holds() else _PLACEHOLDER
-    return replace(given, budget=budget, memory=None, optimizer=None, reserve=0), memory
+    within = Within.of(whole, given.model, calls, given.in_flight)
+    budget = within.budget_bytes
+    return replace(given, budget=budget, memory=None, optimizer=None, reserve=0), within
 
 
 def _kept_or_made(
@@ -221,18 +217,27 @@ def _kept_or_made(
     return made
 
 
+def _awaits(given: ToBlocks, within: Within) -> bool:
+    """Whether a loss outside will be seen; outputs of a pipeline's stage are no loss's."""
+    return given.in_flight == 1 and within.whole.awaits_loss
+
+
 def _planned(
     given: ToBlocks,
     terms: Terms,
     team: Team,
     found: Mapping[str, nn.Module],
     calls: Sequence[Call],
+    within: Within | None,
     file: PlanFile | None,
 ) -> BlocksPlan:
     """Plan blocks as a file says, or anew, and install the plans."""
     model, saved = given.model, None if file is None else file.blocks
     if saved is not None:
         terms = replace(terms, cost="flops")  # the times are in the file
+    if file is not None and file.loss is not None and within and _awaits(given, within):
+        within = within.after(file.loss)
+        given = replace(given, budget=within.budget_bytes)
     assert given.budget is not None
     amount, fraction = parse_budget(given.budget)
     views = {path: plain_view(block) for path, block in found.items()}
@@ -245,6 +250,8 @@ def _planned(
         note=phases.note,
     )
 
+    loss_bytes = within.memory.loss_bytes if within and _awaits(given, within) else 0
+
     def room(keeping_all: int) -> int:
         asked = int(fraction * keeping_all) if fraction is not None else amount
         if saved is not None and fraction is not None:
@@ -254,7 +261,7 @@ def _planned(
 
     with phases:
         with phases.phase("blocks"):
-            chosen = _put_on(found, lambda: planner.plan(calls, room))
+            chosen = _put_on(found, lambda: planner.plan(calls, room, loss_bytes))
         made = _report(chosen, given)
         if file is not None and saved is not None:
             made = _as_saved(made, file, saved)
@@ -265,10 +272,18 @@ def _planned(
         else:
             made = replace(made, why_no_free_plan="compare=False")
     if made.file is None:
-        name, options = class_name(model), chosen.choice.options
-        made = replace(made, file=file_of_blocks(made, chosen.kinds, options, name, planner.device))
+        made = _with_file(made, chosen, model)
     phases.close("planned block by block")
-    return replace(made, seconds=phases.seconds)
+    made = replace(made, seconds=phases.seconds, memory=within.memory if within else None)
+    if within is not None and chosen.tested is not None:
+
+        def show(again: Chosen, now: Within) -> None:
+            shown = replace(_report(again, given), why_no_free_plan="for another budget")
+            shown = replace(shown, seconds=made.seconds, memory=now.memory, is_measured=False)
+            made.become(_with_file(shown, again, model, now.whole.seen))
+
+        LossOfBlocks(within, planner, chosen, show)
+    return made
 
 
 def _put_on(found: Mapping[str, nn.Module], choose: Callable[[], Chosen]) -> Chosen:
@@ -328,6 +343,14 @@ def _report(chosen: Chosen, given: ToBlocks) -> BlocksPlan:
         keeping_all_bytes=chosen.keeping_all_bytes,
         in_flight=given.in_flight,
     )
+
+
+def _with_file(
+    plan: BlocksPlan, chosen: Chosen, model: nn.Module, loss: SeenLoss | None = None
+) -> BlocksPlan:
+    name, device = class_name(model), device_of_parameters(model)
+    file = file_of_blocks(plan, chosen.kinds, chosen.choice.options, name, device, loss)
+    return replace(plan, file=file)
 
 
 def _as_saved(plan: BlocksPlan, file: PlanFile, saved: SavedBlocks) -> BlocksPlan:

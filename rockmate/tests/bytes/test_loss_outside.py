@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,3 +216,95 @@ def test_blocks_of_a_root_that_decides_leave_what_was_seen() -> None:
     assert before.overhead > after.overhead
     assert after.budget_bytes - before.budget_bytes == 4 * x.nbytes - part(rk)[1]
     assert max(peaks(rk, stepper, x, LOSSES["mean"], 2)) <= memory
+
+
+def by_blocks(share: float, batch: int, **more: Any) -> tuple[Any, nn.Module, Any, Tensor, int]:
+    """Return a model planned by its blocks, a twin, and what the plan is."""
+    torch.manual_seed(0)
+    model, x = network(), torch.randn(batch, 64)
+    twin, stepper = copy.deepcopy(model), torch.optim.AdamW(model.parameters())
+    how: dict[str, Any] = {"optimizer": stepper, "cost": "flops", "compare": False, "cache": False}
+    with pytest.raises(rockmate.InfeasibleBudgetError) as refused:
+        rockmate.apply_to_blocks(model, x, memory=1000, **how, **more)
+    memory = int(share * refused.value.minimum_bytes)
+    plan = rockmate.apply_to_blocks(model, x, memory=memory, **how, **more)
+    return plan, twin, (model, stepper), x, memory
+
+
+@pytest.mark.parametrize(("name", "share"), [("mean", 1.1), ("as expected", 1.1), ("greedy", 1.7)])
+def test_blocks_are_chosen_again_for_the_loss_that_was_seen(name: str, share: float) -> None:
+    plan, twin, (model, stepper), x, memory = by_blocks(share, 1024)
+    before, loss = (plan.overhead, plan.budget_bytes), LOSSES[name]
+    for _ in range(3):
+        loss(model(x)).backward()
+        loss(twin(x)).backward()
+        assert_same_gradients(model, twin)
+    assert part(plan)[0].endswith("as seen")
+    assert plan.budget_bytes - before[1] == 4 * x.nbytes - part(plan)[1]
+    assert plan.overhead < before[0] or name != "mean"
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not _get_current_dispatch_mode_stack()
+    assert max(peaks(model, stepper, x, loss, 2)) <= memory
+
+
+def test_the_first_step_of_blocks_has_room_for_any_loss() -> None:
+    plan, _, (model, stepper), x, memory = by_blocks(1.5, 1024)
+    before, kept = plan.peak_bytes, [block._rockmate.planned.plan for block in model]
+    first = peaks(model, stepper, x, greedy, 1)[0]
+    assert first <= memory < first + before - max(p.peak_bytes for p in kept)
+
+
+def test_a_saved_plan_of_blocks_knows_the_loss(tmp_path: Path) -> None:
+    plan, twin, (model, _), x, memory = by_blocks(1.1, 256)
+    for _ in range(2):
+        model(x).mean().backward()
+    plan.save_plan(tmp_path / "plan.json")
+    how: dict[str, Any] = {"optimizer": "adamw", "compare": False}
+    again = rockmate.apply_to_blocks(twin, x, memory=memory, plan=tmp_path / "plan.json", **how)
+    assert again.memory is not None
+    assert again.memory.budget_bytes == plan.budget_bytes == again.budget_bytes
+    assert [row.kept_bytes for row in again.rows] == [row.kept_bytes for row in plan.rows]
+    assert not twin._forward_hooks
+
+
+def test_a_saved_plan_knows_the_loss(tmp_path: Path) -> None:
+    rk, stepper, x, memory = planned()
+    peaks(rk, stepper, x, LOSSES["mean"], 2)
+    rk.save_plan(tmp_path / "plan.json")
+    stepper.zero_grad()
+    how: dict[str, Any] = {"optimizer": stepper, "plan": tmp_path / "plan.json"}
+    again = rockmate.Rockmate(network(), x, memory=memory, **how)
+    assert part(again) == part(rk)
+    assert again.plan.peak_bytes == rk._rockmate.plan_file().plans[0].plan.peak_bytes
+    assert max(peaks(again, torch.optim.SGD(again.parameters()), x, LOSSES["mean"], 1)) <= memory
+
+
+def test_a_watch_of_blocks_is_taken_off_and_not_copied() -> None:
+    _, _, (model, _), x, _ = by_blocks(1.1, 256)
+    model(x).mean()  # it is open
+    other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    other(x).mean().backward()
+    rockmate.remove(model)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    model(x).mean().backward()
+    assert not _get_current_dispatch_mode_stack()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler
+@pytest.mark.parametrize("what", ["blocks", "whole"])
+def test_a_loss_of_compiled_code_is_not_watched_on_the_host(what: str) -> None:
+    """A mode that is entered or left within compiled code leaves torch in a broken state."""
+    if what == "whole":
+        model, _, x, _ = planned()
+        twin = copy.deepcopy(model.original)
+    else:
+        _, twin, (model, _), x, _ = by_blocks(1.1, 256)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(5):
+        compiled(x).square().mean().backward()
+        twin(x).square().mean().backward()
+        assert not _get_current_dispatch_mode_stack()
+    assert_same_gradients(model, twin)

@@ -188,6 +188,46 @@ def step_of(rank: int, team: Team) -> None:
         torch.distributed.all_reduce(torch.ones(4), group=team.groups[0])
 
 
+def chooses_again_together(rank: int) -> None:
+    """Losses outside that differ between processes: all leave what the largest took."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)]
+    model, x = nn.Sequential(nn.Linear(64, 64), *layers), torch.randn(256, 64)
+    twin = eager_copy(model)
+    for net in (model, twin):
+        for layer in net[1:]:
+            fully_shard(layer)
+        fully_shard(net)
+    how: dict[str, Any] = {"optimizer": "adamw", "cost": "flops", "compare": False}
+    with pytest.raises(rockmate.InfeasibleBudgetError) as refused:
+        rockmate.apply_to_blocks(model, x, memory=1000, **how)
+    memory = int(1.1 * refused.value.minimum_bytes)
+    plan = rockmate.apply_to_blocks(model, x, memory=memory, **how)
+    before, estimate_bytes = plan.budget_bytes, 4 * x.nbytes
+    for _ in range(3):
+        for net in (model, twin):
+            y = net(x)
+            (y.abs().square().mean() if rank else y.mean()).backward()
+        pairs = zip(model.parameters(), twin.parameters(), strict=True)
+        assert all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in pairs)
+    assert "_Hook" not in str(model._forward_pre_hooks), "it watches no more"
+    assert_same_on_all(str([(row.path, row.kept_bytes) for row in plan.rows]))
+    assert_same_on_all(str(plan.budget_bytes))
+    assert plan.memory is not None
+    own = next(part.size_bytes for part in plan.memory.parts if part.name.endswith("as seen"))
+    taken: list[Any] = [None, None]
+    torch.distributed.all_gather_object(taken, own)
+    assert before + estimate_bytes - plan.budget_bytes == taken[1] > taken[0]
+    assert peak_bytes(nn.Sequential(model, Mean()), (x,)) <= plan.budget_bytes + taken[1]
+
+
+class Mean(nn.Module):
+    def forward(self, y: Tensor) -> Tensor:
+        return y.abs().square().mean()
+
+
 def assert_same_on_all(text: str) -> None:
     rows: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(rows, text)
@@ -221,6 +261,11 @@ def test_four_processes() -> None:
 @pytest.mark.nightly
 def test_one_error_for_all_processes() -> None:
     run_in_processes(__file__, "all_fail_together")
+
+
+@pytest.mark.slow
+def test_blocks_are_chosen_again_together() -> None:
+    run_in_processes(__file__, "chooses_again_together")
 
 
 @pytest.mark.slow

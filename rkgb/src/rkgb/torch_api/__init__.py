@@ -8,7 +8,7 @@ calls what is replaced, and torch_private.py, which alone imports private module
 file, though a long one); then kernel_choice.py and global_hooks.py.
 """
 
-from rkgb.torch_api.compiled_code import compiled_modules, is_optimized
+from rkgb.torch_api.compiled_code import compiled_modules, is_in_compiled_code, is_optimized
 from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
 from rkgb.torch_api.global_hooks import has_global_hooks, without_global_hooks
 from rkgb.torch_api.kernel_choice import (
@@ -71,6 +71,7 @@ __all__ = [
     "is_abstract",
     "is_cast_anew",
     "is_in_checkpoint",
+    "is_in_compiled_code",
     "is_optimized",
     "is_to_run",
     "is_transforming",

@@ -55,6 +55,16 @@ def written_function(value: Any) -> Any:
     return written
 
 
+def is_in_compiled_code() -> bool:
+    """Return whether code that `torch.compile` has compiled is among the callers."""
+    frame = sys._getframe(1) if "torch._dynamo" in sys.modules else None
+    while frame is not None:
+        code, frame = frame.f_code, frame.f_back
+        if code.co_qualname.startswith("_TorchDynamoContext"):
+            return True
+    return False
+
+
 def is_optimized(module: Any) -> bool:
     """Return whether this is the module that `torch.compile` returns for another one."""
     return type(module).__name__ == "OptimizedModule"

@@ -7,6 +7,7 @@ measure  one step: the memory at every border of a block, including code between
 choose   an option for every block
 test     one step: at the call of a block, each new option against plain PyTorch, bit by bit
 measure  one step: the peak of the whole; if it is over the budget, choose again with this figure
+prepare  where a loss outside is not known yet: the same for what budgets up to a larger one choose
 
 All processes take part in a step of a sharded model. So an error in a block is kept until the step
 is over, and all processes then raise it. An error between collectives ends the step (see team.py).
@@ -54,6 +55,7 @@ from rockmate.options.module_choice import (
     choose,
     largest,
     measured_as,
+    only,
     peak_of,
     smallest_budget,
 )
@@ -65,6 +67,7 @@ _log = logging.getLogger("rockmate")
 _EVERYTHING = 1 << 62  # a budget that keeps everything, for recording and measuring a block
 _MANY_STEPS = 3  # for one measurement, if sending threads disturb it
 _MOST_TRIES = 5  # to choose again after a step that took more than predicted
+_RUNGS = 8  # budgets whose choices are tested ahead
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Chosen:
     measured_peak_bytes: int
     keeping_all_bytes: int
     budget_bytes: int
+    tested: StepMemory | None = None  # with the options that other budgets may choose
 
 
 class _Intercepted(PlannedModule):
@@ -116,13 +120,16 @@ class Planner:
         self.forwards: dict[str, PlannedModule] = {}
         self.error: Exception | None = None
         self.is_meeting = False  # inside a block, between its collectives
-        self.tested: set[tuple[int, int]] = set()
+        self.tested: set[tuple[int, int]] = set()  # kinds and numbers of options
         self.device = device_of_parameters(model)
 
-    def plan(self, calls: Sequence[Call], room: Callable[[int], int]) -> Chosen:
+    def plan(
+        self, calls: Sequence[Call], room: Callable[[int], int], loss_bytes: int = 0
+    ) -> Chosen:
         """Return a planned forward for every block; `room` maps the peak keeping all to the budget.
 
-        The options are chosen for the first call, and checked with the others.
+        The options are chosen for the first call, and checked with the others. With `loss_bytes`,
+        what a loss outside may take of the memory, choices for other budgets are made ready.
 
         Raises:
             InfeasibleBudgetError: no choice fits; `minimum_bytes` is the smallest budget that does.
@@ -143,7 +150,12 @@ class Planner:
             chosen = self._searched(call, room)
         for other in others:
             self._hold(other, chosen.budget_bytes)
-        return chosen
+        most_bytes = chosen.budget_bytes + min(self.team.gather(loss_bytes))
+        # What is spread would have to be recorded again, with its collectives.
+        is_spread = any(kind.is_spread for kind in self.kinds.values())
+        if is_spread or most_bytes == chosen.budget_bytes:
+            return chosen
+        return replace(chosen, tested=self._tested(calls, chosen, most_bytes))
 
     def _hold(self, call: Call, budget: int) -> None:
         """Run a planned step of another call, and check its peak against the budget."""
@@ -166,28 +178,79 @@ class Planner:
         memory = self._measure(call)[1]
         keeping_all = peak_of(memory, [0] * len(memory.calls))
         budget = min(self.team.gather(room(keeping_all)))
+        memory, choice, measured = self._fitting(call, memory, budget)
+        return self._chosen(memory, choice, measured, keeping_all, budget)
+
+    def _fitting(
+        self, call: Call, memory: StepMemory, budget: int
+    ) -> tuple[StepMemory, Choice, int]:
+        """Return a choice whose step was within the budget, its peak, and what was measured."""
         for _ in range(_MOST_TRIES):
             choice = self._choose(memory, budget)
-            self._take(dict(zip(self.order, choice.options, strict=True)))
+            self._take(self._numbers(choice))
             self._test_once(call)
             self.note("measuring a step")
             peak, found = self._measure(call)
             measured = max(self.team.gather(peak + (self.in_flight - 1) * found.held_bytes))
             if measured <= budget:
-                break
+                return memory, choice, measured
             _log.info("%d bytes over the budget: choosing again", measured - budget)
             memory = largest([memory, measured_as(found, memory)])
-        else:
-            raise InfeasibleBudgetError(
-                f"the blocks of {type(self.model).__name__} took {measured} bytes with a budget of "
-                f"{budget}, which predictions did not show. Raise the budget",
-                asked_bytes=budget,
-                minimum_bytes=measured,
-            )
-        return self._chosen(memory, choice, measured, keeping_all, budget)
+        raise InfeasibleBudgetError(
+            f"the blocks of {type(self.model).__name__} took {measured} bytes with a budget of "
+            f"{budget}, which predictions did not show. Raise the budget",
+            asked_bytes=budget,
+            minimum_bytes=measured,
+        )
+
+    def _numbers(self, choice: Choice) -> dict[str, int]:
+        return dict(zip(self.order, choice.options, strict=True))
+
+    def _tested(self, calls: Sequence[Call], chosen: Chosen, most_bytes: int) -> StepMemory | None:
+        """Test and measure what budgets up to `most_bytes` choose; None if other calls exceed them.
+
+        The choice stays. The memory of such steps must be there.
+        """
+        least_bytes = smallest_budget(chosen.memory)
+        span_bytes = max(0, most_bytes - least_bytes)
+        budgets = [least_bytes + span_bytes * rung // _RUNGS for rung in range(_RUNGS + 1)]
+        found = [choose(chosen.memory, budget) for budget in budgets]
+        tested = dict.fromkeys(c.options for c in (*found, chosen.choice) if c is not None)
+        for options in tested:
+            self._take(dict(zip(self.order, options, strict=True)))
+            self._test_once(calls[0])
+        try:
+            memory, largest_choice, _ = self._fitting(calls[0], chosen.memory, most_bytes)
+            for other in calls[1:]:
+                self._hold(other, most_bytes)
+        except InfeasibleBudgetError as error:
+            _log.info("the estimate of what a loss takes will stay: %s", error)
+            return None
+        finally:
+            self._take(self._numbers(chosen.choice))
+        rows = zip(*(*tested, largest_choice.options), strict=True)
+        return only(memory, [set(row) for row in rows])
+
+    def choose_again(self, chosen: Chosen, budget: int, tested: StepMemory) -> Chosen | None:
+        """Choose for another budget among options that are `tested`; nothing is run.
+
+        None means that nothing fits.
+        """
+        choice = choose(tested, budget)
+        if choice is None:
+            return None
+        self._take(self._numbers(choice))
+        measured, keeping_all = chosen.measured_peak_bytes, chosen.keeping_all_bytes
+        again = self._chosen(chosen.memory, choice, measured, keeping_all, budget)
+        return replace(again, tested=chosen.tested)
 
     def _chosen(
-        self, memory: StepMemory, choice: Choice, measured: int, keeping_all: int, budget: int
+        self,
+        memory: StepMemory,
+        choice: Choice,
+        measured: int,
+        keeping_all: int,
+        budget: int,
     ) -> Chosen:
         for forward in self.forwards.values():
             if isinstance(forward, LockstepModule):
@@ -227,7 +290,8 @@ class Planner:
 
     def _test_once(self, call: Call) -> None:
         """Compare the present options with plain PyTorch, if the user wants a self-test."""
-        if not self.settings.self_test:
+        pairs = {(id(self.kind_of[path]), number) for path, number in self.numbers.items()}
+        if not self.settings.self_test or pairs <= self.tested:
             return
         self.note("self test")
         if self.settings.self_test == "deterministic":

@@ -40,7 +40,8 @@ class BlockRow:
 class BlocksPlan(InFull):
     """The options of all blocks, chosen within one budget.
 
-    All bytes are of the whole step, above what is in use before it and the gradients.
+    All bytes are of the whole step, above what is in use before it and the gradients. With
+    `memory=` it changes once, when a step has shown what a loss outside takes.
     """
 
     rows: tuple[BlockRow, ...]
@@ -54,6 +55,11 @@ class BlocksPlan(InFull):
     seconds: Mapping[str, float] = field(default_factory=dict)
     file: PlanFile | None = field(default=None, repr=False)
     memory: Memory | None = field(default=None, repr=False)  # if the user gave it, not a budget
+    is_measured: bool = True  # or the measured peak is that of the choice before
+
+    def become(self, other: BlocksPlan) -> None:
+        """Show another plan from now on."""
+        vars(self).update(vars(other))
 
     def save_plan(self, path: str | PathLike[str]) -> None:
         """Write the plan to a file, for `apply_to_blocks(..., plan=path)` at another start.
@@ -90,12 +96,13 @@ class BlocksPlan(InFull):
         return f"<plan of {len(self.rows)} blocks: peak {peak} within {budget}>"
 
     def __str__(self) -> str:
-        measured = format_bytes(self.measured_peak_bytes)
+        took = format_bytes(self.measured_peak_bytes)
+        measured = f", {took} measured" if self.is_measured else ""
         extra = f"{format_ms(self.overhead_ms)}, {100 * self.overhead:.2f} % of the blocks' time"
         lines = [
             f"-- Plan of {len(self.rows)} blocks, each for itself",
             f"  budget          {format_bytes(self.budget_bytes)}",
-            f"  peak            {format_bytes(self.peak_bytes)} predicted, {measured} measured",
+            f"  peak            {format_bytes(self.peak_bytes)} predicted{measured}",
             f"  keeping all     {format_bytes(self.keeping_all_bytes)}",
             f"  extra time      {extra}",
             f"  free plan       {self._free_plan()}",

@@ -14,7 +14,7 @@ from rockmate.blockwise.kinds import Kind
 from rockmate.blockwise.report import BlocksPlan
 from rockmate.blockwise.team import Team
 from rockmate.errors import PlanFileError, PlanMismatchError
-from rockmate.files.plan_file import PlanFile, SavedBlock, SavedBlocks, SavedKind
+from rockmate.files.plan_file import PlanFile, SavedBlock, SavedBlocks, SavedKind, SeenLoss
 from rockmate.guards.input_signature import ambient, in_order, key_of
 from rockmate.requests.identity import cache_key, elsewhere, made_with
 from rockmate.schedules.steps import Steps
@@ -29,6 +29,7 @@ def file_of_blocks(
     options: Sequence[int],
     model: str,
     device: torch.device,
+    loss: SeenLoss | None = None,
 ) -> PlanFile:
     """Return the file of a plan; `options` are those of its rows."""
     own = list({id(kind): kind for kind in kinds.values()}.values())
@@ -49,7 +50,7 @@ def file_of_blocks(
         in_flight=plan.in_flight,
         free_overhead_ms=plan.free_overhead_ms,
     )
-    return PlanFile(model, made_with(device), (), saved)
+    return PlanFile(model, made_with(device), (), saved, loss)
 
 
 def shared_file(

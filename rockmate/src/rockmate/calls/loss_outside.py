@@ -7,9 +7,8 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from rkgb.elements import flatten
 from rockmate.arguments import Call
 from rockmate.calls.plan_store import Family, Key
 from rockmate.calls.plans_of_module import PlansOfModule
@@ -17,23 +16,15 @@ from rockmate.calls.requester import planning
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.networks import Planned, with_least_peak
 from rockmate.schedules.simulate import simulate
-from rockmate.whole_step import (
-    Counter,
-    Memory,
-    SeenLoss,
-    can_watch,
-    loss_outside_bytes,
-    watch_loss,
-)
+from rockmate.whole_step import LossWatch, Memory, SeenLoss
 
 _log = logging.getLogger("rockmate")
-_TRIES = 3  # steps that are watched, where another forward comes before the backward
 _PLENTY = 4  # times what a loss may take: no loss is assumed to take more
 _LITTLE = 100  # one part of so many of the memory is worth no new plan
 _WHY = "what the loss outside of the module took"
 
 
-class LossOutside:
+class LossOutside(LossWatch):
     """Watches the loss of a first step, where `memory=` was given; plans that fit worse go then.
 
     What it took replaces what it may take: a plan that has too little room is made anew, and one
@@ -42,11 +33,8 @@ class LossOutside:
 
     def __init__(self, module: PlansOfModule) -> None:
         whole = module.settings.whole_step
+        super().__init__(is_awaited=whole is not None and whole.awaits_loss)
         self._module = module
-        self.is_awaited = whole is not None and not whole.reserve_bytes and whole.seen is None
-        self.is_open = False  # a step is being watched
-        self._counter: Counter | None = None
-        self._tries = 0
         self._old: list[Family] = []  # planned before it was seen
         self.is_new = False
         self._cautious: tuple[Planned, Planned] | None = None  # a plan, and what runs instead
@@ -57,11 +45,6 @@ class LossOutside:
         call_bytes = self._module.call_bytes
         return self.is_awaited and call_bytes is not None and call_bytes.loss_bytes > 0
 
-    def close(self) -> None:
-        """Stop watching: another call comes, whose memory is none of the loss."""
-        if self._counter is None or self._counter.close():
-            self._counter, self.is_open = None, False
-
     def cautious(self, planned: Planned, call: Call) -> Planned:
         """Return what runs while nobody has seen the loss: what leaves it most, if that may matter.
 
@@ -70,24 +53,15 @@ class LossOutside:
         if self._cautious is None or self._cautious[0] is not planned:
             _, memory = self._module.for_call(call)
             assert memory is not None
-            left_bytes = planned.budget_bytes - planned.plan.peak_bytes + memory.loss_bytes
-            is_plenty = left_bytes >= _PLENTY * memory.loss_bytes
+            is_plenty = leaves_plenty(planned.budget_bytes - planned.plan.peak_bytes, memory)
             self._cautious = planned, planned if is_plenty else with_least_peak(planned)
         return self._cautious[1]
 
     def follow(self, result: Any) -> None:
-        """Watch what is made of the results of a forward, until its backward begins."""
-        outputs = [x for x in flatten(result)[0] if isinstance(x, Tensor) and x.requires_grad]
-        left_bytes = loss_outside_bytes(outputs, outputs[0].device) if outputs else 0
-        self._tries += 1
-        self.is_awaited = bool(left_bytes) and self._tries < _TRIES
+        super().follow(result)
         self._cautious = self._cautious if self.is_awaited else None
-        if left_bytes and not self.is_open and can_watch(outputs[0].device):
-            self.is_open = True
-            self._counter = watch_loss(outputs, outputs[0].device, left_bytes, self._note)
 
-    def _note(self, seen: SeenLoss) -> None:
-        """Take in what the loss took; its backward goes on."""
+    def note(self, seen: SeenLoss) -> None:
         module = self._module
         _log.debug("the loss outside of the module took %s", seen)
         whole = replace(module.settings.whole_step, seen=seen)
@@ -133,14 +107,19 @@ class LossOutside:
                 return family
 
 
-def tell_no_room(model: nn.Module, error: InfeasibleBudgetError) -> None:
+def leaves_plenty(unused_bytes: int, memory: Memory) -> bool:
+    """Whether a loss that is not seen yet has more than any takes, with what a plan leaves."""
+    return unused_bytes >= (_PLENTY - 1) * memory.loss_bytes
+
+
+def tell_no_room(model: nn.Module, error: InfeasibleBudgetError, stacklevel: int = 7) -> None:
     """Warn that no plan leaves what a loss takes."""
     warnings.warn(
         f"the loss outside of {type(model).__name__} takes more than was left to it, and steps "
         "take more than their memory. Let it be planned with the module (loss=), or give more "
         f"memory: {error}",
         RuntimeWarning,
-        stacklevel=7,
+        stacklevel=stacklevel,
     )
 
 

@@ -139,6 +139,10 @@ class PlannedModule(PlansOfModule):
             self.loss.follow(result)
         return result
 
+    def prepare(self, calls: Sequence[Call]) -> None:
+        super().prepare(calls)
+        self.loss = LossOutside(self)  # a plan file may tell what it takes
+
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Differences:
         """Look at a call without running it; without arguments, at the next one before it runs."""
         return self.second_look.check(lambda: self(args, kwargs), args, kwargs)

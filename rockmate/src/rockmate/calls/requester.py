@@ -66,8 +66,11 @@ class Requester:
         with sharing(share) as ranks:
             given = given_file(self.settings, follows=is_follower(share))
             self._sources = sources_of(self.settings, given, ranks)
+            whole = self.settings.whole_step
+            if given is not None and whole is not None and whole.awaits_loss:
+                whole = replace(whole, seen=given.file.loss)
             # A copy or pickle may go to a machine without the file.
-            self.settings = replace(self.settings, plan=None)
+            self.settings = replace(self.settings, plan=None, whole_step=whole)
             try:
                 self._prepare(calls)
             finally:  # the first call sets it
@@ -211,7 +214,8 @@ class Requester:
         first = self.planned
         others = [planned for planned in self.plans if planned is not first]
         whole = [planned.accumulating or planned for planned in (first, *others)]
-        return plan_file_of(whole, self.model)
+        step = self.settings.whole_step
+        return plan_file_of(whole, self.model, None if step is None else step.seen)
 
     @property
     def planned(self) -> Planned:

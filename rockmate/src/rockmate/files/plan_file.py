@@ -122,6 +122,31 @@ class SavedBlocks:
 
 
 @dataclass(frozen=True)
+class SeenLoss:
+    """What a loss outside of the module took in a step to which `left_bytes` were left for it."""
+
+    left_bytes: int
+    most_bytes: int  # at once, before the module's backward
+    given_bytes: int  # of that the gradients that the backward begins with: the module counts them
+    kept_bytes: int  # when it begins, beside them
+
+    def __post_init__(self) -> None:
+        sizes = (self.left_bytes - 1, self.most_bytes, self.given_bytes, self.kept_bytes)
+        if not all_finite(sizes):
+            raise ValueError(f"sizes of no loss: {self}")
+
+    @property
+    def taken_bytes(self) -> int:
+        """What to leave to it all the time."""
+        return max(0, self.most_bytes - self.given_bytes)
+
+    def at(self, left_bytes: int) -> SeenLoss:
+        """Return what it takes of another call, in proportion to what would be left to it."""
+        each = (self.most_bytes, self.given_bytes, self.kept_bytes)
+        return SeenLoss(left_bytes, *(-(-n * left_bytes // self.left_bytes) for n in each))
+
+
+@dataclass(frozen=True)
 class PlanFile:
     """Plans of one model, or its plan of blocks, and the versions they were made with.
 
@@ -134,6 +159,7 @@ class PlanFile:
     made_with: Mapping[str, str]
     plans: tuple[SavedPlan, ...]
     blocks: SavedBlocks | None = None
+    loss: SeenLoss | None = None  # if memory was given
 
     def __post_init__(self) -> None:
         if not self.plans and self.blocks is None:
@@ -145,8 +171,9 @@ class PlanFile:
     def to_json(self) -> str:
         """Return the file's text; `from_json` gives an equal object back."""
         content = row_of(self)
-        if self.blocks is None:
-            del content["blocks"]
+        for name in ("blocks", "loss"):
+            if content[name] is None:
+                del content[name]
         head = {"rockmate_plans": FORMAT, "checksum": checksum(content)}
         return json.dumps({**head, "content": content}, indent=None, separators=(",", ":"))
 
@@ -176,7 +203,7 @@ class PlanFile:
                 )
             content = data["content"]
             if isinstance(content, dict):
-                content = {"blocks": None, **content}
+                content = {"blocks": None, "loss": None, **content}
             return from_row(cls, content, "content")
         except RecursionError:
             raise PlanFileError("the file is nested too deeply for a plan") from None

@@ -18,7 +18,7 @@ for each other one. The table is made once for each bound on these bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from rockmate.options.options import BlockOption
 
 _Array = npt.NDArray[Any]
 _MOST_STATES = 4000
+_NEVER = 1 << 60  # bytes that nothing has room for
 _SHARES = 48  # number of bounds to try on the bytes that a micro-batch in flight holds
 
 
@@ -147,6 +148,15 @@ def largest(steps: Sequence[StepMemory]) -> StepMemory:
     """
     calls = tuple(map(_largest_call, zip(*(step.calls for step in steps), strict=True)))
     return replace(steps[0], calls=calls, **_most(steps))
+
+
+def only(step: StepMemory, allowed: Sequence[Collection[int]]) -> StepMemory:
+    """Return a step in which each module runs one of its `allowed` options."""
+    calls = []
+    for call, numbers in zip(step.calls, allowed, strict=True):
+        more = (n if place in numbers else _NEVER for place, n in enumerate(call.more_bytes))
+        calls.append(replace(call, more_bytes=tuple(more)))
+    return replace(step, calls=tuple(calls))
 
 
 def _largest_call(calls: Sequence[ModuleCall]) -> ModuleCall:

@@ -18,7 +18,7 @@ from rkgb.engine import external_values, operations
 from rkgb.run import RunnableGraph
 from rockmate.errors import PlanFileError, PlanMismatchError
 from rockmate.files.differences import of_inputs, of_problems
-from rockmate.files.plan_file import KindCost, PlanFile, SavedPlan
+from rockmate.files.plan_file import KindCost, PlanFile, SavedPlan, SeenLoss
 from rockmate.networks.network import Network, assembled
 from rockmate.networks.planned import Planned, compiled_plan
 from rockmate.networks.self_test import eager_step, over_budget
@@ -66,7 +66,7 @@ def saved_of(planned: Planned) -> SavedPlan:
     )
 
 
-def plan_file_of(plans: list[Planned], model: nn.Module) -> PlanFile:
+def plan_file_of(plans: list[Planned], model: nn.Module, loss: SeenLoss | None = None) -> PlanFile:
     """Return the file of some plans of one model, each recording once.
 
     Raises:
@@ -88,7 +88,7 @@ def plan_file_of(plans: list[Planned], model: nn.Module) -> PlanFile:
             saved = saved_of(planned)
             found.setdefault(saved.recording, saved)
     device = plans[0].network.graph.dataflow.basic.device
-    return PlanFile(type(model).__name__, made_with(device), tuple(found.values()))
+    return PlanFile(type(model).__name__, made_with(device), tuple(found.values()), loss=loss)
 
 
 def planned_from(saved: SavedPlan, request: Request) -> Planned:

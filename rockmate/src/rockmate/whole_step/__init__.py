@@ -8,8 +8,9 @@ device.py (what is not tensors) and memory.py (the table, its least, its refusal
 puts them together.
 """
 
+from rockmate.files.plan_file import SeenLoss
 from rockmate.whole_step.loss import Loss, with_loss, without_loss
-from rockmate.whole_step.loss_seen import Counter, SeenLoss, can_watch, watch_loss
+from rockmate.whole_step.loss_seen import TRIES, LossWatch
 from rockmate.whole_step.memory import Coming, Memory, Part
 from rockmate.whole_step.optimizers import (
     OPTIMIZERS,
@@ -17,25 +18,23 @@ from rockmate.whole_step.optimizers import (
     check_optimizer,
     optimizer_bytes,
 )
-from rockmate.whole_step.outputs import CallBytes, loss_outside_bytes
+from rockmate.whole_step.outputs import CallBytes
 from rockmate.whole_step.whole_step import WholeStep
 
 __all__ = [
     "OPTIMIZERS",
+    "TRIES",
     "CallBytes",
     "Coming",
-    "Counter",
     "Loss",
+    "LossWatch",
     "Memory",
     "OptimizerBytes",
     "Part",
     "SeenLoss",
     "WholeStep",
-    "can_watch",
     "check_optimizer",
-    "loss_outside_bytes",
     "optimizer_bytes",
-    "watch_loss",
     "with_loss",
     "without_loss",
 ]

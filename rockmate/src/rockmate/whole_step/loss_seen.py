@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,43 +12,62 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rkgb.elements import flatten
 from rkgb.engine import device_of
 from rkgb.recording import LiveBytes
-from rkgb.torch_api import current_backward, current_dispatch_modes, dispatch_mode_stack
+from rkgb.torch_api import (
+    current_backward,
+    current_dispatch_modes,
+    dispatch_mode_stack,
+    is_in_compiled_code,
+)
+from rockmate.files.plan_file import SeenLoss
 from rockmate.whole_step.optimizers import tensors_bytes
+from rockmate.whole_step.outputs import loss_outside_bytes
+
+TRIES = 3  # steps that are watched, where another forward comes before the backward
 
 
-@dataclass(frozen=True)
-class SeenLoss:
-    """What a loss outside took in a step to which `left_bytes` had been left for it."""
+class LossWatch(ABC):
+    """Watches what is made of the outputs of steps, until a backward has shown what it takes."""
 
-    left_bytes: int
-    most_bytes: int  # at once, before the module's backward
-    given_bytes: int  # of that the gradients that the backward begins with: the module counts them
-    kept_bytes: int  # when it begins, beside them
+    def __init__(self, *, is_awaited: bool) -> None:
+        self.is_awaited = is_awaited
+        self.is_open = False  # a step is being watched
+        self._counter: _Counter | None = None
+        self._tries = 0
 
-    @property
-    def taken_bytes(self) -> int:
-        """What to leave to it all the time."""
-        return max(0, self.most_bytes - self.given_bytes)
+    @abstractmethod
+    def note(self, seen: SeenLoss) -> None:
+        """Take in what the loss took; its backward goes on."""
 
-    def at(self, left_bytes: int) -> SeenLoss:
-        """Return what it takes of another call, in proportion to what would be left to it."""
-        each = (self.most_bytes, self.given_bytes, self.kept_bytes)
-        return SeenLoss(left_bytes, *(-(-n * left_bytes // self.left_bytes) for n in each))
+    def close(self) -> None:
+        """Stop watching: another call comes, whose memory is none of the loss."""
+        if self._counter is None or self._counter.close():
+            self._counter, self.is_open = None, False
+
+    def follow(self, result: Any) -> None:
+        """Watch what is made of the results of a forward, until its backward begins."""
+        outputs = [x for x in flatten(result)[0] if isinstance(x, Tensor) and x.requires_grad]
+        left_bytes = loss_outside_bytes(outputs, outputs[0].device) if outputs else 0
+        self._tries += 1
+        self.is_awaited = bool(left_bytes) and self._tries < TRIES
+        if left_bytes and not self.is_open and _can_watch(outputs[0].device):
+            self.is_open = True
+            self._counter = _watched(outputs, outputs[0].device, left_bytes, self.note)
 
 
-def watch_loss(
+def _watched(
     outputs: Sequence[Tensor],
     device: torch.device,
     left_bytes: int,
     tell: Callable[[SeenLoss], None],
-) -> Counter:
+) -> _Counter:
     """Count from the end of a forward to the beginning of its backward, and tell what was seen.
 
-    Close the counter before the next forward; it closes itself when the loss is let go of.
+    The counter closes itself when the loss is let go of.
     """
-    counter: Counter = _OfDevice(device) if device.type == "cuda" else _OfHost(outputs)
+    counter: _Counter = _OfDevice(device) if device.type == "cuda" else _OfHost(outputs)
     watch = _Watch(counter, device, left_bytes, tell)
     for node in [output.grad_fn for output in outputs if output.grad_fn is not None]:
         node.register_prehook(watch.begin)
@@ -59,7 +79,7 @@ def watch_loss(
 class _Watch:
     """What the autograd nodes of outputs hold, and call when a backward comes."""
 
-    _counter: Counter
+    _counter: _Counter
     _device: torch.device
     _left_bytes: int
     _tell: Callable[[SeenLoss], None]
@@ -74,12 +94,16 @@ class _Watch:
             self._tell(SeenLoss(self._left_bytes, max(0, most_bytes), given, kept_bytes))
 
 
-def can_watch(device: torch.device) -> bool:
-    """Whether what is held between two moments can be counted here and now."""
-    return device.type == "cuda" or not current_dispatch_modes()
+def _can_watch(device: torch.device) -> bool:
+    """Whether what is held between two moments can be counted here and now.
+
+    A mode that is entered within compiled code is not active after it, and the other way round.
+    """
+    is_seen_by_modes = not current_dispatch_modes() and not is_in_compiled_code()
+    return device.type == "cuda" or is_seen_by_modes
 
 
-class Counter(Protocol):
+class _Counter(Protocol):
     """Counts what is held beside what was there when it began."""
 
     def end(self) -> tuple[int, int] | None:
@@ -133,7 +157,8 @@ class _OfHost:
         self._live.is_over = True
         modes: list[Any] = dispatch_mode_stack()
         # The engine puts back the modes of the thread that called it: none is taken off in there.
-        if current_backward() == -1 and modes and modes[-1] is self._live:
+        may_leave = current_backward() == -1 and not is_in_compiled_code()
+        if may_leave and modes and modes[-1] is self._live:
             self._live.__exit__(None, None, None)
             self._is_open = False
         return not self._is_open

@@ -13,7 +13,8 @@ from rockmate.errors import InfeasibleBudgetError
 from rockmate.files.whole import save_text
 from rockmate.schedules.report import exact_bytes, format_bytes
 
-GRADIENTS = "gradients"
+GRADIENTS, LOSS = "gradients", "loss outside of the module"
+SEEN = f"{LOSS}, as seen"
 _COLOURS = ("#4c78a8", "#72b7b2", "#f58518", "#e45756", "#54a24b", "#b279a2", "#9d755d")
 _UNUSED = "#e5e5e5"
 
@@ -76,6 +77,11 @@ class Memory:
         own = Part(GRADIENTS, self.coming.size_bytes)
         then = (own,) if self.coming.gradients else ()
         return replace(self, parts=parts, stepping=(*then, *self.stepping))
+
+    def with_loss(self, taken_bytes: int) -> Memory:
+        """Return the same where a loss outside takes so much."""
+        rest = (part for part in self.parts if part.name != LOSS)
+        return replace(self, parts=(*rest, Part(SEEN, taken_bytes)))
 
     def holds(self) -> bool:
         """Whether the optimizer can step, and something is left to forward and backward."""

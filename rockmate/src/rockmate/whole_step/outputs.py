@@ -15,6 +15,7 @@ from rkgb.elements import flatten
 from rkgb.engine import bind_inputs, device_of
 from rkgb.module_state import KeptWrites, StartOfCall
 from rkgb.torch_api import placed_parameters
+from rockmate.guards.sharded import is_sharded, spread_parts
 from rockmate.runtime.plain import unseen
 from rockmate.whole_step.optimizers import tensors_bytes
 
@@ -51,6 +52,9 @@ class CallBytes:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         with unseen():
             try:
+                # An engine that is stopped on the way could not run the model again.
+                if spread_parts(model):
+                    raise RuntimeError("spread over processes")
                 found = outputs_without_content(model, sample, kwargs, device)
                 trained = [tensor for tensor in found if tensor.requires_grad]
             except Exception as error:  # it looks at values, or is spread over processes
@@ -85,6 +89,9 @@ def _outputs(
     try:
         with torch.no_grad(), KeptWrites(placed_parameters(model)):
             found = flatten(model(*args, **keywords))[0]
+            sharded: list[Any] = [module for module in model.modules() if is_sharded(module)]
+            for module in sharded:  # no backward does it
+                module.reshard()
     finally:
         start.restore()
     return [leaf for leaf in found if isinstance(leaf, Tensor)]

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockmate.files.plan_file import SeenLoss
 from rockmate.whole_step.device import (
     context_bytes,
     fragments_bytes,
     other_tensors_bytes,
     there_is_bytes,
 )
-from rockmate.whole_step.loss_seen import SeenLoss
-from rockmate.whole_step.memory import GRADIENTS, Coming, Memory, Part
+from rockmate.whole_step.memory import GRADIENTS, LOSS, SEEN, Coming, Memory, Part
 from rockmate.whole_step.optimizers import (
     OptimizerBytes,
     optimizer_bytes,
@@ -24,9 +24,6 @@ from rockmate.whole_step.optimizers import (
     without_tensors,
 )
 from rockmate.whole_step.outputs import CallBytes
-
-_LOSS = "loss outside of the module"
-_SEEN = f"{_LOSS}, as seen"
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +38,11 @@ class WholeStep:
     reserve_bytes: int = 0  # to a loss outside, where the user says so
     is_beside_context: bool = False  # what the device had, which its context was not part of
     seen: SeenLoss | None = None
+
+    @property
+    def awaits_loss(self) -> bool:
+        """Whether a loss outside gets what it may take, until a step shows what it does."""
+        return not self.reserve_bytes and self.seen is None
 
     def __reduce__(self) -> tuple[Any, ...]:
         optimizer = self.optimizer
@@ -115,7 +117,7 @@ class WholeStep:
         if not optimizer.in_backward:
             own = f"what {optimizer.name} takes to step"
             stepping.insert(0, Part(own, optimizer.temporary_bytes))
-        always = ("parameters", _SEEN)
+        always = ("parameters", SEEN)
         kept = tuple(part for part in parts if part.size_bytes or part.name in always)
         seen = any(map(_has_hooks, trained)) and not optimizer.in_backward
         come = gradients and not (buckets or seen)
@@ -126,8 +128,8 @@ class WholeStep:
     def _loss(self, call: CallBytes) -> Part:
         """Return what is left to a loss outside: as the user says, or as seen, or what it may."""
         if self.reserve_bytes or self.seen is None:
-            return Part(_LOSS, self.reserve_bytes or call.loss_bytes)
-        return Part(_SEEN, self.seen.at(call.loss_bytes).taken_bytes)
+            return Part(LOSS, self.reserve_bytes or call.loss_bytes)
+        return Part(SEEN, self.seen.at(call.loss_bytes).taken_bytes)
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
