@@ -618,6 +618,30 @@ def test_a_block_that_no_plan_fits_is_run_again_and_told() -> None:
     assert_same_gradients(model, twin)
 
 
+def test_a_call_that_hooks_keep_from_running_again_is_told() -> None:
+    torch.manual_seed(0)
+    model, x = Scaled(), rows(0)
+    twin = copy.deepcopy(model)
+    rk = Rockmate(model, (x, 1.0), 0.6, cost="flops")
+    for net in (model, twin):
+        vars(net.get_submodule("layers.1"))["copies"] = 16
+
+    def train(net: Any) -> None:
+        for _ in range(2):
+            torch.manual_seed(0)
+            with torch.autograd.graph.save_on_cpu():
+                loss = net(x, 1.0)
+            loss.backward()
+
+    train(twin)
+    with pytest.warns(RuntimeWarning) as warned:
+        train(rk)
+    assert_same_gradients(model, twin)
+    told = [str(w.message) for w in warned if "inside of hooks on saved tensors" in str(w.message)]
+    assert len(told) == 1, "once"
+    assert "'layers.1' in Scaled" in told[0]
+
+
 class WithHidden(Scaled):
     """Returns its loss beside what it is computed from."""
 

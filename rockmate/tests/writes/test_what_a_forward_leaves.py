@@ -121,23 +121,30 @@ def test_what_a_hook_looks_at_is_expected_to_get_no_gradient() -> None:
     assert wrapped.measured_peak_bytes == wrapped.plan.peak_bytes
 
 
-def test_backward_hooks_of_submodules_are_called() -> None:
+def test_backward_hooks_of_submodules_are_called_in_steps_alone() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
     twin = copy.deepcopy(model)
-    sizes: list[float] = []
-    model[1].register_full_backward_hook(
-        lambda _module, _grad_in, grad_out: sizes.append(float(grad_out[0].norm()))
-    )
+    found: dict[nn.Module, list[Tensor]] = {model: [], twin: []}
+    for net, seen in found.items():
+        net[1].register_full_backward_pre_hook(  # type: ignore[index, operator, union-attr]
+            lambda _module, grad_out, seen=seen: seen.append(grad_out[0].clone())
+        )
+        net[1].register_full_backward_hook(  # type: ignore[index, operator, union-attr]
+            lambda _module, grad_in, _grad_out: (grad_in[0] * torch.rand_like(grad_in[0]),)
+        )
     sample = torch.randn(8, 16)
     wrapped = Rockmate(model, sample, "1MiB")
     assert wrapped.plan.opaque == ("1",)
-    sizes.clear()
-    wrapped(sample).sum().backward()
-    twin(sample).sum().backward()
-    assert len(sizes) == 1
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+    assert not found[model], "planning leaves no trace"
+    for _ in range(3):
+        for net in (wrapped, twin):
+            torch.manual_seed(1)
+            net(sample).sum().backward()
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+    assert len(found[model]) == 3
+    assert all(map(torch.equal, found[model], found[twin]))
 
 
 def test_a_module_that_counts_its_calls_runs_whole_and_counts() -> None:

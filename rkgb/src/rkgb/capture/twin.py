@@ -187,9 +187,12 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 def hold_copies(twin: nn.Module, copies: Mapping[int, Any]) -> None:
     """Let functions among the attributes of `twin` refer to copies; compiled ones as written.
 
-    `copies` maps the id of an object to its copy.
+    `copies` maps the id of an object to its copy. Backward hooks are called in steps, by modules
+    that run whole, and not while one is planned: others that do nothing take their places.
     """
     for module in twin.modules():
+        for table in (module._backward_hooks, module._backward_pre_hooks):
+            table.update(dict.fromkeys(table, _look_at_nothing))
         for name, value in vars(module).items():
             if isinstance(value, dict):  # for example hooks
                 for key, held in list(value.items()):
@@ -198,6 +201,10 @@ def hold_copies(twin: nn.Module, copies: Mapping[int, Any]) -> None:
                         value[key] = made
             elif not is_optimized(module):
                 vars(module)[name] = _with_copies(value, copies)
+
+
+def _look_at_nothing(_module: nn.Module, *_gradients: Any) -> None:
+    """Take the place of a backward hook, so that there are the same nodes in the graph."""
 
 
 def _with_copies(value: Any, copies: Mapping[int, Any]) -> Any:

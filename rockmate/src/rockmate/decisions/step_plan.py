@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.elements import flatten
-from rkgb.torch_api import at_end_of_backward, keeps_graph
+from rkgb.torch_api import at_end_of_backward, has_saved_hooks, keeps_graph
 from rockmate.blockwise.rehearsal import Marker
 from rockmate.calls.plans_of_module import NotPlannedError
 from rockmate.comparison.eager import losses_among
@@ -35,7 +35,7 @@ class StepPlan:
     budget_bytes: int
     room_bytes: int | None = None  # what the sample's step left of the budget
     marker: Marker | None = None
-    told: set[str] = field(default_factory=set)
+    told: set[tuple[str, str]] = field(default_factory=set)  # paths, and what to do
     count: int = 0  # number of steps
     dressing: Dressing = field(init=False)
 
@@ -88,7 +88,7 @@ class StepPlan:
         self._tell(
             path,
             f"is called {count} times in this step, and {len(self.ways.get(path, ()))} calls were "
-            "planned from the sample. The others keep",
+            "planned from the sample. The others keep nothing but their arguments",
             "Plan with a sample whose step calls it most often.",
         )
 
@@ -96,17 +96,28 @@ class StepPlan:
         """Warn once per block that it is called in a way that no plan of it is for."""
         self._tell(
             path,
-            f"is called otherwise than it was planned ({why}). This call keeps",
+            f"is called otherwise than it was planned ({why}). This call keeps nothing but its "
+            "arguments",
             "Plan with a larger budget.",
         )
 
+    def tell_of_hooks(self, path: str) -> None:
+        """Warn once per block that a call which would run again runs plain."""
+        self._tell(
+            path,
+            "is called inside of hooks on saved tensors (a checkpoint's, or those of save_on_cpu), "
+            "and would be computed again in its backward. It runs plain, and the hooks decide what "
+            "it keeps",
+            "Leave the hooks out, since the plan saves memory already.",
+        )
+
     def _tell(self, path: str, what: str, instead: str) -> None:
-        if path in self.told:
+        if (path, instead) in self.told:
             return
-        self.told.add(path)
+        self.told.add((path, instead))
         warnings.warn(
-            f"'{path}' in {self.name} {what} nothing but its arguments, and the step may take "
-            f"more than the budget of {self.budget_bytes} bytes. {instead}",
+            f"'{path}' in {self.name} {what}, and the step may take more than the budget of "
+            f"{self.budget_bytes} bytes. {instead}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -158,6 +169,8 @@ class _Step:
                 way = AGAIN
         if way is KEEP or not block.can_run_again:
             return block.view.forward(*args, **kwargs)
+        if has_saved_hooks():
+            self.plan.tell_of_hooks(block.path)
         return run_recomputed(
             block.view, block.path, args, kwargs,
             writes_buffers=block.writes_buffers, compares=self.compares,

@@ -30,7 +30,8 @@ class OutputsHeld:
         warnings.warn(
             f"outputs of {model_name} beside its loss ({names}, {held_bytes} bytes) are held while "
             f"its backward runs, which takes {held_bytes - room_bytes} bytes more than the budget. "
-            "Let go of them before the backward: `loss = model(...).loss`, or `del outputs`.",
+            "Let go of them before the backward: `loss = model(...).loss`, or `del outputs`; or "
+            "raise the budget.",
             RuntimeWarning,
             stacklevel=2,
         )
