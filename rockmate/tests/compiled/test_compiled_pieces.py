@@ -37,7 +37,7 @@ from rockmate.errors import SelfTestError, UnknownChoiceError
 from rockmate.networks.network import Network
 from rockmate.networks.planned import Planned
 from rockmate.networks.self_test import self_test
-from rockmate.requests import anew
+from rockmate.requests import request
 from rockmate.schedules.plan import Plan
 
 Result = list[Tensor]
@@ -289,9 +289,9 @@ def test_lengths_share_code_from_the_second_on_and_keep_their_bits(
     assert all(same_bits(found[0][length], found[1][length]) for length in made)
 
 
-def _faster(*given: Any) -> Measured:
+def _faster(*given: Any, **options: Any) -> Measured:
     """Measure, and find every piece faster that keeps more."""
-    found = measure(*given)
+    found = measure(*given, **options)
     costs = {k: replace(c, time_ms=0) if "_keeping" in k else c for k, c in found.costs.items()}
     if len(costs) > 1:  # what a piece frees depends on what others keep: some are met late
         costs.pop(next(k for k in costs if "_keeping" in k))
@@ -356,7 +356,7 @@ def test_pieces_keep_more_where_there_is_room_to_the_same_bits(
             raise SelfTestError("other bits")
         return self_test(planned, *rest)
 
-    monkeypatch.setattr(anew, "self_test", strict)
+    monkeypatch.setattr(request, "self_test", strict)
     rk = Rockmate(copy.deepcopy(model), data, 1.0, compile=True)
     assert rk.plan.compiled.keeping == 0
     assert rk.measured_peak_bytes == rk.plan.peak_bytes
