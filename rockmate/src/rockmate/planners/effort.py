@@ -46,7 +46,7 @@ _LIMITS: dict[str, tuple[Any, Any, Any]] = {
     "grains": (2, 2, 3),
     "bound_cuts": (1, 2, 3),
     "close_enough": (2e-3, 5e-4, 1e-4),
-    "whole_enough": (5e-3, 3e-3, 1e-4),
+    "whole_enough": (5e-3, 1e-3, 1e-4),
     "small_enough": (0.01, 0.02, 0.0),
     "thorough_minimum": (False, False, True),
     "smaller": ("", "fast", "balanced"),

@@ -1,8 +1,10 @@
 """Large-neighbourhood search: free a part of the current plan, and let CP-SAT improve it.
 
 A window frees some nodes in some stages. The rest of the plan is a fixed background, so a window of
-a network of any length is a small program. A seeded generator draws the windows: one run of
-neighbouring nodes, or two runs, between which memory can be exchanged. Windows around recomputed
+a network of any length is a small program. A seeded generator draws the windows: one group of
+nodes, or two, between which memory can be exchanged. A group is neighbours in the node order, or in
+the graph: nodes that make or read the same storages, whatever their places in the order.
+Windows around recomputed
 nodes were tried and are no better. Two windows of the same plan are solved at a time; if both help,
 their changes are combined.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rockmate.errors import InvalidPlanError
@@ -24,7 +26,9 @@ from rockmate.solvers.intervals.solve import Window, solve_intervals
 from rockmate.solvers.result import recomputed_by_stage, stages_of, steps_of_stages
 
 _SIZES = (16, 24, 36)  # nodes of a window that CP-SAT solves in a fraction of a second
-_ONE_RUN = 0.4  # share of windows with one run of neighbouring nodes
+_MOST_USERS = 8  # a storage with more readers makes no neighbours
+_ONE_GROUP = 0.4  # share of windows with one group of nodes
+_IN_GRAPH = 0.5  # share of groups that are neighbours in the graph
 _FIRST_WINDOWS = 12  # the search ends if these gain almost nothing, as on chains of equal blocks
 _LEAST_GAIN = 1e-4  # of the step
 _AT_ONCE = 2  # windows solved at the same time; fixed, so that every machine finds the same plan
@@ -75,6 +79,7 @@ def improve(
         )
         return None if result.steps is None else prune(problem, result.steps, budget_bytes)
 
+    near = _neighbours(problem)
     hoped = cost - _LEAST_GAIN * problem.base_time_ms
     for done in range(0, windows, at_once):
         if stop() or cost <= 0 or (done >= _FIRST_WINDOWS and cost > hoped):
@@ -82,7 +87,7 @@ def improve(
         drawn = [
             window
             for _ in range(at_once)
-            if (window := _window(problem, current, _draw_nodes(len(problem.nodes), draw)))
+            if (window := _window(problem, current, _draw_nodes(near, draw)))
         ]
         answers = zip(drawn, map_in_parallel(solve, drawn), strict=True)
         found = [
@@ -141,17 +146,39 @@ def _joined(
         return []
 
 
-def _draw_nodes(count: int, draw: random.Random) -> frozenset[int]:
-    """Draw the nodes to free: one run of neighbours, or two."""
+def _neighbours(problem: Problem) -> list[list[int]]:
+    """Return, for each node, those that make or read a storage which it makes or reads."""
+    near: list[set[int]] = [set() for _ in problem.nodes]
+    for storage in problem.storages:
+        users = {storage.producer, *storage.fwd_users, *storage.bwd_users}
+        if len(users) <= _MOST_USERS:
+            for node in users:
+                near[node] |= users - {node}
+    return [sorted(nodes) for nodes in near]
 
-    def run_of(size: int) -> range:
+
+def _draw_nodes(near: Sequence[Sequence[int]], draw: random.Random) -> frozenset[int]:
+    """Draw the nodes to free: one or two groups of neighbours, in the order or in the graph."""
+    count = len(near)
+
+    def in_order(size: int) -> Iterable[int]:
         first = draw.randrange(max(1, count - size + 1))
         return range(first, min(count, first + size))
 
+    def in_graph(size: int) -> Iterable[int]:
+        found = [draw.randrange(count)]  # by distance
+        for node in found:
+            fresh = [other for other in near[node] if other not in found]
+            found += draw.sample(fresh, min(len(fresh), size - len(found)))
+        return found
+
+    def group_of(size: int) -> Iterable[int]:
+        return (in_graph if draw.random() < _IN_GRAPH else in_order)(size)
+
     size = draw.choice(_SIZES)
-    if draw.random() < _ONE_RUN:
-        return frozenset(run_of(size))
-    return frozenset({*run_of(size // 2), *run_of(size // 2)})
+    if draw.random() < _ONE_GROUP:
+        return frozenset(group_of(size))
+    return frozenset({*group_of(size // 2), *group_of(size // 2)})
 
 
 def _window(problem: Problem, steps: Steps, nodes: frozenset[int]) -> Window | None:

@@ -47,9 +47,9 @@ from rockmate.solvers.result import stages_of
 
 _TIME_LIMIT_MS = 8000
 _LONG_NODES = 1500  # from here on each program takes half a second, so there is only one cut
-_INTEGER_NODES = 70  # up to here the 0/1 program is tried
+_INTEGER_NODES = 70  # that make something; up to here the 0/1 program is tried
 _INTEGER_LIMIT = 0.3  # its deterministic seconds, for each number of cuts
-_INTEGER_CUTS = (1, 3)  # at the heaviest backwards
+_INTEGER_CUTS = (1, 3, 6)  # at the heaviest backwards
 _INTEGER_FULL = 6  # at those with most memory in use
 _SAFETY = 1e-6  # relative, for the tolerances of the linear program
 
@@ -78,7 +78,7 @@ def _lower_bound(problem: Problem, budget_bytes: int, cuts: int) -> float:
     strong = sorted(helping, key=lambda stage: (-found[stage], stage))
     for count in range(2, min(cuts, len(strong)) + 1):
         best = max(best, _solve(problem, budget_bytes, sorted(strong[:count])) or 0.0)
-    if len(problem.nodes) <= _INTEGER_NODES:
+    if sum(map(bool, problem.products)) <= _INTEGER_NODES:
         chosen = [sorted(_heavy_stages(problem, count)) for count in _INTEGER_CUTS]
         chosen.append(sorted(_full_stages(problem, _INTEGER_FULL)))
         solve = functools.partial(_solve, problem, budget_bytes, integer=True)
