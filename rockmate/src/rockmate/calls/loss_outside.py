@@ -37,6 +37,7 @@ class LossOutside(LossWatch):
         self._module = module
         self._old: list[Family] = []  # planned before it was seen
         self.is_new = False
+        self._refused: InfeasibleBudgetError | None = None
         self._cautious: tuple[Planned, Planned] | None = None  # a plan, and what runs instead
 
     @property
@@ -84,12 +85,20 @@ class LossOutside(LossWatch):
         more_bytes = memory.budget_bytes - (planned.accumulating or planned).budget_bytes
         # A plan for steps that begin with gradients counts where there are some, as now.
         used = (planned, module.for_gradients(planned))
-        is_over = any(_is_over(one, more_bytes + seen.taken_bytes, seen) for one in used)
+        more_bytes_before = more_bytes + seen.taken_bytes
+        is_over = any(_is_over(one, more_bytes_before, seen) for one in used)
         recomputes = planned.plan.overhead_ms > 0 and not module.settings.has_pieces
         is_better = recomputes and is_worth_a_plan(more_bytes, memory)
-        return self._anew(key, family, call) if is_over or is_better else family
+        if not is_over and not is_better:
+            return family
+        found = self._anew(key, family, call)
+        if found is family and _is_over(family.variants[0], more_bytes_before, seen):
+            assert self._refused is not None
+            tell_no_room(module.model, self._refused)
+        return found
 
     def _anew(self, key: Key, family: Family, call: Call) -> Family:
+        """Return new plans, or if none fits, these with plans of least peak."""
         module = self._module
         with planning:
             own = next(k for k, one in module.plans.families.items() if one is family)
@@ -100,10 +109,11 @@ class LossOutside(LossWatch):
             try:
                 return module.plan_because(_WHY, key, call)
             except InfeasibleBudgetError as error:
-                family.variants[:] = variants
+                family.variants[:] = [module.least(one) for one in variants]
                 module.plans.put(own, family)
-                module.first = before
-                tell_no_room(module.model, error)
+                is_first = any(before is one for one in variants)
+                module.first = family.variants[0] if is_first else before
+                self._refused = error
                 return family
 
 

@@ -25,7 +25,7 @@ from rockmate.guards.changing_places import ChangingPlaces, readers
 from rockmate.guards.input_signature import ambient, in_order, key_of
 from rockmate.guards.module_state import ModuleState, Place
 from rockmate.guards.module_watch import without_hooks
-from rockmate.networks import Planned
+from rockmate.networks import Planned, with_least_peak
 from rockmate.requests.anew import eager_peak_bytes
 from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms, parse_budget
@@ -109,6 +109,12 @@ class PlansOfModule(Requester):
         if other is None or all(p.grad is None for p in self.model.parameters()):
             return planned
         return other
+
+    def least(self, planned: Planned) -> Planned:
+        """Return the plan of least peak for a recording."""
+        found = with_least_peak(planned.accumulating or planned)
+        self._locate(found)
+        return found
 
     def plan_because(self, why: str, key: Key, call: Call) -> Family:
         """Plan for a key again; `why` is told."""
