@@ -2,7 +2,7 @@
 
 problem = rk.plan.problem                              # or Problem.from_json(text)
 found = plan(problem, budget_bytes, effort="fast")     # a Plan, or InfeasibleBudgetError
-simulate(problem, found.steps).peak_bytes              # by the exact simulator
+simulate(problem, found.steps, found.moves).peak_bytes # by the exact simulator
 
 Modules with separate plans within one budget, as in `apply_to_blocks`:
 options = module_options(problem)                      # of one module
@@ -21,9 +21,11 @@ from rockmate.options.options import BlockOption, Grid
 from rockmate.planners.chain import chain_model
 from rockmate.planners.module_options import module_options
 from rockmate.planners.portfolio import plan
+from rockmate.problems.link import Link
 from rockmate.problems.problem import Node, Problem, Storage
 from rockmate.progress import stopwatch
 from rockmate.schedules.baselines import best_segments, no_recomputation
+from rockmate.schedules.moves import Move
 from rockmate.schedules.plan import Plan, make_plan
 from rockmate.schedules.simulate import Timeline, simulate
 from rockmate.schedules.steps import Step, Steps
@@ -36,7 +38,9 @@ __all__ = [
     "BlockOption",
     "Choice",
     "Grid",
+    "Link",
     "ModuleCall",
+    "Move",
     "Node",
     "Plan",
     "Problem",

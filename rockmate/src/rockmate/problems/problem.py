@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from rockmate.problems.link import Link
+
 
 @dataclass(frozen=True, slots=True)
 class Storage:
@@ -29,7 +31,8 @@ class Storage:
     `fwd_users` are the nodes whose forward reads it; `bwd_users` are the nodes whose *backward*
     reads it (possibly the producer itself). The only reader of a phantom (a mask, statistics,
     indices) is its producer's backward. An output is returned to the user: it lives from its first
-    production to the end of the step under every plan.
+    production to the end of the step under every plan. A movable one may be elsewhere while nothing
+    uses it (`schedules.moves`).
     """
 
     name: str
@@ -39,6 +42,7 @@ class Storage:
     bwd_users: tuple[int, ...] = ()
     is_phantom: bool = False
     is_output: bool = False
+    is_movable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ class Problem:
 
     nodes: tuple[Node, ...]
     storages: tuple[Storage, ...]
+    link: Link | None = None  # to other memory, if storages may be moved there
 
     def __repr__(self) -> str:
         return f"<problem of {len(self.nodes)} nodes and {len(self.storages)} storages>"
@@ -102,6 +107,8 @@ class Problem:
                 for user in storage.bwd_users
             ):
                 raise ValueError(f"storage {storage.name}: read by a backward that does not exist")
+            if storage.is_movable and (storage.is_phantom or storage.is_output):
+                raise ValueError(f"storage {storage.name}: phantoms and outputs are not movable")
             if storage.is_phantom and (
                 storage.fwd_users or storage.is_output or storage.bwd_users != (storage.producer,)
             ):
@@ -199,14 +206,18 @@ class Problem:
     def fingerprint(self) -> str:
         """Digest of structure and bytes, on which the validity of a plan depends.
 
-        Times are left out, because they differ between two measurements of one network.
+        Times are left out, because they differ between two measurements of one network, and so are
+        the link and what may be moved: a plan without moves is valid with or without them.
         """
         times = ("fwd_time_ms", "bwd_time_ms", "source")
         rows: list[Any] = [
             [value for key, value in dataclasses.asdict(node).items() if key not in times]
             for node in self.nodes
         ]
-        rows += [list(dataclasses.asdict(storage).values()) for storage in self.storages]
+        rows += [
+            [value for key, value in dataclasses.asdict(storage).items() if key != "is_movable"]
+            for storage in self.storages
+        ]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
     def _by_node(self, nodes_of: Callable[[Storage], Iterable[int]]) -> tuple[tuple[int, ...], ...]:
@@ -222,6 +233,7 @@ class Problem:
             {
                 "nodes": [dataclasses.asdict(node) for node in self.nodes],
                 "storages": [dataclasses.asdict(storage) for storage in self.storages],
+                **({} if self.link is None else {"link": dataclasses.asdict(self.link)}),
             }
         )
 
@@ -235,7 +247,8 @@ class Problem:
             for key in ("fwd_users", "bwd_users"):
                 fields[key] = tuple(fields[key])
             storages.append(Storage(**fields))
-        return cls(tuple(Node(**row) for row in data["nodes"]), tuple(storages))
+        link = Link(**data["link"]) if "link" in data else None
+        return cls(tuple(Node(**row) for row in data["nodes"]), tuple(storages), link)
 
 
 def _mask(indices: Iterable[int]) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rockmate.errors import InvalidPlanError
 from rockmate.problems.problem import Problem
+from rockmate.schedules.moves import Moves, moves_from_text, moves_to_text
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Steps, steps_from_text, steps_to_text
 
@@ -47,6 +48,8 @@ class Plan:
     bound_ms: float | None = None
     status: str = "feasible"  # or "optimal": `bound_ms` meets the plan's own time
     plan_seconds: float = 0.0
+    moves: Moves = ()  # storages that are elsewhere for some steps
+    stall_ms: float = 0.0  # part of the overhead: waiting for them
 
     def __repr__(self) -> str:
         return (
@@ -83,12 +86,16 @@ class Plan:
                 f"the plan was made for a network with fingerprint {self.fingerprint}, this one "
                 f"has {problem.fingerprint}: nodes or sizes differ; plan this network anew"
             )
-        simulate(problem, self.steps, budget_bytes=self.budget_bytes)
+        simulate(problem, self.steps, self.moves, budget_bytes=self.budget_bytes)
 
     def to_json(self) -> str:
         """Return the plan as JSON text; `from_json` gives an equal plan back."""
         data = dataclasses.asdict(self)
         data["steps"] = steps_to_text(self.steps)
+        if self.moves:
+            data["moves"] = moves_to_text(self.moves)
+        else:  # as plans without moves have always been written
+            del data["moves"], data["stall_ms"]
         return json.dumps({"rockmate_plan": _FORMAT, **data}, indent=1)
 
     @classmethod
@@ -107,6 +114,7 @@ class Plan:
                     f"save it again with this version of rockmate"
                 )
             data["steps"] = steps_from_text(data["steps"])
+            data["moves"] = moves_from_text(data.get("moves", ""))
             data["tried"] = tuple(Trial(**row) for row in data["tried"])
             return cls(**data)
         except (TypeError, KeyError, ValueError) as error:
@@ -129,13 +137,20 @@ class Plan:
         return plan
 
 
-def make_plan(problem: Problem, steps: Steps, budget_bytes: int, planner: str, **rest: Any) -> Plan:
+def make_plan(
+    problem: Problem,
+    steps: Steps,
+    budget_bytes: int,
+    planner: str,
+    moves: Moves = (),
+    **rest: Any,
+) -> Plan:
     """Return the plan of some steps, with peak and overhead from the exact simulator.
 
     Raises:
         InvalidPlanError: the steps are out of order or above the budget.
     """
-    timeline = simulate(problem, steps, budget_bytes=budget_bytes)
+    timeline = simulate(problem, steps, moves, budget_bytes=budget_bytes)
     fields: Mapping[str, Any] = rest
     return Plan(
         steps=tuple(steps),
@@ -145,5 +160,7 @@ def make_plan(problem: Problem, steps: Steps, budget_bytes: int, planner: str, *
         base_time_ms=problem.base_time_ms,
         planner=planner,
         fingerprint=problem.fingerprint,
+        moves=tuple(moves),
+        stall_ms=timeline.stall_ms,
         **fields,
     )

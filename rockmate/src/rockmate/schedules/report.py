@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rockmate.schedules.folding import fold, spell
+from rockmate.schedules.moves import clocks_of
 from rockmate.schedules.simulate import recompute_counts, simulate
 
 if TYPE_CHECKING:
@@ -60,6 +61,27 @@ class RecomputedRow:
     total_ms: float
 
 
+def _moved(problem: Problem, plan: Plan, *, is_timed: bool) -> list[str]:
+    """Return what a plan moves elsewhere, and how long its steps wait for that."""
+    link = problem.link
+    if not plan.moves or link is None:
+        return []
+    sizes = {move.storage: problem.sizes[move.storage] for move in plan.moves}
+    lines = [
+        _field("moved", f"{len(sizes)} tensors, {format_bytes(sum(sizes.values()))} at most there")
+    ]
+    if is_timed:
+        clocks = clocks_of(problem, plan.steps, plan.moves, link)
+        text = f"out {format_ms(clocks.out_ms)}, in {format_ms(clocks.in_ms)} of the step; "
+        text += (
+            f"{format_ms(clocks.stall_ms)} of it are waited for"
+            if clocks.stall_ms
+            else ("nothing waits")
+        )
+        lines.append(_field("link in use", text))
+    return lines
+
+
 def format_plan(problem: Problem, plan: Plan, *, is_timed: bool = True) -> str:
     """Return a table of a plan: budget, peak, overhead, certificate and recomputations.
 
@@ -67,7 +89,7 @@ def format_plan(problem: Problem, plan: Plan, *, is_timed: bool = True) -> str:
     """
     from rockmate.schedules.baselines import no_recomputation
 
-    timeline = simulate(problem, plan.steps)
+    timeline = simulate(problem, plan.steps, plan.moves)
     everything = simulate(problem, no_recomputation(problem)).peak_bytes
     used = 100 * plan.peak_bytes / plan.budget_bytes if plan.budget_bytes else 0.0
     lines = [
@@ -78,6 +100,7 @@ def format_plan(problem: Problem, plan: Plan, *, is_timed: bool = True) -> str:
         _field("keeping all", format_bytes(everything)),
         _field("step time", _step_time(plan) if is_timed else "not measured: FLOPs are counted"),
         _field("overhead", f"{100 * plan.overhead:.2f} %"),
+        *_moved(problem, plan, is_timed=is_timed),
         _field("distance", certificate(plan)),
         _field("planner", f"{plan.planner}, {plan.plan_seconds:.1f} s of planning"),
     ]

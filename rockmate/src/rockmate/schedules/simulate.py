@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from rockmate.errors import InvalidPlanError
 from rockmate.problems.problem import Problem
 from rockmate.schedules.liveness import check_order, live_after, recording_steps
+from rockmate.schedules.moves import Move, check_moves, clocks_of, comings_of
 from rockmate.schedules.steps import Step
 
 
@@ -19,14 +20,16 @@ from rockmate.schedules.steps import Step
 class Timeline:
     """Memory and time of a sequence of steps.
 
-    Bytes include storages, activation gradients and rerun states: everything in the budget.
+    Bytes include storages, activation gradients and rerun states: everything in the budget. What is
+    moved elsewhere is not in it.
     """
 
     bytes_after: tuple[int, ...]  # alive after each step
     peak_during: tuple[int, ...]  # maximum while each step runs
     peak_bytes: int
     peak_step: int  # index of the first step that reaches the peak; -1 for an empty plan
-    overhead_ms: float  # time of every forward beyond each node's first
+    overhead_ms: float  # time of every forward beyond each node's first, and of waiting
+    stall_ms: float = 0.0  # of it: computing waits for storages that are moved
 
     def __repr__(self) -> str:
         steps = len(self.bytes_after)
@@ -34,16 +37,31 @@ class Timeline:
 
 
 def simulate(
-    problem: Problem, steps: Sequence[Step], *, budget_bytes: int | None = None
+    problem: Problem,
+    steps: Sequence[Step],
+    moves: Sequence[Move] = (),
+    *,
+    budget_bytes: int | None = None,
 ) -> Timeline:
     """Return the exact memory timeline of a plan, in one pass over its steps.
 
+    Bytes follow from steps and moves alone. The problem's link tells how long steps wait for moves.
+
     Raises:
-        InvalidPlanError: the steps are out of order, or their peak is above `budget_bytes`.
+        InvalidPlanError: the steps are out of order, a move is impossible, or the peak is above
+            `budget_bytes`.
     """
     check_order(problem, steps)
     after = live_after(problem, steps)
     records = recording_steps(problem, steps, after)
+    stall_ms = 0.0
+    back = [0] * len(steps)
+    if moves:
+        check_moves(problem, steps, moves)
+        away, back = comings_of(len(steps), moves)
+        after = [alive & ~gone for alive, gone in zip(after, away, strict=True)]
+        assert problem.link is not None
+        stall_ms = clocks_of(problem, steps, moves, problem.link).stall_ms
     grads = _gradient_bytes(problem, steps)
     state_before, state_after = _rerun_state_bytes(problem, steps)
 
@@ -65,7 +83,8 @@ def simulate(
         else:
             own = nodes[node].bwd_peak_bytes
         peak_during.append(held + grads[t] + state_before[t] + own)
-        changed = alive ^ ((alive | made) & after[t])
+        coming = back[t + 1] if t + 1 < len(steps) else 0  # its memory is taken before that step
+        changed = alive ^ ((alive | made | coming) & after[t])
         alive ^= changed
         while changed:
             low = changed & -changed
@@ -83,7 +102,10 @@ def simulate(
             f"the plan must stay within {budget_bytes} bytes, but step {peak_step} "
             f"({kind}{node}, {nodes[node].name}) needs {peak_bytes}"
         )
-    return Timeline(tuple(bytes_after), tuple(peak_during), peak_bytes, peak_step, overhead_ms)
+    return Timeline(
+        *(tuple(bytes_after), tuple(peak_during), peak_bytes, peak_step),
+        *(overhead_ms + stall_ms, stall_ms),
+    )
 
 
 def recompute_counts(problem: Problem, steps: Sequence[Step]) -> list[int]:
