@@ -13,22 +13,29 @@ from rockmate.problems.problem import Problem
 from rockmate.schedules.steps import Step, Steps, backward, forward
 
 # forwards and backwards done; storages held; rerun states held; last node run again since the last
-# backward; runs per node (where they are limited)
-_State: TypeAlias = tuple[int, frozenset[int], frozenset[int], int, tuple[int, ...]]
+# backward; runs per node (where they are limited); storages that are elsewhere
+_State: TypeAlias = tuple[int, frozenset[int], frozenset[int], int, tuple[int, ...], frozenset[int]]
 
 
 def exhaustive_search(
-    problem: Problem, budget_bytes: int, *, ascending: bool = False, max_runs: int | None = None
+    problem: Problem,
+    budget_bytes: int,
+    *,
+    ascending: bool = False,
+    max_runs: int | None = None,
+    moving: bool = False,
 ) -> tuple[float, Steps] | None:
     """Return the least overhead of any schedule within the budget, and its steps; None if none.
 
     Dijkstra over memory states: which storages and rerun states are held before which backward.
     With `ascending`, only schedules whose recomputations between two backwards run in the order of
-    the nodes, each at most once, and each node at most `max_runs` times: the solvers' class.
+    the nodes, each at most once, and each node at most `max_runs` times: the solvers' class. With
+    `moving`, movable storages go elsewhere and come back in no time.
     """
-    moves = _Moves(problem, budget_bytes, ascending=ascending, max_runs=max_runs)
+    moves = _Moves(problem, budget_bytes, ascending=ascending, max_runs=max_runs, moving=moving)
     count = len(problem.nodes)
-    start: _State = (0, frozenset(), frozenset(), -1, (1,) * count if max_runs else ())
+    nothing: frozenset[int] = frozenset()
+    start: _State = (0, nothing, nothing, -1, (1,) * count if max_runs else (), nothing)
     best: dict[_State, float] = {start: 0.0}
     came: dict[_State, tuple[_State, Step | None]] = {}
     heap: list[tuple[float, int, _State]] = [(0.0, 0, start)]
@@ -58,7 +65,13 @@ class _Moves:
     """What may be done in a memory state: the time it takes, the state after it, the step."""
 
     def __init__(
-        self, problem: Problem, budget_bytes: int, *, ascending: bool, max_runs: int | None
+        self,
+        problem: Problem,
+        budget_bytes: int,
+        *,
+        ascending: bool,
+        max_runs: int | None,
+        moving: bool,
     ) -> None:
         self.budget_bytes, self.ascending, self.max_runs = budget_bytes, ascending, max_runs
         self.nodes, self.storages = problem.nodes, problem.storages
@@ -69,14 +82,20 @@ class _Moves:
         self.bwd = [frozenset(i for i, s in storages if k in s.bwd_users) for k in nodes]
         self.outputs = frozenset(i for i, s in storages if s.is_output)
         self.phantoms = frozenset(i for i, s in storages if s.is_phantom)
+        self.movable = frozenset(i for i, s in storages if moving and s.is_movable)
 
     def after(self, state: _State) -> Iterator[tuple[float, _State, Step | None]]:
         """Yield every move from a state."""
-        position, held, states, last, runs = state
+        position, held, states, last, runs, away = state
         for index in held - self.outputs:  # dropping is for nothing
-            yield 0.0, (position, held - {index}, states, last, runs), None
+            yield 0.0, (position, held - {index}, states, last, runs, away), None
         for node in states:
-            yield 0.0, (position, held, states - {node}, last, runs), None
+            yield 0.0, (position, held, states - {node}, last, runs, away), None
+        for index in held & self.movable - away:  # a copy out
+            yield 0.0, (position, held, states, last, runs, away | {index}), None
+        for index in away - held:
+            if self._fits(state, held | {index}, states, 0):
+                yield 0.0, (position, held | {index}, states, last, runs, away), None
         if position < len(self.nodes):  # the forward: its next node
             yield from self._first_runs(state)
             return
@@ -84,10 +103,10 @@ class _Moves:
             yield from self._runs_again(state, k)
         k = self.order[position - len(self.nodes)]
         if self._fits(state, held, states, self.nodes[k].bwd_peak_bytes) and self.bwd[k] <= held:
-            yield 0.0, (position + 1, held, states, -1, runs), backward(k)
+            yield 0.0, (position + 1, held, states, -1, runs, away), backward(k)
 
     def _first_runs(self, state: _State) -> Iterator[tuple[float, _State, Step | None]]:
-        k, held, states, _, runs = state
+        k, held, states, _, runs, away = state
         if not self.fwd[k] <= held:
             return
         for recorded, new in self._ways(k, held, else_recorded=True):
@@ -95,10 +114,10 @@ class _Moves:
             peak = node.fwd_peak_bytes if recorded else node.fwd_peak_nograd_bytes
             for now in (states, states | {k}) if node.rerun_state_bytes else (states,):
                 if self._fits(state, held, now, peak):
-                    yield 0.0, (k + 1, new, now, -1, runs), forward(k)
+                    yield 0.0, (k + 1, new, now, -1, runs, away), forward(k)
 
     def _runs_again(self, state: _State, k: int) -> Iterator[tuple[float, _State, Step | None]]:
-        position, held, states, last, runs = state
+        position, held, states, last, runs, away = state
         node = self.nodes[k]
         if not self.fwd[k] <= held or (k not in states and node.rerun_state_bytes):
             return
@@ -110,7 +129,7 @@ class _Moves:
             peak = node.fwd_peak_bytes if recorded else node.fwd_peak_nograd_bytes
             if self._fits(state, held, states, peak):
                 more = tuple(r + (i == k) for i, r in enumerate(runs))
-                yield node.fwd_time_ms, (position, new, states, k, more), forward(k)
+                yield node.fwd_time_ms, (position, new, states, k, more, away), forward(k)
 
     def _ways(
         self, k: int, held: frozenset[int], *, else_recorded: bool

@@ -15,13 +15,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from rockmate.errors import InfeasibleBudgetError, SolverError, UnknownChoiceError
 from rockmate.options.known_blocks import KnownBlocks
 from rockmate.options.options import BlockOption
 from rockmate.planners.chain import LARGE_BLOCK_NODES, SMALL_BLOCK_NODES, chain_model
 from rockmate.planners.effort import effort_of, ladder
+from rockmate.planners.moving import plan_with_moves
 from rockmate.planners.search import Progress, Search
 from rockmate.planners.smallest_budget import floor_bytes, low_memory_plan, minimum_peak
 from rockmate.planners.windows import explore, improve
@@ -81,6 +82,14 @@ def plan(
     """
     check_planner(planner)
     check_backend(backend)
+    if problem.link is not None:
+
+        def still(problem: Problem, budget_bytes: int) -> Plan:
+            how: dict[str, Any] = {"effort": effort, "planner": planner, "backend": backend}
+            more: dict[str, Any] = {"seed": seed, "progress": progress, "known": known}
+            return plan(problem, budget_bytes, **how, **more)
+
+        return plan_with_moves(problem, budget_bytes, still, effort_of(effort), seed)
     run = Search(problem, budget_bytes, effort_of(effort), backend, seed, planner, progress)
     run.known = run.known if known is None else known
     everything = no_recomputation(problem)

@@ -27,14 +27,15 @@ CLP solves the program, with a time limit; GLOP was seen to hang on these progra
 
 For small graphs with a few huge storages the linear program is loose. For these the same rows are
 solved with 0/1 variables, and the bound is the solver's. It holds for every schedule, whereas the
-bounds of the other solvers hold for their own class of schedules.
+bounds of the other solvers hold for their own class of schedules. `link_rows` has the rows for
+storages that may be moved.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,7 @@ from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.simulate import simulate
 from rockmate.solvers.interrupts import heard_interrupts
+from rockmate.solvers.link_rows import LinkRows
 from rockmate.solvers.result import stages_of
 
 _TIME_LIMIT_MS = 8000
@@ -51,6 +53,8 @@ _INTEGER_NODES = 70  # that make something; up to here the 0/1 program is tried
 _INTEGER_LIMIT = 0.3  # its deterministic seconds, for each number of cuts
 _INTEGER_CUTS = (1, 3, 6)  # at the heaviest backwards
 _INTEGER_FULL = 6  # at those with most memory in use
+_MOST_ROUNDS = 40  # of fixing what is moved
+_SURELY, _HARDLY = 0.9, 0.02  # parts of a storage
 _SAFETY = 1e-6  # relative, for the tolerances of the linear program
 
 
@@ -84,6 +88,40 @@ def _lower_bound(problem: Problem, budget_bytes: int, cuts: int) -> float:
         solve = functools.partial(_solve, problem, budget_bytes, integer=True)
         best = max(best, *(found or 0.0 for found in map_in_parallel(solve, chosen)))
     return best
+
+
+def storages_to_move(
+    problem: Problem, budget_bytes: int, fits: Callable[[Sequence[int]], bool]
+) -> tuple[int, ...]:
+    """Return storages that the linear program moves, as far as they fit together.
+
+    The program moves parts of storages. So what it moves most of is fixed, and it is solved again,
+    until nothing is left. The cut is the one that gives the best bound.
+    """
+    with heard_interrupts():
+        best: tuple[float, tuple[int, ...]] = (-1.0, ())
+        for stages in ((), *((s,) for s in _full_stages(problem, 1)[:1])):
+            found = _solve(problem, budget_bytes, stages)
+            if found is not None and best[0] < found < math.inf:
+                best = found, stages
+        program = _Program(problem, budget_bytes, best[1], integer=False)
+        link = program.link
+        chosen: list[int] = []
+        for _ in range(_MOST_ROUNDS):
+            bound = program.bound_ms()
+            if link is None or bound is None or bound == math.inf:
+                break
+            parts = {i: part for i, part in link.chosen().items() if i not in chosen}
+            ranked = sorted(parts, key=lambda i: (-round(parts[i], 3), i))
+            sure = [i for i in ranked if parts[i] > _SURELY] or ranked[:1]
+            if not sure or parts[sure[0]] < _HARDLY:
+                break
+            for index in sure:
+                is_moved = fits([*chosen, index])
+                link.fix(index, is_moved=is_moved)
+                if is_moved:
+                    chosen.append(index)
+        return tuple(sorted(chosen))
 
 
 def _full_stages(problem: Problem, cuts: int) -> list[int]:
@@ -130,6 +168,7 @@ class _Droppable:
     size_bytes: int
     fwd_users: tuple[int, ...]
     bwd_users: tuple[int, ...]
+    index: int = -1  # of the storage; -1 for phantoms
 
 
 def _droppable(problem: Problem) -> Iterator[_Droppable]:
@@ -139,7 +178,7 @@ def _droppable(problem: Problem) -> Iterator[_Droppable]:
         for index in problem.products[k]:
             row = problem.storages[index]
             if not row.is_output and not row.is_phantom:
-                yield _Droppable(k, row.size_bytes, row.fwd_users, row.bwd_users)
+                yield _Droppable(k, row.size_bytes, row.fwd_users, row.bwd_users, index)
 
 
 class _Program:
@@ -168,8 +207,11 @@ class _Program:
         self.held = [self._variables(len(self.storages)) for _ in range(self.phases)]  # S[c]
         self.again = [self._variables(count) for _ in range(self.phases)]  # R[c]
         self.suffix = self._add_suffixes()  # A[c]
+        self.link = None if problem.link is None else LinkRows(problem, problem.link, self)
         self._add_reads()
         self._add_room(budget_bytes)
+        if self.link is not None:
+            self.link.add_rows()
 
     def _variables(self, count: int) -> list[Any]:
         return [self.variable("") for _ in range(count)]
@@ -203,13 +245,18 @@ class _Program:
             for c in range(self.phases):
                 runs = [again[c]] if self.suffix[c] is again[c] else [again[c], self.suffix[c]]
                 for table in runs:
-                    there = [(held[c][o], 1), (table[made], 1)]
+                    there: list[tuple[Any, float]] = [(held[c][o], 1), (table[made], 1)]
+                    if self.link is not None:
+                        there += self.link.terms(c, o, is_suffix=table is not again[c])
                     if (c in read_in) if table is again[c] else (c <= last):
                         self._row(there, least=1)
                     for user in storage.fwd_users:
                         self._row([*there, (table[user], -1)], least=0)
                 if c + 1 < self.phases:
-                    kept = [(held[c][o], 1), (again[c][made], 1), (held[c + 1][o], -1)]
+                    kept: list[tuple[Any, float]] = [(held[c][o], 1), (again[c][made], 1)]
+                    kept.append((held[c + 1][o], -1))
+                    if self.link is not None:
+                        kept += self.link.terms(c, o, is_suffix=False)
                     self._row(kept, least=0)
 
     def _add_room(self, budget_bytes: int) -> None:
@@ -238,6 +285,9 @@ class _Program:
         for phase in self.again:
             for time, run in zip(times, phase, strict=True):
                 objective.SetCoefficient(run, time / scale)
+        if self.link is not None:
+            for wait in self.link.waits:
+                objective.SetCoefficient(wait, self.link.unit_ms / scale)
         objective.SetMinimization()
         status = self.solver.Solve()
         if status == self.infeasible:

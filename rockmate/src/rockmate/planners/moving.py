@@ -1,0 +1,444 @@
+"""Keep, recompute or move: plans in which some storages are elsewhere for a while.
+
+Bringing a storage in is a recomputation that reads nothing and takes no time. So the planners need
+no new kind of decision: for the storages that the link can carry, the problem gets one more node
+each (`Arrivals`), and they search as always.
+
+lower bound with the link's rows -> which storages to move      (`storages_to_move`)
+steps without moves -> steps in which these arrive              (`Arrivals.hint`, prune, windows)
+steps -> when each copy starts and ends, as memory allows       (`moves_for`)
+simulator with three clocks -> time and peak of the plan
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+from rockmate.errors import InfeasibleBudgetError
+from rockmate.planners.effort import Effort
+from rockmate.planners.smallest_budget import minimum_peak
+from rockmate.planners.windows import explore, improve
+from rockmate.problems.link import Link
+from rockmate.problems.problem import Node, Problem
+from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.moves import Move, Moves, copied_out, uses_of_copies
+from rockmate.schedules.plan import Plan, Trial, make_plan
+from rockmate.schedules.prune import prune
+from rockmate.schedules.report import exact_bytes
+from rockmate.schedules.simulate import simulate
+from rockmate.schedules.steps import Step, Steps
+from rockmate.solvers.bound import lower_bound, storages_to_move
+from rockmate.solvers.result import stages_of
+
+PlanWithin: TypeAlias = Callable[[Problem, int], Plan]  # plans without moves
+
+_ARRIVAL_PRICE = 0.02  # of the time of a copy: between equal plans the one with fewer copies
+_PARTS_OF_LINK = (1.0, 0.85)  # to plan with: copies that meet a full memory need more time
+_ROOMS = (0, 1, 2)  # largest storages in flight, for which memory is left free
+_LITTLE = 1e-3  # extra time, as a part of the step, below which the search ends
+_FEW_WINDOWS = 100  # nodes; up to here two windows at a time would mostly be equal
+
+
+def plan_with_moves(
+    problem: Problem, budget_bytes: int, plan: PlanWithin, effort: Effort, seed: int = 0
+) -> Plan:
+    """Return the fastest plan found within the budget, with or without moves.
+
+    Raises:
+        InfeasibleBudgetError: no plan fits.
+    """
+    begin = time.perf_counter()
+    assert problem.link is not None
+    bare = dataclasses.replace(problem, link=None)
+    everything = no_recomputation(problem)
+    if simulate(bare, everything).peak_bytes <= budget_bytes:
+        return plan(bare, budget_bytes)
+    found = _Found(problem, budget_bytes)
+    sets = list(_sets(problem, budget_bytes))
+    for arrivals in sets:
+        found.consider("moving all", arrivals, arrivals.hint(everything))
+    if not found.is_free:
+        try:
+            base = plan(bare, budget_bytes)
+        except InfeasibleBudgetError as error:
+            _least_memory(found, error)
+        else:
+            found.take(base)
+        assert found.best is not None
+        _search(found, found.best.steps, sets, effort, seed)
+    assert found.best is not None
+    return found.finish(time.perf_counter() - begin)
+
+
+def _least_memory(found: _Found, error: InfeasibleBudgetError) -> None:
+    """Consider the plan of least memory in which all that may be moved is moved.
+
+    Raises:
+        InfeasibleBudgetError: it does not fit either; the error names the smaller minimum.
+    """
+    problem = found.problem
+    chosen = [i for i, storage in enumerate(problem.storages) if storage.is_movable]
+    link = problem.link
+    assert link is not None
+    if link.host_bytes is not None:
+        chosen.sort(key=lambda i: -problem.sizes[i])
+        taken = itertools.accumulate(link.host_taken(problem.sizes[i]) for i in chosen)
+        chosen = [i for i, total in zip(chosen, taken, strict=True) if total <= link.host_bytes]
+    arrivals = Arrivals(problem, sorted(chosen))
+    steps, peak_bytes = minimum_peak(arrivals.problem, enough_bytes=found.budget_bytes)
+    if peak_bytes <= found.budget_bytes:
+        found.consider("least memory, moving", arrivals, steps)
+    if found.best is not None:
+        return
+    own, places = arrivals.split(steps)
+    if peak_bytes >= error.minimum_bytes or moves_for(problem, own, places, peak_bytes) is None:
+        raise error
+    raise InfeasibleBudgetError(
+        f"the budget must be at least {exact_bytes(peak_bytes)} with offload, and is "
+        f"{found.budget_bytes} bytes. Without offload, {error}",
+        asked_bytes=found.budget_bytes,
+        minimum_bytes=peak_bytes,
+        bound_bytes=min(error.bound_bytes, peak_bytes),
+    ) from None
+
+
+def _search(
+    found: _Found, steps: Steps, sets: Sequence[Arrivals], effort: Effort, seed: int
+) -> None:
+    """Consider plans from these steps: without search for each set and room, then in windows."""
+    best: tuple[float, Arrivals, int, Steps] | None = None
+    for arrivals, rooms in itertools.product(sets, _ROOMS):
+        within = found.budget_bytes - rooms * arrivals.largest_bytes
+        hint = prune(arrivals.problem, arrivals.hint(steps), within)
+        if simulate(arrivals.problem, hint).peak_bytes > within:
+            continue
+        time_ms = found.consider("moving", arrivals, hint)
+        if time_ms is not None and (best is None or time_ms < best[0]):
+            best = time_ms, arrivals, within, hint
+    if best is None or found.is_free:
+        return
+    _, arrivals, within, hint = best
+    search = improve if len(arrivals.problem.nodes) > _FEW_WINDOWS else explore
+    better = search(
+        arrivals.problem,
+        hint,
+        within,
+        windows=effort.windows,
+        window_limit=effort.window_limit,
+        seed=seed,
+        stop=lambda: found.is_over(effort),
+    )
+    found.consider("moving, search in windows", arrivals, better)
+
+
+class _Found:
+    """The best plan so far, and what was tried."""
+
+    def __init__(self, problem: Problem, budget_bytes: int) -> None:
+        self.problem, self.budget_bytes = problem, budget_bytes
+        self.best: Plan | None = None
+        self.tried: list[Trial] = []
+        self._begin = time.process_time()
+
+    def is_over(self, effort: Effort) -> bool:
+        """Whether the effort's seconds of processor time have passed."""
+        limit = effort.seconds
+        return limit is not None and time.process_time() - self._begin > limit
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a plan takes hardly more time than a plain step."""
+        return self.best is not None and self.best.overhead < _LITTLE
+
+    def take(self, plan: Plan) -> None:
+        """Consider a plan without moves."""
+        self.tried += plan.tried
+        if self.best is None or plan.overhead_ms < self.best.overhead_ms:
+            self.best = plan
+
+    def consider(self, planner: str, arrivals: Arrivals, steps: Steps) -> float | None:
+        """Consider steps with arrivals; return their overhead in ms, None if they do not fit."""
+        begin = time.perf_counter()
+        own, places = arrivals.split(steps)
+        moves = moves_for(self.problem, own, places, self.budget_bytes)
+        seconds = time.perf_counter() - begin
+        if moves is None:
+            return None
+        plan = make_plan(self.problem, own, self.budget_bytes, planner, moves)
+        self.tried.append(Trial(planner, seconds, plan.overhead_ms, plan.peak_bytes))
+        if self.best is None or plan.overhead_ms < self.best.overhead_ms:
+            self.best = plan
+        return plan.overhead_ms
+
+    def finish(self, seconds: float) -> Plan:
+        """Return the best plan, with a bound for plans that may move."""
+        assert self.best is not None
+        bound = lower_bound(self.problem, self.budget_bytes, cuts=1) or 0.0
+        bound_ms = min(self.problem.base_time_ms + bound, self.best.time_ms)
+        return dataclasses.replace(
+            self.best,
+            tried=_best_of_each(self.tried),
+            bound_ms=bound_ms,
+            status="optimal" if self.best.time_ms <= bound_ms * (1 + 1e-9) else "feasible",
+            plan_seconds=seconds,
+        )
+
+
+def _best_of_each(tried: Sequence[Trial]) -> tuple[Trial, ...]:
+    """Return the best result of each planner, in the order in which they were tried."""
+    found: dict[str, Trial] = {}
+    for one in tried:
+        known = found.get(one.planner)
+        if known is None:
+            found[one.planner] = one
+            continue
+        seconds = known.seconds + one.seconds
+        both = [t for t in (known, one) if t.overhead_ms is not None]
+        best = min(both, key=lambda t: t.overhead_ms or 0.0, default=known)
+        found[one.planner] = dataclasses.replace(best, seconds=seconds)
+    return tuple(found.values())
+
+
+# --- what to move ---------------------------------------------------------------------------------
+
+
+def _sets(problem: Problem, budget_bytes: int) -> list[Arrivals]:
+    """Return different sets of storages to move, as problems in which they arrive."""
+    link = problem.link
+    assert link is not None
+    found: dict[tuple[int, ...], Arrivals] = {}
+    for part in _PARTS_OF_LINK:
+        slower = dataclasses.replace(
+            link,
+            out_bytes_per_ms=part * link.out_bytes_per_ms,
+            in_bytes_per_ms=part * link.in_bytes_per_ms,
+        )
+        other = dataclasses.replace(problem, link=slower)
+        chosen = storages_to_move(other, budget_bytes, _carrier(other, slower))
+        if chosen and chosen not in found:
+            found[chosen] = Arrivals(problem, chosen)
+    return list(found.values())
+
+
+def _carrier(problem: Problem, link: Link) -> Callable[[Sequence[int]], bool]:
+    """Return whether the link can carry some storages in time.
+
+    What goes out after some node fits into the forward from there on; what comes in up to some
+    stage fits into the backward up to there.
+    """
+    nodes, stage = problem.nodes, stages_of(problem)
+    rest = [0.0] * (len(nodes) + 1)  # of the forward, from each node on
+    for k in reversed(range(len(nodes))):
+        rest[k] = rest[k + 1] + nodes[k].fwd_time_ms
+    done = [0.0]  # of the backward, up to each stage
+    for k in problem.backward_order:
+        done.append(done[-1] + nodes[k].bwd_time_ms)
+    first = {
+        i: min(stage[u] for u in storage.bwd_users)
+        for i, storage in enumerate(problem.storages)
+        if storage.bwd_users
+    }
+
+    def fits(candidates: Sequence[int]) -> bool:
+        taken = sum(link.host_taken(problem.sizes[i]) for i in candidates)
+        if link.host_bytes is not None and taken > link.host_bytes:
+            return False
+        out_ms = in_ms = 0.0
+        for index in sorted(candidates, key=lambda i: -problem.storages[i].producer):
+            out_ms += link.out_ms(problem.sizes[index])
+            if out_ms > rest[problem.storages[index].producer]:
+                return False
+        for index in sorted(candidates, key=lambda i: first[i]):
+            in_ms += link.in_ms(problem.sizes[index])
+            if in_ms > done[first[index]]:
+                return False
+        return not link.is_shared or out_ms + in_ms <= problem.base_time_ms
+
+    return fits
+
+
+# --- the problem in which they arrive -------------------------------------------------------------
+
+
+class Arrivals:
+    """The problem in which each chosen storage is made by a node of its own.
+
+    That node comes just before the storage's producer, which then works in its memory. It reads
+    nothing and takes no time. So running it again stands for bringing the storage in.
+    """
+
+    def __init__(self, problem: Problem, chosen: Sequence[int]) -> None:
+        assert problem.link is not None
+        self.original, self.chosen = problem, tuple(chosen)
+        self.largest_bytes = max((problem.sizes[index] for index in chosen), default=0)
+        by_producer: dict[int, list[int]] = {}
+        for index in chosen:
+            by_producer.setdefault(problem.storages[index].producer, []).append(index)
+        nodes: list[Node] = []
+        self._place: list[int] = []  # of each node of the original
+        self._arrival: dict[int, int] = {}  # by storage
+        for k, node in enumerate(problem.nodes):
+            own = by_producer.get(k, [])
+            for index in own:
+                self._arrival[index] = len(nodes)
+                nodes.append(self._arriving(problem.link, index, node))
+            self._place.append(len(nodes))
+            less = sum(problem.sizes[index] for index in own)
+            nodes.append(
+                dataclasses.replace(
+                    node,
+                    fwd_peak_bytes=problem.forward_peaks[k] - less,
+                    fwd_peak_nograd_bytes=problem.forward_peaks_nograd[k] - less,
+                )
+            )
+        self._made = by_producer
+        place = self._place
+        storages = (
+            dataclasses.replace(
+                storage,
+                producer=self._arrival.get(index, place[storage.producer]),
+                fwd_users=tuple(place[user] for user in storage.fwd_users),
+                bwd_users=tuple(place[user] for user in storage.bwd_users),
+                is_movable=False,
+            )
+            for index, storage in enumerate(problem.storages)
+        )
+        self.problem = Problem(tuple(nodes), tuple(storages))
+
+    def _arriving(self, link: Link, index: int, producer: Node) -> Node:
+        storage = self.original.storages[index]
+        price_ms = _ARRIVAL_PRICE * link.in_ms(storage.size_bytes)
+        name, path = f"arrival of {storage.name}", producer.module_path
+        return Node(name, price_ms, has_backward=False, module_path=path, op="arrival")
+
+    def hint(self, steps: Sequence[Step]) -> Steps:
+        """Return steps of the original in which chosen storages arrive.
+
+        Each arrives where the steps make it again, and before its first use in the backward.
+        """
+        problem, place = self.original, self._place
+        first = len(problem.nodes)
+        found = [Step("F", k) for k in range(len(self.problem.nodes))]
+        there: set[int] = set()
+        for kind, k in steps[first:]:
+            reads = problem.fwd_inputs[k] if kind == "F" else problem.bwd_inputs[k]
+            made = self._made.get(k, ()) if kind == "F" else ()
+            for index in (*reads, *made):
+                if index in self._arrival and (index not in there or index in made):
+                    found.append(Step("F", self._arrival[index]))
+                    there.add(index)
+            found.append(Step(kind, place[k]))
+        return tuple(found)
+
+    def split(self, steps: Sequence[Step]) -> tuple[Steps, dict[int, list[int]]]:
+        """Return the steps of the original, and before which of them each storage arrives."""
+        back = {place: k for k, place in enumerate(self._place)}
+        index_of = {node: index for index, node in self._arrival.items()}
+        found: list[Step] = []
+        places: dict[int, list[int]] = {index: [] for index in self.chosen}
+        for t, (kind, k) in enumerate(steps):
+            if k not in index_of:
+                found.append(Step(kind, back[k]))
+            elif t >= len(self.problem.nodes):
+                places[index_of[k]].append(len(found))
+        return tuple(found), places
+
+
+# --- when to move ---------------------------------------------------------------------------------
+
+
+def moves_for(
+    problem: Problem, steps: Steps, arrivals: Mapping[int, Sequence[int]], budget_bytes: int
+) -> Moves | None:
+    """Return moves for storages that arrive before some steps, or None if they do not fit.
+
+    Copies out end as late, and copies in start as early, as memory allows, but no further than they
+    need for computing not to wait.
+    """
+    link = problem.link
+    assert link is not None
+    copies = uses_of_copies(problem, steps)
+    least: list[Move] = []  # elsewhere for as long as possible
+    for index, places in arrivals.items():
+        gaps: dict[tuple[int, int], int] = {}  # between two uses, and where the copy is made
+        for place in sorted(places):
+            uses = next((u for u in reversed(copies[index]) if u[0] < place), [])
+            at = bisect_left(uses, place)
+            if 0 < at < len(uses) and uses[at] - uses[at - 1] > 1:
+                gaps[uses[at - 1], uses[at]] = uses[0]
+        made = -1
+        for (before, behind), start in gaps.items():  # what has been copied only leaves
+            least.append(Move(index, start if start != made else before, before, behind))
+            made = start
+    least = _in_order(least)
+    during = list(simulate(problem, steps, least).peak_during)
+    if max(during, default=0) > budget_bytes:
+        return None
+    begins = [0.0]  # of each step, if nothing waits
+    for kind, k in steps:
+        node = problem.nodes[k]
+        begins.append(begins[-1] + (node.fwd_time_ms if kind == "F" else node.bwd_time_ms))
+    later = _ending_later(problem, link, steps, begins, least, during, budget_bytes)
+    return tuple(_starting_earlier(problem, link, begins, later, during, budget_bytes))
+
+
+def _in_order(moves: Sequence[Move]) -> list[Move]:
+    return sorted(moves, key=lambda m: (m.out_after, m.gone_after, m.storage))
+
+
+def _ending_later(
+    problem: Problem,
+    link: Link,
+    steps: Steps,
+    begins: Sequence[float],
+    moves: Sequence[Move],
+    during: list[int],
+    budget_bytes: int,
+) -> list[Move]:
+    """Return the moves with ends of copies out so late that nothing waits, where that fits."""
+    found: list[Move] = []
+    free_ms = 0.0  # when the link is free
+    copied = copied_out(problem, steps, moves)
+    for move in moves:
+        size, gone = problem.sizes[move.storage], move.gone_after
+        if move in copied:
+            free_ms = max(free_ms, begins[move.out_after + 1]) + link.out_ms(size)
+            while gone + 1 < move.back_before - 1 and begins[gone + 1] < free_ms:
+                if during[gone + 1] + size > budget_bytes:
+                    break
+                gone += 1
+                during[gone] += size
+        found.append(dataclasses.replace(move, gone_after=gone))
+    return found
+
+
+def _starting_earlier(
+    problem: Problem,
+    link: Link,
+    begins: Sequence[float],
+    moves: Sequence[Move],
+    during: list[int],
+    budget_bytes: int,
+) -> list[Move]:
+    """Return the moves with copies in that start early enough not to wait, where that fits."""
+    found: list[Move] = []
+    starts: dict[Move, float] = {}  # the latest start after which nothing waits
+    latest = float("inf")
+    for move in sorted(moves, key=lambda m: -m.back_before):
+        latest = min(latest, begins[move.back_before]) - link.in_ms(problem.sizes[move.storage])
+        starts[move] = latest
+    for move in sorted(moves, key=lambda m: m.back_before):
+        size, back = problem.sizes[move.storage], move.back_before
+        while back - 1 > move.gone_after and begins[back] > starts[move]:
+            if during[back - 1] + size > budget_bytes:
+                break
+            back -= 1
+            during[back] += size
+        if back - 1 > move.gone_after:
+            found.append(dataclasses.replace(move, back_before=back))
+    return _in_order(found)
