@@ -64,6 +64,11 @@ class Settings:
             bits under every budget with the same pieces, and equal eager's up to rounding. With
             "exact", such sums are computed as a whole, which takes more memory, and only pieces are
             used that have eager's bits in a test on this machine.
+        offload: where storages may be while nothing reads them: "host" (on a GPU: memory of the
+            host), or "disk:/path" (files in that folder). Rates are measured while planning, and
+            each storage is then kept, recomputed or moved, whichever makes the step fastest within
+            the budget. Bits do not change. A slow link takes time, never more memory.
+        host_budget: with `offload`, the most bytes there, as a number or text.
         plan: path of a file from `save_plan`. Its plan is used without search and measurement; a
             call, device or version that differs from the file's is refused.
         cache: a folder that keeps plans between two starts; False for none. The default is
@@ -95,6 +100,8 @@ class Settings:
     strict: bool = False
     compile: bool = False
     split: bool | Literal["exact"] = False
+    offload: str | None = None
+    host_budget: int | str | None = None
     plan: str | PathLike[str] | None = None
     cache: bool | str | PathLike[str] | None = None
     share: bool = True
@@ -126,6 +133,7 @@ class Settings:
             raise ArgumentsError(
                 f"split={self.split} and {other} exclude each other: a plan has one of them"
             )
+        self._check_offload()
         object.__setattr__(self, "opaque", tuple(self.opaque))
         for name in ("plan", "cache"):
             path = getattr(self, name)
@@ -136,6 +144,38 @@ class Settings:
     def has_pieces(self) -> bool:
         """Whether a plan may have compiled pieces or pieces of rows."""
         return self.compile or bool(self.split)
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether a plan is for its own call only: no other numbers, sizes, files and ranks."""
+        return self.has_pieces or self.offload is not None
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The most bytes that may be moved, or None without a limit."""
+        return None if self.host_budget is None else parse_budget(self.host_budget)[0]
+
+    def _check_offload(self) -> None:
+        where = self.offload
+        if where is None:
+            if self.host_budget is not None:
+                raise ArgumentsError(
+                    "host_budget= limits what offload= moves: give offload='host' or 'disk:/path'"
+                )
+            return
+        named = isinstance(where, str) and (where == "host" or len(where) > len("disk:"))
+        if not (named and where.startswith(("host", "disk:"))):
+            raise UnknownChoiceError("offload", str(where), ("host", "disk:/path"))
+        if self.host_budget is not None and parse_budget(self.host_budget)[0] is None:
+            raise BudgetFormatError(
+                f"host_budget {self.host_budget!r} is a fraction. Give bytes, or '8GB'."
+            )
+        others = [n for n in ("compile", "split", "plan") if getattr(self, n)]
+        if others:
+            raise ArgumentsError(
+                f"offload={where!r} and {others[0]}= exclude each other so far: a plan has one of "
+                "them"
+            )
 
     def _check_cost(self) -> None:
         if self.cost not in COSTS:

@@ -87,7 +87,7 @@ class LossOutside(LossWatch):
         used = (planned, module.for_gradients(planned))
         more_bytes_before = more_bytes + seen.taken_bytes
         is_over = any(_is_over(one, more_bytes_before, seen) for one in used)
-        recomputes = planned.plan.overhead_ms > 0 and not module.settings.has_pieces
+        recomputes = planned.plan.overhead_ms > 0 and not module.settings.stands_alone
         is_better = recomputes and is_worth_a_plan(more_bytes, memory)
         if not is_over and not is_better:
             return family
@@ -142,7 +142,7 @@ def _is_over(planned: Planned, more_bytes: int, seen: SeenLoss) -> bool:
     """Whether a step with this loss takes more than a plan's budget and `more_bytes` beside it."""
     problem, plan = planned.network.problem, planned.plan
     first = problem.nodes[problem.backward_order[0]]
-    after_bytes = simulate(problem, plan.steps).bytes_after[len(problem.nodes) - 1]
+    after_bytes = simulate(problem, plan.steps, plan.moves).bytes_after[len(problem.nodes) - 1]
     kept_bytes = after_bytes - first.grads_before_bytes  # which are among the most
     most_bytes = max(kept_bytes + seen.most_bytes, plan.peak_bytes + seen.kept_bytes)
     return most_bytes > planned.budget_bytes + more_bytes

@@ -244,7 +244,8 @@ class Meeting:
         ] = {}  # after the last call of each block
         self.settings = replace(
             settings, budget=EVERYTHING, self_test=False, share=False, cache=False, plan=None,
-            reserve=0, compile=False, split=False, progress=False, opaque=(), max_plans=1 << 10,
+            reserve=0, compile=False, split=False, offload=None, host_budget=None,
+            progress=False, opaque=(), max_plans=1 << 10,
         )  # fmt: skip
         self.modules = {path: m for path, m in model.named_modules() if path}
         self.views = {path: view_of(module) for path, module in self.modules.items()}

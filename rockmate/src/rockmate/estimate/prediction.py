@@ -28,6 +28,7 @@ NOT_ESTIMATED = {  # settings, and why not
     "opaque": "a step without content is recorded to the last operation",
     "compile": "what inductor makes of a step is known when it is compiled",
     "split": "what pieces of rows take is measured",
+    "offload": "the rates of a link are measured where it is",
     "plan": "costs of a file count with cost=",
 }
 _NOTHING = 5e-4  # smaller extra times are not printed

@@ -11,53 +11,93 @@ from rkgb.costs import Measured, call_kind, op_key
 from rkgb.elements import Op
 from rkgb.engine import compile_step, lower_step, operations, plain_callee
 from rkgb.graphs import SimplifiedGraph
-from rkgb.run import single_places, waiting_places, without_idle_steps
+from rkgb.run import (
+    Move,
+    moves_without_idle_steps,
+    single_places,
+    waiting_places,
+    without_idle_steps,
+)
 from rockmate.networks.network import Network
+from rockmate.networks.offload import Offload
+from rockmate.problems.problem import Problem
 from rockmate.runtime.executable import Executable
 from rockmate.runtime.gradients.rails import fired_in_order
 from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.moves import Move as PlannedMove
+from rockmate.schedules.moves import moves_among
 from rockmate.schedules.plan import Plan
-from rockmate.schedules.simulate import simulate
+from rockmate.schedules.simulate import Timeline, simulate
 from rockmate.schedules.steps import Step
 
 
 def without_reruns(network: Network, plan: Plan) -> Plan:
     """Return the plan without recomputations of nodes whose results are kept anyway."""
     count = len(network.problem.nodes)
-    steps = tuple(
-        step
+    kept = [
+        place
         for place, step in enumerate(plan.steps)
         if place < count or step.kind != "F" or step.node not in network.fixed
-    )
-    if len(steps) == len(plan.steps):
+    ]
+    if len(kept) == len(plan.steps):
         return plan
-    timeline = simulate(network.problem, steps)
+    steps = tuple(plan.steps[place] for place in kept)
+    moves = moves_among(plan.moves, kept)
+    timeline = simulate(network.problem, steps, moves)
     return replace(
-        plan, steps=steps, peak_bytes=timeline.peak_bytes, overhead_ms=timeline.overhead_ms
+        plan,
+        steps=steps,
+        moves=moves,
+        peak_bytes=timeline.peak_bytes,
+        overhead_ms=timeline.overhead_ms,
+        stall_ms=timeline.stall_ms,
     )
 
 
 def planned_executable(network: Network, plan: Plan) -> Executable:
     """Compile the program of a plan."""
-    steps = tuple(Step(*step) for step in without_idle_steps(network.graph, plan.steps))
+    steps, moves = steps_of(network, network.graph, plan)
     return executable(
         network.graph,
         steps,
         network.measured,
-        spare_bytes=spare_bytes_of(network, steps),
+        spare_bytes=spare_bytes_of(network, steps, moves),
         room_bytes=plan.budget_bytes - plan.peak_bytes,
+        moves=moves,
+        offload=network.offload,
     )
 
 
-def spare_bytes_of(network: Network, steps: Sequence[Step]) -> list[int]:
+def steps_of(
+    network: Network, graph: SimplifiedGraph, plan: Plan
+) -> tuple[tuple[Step, ...], tuple[Move, ...]]:
+    """Return the steps and moves of a plan that a graph needs, perhaps for other gradients."""
+    storages = network.problem.storages
+    moves = [
+        Move(storages[m.storage].name, m.out_after, m.gone_after, m.back_before) for m in plan.moves
+    ]
+    steps = tuple(Step(*step) for step in without_idle_steps(graph, plan.steps))
+    return steps, moves_without_idle_steps(graph, plan.steps, moves) if moves else ()
+
+
+def spare_bytes_of(
+    network: Network, steps: Sequence[Step], moves: Sequence[Move] = ()
+) -> list[int]:
     """Return the headroom of each step for waiting gradients.
 
     They must not raise the predicted peaks, in blocks and in requested bytes.
     """
     problems = {id(problem): problem for problem in (network.problem, network.asked)}
-    timelines = [simulate(problem, steps) for problem in problems.values()]
+    timelines = [timeline_of(problem, steps, moves) for problem in problems.values()]
     rooms = ([line.peak_bytes - during for during in line.peak_during] for line in timelines)
     return [min(room) for room in zip(*rooms, strict=True)]
+
+
+def timeline_of(problem: Problem, steps: Sequence[Step], moves: Sequence[Move] = ()) -> Timeline:
+    """Return the timeline of the steps and moves of a program."""
+    place = {storage.name: index for index, storage in enumerate(problem.storages)}
+    own = [PlannedMove(place[m.root], m.out_after, m.gone_after, m.back_before) for m in moves]
+    return simulate(problem, steps, own)
 
 
 def unplanned_executable(network: Network) -> Executable:
@@ -77,6 +117,8 @@ def executable(
     like: Executable | None = None,
     spare_bytes: Sequence[int] = (),
     room_bytes: int = 0,
+    moves: Sequence[Move] = (),
+    offload: Offload | None = None,
 ) -> Executable:
     """Compile the program of some steps.
 
@@ -95,12 +137,13 @@ def executable(
         is_plain = not op.flags and getattr(op.target, "namespace", "") == "aten"
         return (alike.get(call_kind(key)) if is_plain else None) or plain_callee(op)
 
-    lower = partial(lower_step, graph, steps)
+    lower = partial(lower_step, graph, steps, moves=moves)
     if like is not None:
         places, singles = like.places, like.singles
     else:
         places = waiting_places(graph, steps, spare_bytes)
         places = fired_in_order(places, graph.dataflow.basic.edges)
         singles = single_places(graph, steps, [room_bytes + spare for spare in spare_bytes])
-    compiled = compile_step(graph, lower(places), callee)
+    copies = None if offload is None else offload.copies
+    compiled = compile_step(graph, lower(places), callee, copies)
     return Executable(graph, compiled, places, singles, lower)

@@ -12,8 +12,9 @@ from rkgb.costs import FlopCost, Measured, NodeFacts, OpCost, measure_resized, o
 from rkgb.elements import InputMutation, target_of
 from rkgb.engine import Sample, device_of, external_values, measure, node_facts, operations
 from rkgb.graphs import SimplifiedGraph
-from rkgb.run import RunnableGraph, runs_once
+from rkgb.run import RunnableGraph, movable_roots, runs_once
 from rockmate.networks.network_problem import problem_of
+from rockmate.networks.offload import Offload, offload_of, with_link
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.schedules.opaque_piece import OpaquePiece
@@ -40,6 +41,7 @@ class Network:
     kept: frozenset[int] = frozenset()  # compiled nodes that save more for their backward
     rebuilding: Network | None = None  # the same network in which none does
     cut: CutGraph | None = None  # if it has parts in pieces of rows
+    offload: Offload | None = None  # where storages may be moved
     coming: Coming | None = None  # gradients that the backward allocates, and the budget includes
 
     @property
@@ -96,7 +98,10 @@ def network_of(
         if settings.cost == "flops":
             measured = replace(measured, costs=by_flops(graph, measured))
     with phases.phase("calibration"):
-        return assembled(graph, recorded, measured, external, compiled, settings.coming)
+        place = settings.offload, basic.device, settings.host_bytes
+        return assembled(
+            *(graph, recorded, measured, external, compiled, settings.coming), offload_of(*place)
+        )
 
 
 def assembled(
@@ -106,6 +111,7 @@ def assembled(
     external: Mapping[str, Tensor],
     compiled: CompiledGraph | None = None,
     coming: Coming | None = None,
+    offload: Offload | None = None,
 ) -> Network:
     """Return the network of a recording with measured kinds of operation."""
     facts = node_facts(graph, measured.costs)
@@ -115,8 +121,11 @@ def assembled(
     if device_of(graph.dataflow.basic.device).block_bytes(1) > 1:
         plain = node_facts(graph, measured.costs, in_blocks=False)
         asked = problem_of(graph, plain, external, in_blocks=False, fixed=fixed, coming=coming)
+    if offload is not None:
+        movable = movable_roots(graph)
+        problem, asked = (with_link(one, movable, offload.link) for one in (problem, asked))
     own = (recorded, graph, measured, facts, problem, asked, fixed, compiled)
-    return Network(*own, coming=coming)
+    return Network(*own, coming=coming, offload=offload)
 
 
 def _unsteady_nodes(graph: SimplifiedGraph, measured: Measured) -> frozenset[int]:

@@ -29,12 +29,17 @@ from rkgb.engine import (
     operations,
 )
 from rkgb.graphs import BackwardKind, SimplifiedGraph
-from rkgb.run import Outcomes, RunnableGraph, without_idle_steps
+from rkgb.run import Outcomes, RunnableGraph
 from rkgb.torch_api import has_saved_hooks
 from rockmate.comparison.contents import Contents
 from rockmate.errors import OtherForwardError, RockmateError
 from rockmate.guards.input_signature import InputSignature
-from rockmate.networks.executables import executable, planned_executable, without_reruns
+from rockmate.networks.executables import (
+    executable,
+    planned_executable,
+    steps_of,
+    without_reruns,
+)
 from rockmate.networks.likely import kinds_of_sums, likely_kinds
 from rockmate.networks.network import Network
 from rockmate.networks.variants import Replan, fits_into_a_step, variant_of
@@ -276,6 +281,7 @@ def with_least_peak(planned: Planned) -> Planned:
         return planned
     overhead_ms = simulate(network.problem, steps).overhead_ms
     plan = replace(before, steps=steps, peak_bytes=peak_bytes, overhead_ms=overhead_ms)
+    plan = replace(plan, moves=(), stall_ms=0.0)
     plan = without_reruns(network, replace(plan, planner="minimum peak"))
     executor = _executor(network, plan, planned.budget_bytes)
     return replace(planned, executor=executor, plan=plan, accumulating=None)
@@ -284,7 +290,7 @@ def with_least_peak(planned: Planned) -> Planned:
 def _executor(network: Network, plan: Plan, budget_bytes: int) -> Executor:
     program, room_bytes = planned_executable(network, plan), 0
     if program.leaving_outputs:
-        during = simulate(network.problem, plan.steps).peak_during
+        during = simulate(network.problem, plan.steps, plan.moves).peak_during
         in_backward = during[len(network.problem.nodes) :]
         room_bytes = budget_bytes - max(in_backward, default=0)
     return Executor(program, room_bytes)
@@ -322,8 +328,10 @@ def with_other_numbers(
     if graph is old.graph:
         program = planned_executable(network, planned.plan)
     else:  # the plan's problem is for other gradients
-        steps = without_idle_steps(recorded.graph, planned.plan.steps)
-        program = executable(recorded.graph, steps, measured)
+        steps, moves = steps_of(network, recorded.graph, planned.plan)
+        program = executable(
+            *(recorded.graph, steps, measured), moves=moves, offload=network.offload
+        )
     return replace(
         planned,
         network=network,

@@ -232,7 +232,7 @@ def refuse_wrong_prediction(planned: Planned, model: nn.Module, ours: StepResult
     device = device_of(planned.signature.device)
     if device.block_bytes(1) == 1:
         raise over_budget(planned, model)
-    predicted = simulate(planned.network.asked, planned.plan.steps).peak_bytes
+    predicted = simulate(planned.network.asked, planned.plan.steps, planned.plan.moves).peak_bytes
     if ours.peak_bytes > predicted:
         _log.warning(
             "%s asked for %d bytes at its peak, and %d were predicted",

@@ -32,7 +32,7 @@ from rkgb.graphs import (
     autocast_as,
     forward_differences,
 )
-from rkgb.run import held_bytes, without_idle_steps
+from rkgb.run import Move, held_bytes, without_idle_steps
 from rkgb.torch_api import placed_parameters
 from rockmate.errors import (
     InfeasibleBudgetError,
@@ -45,6 +45,8 @@ from rockmate.guards.module_watch import without_hooks
 from rockmate.networks.executables import (
     executable,
     spare_bytes_of,
+    steps_of,
+    timeline_of,
     without_reruns,
 )
 from rockmate.networks.network import Network, assembled
@@ -138,8 +140,8 @@ def variant_of(
     like = _hands_over_like(planned, basic.kind)
     if network.has_pieces:
         measured = _measured_within(planned, graph, model, leaves)
-    steps = without_idle_steps(graph, planned.plan.steps)
-    return executable(graph, steps, measured, like=like)
+    steps, moves = steps_of(network, graph, planned.plan)
+    return executable(*(graph, steps, measured), like=like, moves=moves, offload=network.offload)
 
 
 def _in_pieces(
@@ -233,19 +235,22 @@ def _within_budget(
     known = planned.network.measured
     measured = measure_others(graph.dataflow.basic, operations(graph), external, known)
     old = planned.network
-    network = assembled(graph, old.recorded, measured, external, coming=old.coming)
+    network = assembled(
+        *(graph, old.recorded, measured, external), coming=old.coming, offload=old.offload
+    )
     like = _hands_over_like(planned, graph.dataflow.basic.kind)
-    steps = _steps_of(graph, planned.plan)
-    is_apart = not _fits(network, planned.plan, steps, like)
+    steps, moves = steps_of(network, graph, planned.plan)
+    is_apart = not _fits(network, planned.plan, steps, moves, like)
     less_bytes = 0
     while is_apart:  # at most twice: then with headroom for waiting gradients
         plan = without_reruns(network, replan(network.problem, less_bytes))
-        steps = _steps_of(graph, plan)
-        if less_bytes or _fits(network, plan, steps, like):
+        steps, moves = steps_of(network, graph, plan)
+        if less_bytes or _fits(network, plan, steps, moves, like):
             break
         assert like is not None, "nothing waits"
         less_bytes = max(held_bytes(graph, steps, like.places))
-    return replace(executable(graph, steps, measured, like=like), is_apart=is_apart)
+    made = executable(*(graph, steps, measured), like=like, moves=moves, offload=network.offload)
+    return replace(made, is_apart=is_apart)
 
 
 def _hands_over_like(planned: PlannedFor, kind: BackwardKind) -> Executable | None:
@@ -260,22 +265,24 @@ def _hands_over_like(planned: PlannedFor, kind: BackwardKind) -> Executable | No
     return next((made for found, made in executor.variants.items() if found.is_split), None)
 
 
-def _steps_of(graph: SimplifiedGraph, plan: Plan) -> tuple[Step, ...]:
-    return tuple(Step(*step) for step in without_idle_steps(graph, plan.steps))
-
-
-def _fits(network: Network, plan: Plan, steps: Sequence[Step], like: Executable | None) -> bool:
+def _fits(
+    network: Network,
+    plan: Plan,
+    steps: Sequence[Step],
+    moves: Sequence[Move],
+    like: Executable | None,
+) -> bool:
     """Return whether these steps fit the budget, with waiting gradients as in `like`."""
     try:
-        peak_bytes = simulate(network.problem, steps).peak_bytes
-    except RockmateError:
+        peak_bytes = timeline_of(network.problem, steps, moves).peak_bytes
+    except (RockmateError, KeyError):  # a step is missing, or what is moved
         return False
     if peak_bytes > plan.budget_bytes:
         return False
     if like is None:
         return True
     waiting = held_bytes(network.graph, steps, like.places)
-    return all(map(operator.le, waiting, spare_bytes_of(network, steps)))
+    return all(map(operator.le, waiting, spare_bytes_of(network, steps, moves)))
 
 
 def _measured_within(

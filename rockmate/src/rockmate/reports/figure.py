@@ -21,7 +21,7 @@ def memory_figure(problem: Problem, plan: Plan) -> Any:
     except ImportError as error:
         raise MissingExtraError("rk.plan.plot()", "matplotlib", "plot") from error
 
-    timeline = simulate(problem, plan.steps)
+    timeline = simulate(problem, plan.steps, plan.moves)
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     axes = figure.subplots()
     columns: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in _COLOURS}

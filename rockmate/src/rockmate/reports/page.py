@@ -166,7 +166,7 @@ def _made_with(facts: Facts) -> str:
 
 def memory_section(problem: Problem, plan: Plan, is_timed: bool = True) -> str:
     """Return memory over the step as a section, against the budget."""
-    timeline = simulate(problem, plan.steps)
+    timeline = simulate(problem, plan.steps, plan.moves)
     plain = simulate(problem, no_recomputation(problem))
     columns: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in _KINDS}
     now = 0.0

@@ -100,7 +100,7 @@ def sources_of(
 
     A file has plans for usual gradients. Ranks exchange plans at every call, or at none.
     """
-    if settings.has_pieces:  # pieces are for these numbers and sizes
+    if settings.stands_alone:  # it is for these numbers and sizes
         return (Anew(),)
     folder = CacheFolder.chosen(settings.cache)
     made: Source = Anew() if folder is None else Cache(folder, Anew())

@@ -1,0 +1,169 @@
+"""Plans that move: the same bits as plain PyTorch, within the budget, however slow the copies."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rockmate
+from oracles.training import (
+    assert_same_gradients,
+    assert_trains_like,
+    eager_copy,
+    measured_peak_bytes,
+)
+from rockmate import Rockmate
+from rockmate.networks import offload
+from rockmate.problems.link import Link
+from runs.moves import SlowHost
+
+FAST = Link(1e9, 1e9)
+SLOW = Link(2e5, 2e5)
+
+
+class Block(nn.Module):
+    """A block with a skip, a norm, dropout and an activation that is written in place."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.relu(self.up(self.norm(x)), inplace=True)
+        return x + self.drop(self.down(y))
+
+
+def blocks(count: int = 4) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(32) for _ in range(count)), nn.Linear(32, 4)), torch.randn(64, 32)
+
+
+@pytest.fixture(params=["fast", "slow"])
+def link(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Link:
+    """A host with random delays, and a link of given rates in place of measured ones."""
+    chosen = FAST if request.param == "fast" else SLOW
+    copies = SlowHost(random.Random(0))
+    made = {("host", torch.device("cpu")): offload.Offload("host", copies, chosen)}
+    monkeypatch.setattr(offload, "_made", made)
+    return chosen
+
+
+@pytest.mark.parametrize("fraction", [0.65, 0.8])
+def test_bits_and_bytes_with_random_delays(link: Link, fraction: float) -> None:
+    model, x = blocks()
+    twin = eager_copy(model)
+    rk = Rockmate(model, x, fraction, offload="host", planner="segments")
+    plan = rk.plan.plan
+    assert plan.moves
+    assert plan.stall_ms <= plan.overhead_ms
+    assert_trains_like(rk, twin, x)
+    peaks = {measured_peak_bytes(rk, x, grads_exist=True) for _ in range(4)}
+    assert len(peaks) == 1, "the peak depends on how long copies take"
+    # The gradients of this loss are there a moment later than the plan allows for.
+    assert 0.98 * plan.peak_bytes < peaks.pop() <= plan.peak_bytes <= plan.budget_bytes
+    assert "moved" in str(rk.plan)
+
+
+def test_a_link_that_carries_all_takes_the_place_of_recomputation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = offload.Offload("host", SlowHost(random.Random(0)), FAST)
+    monkeypatch.setattr(offload, "_made", {("host", torch.device("cpu")): place})
+    model, x = blocks()
+    plan = Rockmate(model, x, 0.4, offload="host", planner="segments").plan.plan
+    assert plan.moves
+    assert plan.overhead < 0.01
+
+
+def test_files_on_a_disk(tmp_path: Path) -> None:
+    model, x = blocks(3)
+    twin = eager_copy(model)
+    rk = Rockmate(model, x, 0.5, offload=f"disk:{tmp_path}", planner="segments")
+    assert_trains_like(rk, twin, x)
+    assert measured_peak_bytes(rk, x, grads_exist=True) <= rk.plan.plan.budget_bytes
+    assert not list(tmp_path.iterdir())  # files have no name from their first moment on
+
+
+def test_several_forwards_before_their_backwards(link: Link) -> None:
+    model, x = blocks(3)
+    twin = eager_copy(model)
+    rk = Rockmate(model, x, 0.5, offload="host", planner="segments")
+    for module in (twin, rk):
+        torch.manual_seed(1)
+        losses = [module(x * scale).square().sum() for scale in (1.0, 2.0, 3.0)]
+        for loss in losses[::-1]:
+            loss.backward()
+    assert_same_gradients(model, twin)
+
+
+def test_a_second_backward_and_other_gradients(link: Link) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, _ = blocks(3)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.body(x)
+            return y, self.head(y)
+
+    torch.manual_seed(0)
+    model, x = Two(), torch.randn(64, 32)
+    twin = eager_copy(model)
+    rk = Rockmate(model, x, 0.75, offload="host", planner="segments")
+    for module in (twin, rk):
+        torch.manual_seed(1)
+        _, second = module(x)
+        loss = second.square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        module(x)[0].sum().backward()
+        with torch.no_grad():
+            module(x)
+        sum(out.sum() for out in module(x)).backward()
+    assert_same_gradients(model, twin)
+
+
+def test_a_limit_on_the_other_side(link: Link) -> None:
+    model, x = blocks()
+    rk = Rockmate(model, x, 0.5, offload="host", planner="segments", host_budget="16Ki")
+    sizes = {
+        m.storage: FAST.host_taken(rk.plan.problem.sizes[m.storage]) for m in rk.plan.plan.moves
+    }
+    assert sum(sizes.values()) <= 16 << 10
+
+
+WRONG = {
+    "unknown": ({"offload": "tape"}, "offload"),
+    "no folder": ({"offload": "disk:"}, "offload"),
+    "a limit of nothing": ({"host_budget": "1GB"}, "host_budget= limits"),
+    "a fraction there": ({"offload": "host", "host_budget": "50%"}, "fraction"),
+    "compiled": ({"offload": "host", "compile": True}, "exclude each other"),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_wrong_settings_are_refused(how: str) -> None:
+    settings, words = WRONG[how]
+    model, x = blocks(1)
+    with pytest.raises(rockmate.RockmateError, match=words):
+        Rockmate(model, x, 0.5, **settings)
+
+
+def test_a_folder_that_is_not_there_is_refused() -> None:
+    model, x = blocks(1)
+    with pytest.raises(Exception, match="no-such-folder"):
+        Rockmate(model, x, 0.5, offload="disk:/no-such-folder")
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_blocks_are_refused_by_name() -> None:
+    model, x = blocks(3)
+    with pytest.raises(rockmate.RockmateError, match="offload"):
+        rockmate.apply_to_blocks(model, x, 0.5, offload="host")
