@@ -7,6 +7,8 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 import rotor
 from oracles.checkpointables import at_fraction, least_limit, one_millisecond
@@ -207,3 +209,25 @@ def test_nothing_stays_alive_after_the_step():
         meter.run("forward only", lambda: chk(x).sum().item())
     assert meter.usage("step").kept_bytes == 0
     assert meter.usage("forward only").kept_bytes == 0
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_counters_and_hooks_of_many_gradients_see_a_step(fraction):
+    """What looks at autograd's nodes while it runs: they are those of parameters and outputs."""
+    twin = mlp(4, dropout=0.0)
+    chk = Checkpointable(copy.deepcopy(twin), torch.randn(8, 32), timer=one_millisecond)
+    at_fraction(chk, fraction)
+    x = torch.randn(8, 32)
+    flops, seen = [], []
+    for module in (twin, chk):
+        found = []
+        watched = list(module.parameters())
+        handle = register_multi_grad_hook(watched, found.extend)
+        with FlopCounterMode(display=False) as counter:
+            module(x).sum().backward()
+        handle.remove()
+        flops.append(counter.get_total_flops())
+        seen.append(found)
+    assert flops[0] < flops[1] if fraction == 0.0 else flops[0] == flops[1]
+    assert len(seen[0]) == len(seen[1]) == len(list(twin.parameters()))
+    assert all(map(torch.equal, *seen))

@@ -210,7 +210,10 @@ class Session:
             stack.enter_context(torch.enable_grad())
             if source is not None:
                 stack.enter_context(saved_tensors_hooks(source.pack, source.unpack))
-            outputs = self._call(k, tuple(leaves))
+            # As without rotor, a stage is given no leaf: hooks that ask which nodes autograd will
+            # run, such as `register_multi_grad_hook`, cannot ask it of leaves in here.
+            given = tuple(leaf.view_as(leaf) if leaf.requires_grad else leaf for leaf in leaves)
+            outputs = self._call(k, given)
         if recording:
             edges = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
             self._recorded[k] = _Recorded(edges, _ends(leaves, emptied=source is not None), source)
