@@ -17,7 +17,7 @@ SOURCES := $(wildcard */pyproject.toml) $(CORE) rotor/setup.py constraints.txt M
 
 .DEFAULT_GOAL := help
 .PHONY: help install build format lint typecheck test test-all test-nightly test-changed fuzz test-rkgb test-rotor test-rockmate imports \
-	versions check isolated readme outputs docs demo planning step bench bench-smoke bench-paper \
+	versions check isolated readme outputs docs demo planning step bench bench-smoke bench-offload bench-paper \
 	bench-public bench-solvers gpu gpu-wheels gpu-paper other-torch test-torch test-cuda-rules figures core-wheels dist clean
 
 help: ## print this list
@@ -123,10 +123,14 @@ EXPERIMENTS := Performance Peers Solvingtime Options
 bench-smoke: $(INSTALLED) ## every experiment, tiny, about a minute; fails on an unexpected failure
 	rm -rf benchmarks/results/latest/smoke
 	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py --smoke || failed=1; done; \
-	$(BENCH) -m planning.solvers --smoke || failed=1; \
+	$(BENCH) -m planning.solvers --smoke || failed=1; $(PY) benchmarks/offload.py --smoke || failed=1; \
 	$(PY) benchmarks/visualize.py --results benchmarks/results/latest/smoke || failed=1; exit $$failed
 bench: $(INSTALLED) ## every experiment at CPU sizes, under 40 minutes; continues where it was
 	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py || failed=1; done; exit $$failed
+# Files go to the folder for temporary files, or another one: make bench-offload FOLDER=/a/fast/disk
+FOLDER ?=
+bench-offload: $(INSTALLED) ## moves to the host and to files, planned and by hand, some minutes
+	$(PY) benchmarks/offload.py $(if $(FOLDER),--folder "$(FOLDER)")
 bench-paper: $(INSTALLED) ## every experiment at the papers' sizes, on CUDA, for hours; continues
 	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py --paper || failed=1; done; exit $$failed
 # On a machine that has torch already, and no network: its own Python, and wheels from a folder.

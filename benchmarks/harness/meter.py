@@ -83,12 +83,41 @@ def timed_ms(step: Callable[[], object], device: torch.device) -> float:
     Where other programs share a core, their time is not the step's.
     """
     alone = device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.thread_time if alone else time.perf_counter
+    return _timed_ms(step, device, time.thread_time if alone else time.perf_counter)
+
+
+def wall_ms(step: Callable[[], object], device: torch.device) -> float:
+    """Run `step` once and return how long it took: also where it waits for other threads."""
+    return _timed_ms(step, device, time.perf_counter)
+
+
+def _timed_ms(
+    step: Callable[[], object], device: torch.device, clock: Callable[[], float]
+) -> float:
     synchronize(device)
     start = clock()
     step()
     synchronize(device)
     return (clock() - start) * 1e3
+
+
+def resident_bytes(step: Callable[[], object]) -> int | None:
+    """Run `step` once and return by how much the process grew at most; None except on Linux.
+
+    What malloc keeps for later hides it: start with MALLOC_MMAP_THRESHOLD_=65536.
+    """
+    if not Path("/proc/self/clear_refs").exists():
+        return None
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the highest mark is set back
+    before = _status_bytes("VmRSS")
+    step()
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def synchronize(device: torch.device) -> None:

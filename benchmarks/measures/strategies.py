@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +30,10 @@ import rockmate
 import rotor
 from harness.networks import Case
 from harness.worker import Outcome
+from measures.by_hand import with_layer_inputs_moved, with_saved_tensors_moved
 from measures.torch_compile import compile_within, flops_of_graphs
 from models.peers_gpt import Block
+from rockmate.planning import Plan, Problem
 
 aten = torch.ops.aten
 run_again = functools.partial(checkpoint, use_reentrant=False)
@@ -71,13 +74,15 @@ def plain(setting: str, case: Case, model: nn.Module, budget_bytes: int) -> Appl
 
 
 def with_rockmate(setting: str, case: Case, model: nn.Module, budget_bytes: int) -> Applied:
-    """Rockmate within the bytes; after a blank, the setting may name cost and effort."""
+    """Rockmate within the bytes; after a blank, the setting may name cost, effort and offload."""
     words = setting.split()[1:]
     chosen = {
         "cost": next((w for w in words if w in ("flops", "measured")), "measured"),
         "effort": next((w for w in words if w in ("fast", "balanced", "best")), "fast"),
     }
     chosen["compile"] = "compiled" in words
+    places = {"host": "host", "disk": f"disk:{tempfile.gettempdir()}"}
+    chosen["offload"] = next((places[word] for word in words if word in places), None)
     module = rockmate.Rockmate(model, case.sample, budget_bytes, cache=False, **chosen)
     plan, seconds = module.plan, module.planning_seconds
     solving = ("options", "chain", "simulation", "search")
@@ -88,9 +93,24 @@ def with_rockmate(setting: str, case: Case, model: nn.Module, budget_bytes: int)
         "gap_percent": None if plan.gap is None else 100 * plan.gap,
         "solve_seconds": sum(seconds.get(phase, 0.0) for phase in solving),
         "nodes": len(plan.problem.nodes),
+        **facts_of_moves(plan.problem, plan),
         "solver": f"{plan.planner} ({chosen['cost']} costs, {chosen['effort']})",
     }
     return Applied(lambda: module(*case.sample), sum(seconds.values()), facts)
+
+
+def facts_of_moves(problem: Problem, plan: Plan) -> dict[str, Any]:
+    """Return the columns about what a plan moves elsewhere, and how the link does."""
+    link, base_ms = problem.link, plan.base_time_ms
+    found: dict[str, Any] = {}
+    if plan.bound_ms is not None and base_ms:
+        found["bound_percent"] = 100 * max(0.0, plan.bound_ms / base_ms - 1)
+    if link is not None:
+        found["moved_bytes"] = sum(problem.sizes[k] for k in {m.storage for m in plan.moves})
+        found["waiting_percent"] = 100 * plan.stall_ms / base_ms if base_ms else 0.0
+        found["out_bytes_per_ms"] = link.out_bytes_per_ms
+        found["in_bytes_per_ms"] = link.in_bytes_per_ms
+    return found
 
 
 def with_compiled_rockmate(
@@ -261,6 +281,8 @@ STRATEGIES: dict[str, Callable[[str, Case, nn.Module, int], Applied]] = {
     "rotor": with_rotor,
     "checkpoint": with_checkpoint,
     "selective": with_selection,
+    "saved tensors": with_saved_tensors_moved,
+    "layer inputs": with_layer_inputs_moved,
     "compile": functools.partial(with_compile, "inductor"),
     "compile-aot": functools.partial(with_compile, "aot_eager"),
 }

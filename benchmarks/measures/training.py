@@ -22,6 +22,7 @@ from rockmate.planning import parse_budget
 TRACE_POINTS = 600  # of a memory curve; a picture shows no more
 Row = dict[str, Any]
 Point = Mapping[str, Any]
+Timed = Callable[[Callable[[], object], torch.device], float]
 
 
 def on_device(case: Case, device: torch.device) -> Case:
@@ -104,6 +105,18 @@ def step(point: Point, device: str, warmup: int, repeats: int) -> Row:
     return row | compare(twins, our_step, applied, point["strategy"], warmup, repeats)
 
 
+def offloaded(point: Point, device: str, warmup: int, repeats: int) -> Row:
+    """The same of a strategy that moves what it saves: with waits, and with the process's size."""
+    twins, applied, row = prepared(point, torch.device(device))
+
+    def our_step() -> None:
+        applied.forward().backward()
+
+    row |= compare(twins, our_step, applied, point["strategy"], warmup, repeats, meter.wall_ms)
+    row["plain_resident_bytes"] = meter.resident_bytes(twins.plain_step)
+    return row | {"resident_bytes": meter.resident_bytes(our_step)}
+
+
 def applied_or_end(point: Point, twins: Twins, budget: int, row: Row) -> Applied:
     """Apply the point's strategy; what is known so far goes with a refusal."""
     try:
@@ -120,6 +133,7 @@ def compare(
     strategy: str,
     warmup: int,
     repeats: int,
+    timed: Timed = meter.timed_ms,
 ) -> Row:
     """Measure both steps; end the point as failed where a promise is broken."""
     place = twins.device
@@ -137,7 +151,7 @@ def compare(
         raise Outcome("failed", text, **row)
     row["flops"] = our_flops.total if our_flops is not None else applied.flops()
     row["flops_ratio"] = row["flops"] / plain_flops.total if plain_flops.total else None
-    return row | paired_times(twins.plain_step, our_step, place, warmup, repeats)
+    return row | paired_times(twins.plain_step, our_step, place, warmup, repeats, timed)
 
 
 def paired_times(
@@ -146,19 +160,20 @@ def paired_times(
     device: torch.device,
     warmup: int,
     repeats: int,
+    timed: Timed = meter.timed_ms,
 ) -> Row:
     """Time both in turn, so that both meet the same noise; medians, and quartiles of the ratio."""
     pairs = []
     for number in range(warmup + repeats):
         order = (plain_step, our_step) if number % 2 else (our_step, plain_step)
-        took = {run: meter.timed_ms(run, device) for run in order}
+        took = {run: timed(run, device) for run in order}
         pairs.append((took[our_step], took[plain_step]))
-    timed = pairs[warmup:]
-    ratios = [ours / plain for ours, plain in timed]
+    counted = pairs[warmup:]
+    ratios = [ours / plain for ours, plain in counted]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return {
-        "step_ms": statistics.median(ours for ours, _ in timed),
-        "plain_step_ms": statistics.median(plain for _, plain in timed),
+        "step_ms": statistics.median(ours for ours, _ in counted),
+        "plain_step_ms": statistics.median(plain for _, plain in counted),
         "time_ratio": middle,
         "time_ratio_low": low,
         "time_ratio_high": high,
