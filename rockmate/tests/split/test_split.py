@@ -138,6 +138,36 @@ def test_exact_pieces_have_the_bits_of_eager() -> None:
     assert all(map(torch.equal, steps(rk, inputs), steps(theirs, inputs)))
 
 
+@pytest.mark.parametrize("split", ["exact", True])
+def test_a_dropout_in_a_chain_draws_what_eager_draws(split: bool | str) -> None:
+    """Its mask is drawn for all rows at once, between operations that run by rows."""
+
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.drop = nn.Linear(16, WORDS), nn.Dropout(0.3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.drop(functional.gelu(self.head(x)))
+            return functional.cross_entropy(y, torch.arange(len(y)) % WORDS)
+
+    model = made(Dropping())
+    inputs = (torch.randn(ROWS, 16, dtype=torch.float64, requires_grad=True),)
+    theirs, found = copy.deepcopy(model), []
+    least = smallest(model, inputs, split=split)
+    assert least < 0.9 * smallest(model, inputs, split=False)
+    rk = Rockmate(model, inputs, least, **{**CHEAP, "split": split})
+    assert "+mul+" in rk.plan.cut[0], "the dropout is in the chain"
+    for module in (rk, theirs):
+        torch.manual_seed(7)
+        found.append([*steps(module, inputs), torch.get_rng_state()])
+    assert torch.equal(found[0].pop(), found[1].pop())
+    if split == "exact":
+        assert all(map(torch.equal, *found))
+    else:
+        assert_near(*found)
+
+
 def test_what_would_round_otherwise_in_pieces_runs_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operation whose bits depend on how many rows it gets: tried, and left whole."""
     model, inputs = made(Head()), words()

@@ -24,7 +24,7 @@ def wide_runs(sg: SimplifiedGraph) -> list[tuple[Run, str]]:
     for storage in storages:
         if storage.size_bytes * _NARROWEST < storages[0].size_bytes:
             break
-        run = _grown(storage, storages)
+        run = _without_draws(sg, _grown(storage, storages))
         if len(run) <= _LONGEST and taken.isdisjoint(run):
             found.append((run, storage.root))
             taken.update(run)
@@ -44,6 +44,14 @@ def _grown(storage: NodeStorage, storages: list[NodeStorage]) -> Run:
             break
         first, last = low, high
     return tuple(range(first, last + 1))
+
+
+def _without_draws(sg: SimplifiedGraph, run: Run) -> Run:
+    """Return a run without what only draws for it, as the mask of a dropout.
+
+    It is drawn for all rows at once, as in eager, and read by rows.
+    """
+    return tuple(i for i in run if not sg.nodes[i].is_random or sg.nodes[i].deps)
 
 
 def _reach(storage: NodeStorage) -> tuple[int, int]:

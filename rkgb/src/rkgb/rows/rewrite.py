@@ -236,7 +236,9 @@ class _Node:
     def _written(self) -> set[str]:
         """Return the storages that the step writes to after the node has read them."""
         basic = self.sg.dataflow.basic
-        ops = (*basic.ops[min(self.node.positions) :], *basic.backward)
+        before = {place for node in self.sg.nodes[: self.index] for place in node.positions}
+        later = range(min(self.node.positions), len(basic.ops))
+        ops = (*(basic.ops[n] for n in later if n not in before), *basic.backward)
         return {self.infos[n].alias_of for op in ops for n in op.writes} | {*basic.written_roots}
 
     def _gradients(self, own: set[str]) -> dict[str, Cuts]:
