@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from harness.networks import Case
-
-if TYPE_CHECKING:
-    from measures.strategies import Applied
 
 _LEAST_BYTES = 1 << 16  # smaller tensors stay
 
@@ -92,25 +89,18 @@ class Hooks:
 PLACES: dict[str, Callable[[], Place]] = {"host": InMemory, "disk": InFile}
 
 
-def with_saved_tensors_moved(
-    setting: str, case: Case, model: nn.Module, budget_bytes: int
-) -> Applied:
+def saved_tensors_moved(setting: str, case: Case, model: nn.Module) -> Callable[[], Tensor]:
     """Move every large tensor that a node saves; the setting is the place."""
-    from measures.strategies import Applied
 
     def forward() -> Tensor:
         with Hooks(PLACES[setting](), model).around():
             return model(*case.sample)
 
-    return Applied(forward)
+    return forward
 
 
-def with_layer_inputs_moved(
-    setting: str, case: Case, model: nn.Module, budget_bytes: int
-) -> Applied:
+def layer_inputs_moved(setting: str, case: Case, model: nn.Module) -> Callable[[], Tensor]:
     """A checkpoint around every block, whose input is moved; the setting is the place."""
-    from measures.strategies import Applied
-
     current: list[Hooks] = []  # of the step that runs
 
     def run(inner: Callable[..., Any], *args: Any) -> Any:
@@ -124,4 +114,4 @@ def with_layer_inputs_moved(
         current[:] = [Hooks(PLACES[setting](), model)]
         return model(*case.sample)
 
-    return Applied(forward)
+    return forward

@@ -30,7 +30,7 @@ import rockmate
 import rotor
 from harness.networks import Case
 from harness.worker import Outcome
-from measures.by_hand import with_layer_inputs_moved, with_saved_tensors_moved
+from measures.by_hand import layer_inputs_moved, saved_tensors_moved
 from measures.torch_compile import compile_within, flops_of_graphs
 from models.peers_gpt import Block
 from rockmate.planning import Plan, Problem
@@ -274,6 +274,17 @@ def with_compile(
     )
 
 
+def with_moves_by_hand(
+    moved: Callable[[str, Case, nn.Module], Callable[[], Tensor]],
+    setting: str,
+    case: Case,
+    model: nn.Module,
+    budget_bytes: int,
+) -> Applied:
+    """Offload written by hand, to the place that the setting names."""
+    return Applied(moved(setting, case, model))
+
+
 STRATEGIES: dict[str, Callable[[str, Case, nn.Module, int], Applied]] = {
     "plain": plain,
     "rockmate": with_rockmate,
@@ -281,8 +292,8 @@ STRATEGIES: dict[str, Callable[[str, Case, nn.Module, int], Applied]] = {
     "rotor": with_rotor,
     "checkpoint": with_checkpoint,
     "selective": with_selection,
-    "saved tensors": with_saved_tensors_moved,
-    "layer inputs": with_layer_inputs_moved,
+    "saved tensors": functools.partial(with_moves_by_hand, saved_tensors_moved),
+    "layer inputs": functools.partial(with_moves_by_hand, layer_inputs_moved),
     "compile": functools.partial(with_compile, "inductor"),
     "compile-aot": functools.partial(with_compile, "aot_eager"),
 }

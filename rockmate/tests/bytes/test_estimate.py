@@ -24,6 +24,7 @@ from rockmate import (
     UnknownChoiceError,
     UnsupportedModuleError,
 )
+from rockmate.planning import Link
 from rockmate.requests.anew import eager_peak_bytes
 from runs.planned import wrap
 from zoo.nets import hugging_face_gpt2, network
@@ -274,6 +275,39 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
 
 def _rows(count: int) -> Tensor:
     return torch.randn(count, 16)
+
+
+def test_a_link_that_is_given_makes_plans_that_move(tmp_path: Path) -> None:
+    net, x = Net(layers=2), torch.randn(256, 16)
+    wrap(net, x, "1MiB", cost="measured").save_plan(tmp_path / "net.plan.json")
+    how: dict[str, Any] = {
+        "device": "cpu",
+        "planner": "segments",
+        "cost": tmp_path / "net.plan.json",
+    }
+    without = rockmate.estimate(net, x, **how)
+    free, nothing = Link(1e12, 1e12), Link(1e12, 1e12, host_bytes=0)
+    moved = rockmate.estimate(net, x, **how, offload=free)
+    assert moved.smallest_budget_bytes < without.smallest_budget_bytes
+    within = without.smallest_budget_bytes
+    assert without.at(within).overhead > moved.at(within).overhead == pytest.approx(0, abs=1e-6)
+    assert "GB/s" in moved.notes[-1]
+    stays = rockmate.estimate(net, x, **how, offload=nothing)
+    assert stays.smallest_budget_bytes == within
+    assert stays.at(within).overhead == without.at(within).overhead
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"offload": Link(1e6, 1e6)}, "recorded costs"),
+        ({"offload": "host"}, "Link"),
+        ({"offload": Link(1e6, 1e6), "host_budget": "1GB"}, "host_bytes"),
+    ],
+)
+def test_a_link_without_times_is_refused(how: dict[str, Any], words: str) -> None:
+    with pytest.raises(rockmate.ArgumentsError, match=words):
+        rockmate.estimate(Net(), torch.randn(4, 16), **how)
 
 
 def test_the_times_of_a_largest_batch_are_in_proportion_to_recorded_ones() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html.parser
 import itertools
 import json
@@ -16,12 +17,13 @@ import torch
 from torch import nn
 
 from rockmate import Rockmate
-from rockmate.planning import Problem, make_plan, no_recomputation, simulate
+from rockmate.planning import Link, Move, Problem, make_plan, no_recomputation, simulate
 from rockmate.reports import page
 from rockmate.reports.charts import Chart, thinned, ticks
 from rockmate.reports.curve import overhead_curve
-from rockmate.reports.modules import ModuleRow, module_rows
+from rockmate.reports.modules import ModuleRow, columns, module_rows, moved_rows
 from rockmate.reports.plan_report import OpaquePiece, PlanReport
+from rockmate.schedules.moves import uses_of_copies
 from runs.planned import wrap
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -112,6 +114,36 @@ def test_rows_of_modules_add_up(wrapped: Rockmate) -> None:
         total = sum(getattr(row, name) for row in rows)
         assert total <= held <= total + state
     assert any("{0..3}" in row.where for row in rows), "equal layers are one row"
+
+
+def test_moves_are_shown_on_both_sides(wrapped: Rockmate, tmp_path: Path) -> None:
+    whole = wrapped.plan.problem
+    storages = tuple(
+        dataclasses.replace(s, is_movable=bool(s.bwd_users) and not (s.is_phantom or s.is_output))
+        for s in whole.storages
+    )
+    link = Link(whole.sizes[0] / whole.base_time_ms, whole.sizes[0] / whole.base_time_ms)
+    problem = dataclasses.replace(whole, storages=storages, link=link)
+    (one, *_) = [k for k, s in enumerate(storages) if s.is_movable]
+    steps = no_recomputation(problem)
+    *_, before, last = uses_of_copies(problem, steps)[one][0]
+    moves = (Move(one, before, before, last),)
+    moved = make_plan(problem, steps, 1 << 30, "by hand", moves=moves)
+    found = columns(problem, moved)
+    waited = sum(end - begin for begin, end, _ in found.kinds["waiting"])
+    assert moved.stall_ms > 0, "a copy takes as long as the step"
+    assert waited == pytest.approx(moved.stall_ms)
+    assert found.end_ms == pytest.approx(moved.time_ms)
+    assert {high for *_, high in found.elsewhere} == {0.0, problem.sizes[one]}
+    (row,) = moved_rows(problem, moved)
+    assert row.size_bytes == problem.sizes[one]
+    assert row.out_ms <= row.gone_ms < row.back_ms
+    kept, plain = (module_rows(problem, steps, m) for m in (moves, ()))
+    assert sum(r.kept_bytes for r in kept) == sum(r.kept_bytes for r in plain) - row.size_bytes
+    report = PlanReport(problem, moved)
+    text = Elements(report.html(tmp_path / "moved.html", points=1).read_text(encoding="utf-8"))
+    assert {"Moved elsewhere", "waiting", "moved elsewhere"} <= set(text.texts)
+    assert "of waiting for copies" in str(report)
 
 
 def test_a_module_that_keeps_more_than_plain_pytorch_says_so(

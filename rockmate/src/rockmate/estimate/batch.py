@@ -80,7 +80,8 @@ class ToFill(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.refuse("largest_batch", NOT_ESTIMATED)
+        moved = "a link's times are for the costs of one batch; see estimate(offload=Link(...))"
+        self.refuse("largest_batch", {**NOT_ESTIMATED, "offload": moved})
 
     def _check_cost(self) -> None:
         """Leave it to `costs_named`."""

@@ -10,9 +10,10 @@ import torch
 
 from rockmate import planners
 from rockmate.arguments import OfSample, called_with
-from rockmate.errors import UnknownChoiceError
+from rockmate.errors import ArgumentsError, InfeasibleBudgetError, UnknownChoiceError
 from rockmate.estimate.costs_from_file import Cost, costs_named
 from rockmate.estimate.sizes import Sizes, sizes_of
+from rockmate.problems.link import Link
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.reports.in_full import InFull
@@ -28,7 +29,6 @@ NOT_ESTIMATED = {  # settings, and why not
     "opaque": "a step without content is recorded to the last operation",
     "compile": "what inductor makes of a step is known when it is compiled",
     "split": "what pieces of rows take is measured",
-    "offload": "the rates of a link are measured where it is",
     "plan": "costs of a file count with cost=",
 }
 _NOTHING = 5e-4  # smaller extra times are not printed
@@ -119,8 +119,16 @@ class Estimate(InFull):
     @cached_property
     def smallest_budget_bytes(self) -> int:
         """The smallest budget for which there is a plan."""
-        least_bytes = planners.minimum_peak(self.problem)[1] + self.settings.reserve
+        least_bytes = self._least_peak_bytes() + self.settings.reserve
         return min(self._enough_bytes, least_bytes)
+
+    def _least_peak_bytes(self) -> int:
+        if self.problem.link is None:
+            return planners.minimum_peak(self.problem)[1]
+        try:
+            return planners.plan(self.problem, 1).peak_bytes
+        except InfeasibleBudgetError as error:
+            return error.minimum_bytes
 
     @cached_property
     def curve(self) -> tuple[Point, ...]:
@@ -172,6 +180,12 @@ class Estimate(InFull):
             f"extra time is counted in {self.times}",
             "what libraries keep for themselves on the device (cuBLAS, cuDNN) comes on top",
         ]
+        link = self.problem.link
+        if link is not None:
+            found.append(
+                f"storages may be moved at {link.out_bytes_per_ms / 1e6:.3g} GB/s out and "
+                f"{link.in_bytes_per_ms / 1e6:.3g} GB/s in, as given"
+            )
         if self.sizes.uncalled:
             names = ", ".join(self.sizes.uncalled[:6])
             found.append(
@@ -232,10 +246,28 @@ class ToEstimate(OfSample):
     optimizer: Any = "adamw"
     device: torch.device | str | None = None
     points: int = 4
+    offload: Link | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.refuse("estimate", NOT_ESTIMATED)
+
+    def _check_offload(self) -> None:
+        """Take a link in place of the name of a place, which is elsewhere.
+
+        Raises:
+            ArgumentsError: it is no link, or has a second limit.
+        """
+        if self.offload is not None and not isinstance(self.offload, Link):
+            raise ArgumentsError(
+                f"estimate takes no offload={self.offload!r}: nothing is measured. Give the "
+                "link's own figures: offload=rockmate.planning.Link(out_bytes_per_ms, "
+                "in_bytes_per_ms)"
+            )
+        if self.host_budget is not None:
+            raise ArgumentsError(
+                f"estimate takes no host_budget={self.host_budget!r}: Link(host_bytes=...) has it"
+            )
 
     def _check_cost(self) -> None:
         """Leave it to `costs_named`."""
@@ -263,6 +295,8 @@ def estimate(given: ToEstimate) -> Estimate:
             is not here; or costs that were recorded for this call, perhaps on another machine: the
             path of a file that `rk.save_plan` wrote, an `rkgb.RecordedCosts`, or the path of one.
             Recorded costs also give the workspace of every kernel.
+        offload: a `rockmate.planning.Link` with the figures of the link over which storages may be
+            moved. It takes recorded costs: its times are nothing beside FLOPs.
 
     Example:
         >>> with torch.device("meta"):
@@ -275,24 +309,30 @@ def estimate(given: ToEstimate) -> Estimate:
         rkgb.TraceError: the step cannot be recorded.
         UnknownChoiceError: the optimizer or the cost is unknown, or there is no such device.
         PlanMismatchError: the recorded costs are for another call.
+        ArgumentsError: a link is given without recorded costs.
         PlanFileError, rkgb.InvalidGraphError: the file of costs cannot be read.
     """
     model, optimizer = with_loss(given.model, given.loss), given.optimizer
     where = usual_device(given.device)
     costs = costs_named(given.cost)
+    if given.offload is not None and costs.words == "FLOPs":
+        raise ArgumentsError(
+            "offload= of estimate needs recorded costs: how long a copy takes says nothing beside "
+            "FLOPs. Give cost=, the path of a file that rk.save_plan wrote, or RecordedCosts"
+        )
     if isinstance(optimizer, str):
         check_optimizer(optimizer)
     shares = {"recording": 3, "costs": 2, "bytes": 1}
     phases = Phases(shares, show=given.progress, title="estimate")
     with phases:
         found = [
-            sizes_of(model, args, kwargs, optimizer, where, costs, phases)
+            sizes_of(model, args, kwargs, optimizer, where, costs, phases, given.offload)
             for args, kwargs in given.calls()
         ]
     phases.close("estimate")
     sizes = max(found, key=lambda sizes: sizes.plain_bytes)
     name = type(model).__name__
-    points, settings = max(1, given.points), given.settings(cost="flops")
+    points, settings = max(1, given.points), given.settings(cost="flops", offload=None)
     return Estimate(sizes, name, str(where), points, costs.words, settings)
 
 

@@ -15,10 +15,13 @@ from rkgb.costs import EstimatedCosts, plain_peak_bytes
 from rkgb.elements import flatten
 from rkgb.engine import B_to_D, D_to_S, bind_inputs, node_facts, operations, runnable
 from rkgb.graphs import PLANNED_PASSES, BackwardKind, SimplifiedGraph
+from rkgb.run import movable_roots
 from rockmate.errors import UnsupportedModuleError
 from rockmate.estimate.costs_from_file import ByFlops, Costs, InProportion
 from rockmate.guards.sharded import refuse_engines
 from rockmate.networks.network_problem import problem_of
+from rockmate.networks.offload import with_link
+from rockmate.problems.link import Link
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.runtime.plain import plain
@@ -106,8 +109,11 @@ def sizes_of(
     device: torch.device,
     costs: Costs = _FLOPS,
     phases: Phases | None = None,
+    link: Link | None = None,
 ) -> Sizes:
     """Return the bytes of training `model` on `sample` on `device`, and the problem of one step.
+
+    With a link, storages of the step may be moved.
 
     Raises:
         UnknownChoiceError: the optimizer is not known.
@@ -121,6 +127,8 @@ def sizes_of(
     with phases.phase("bytes"):
         facts = node_facts(priced.graph, estimated.costs)
         problem = problem_of(priced.graph, facts, step.external)
+        if link is not None:
+            problem = with_link(problem, movable_roots(priced.graph), link)
     plain_bytes = plain_peak_bytes(step.basic, step.held_bytes, estimated.costs, step.external)
     leaves = flatten(bind_inputs(sample, kwargs))[0]
     return Sizes(

@@ -10,8 +10,9 @@ from datetime import date
 from rockmate.problems.problem import Problem
 from rockmate.reports.charts import Chart, byte_unit, thinned
 from rockmate.reports.curve import CurvePoint
-from rockmate.reports.modules import ModuleRow, module_rows, phases
+from rockmate.reports.modules import ModuleRow, columns, module_rows, moved_rows, phases
 from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.moves import clocks_of
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.report import certificate, format_bytes, format_ms, round_up
 from rockmate.schedules.simulate import simulate
@@ -25,16 +26,17 @@ _WORDS = {
     "peak without recomputation": "the same step where nothing runs twice",
     "extra time": "the time of what runs twice, as a share of a step where nothing does",
     "above the optimum": "no plan within this budget can be faster by more than that; it is proven",
+    "moved elsewhere": "bytes that are in other memory or a file meanwhile; a step waits for slow "
+    "copies, which never take more memory",
     "kept": "bytes that a module leaves for its backward, of those that plain PyTorch keeps",
 }
-_KINDS = ("forward", "recomputation", "backward")
 STYLE = """
 .rockmate{--ink:#1b1f24;--soft:#667;--line:#d8dce2;--paper:#fff;--card:#f5f7fa;--forward:#3b7dd8;
---recomputation:#e08a1e;--backward:#3a9d78;--budget:#c22f3d;--plain:#8a8fa0;
-font:16px/1.45 system-ui,sans-serif;color:var(--ink);background:var(--paper)}
+--recomputation:#e08a1e;--backward:#3a9d78;--budget:#c22f3d;--plain:#8a8fa0;--waiting:#b9bdc7;
+--elsewhere:#8a4fbf;font:16px/1.45 system-ui,sans-serif;color:var(--ink);background:var(--paper)}
 @media(max-width:480px){.rockmate table{font-size:.8rem}}
 @media(prefers-color-scheme:dark){.rockmate{--ink:#e8eaee;--soft:#a3a9b5;--line:#3a404b;
---paper:#14171c;--card:#1e232b;--budget:#ff6b78}}
+--paper:#14171c;--card:#1e232b;--waiting:#6b7280;--elsewhere:#b98ae6;--budget:#ff6b78}}
 .rockmate main{max-width:1040px;margin:0 auto;padding:12px}
 .rockmate h1{font-size:1.35rem;margin:.4em 0;overflow-wrap:anywhere}
 .rockmate h2{font-size:1.05rem;margin:0 0 .4em}
@@ -54,6 +56,8 @@ gap:10px;margin:10px 0}
 .rockmate svg polyline.budget{stroke:var(--budget);stroke-dasharray:6 3}
 .rockmate svg text.budget{fill:var(--budget)}
 .rockmate svg polyline.plain{stroke:var(--plain);stroke-width:1.5}
+.rockmate svg path.waiting{fill:var(--waiting)}
+.rockmate svg polyline.elsewhere{stroke:var(--elsewhere)}
 .rockmate svg polyline.plans{stroke:var(--forward)}
 .rockmate svg polyline.bound{stroke:var(--plain);stroke-dasharray:3 3}
 .rockmate svg circle.budget{fill:var(--budget)}
@@ -118,7 +122,8 @@ def _parts(
     yield _facts(problem, plan, facts)
     memory = memory_section(problem, plan, facts.is_timed)
     yield f'<div class="charts">{memory}{_curve_section(plan, curve)}</div>'
-    yield _modules_section(module_rows(problem, plan.steps), facts.is_timed)
+    yield _modules_section(module_rows(problem, plan.steps, plan.moves), facts.is_timed)
+    yield _moves_section(problem, plan, facts.is_timed)
     if facts.pieces:
         rows = [
             [html.escape(path or "(the module itself)"), html.escape(text)]
@@ -166,20 +171,16 @@ def _made_with(facts: Facts) -> str:
 
 def memory_section(problem: Problem, plan: Plan, is_timed: bool = True) -> str:
     """Return memory over the step as a section, against the budget."""
-    timeline = simulate(problem, plan.steps, plan.moves)
-    plain = simulate(problem, no_recomputation(problem))
-    columns: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in _KINDS}
-    now = 0.0
-    for (kind, ms), peak in zip(phases(problem, plan.steps), timeline.peak_during, strict=True):
-        columns[kind].append((now, now + ms, float(peak)))
-        now += ms
+    found = columns(problem, plan)
+    plain, now = simulate(problem, no_recomputation(problem)), found.end_ms
     # The plain step, on the same time axis; it ends earlier.
     line, then = [], 0.0
     steps = no_recomputation(problem)
     for (_, ms), peak in zip(phases(problem, steps), plain.peak_during, strict=True):
         line += [(then, float(peak)), (then + ms, float(peak))]
         then += ms
-    top = 1.12 * max(plan.budget_bytes, timeline.peak_bytes, plain.peak_bytes)
+    highest = max((high for *_, high in found.elsewhere), default=0.0)
+    top = 1.12 * max(plan.budget_bytes, plan.peak_bytes, plain.peak_bytes, highest)
 
     def at(ms: float) -> str:
         return f"{ms:.3g} ms" if is_timed else f"{100 * ms / (now or 1.0):.3g} %"
@@ -190,13 +191,19 @@ def memory_section(problem: Problem, plan: Plan, is_timed: bool = True) -> str:
         x_unit=1.0 if is_timed else (now or 1.0) / 100,
         y_unit=byte_unit(top),
     )
-    for kind in _KINDS:
-        shown = thinned(columns[kind], now)
+    kinds = {kind: drawn for kind, drawn in found.kinds.items() if drawn}
+    for kind, drawn in kinds.items():
+        shown = thinned(drawn, now)
         chart.bars(shown, kind)
         chart.say([(a, b, f"{kind} at {at(a)}: {_short_bytes(high)}") for a, b, high in shown])
     chart.line(_thin_line(line, now), "plain")
+    if found.elsewhere:
+        steps_of = [p for a, b, high in found.elsewhere for p in ((a, high), (b, high))]
+        chart.line(_thin_line(steps_of, now), "elsewhere")
     chart.level(float(plan.budget_bytes), "budget", f"budget {format_bytes(plan.budget_bytes)}")
-    colours = "".join(_key(kind, kind) for kind in _KINDS)
+    colours = "".join(_key(kind, kind) for kind in kinds)
+    if found.elsewhere:
+        colours += _key("elsewhere", "moved elsewhere")
     return _section(
         "Memory over the step",
         colours + _key("plain", "without recomputation"),
@@ -252,6 +259,33 @@ def _modules_section(rows: Sequence[ModuleRow], is_timed: bool) -> str:
         text + (f" {rest} smaller rows are left out." if rest > 0 else ""),
         _folded_table(["module", "kept", "run again"], shown),
     )
+
+
+def _moves_section(problem: Problem, plan: Plan, is_timed: bool) -> str:
+    rows, link = moved_rows(problem, plan), problem.link
+    if not rows or link is None:
+        return ""
+    clocks = clocks_of(problem, plan.steps, plan.moves, link)
+    whole = clocks.total_ms or 1.0
+
+    def at(ms: float) -> str:
+        return format_ms(ms) if is_timed else f"{100 * ms / whole:.3g} %"
+
+    cells = [
+        [
+            html.escape(f"{row.op} of {row.where or '(top)'}"),
+            _short_bytes(row.size_bytes),
+            *map(at, (row.out_ms, row.gone_ms, row.back_ms)),
+        ]
+        for row in rows[:_MOST_ROWS]
+    ]
+    waits = f"Of the step, {100 * clocks.stall_ms / whole:.2f} % waits for copies."
+    text = (
+        f"The link is in use outwards for {100 * clocks.out_ms / whole:.0f} % of the step and "
+        f"inwards for {100 * clocks.in_ms / whole:.0f} %. {waits} The largest come first."
+    )
+    head = ["tensor", "bytes", "out from", "gone at", "back from"]
+    return _section("Moved elsewhere", text, _folded_table(head, cells))
 
 
 def _planning_section(plan: Plan, seconds: Mapping[str, float]) -> str:

@@ -147,10 +147,10 @@ def _field(name: str, value: str) -> str:
 
 
 def _step_time(plan: Plan) -> str:
-    return (
-        f"{format_ms(plan.time_ms)}  ({format_ms(plan.base_time_ms)} and "
-        f"{format_ms(plan.overhead_ms)} of recomputation)"
-    )
+    extra = f"{format_ms(plan.overhead_ms - plan.stall_ms)} of recomputation"
+    if plan.moves:
+        extra += f", {format_ms(plan.stall_ms)} of waiting for copies"
+    return f"{format_ms(plan.time_ms)}  ({format_ms(plan.base_time_ms)} and {extra})"
 
 
 def _where(problem: Problem, steps: Steps, t: int) -> str:
