@@ -6,6 +6,7 @@ from rkgb.costs.op_costs import FlopCost
 from rkgb.costs.recorded_costs import RecordedCosts
 from rkgb.errors import (
     CompilerMissingError,
+    CopyError,
     DataDependentError,
     InvalidGraphError,
     OpaquePieceError,
@@ -33,6 +34,7 @@ __all__ = [
     "BasicGraph",
     "Btools",
     "CompilerMissingError",
+    "CopyError",
     "DataDependentError",
     "DataFlowGraph",
     "Dtools",
