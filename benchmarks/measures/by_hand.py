@@ -48,6 +48,9 @@ class InFile:
     def __init__(self) -> None:
         self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed with its last tensor)
 
+    def __del__(self) -> None:
+        self.file.close()
+
     def write(self, data: np.ndarray[Any, Any]) -> Any:
         at = self.file.seek(0, 2)
         self.file.write(memoryview(data))

@@ -30,6 +30,9 @@ def page_results(results: Path) -> str:
         "Beside other ways to save memory": "An 8-layer GPT: the peers that are best for their "
         "peak, and Rockmate with that peak as its budget\n(over plain PyTorch).\n\n"
         + tables.peers_table(results),
+        "Moves, beside offload by hand": "Two networks at the peaks of what people write by hand: "
+        "hooks on saved tensors, and checkpoints whose\ninputs are moved. Each peak is a budget of "
+        "Rockmate's.\n\n" + tables.offload_table(results),
         "Larger batches": "In the memory that plain PyTorch needs for a small one:\n\n"
         + tables.throughput_table(results),
     }
@@ -48,6 +51,7 @@ def benchmark_results(results: Path) -> str:
         "FLOPs of an 8-layer GPT at fifteen budgets": tables.front_table(results),
         "Throughput": tables.throughput_table(results),
         "Peers": tables.peers_table(results),
+        "Moves, and offload by hand": tables.offload_table(results),
     }
     parts = [f"### {title}\n\n{text.strip()}" for title, text in found.items() if text]
     return "\n\n".join(parts) or "Nothing has been measured yet: `make bench`."

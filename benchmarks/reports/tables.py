@@ -60,6 +60,54 @@ def peers_table(results: Path) -> str:
     return markdown_table(header, lines) + "\n" + measured_where(rows)
 
 
+def offload_table(results: Path) -> str:
+    """Return moves by hand, and Rockmate within the peak of each with and without moves."""
+    rows = of_size(read_rows(results / "offload.csv"))
+    lines = []
+
+    def place(row: Row) -> tuple[str, int, bool]:
+        ours = row["strategy"] == "rockmate"
+        return row["network"], int(row["budget_bytes"] if ours else row["peak_bytes"]), ours
+
+    for row in sorted(rows, key=place):
+        name = f"by hand, {row['strategy']}, {row['budget']}"
+        if row["strategy"] == "rockmate":
+            where = row["budget"].partition(" ")[2]
+            name = f"Rockmate, {where}" if where else "Rockmate, recomputation alone"
+        planned, bound = row["planned_overhead_percent"], row["bound_percent"]
+        lines.append(
+            [
+                f"{row['network']}, {name}",
+                f"{int(row['peak_bytes']) / MIB:.1f} of {int(row['plain_peak_bytes']) / MIB:.1f}",
+                f"{float(planned):.1f} %" if planned else "—",
+                f"{float(bound):.1f} %" if bound else "—",
+                f"{100 * float(row['time_ratio']) - 100:.0f} %",
+                f"{int(row['moved_bytes']) / MIB:.1f}" if row["moved_bytes"] else "—",
+                f"{int(row['resident_bytes']) / MIB:.1f} of "
+                f"{int(row['plain_resident_bytes']) / MIB:.1f}",
+            ]
+        )
+    if not lines:
+        return ""
+    header = [
+        *("network and way", "peak, MiB of plain", "extra time, planned", "least possible"),
+        *("measured", "moved, MiB", "process grew by, MiB of plain"),
+    ]
+    return (
+        markdown_table(header, lines)
+        + "\nTimes are by the wall. The host's memory is taken before the first step, so that the "
+        "process does not grow by it.\nFiles by hand go through the system's cache, ours past it. "
+        + f"Other programs ran meanwhile, at a load\nof {loads(rows)} on two cores. "
+        + measured_where(rows)
+    )
+
+
+def loads(rows: Iterable[Row]) -> str:
+    """Return how busy the machine was, from the least to the most."""
+    found = [float(row["load"]) for row in rows]
+    return f"{min(found):.1f} to {max(found):.1f}"
+
+
 def throughput_table(results: Path) -> str:
     """Return the largest batch that fits under each strategy, and its speed."""
     rows = of_size(read_rows(results / "throughput.csv"))
