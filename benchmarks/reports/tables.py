@@ -97,7 +97,7 @@ def offload_table(results: Path) -> str:
         markdown_table(header, lines)
         + "\nTimes are by the wall. The host's memory is taken before the first step, so that the "
         "process does not grow by it.\nFiles by hand go through the system's cache, ours past it. "
-        + f"Other programs ran meanwhile, at a load\nof {loads(rows)} on two cores. "
+        + f"Other programs ran meanwhile, at a load of {loads(rows)} on two cores.\n"
         + measured_where(rows)
     )
 
