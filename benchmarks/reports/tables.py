@@ -97,6 +97,7 @@ def offload_table(results: Path) -> str:
         markdown_table(header, lines)
         + "\nTimes are by the wall. The host's memory is taken before the first step, so that the "
         "process does not grow by it.\nFiles by hand go through the system's cache, ours past it. "
+        "What is possible depends on\nthe link as it was measured in that process. "
         + f"Other programs ran meanwhile, at a load of {loads(rows)} on two cores.\n"
         + measured_where(rows)
     )

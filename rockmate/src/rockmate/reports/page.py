@@ -273,9 +273,9 @@ def _moves_section(problem: Problem, plan: Plan, is_timed: bool) -> str:
 
     cells = [
         [
-            html.escape(f"{row.op} of {row.where or '(top)'}"),
-            _short_bytes(row.size_bytes),
-            *map(at, (row.out_ms, row.gone_ms, row.back_ms)),
+            html.escape(f"{row.op} of {row.where or '(top)'}, {_short_bytes(row.size_bytes)}"),
+            f"{at(row.out_ms)}<br>gone: {at(row.gone_ms)}",
+            at(row.back_ms),
         ]
         for row in rows[:_MOST_ROWS]
     ]
@@ -284,7 +284,7 @@ def _moves_section(problem: Problem, plan: Plan, is_timed: bool) -> str:
         f"The link is in use outwards for {100 * clocks.out_ms / whole:.0f} % of the step and "
         f"inwards for {100 * clocks.in_ms / whole:.0f} %. {waits} The largest come first."
     )
-    head = ["tensor", "bytes", "out from", "gone at", "back from"]
+    head = ["tensor", "out from", "back from"]
     return _section("Moved elsewhere", text, _folded_table(head, cells))
 
 
