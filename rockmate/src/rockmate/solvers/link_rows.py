@@ -4,7 +4,7 @@ A storage may be read in a phase without a recomputation if it is brought in. Le
 
     M[c, o] = storage o is brought in during phase c;   N[c, o] = in phase c or later
     E[o]    = storage o is brought in at all
-    Z[o]    = it is elsewhere when the forward ends
+    Z[o]    = it is elsewhere when the forward ends: read later, neither held nor made again
     W[c]    = time in phase c for which computing waits (W[-1]: in the forward)
 
 Every schedule satisfies:
@@ -82,8 +82,10 @@ class LinkRows:
                 row([*brought, (self.later[c][o], -1)], least=0)
             for c in phases:
                 row([(self.ever[o], 1), (self.brought[c][o], -1)], least=0)
-                there = [(held[0][o], 1), *((again[d][made], 1) for d in phases[: c + 1])]
-                row([(self.elsewhere[o], 1), *there, (self.brought[c][o], -1)], least=0)
+            if self.storages[o].bwd_users:
+                runs = [(again[d][made], 1) for d in phases]
+                row([(self.elsewhere[o], 1), (held[0][o], 1), *runs], least=1)
+            row([(self.ever[o], 1), (self.elsewhere[o], -1)], least=0)
         self._add_in()
         self._add_out()
         host = self.link.host_bytes
@@ -103,19 +105,14 @@ class LinkRows:
         for c, end in enumerate(ends):
             copies = [(self.brought[d][o], self._in(o)) for d in range(c + 1) for o in self.places]
             self._within(copies, self._backward_ms(end), phases=c + 1)
-        # What is neither held nor made is brought in before its first read.
+        # What is elsewhere when the forward ends is brought in before its first read.
         first = {
             o: min(stage[user] for user in self.storages[o].bwd_users)
             for o in self.places
             if self.storages[o].bwd_users
         }
-        needed = {o: self.program.variable("") for o in first}
-        for o, variable in needed.items():
-            made = self.storages[o].producer
-            runs = [(phase[made], 1) for phase in self.program.again]
-            self.program._row([(variable, 1), (self.program.held[0][o], 1), *runs], least=1)
         for end in _spread(sorted(set(first.values()))):
-            copies = [(needed[o], self._in(o)) for o, at in first.items() if at <= end]
+            copies = [(self.elsewhere[o], self._in(o)) for o, at in first.items() if at <= end]
             self._within(copies, self._backward_ms(end), phases=self.program.phases)
 
     def _add_out(self) -> None:
