@@ -219,9 +219,9 @@ def _sets(problem: Problem, budget_bytes: int) -> list[Arrivals]:
             in_bytes_per_ms=part * link.in_bytes_per_ms,
         )
         other = dataclasses.replace(problem, link=slower)
-        chosen = storages_to_move(other, budget_bytes, _carrier(other, slower))
-        if chosen and chosen not in found:
-            found[chosen] = Arrivals(problem, chosen)
+        for chosen in storages_to_move(other, budget_bytes, _carrier(other, slower)):
+            if chosen and chosen not in found:
+                found[chosen] = Arrivals(problem, chosen)
     return list(found.values())
 
 

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,36 +92,58 @@ def _lower_bound(problem: Problem, budget_bytes: int, cuts: int) -> float:
 
 def storages_to_move(
     problem: Problem, budget_bytes: int, fits: Callable[[Sequence[int]], bool]
-) -> tuple[int, ...]:
-    """Return storages that the linear program moves, as far as they fit together.
+) -> Iterator[tuple[int, ...]]:
+    """Yield sets of storages that linear programs move, as far as they fit together.
 
-    The program moves parts of storages. So what it moves most of is fixed, and it is solved again,
-    until nothing is left. The cut is the one that gives the best bound.
+    The programs move parts of storages. What one of them moves most of is taken first. For another
+    set it is fixed, and the program is solved again, until nothing is left.
     """
-    with heard_interrupts():
-        best: tuple[float, tuple[int, ...]] = (-1.0, ())
-        for stages in ((), *((s,) for s in _full_stages(problem, 1)[:1])):
-            found = _solve(problem, budget_bytes, stages)
-            if found is not None and best[0] < found < math.inf:
-                best = found, stages
-        program = _Program(problem, budget_bytes, best[1], integer=False)
-        link = program.link
-        chosen: list[int] = []
-        for _ in range(_MOST_ROUNDS):
-            bound = program.bound_ms()
+    for stages in ((), *((stage,) for stage in _full_stages(problem, 1))):
+        with heard_interrupts():
+            program = _Program(problem, budget_bytes, stages, integer=False)
+            bound, link = program.bound_ms(), program.link
             if link is None or bound is None or bound == math.inf:
-                break
-            parts = {i: part for i, part in link.chosen().items() if i not in chosen}
-            ranked = sorted(parts, key=lambda i: (-round(parts[i], 3), i))
-            sure = [i for i in ranked if parts[i] > _SURELY] or ranked[:1]
-            if not sure or parts[sure[0]] < _HARDLY:
-                break
-            for index in sure:
-                is_moved = fits([*chosen, index])
+                continue
+            parts = link.chosen()
+            yield tuple(sorted(_fitting([], parts, _ranked(parts), fits)))
+            yield tuple(sorted(_fixed_in_turn(program, link, fits)))
+
+
+def _fixed_in_turn(
+    program: _Program, link: LinkRows, fits: Callable[[Sequence[int]], bool]
+) -> list[int]:
+    chosen: list[int] = []
+    left = set(link.chosen())
+    for _ in range(_MOST_ROUNDS):
+        parts = {i: part for i, part in link.chosen().items() if i in left and part >= _HARDLY}
+        ranked = _ranked(parts)
+        sure = [i for i in ranked if parts[i] > _SURELY] or ranked[:1]
+        chosen = _fitting(chosen, parts, sure, fits)
+        for index in ranked:
+            is_moved = index in chosen
+            if is_moved or index in sure or not fits([*chosen, index]):
                 link.fix(index, is_moved=is_moved)
-                if is_moved:
-                    chosen.append(index)
-        return tuple(sorted(chosen))
+                left.remove(index)
+        if not sure or program.bound_ms() in (None, math.inf):
+            break
+    return chosen
+
+
+def _ranked(parts: Mapping[int, float]) -> list[int]:
+    return sorted(parts, key=lambda i: (-round(parts[i], 3), i))
+
+
+def _fitting(
+    chosen: Sequence[int],
+    parts: Mapping[int, float],
+    ranked: Sequence[int],
+    fits: Callable[[Sequence[int]], bool],
+) -> list[int]:
+    found = list(chosen)
+    for index in ranked:
+        if parts[index] >= _HARDLY and fits([*found, index]):
+            found.append(index)
+    return found
 
 
 def _full_stages(problem: Problem, cuts: int) -> list[int]:

@@ -166,8 +166,9 @@ class LinkRows:
             self.ever[o].SetBounds(0, 0)
 
     def chosen(self) -> dict[int, float]:
-        """Return for each movable storage how much of it the solution brings in, from 0 to 1."""
-        return {self.storages[o].index: float(v.solution_value()) for o, v in self.ever.items()}
+        """Return for each movable storage how much of it is elsewhere when the forward ends."""
+        found = self.elsewhere.items()
+        return {self.storages[o].index: float(variable.solution_value()) for o, variable in found}
 
 
 def _spread(values: Sequence[int]) -> list[int]:
