@@ -60,7 +60,7 @@ def test_bits_and_bytes_with_random_delays(link: Link, fraction: float) -> None:
     twin = eager_copy(model)
     rk = Rockmate(model, x, fraction, offload="host", planner="segments")
     plan = rk.plan.plan
-    assert plan.moves
+    assert plan.moves or link is SLOW  # over which recomputation may be faster
     assert plan.stall_ms <= plan.overhead_ms
     assert_trains_like(rk, twin, x)
     peaks = {measured_peak_bytes(rk, x, grads_exist=True) for _ in range(4)}
