@@ -215,7 +215,7 @@ class _Writer:
             "clone": torch.clone,
             "grad_mode": switch_forward,
             "span_of": _begun_span,
-            "copies": copies,
+            **({} if copies is None else {"copies": copies}),
         }
         self.in_forward = False
         self.in_span = False
