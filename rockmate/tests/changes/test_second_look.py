@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import rockmate
 from oracles.training import eager_copy, loss_of
@@ -279,6 +280,25 @@ def test_looks_stay_within_the_budget(name: str, looks: Looks) -> None:
 def test_looks_count_what_a_plan_writes_over_gradients(looks: Looks) -> None:
     layers = [nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 1)]
     _assert_within_the_budget(nn.Sequential(*layers), torch.randn(64, 16), 1.3, looks)
+
+
+class Attention(nn.Module):
+    """Its backward reads parts of one tensor, each of which a look gives memory with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.inner(x).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(*heads.unbind(0))
+        return x + self.outer(y.transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize("share", [1.0, 1.03, 1.1])
+def test_looks_count_memory_between_the_parts_of_a_tensor(share: float, looks: Looks) -> None:
+    model = nn.Sequential(*(Attention() for _ in range(3)), nn.Linear(32, 4))
+    _assert_within_the_budget(model, torch.randn(4, 64, 32), share, looks)
 
 
 def _assert_within_the_budget(model: nn.Module, sample: Any, share: float, looks: Looks) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rkgb.elements.tensor_info import storage_id
 from rkgb.recording.recorder import Recorder
-from rkgb.recording.repeated import Blanks
+from rkgb.recording.repeated import Blanks, strided_bytes
 
 # Tensors of at most this many elements keep their content: scalars that autograd wraps, scales,
 # tables.
@@ -53,7 +53,7 @@ def saving(recorder: Recorder) -> Iterator[None]:
             return content
         assert name is not None
         size, stride, dtype = content
-        recorder.claim(recorder.infos[name].size_bytes)
+        recorder.claim(strided_bytes(size, stride, dtype))
         with recorder.paused(), torch.no_grad():
             content = blanks.make(size, stride, dtype, recorder.device)
             if recorder.repeated is None:

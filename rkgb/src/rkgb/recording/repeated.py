@@ -8,7 +8,7 @@ overwrites a tensor (dropout draws its masks so) leaves it without content.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,15 +169,15 @@ def _is_without_content(tensor: Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and tensor.storage_offset() == 0
-        and tensor.untyped_storage().nbytes() == _strided_bytes(tensor)
+        and tensor.untyped_storage().nbytes()
+        == strided_bytes(tensor.shape, tensor.stride(), tensor.dtype)
     )
 
 
-def _strided_bytes(tensor: Tensor) -> int:
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return (last + 1) * tensor.element_size()
+def strided_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the bytes of fresh memory for a tensor with elements: gaps between them count."""
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return (last + 1) * dtype.itemsize
 
 
 _NUMBER = 0.5  # valid for most kernels

@@ -159,12 +159,14 @@ class BoundedRecorder(Recorder):
         self.needs_bytes, self.most_bytes = needs_bytes, most_bytes
         self._most_held = 0  # upper bound of the held bytes
         self._next = 0
+        self._to_come = 0, 0  # a place, and the bytes that its operation has not allocated yet
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         place = self.count
         if not self.is_paused and self._next <= place < len(self.needs_bytes):
             self._next = place + 1
             self.claim(self.needs_bytes[place])
+            self._to_come = place, self.needs_bytes[place]
         return super().run(func, args, kwargs)
 
     def claim(self, size_bytes: int) -> None:
@@ -174,7 +176,8 @@ class BoundedRecorder(Recorder):
             TooLargeError: it would exceed the limit.
         """
         if self._most_held + size_bytes > self.most_bytes:
-            self._most_held = self.held_bytes()
+            place, to_come = self._to_come
+            self._most_held = self.held_bytes() + (to_come if place == self.count else 0)
         if self._most_held + size_bytes > self.most_bytes:
             raise TooLargeError
         self._most_held += size_bytes
