@@ -106,7 +106,7 @@ class Call:
     def like(self, other: Call, *, but_for_numbers: bool = False) -> bool:
         """Return whether another call differs only in contents of tensors."""
         return self.is_of_kind(other) and all(
-            (but_for_numbers and place in self.numbers) or is_same(a, b)
+            (but_for_numbers and place in self.numbers) or same_plain_value(a, b)
             for place, (a, b) in enumerate(zip(self.leaves, other.leaves, strict=True))
         )
 
@@ -138,7 +138,7 @@ _ALIKE = (
 )
 
 
-def is_same(a: Any, b: Any) -> bool:
+def same_plain_value(a: Any, b: Any) -> bool:
     """Whether two plain values are the same, also where a user's class fails to compare them."""
     try:
         return a is b or (type(a) is type(b) and repr(a) == repr(b) and bool(a == b))

@@ -31,7 +31,7 @@ from rkgb.elements.trees import Structure
 from rkgb.errors import OpaquePieceError, shown
 from rkgb.graphs.basic import autocast_as
 from rkgb.module_state.start_of_call import BufferContents, ModuleState
-from rkgb.opaque.call import Call, Kind, Place, is_same, run_call, taken_apart
+from rkgb.opaque.call import Call, Kind, Place, run_call, same_plain_value, taken_apart
 from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.opaque.memory import apart, span
 from rkgb.torch_api.quiet import printing_to
@@ -119,7 +119,7 @@ class Piece:
         if structure != self.results or len(leaves) != len(self.plain):
             raise self._differs(f"a result like {structure}, not like {self.results}")
         for leaf, plain in zip(leaves, self.plain, strict=True):
-            if not is_same(leaf, plain):
+            if not same_plain_value(leaf, plain):
                 raise self._differs(f"{_in_words(leaf)}, not {_in_words(plain)}")
         made = self._as_recorded(results, tensors)
         tensors = results
