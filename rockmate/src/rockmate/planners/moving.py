@@ -165,11 +165,19 @@ class _Found:
         """Consider steps with arrivals; return their overhead in ms, None if they do not fit."""
         begin = time.perf_counter()
         own, places = arrivals.split(steps)
-        moves = moves_for(self.problem, own, places, self.budget_bytes)
+        both = (  # what stays takes memory that copies in flight may need
+            moves_for(self.problem, own, places, self.budget_bytes, few=few)
+            for few in (True, False)
+        )
+        found = [
+            make_plan(self.problem, own, self.budget_bytes, planner, moves)
+            for moves in both
+            if moves is not None
+        ]
         seconds = time.perf_counter() - begin
-        if moves is None:
+        if not found:
             return None
-        plan = make_plan(self.problem, own, self.budget_bytes, planner, moves)
+        plan = min(found, key=lambda plan: plan.overhead_ms)
         self.tried.append(Trial(planner, seconds, plan.overhead_ms, plan.peak_bytes))
         if self.best is None or plan.overhead_ms < self.best.overhead_ms:
             self.best = plan
@@ -353,12 +361,17 @@ class Arrivals:
 
 
 def moves_for(
-    problem: Problem, steps: Steps, arrivals: Mapping[int, Sequence[int]], budget_bytes: int
+    problem: Problem,
+    steps: Steps,
+    arrivals: Mapping[int, Sequence[int]],
+    budget_bytes: int,
+    *,
+    few: bool = False,
 ) -> Moves | None:
     """Return moves for storages that arrive before some steps, or None if they do not fit.
 
     Copies out end as late, and copies in start as early, as memory allows, but no further than they
-    need for computing not to wait.
+    need for computing not to wait. With `few`, what fits stays.
     """
     link = problem.link
     assert link is not None
@@ -379,6 +392,8 @@ def moves_for(
     during = list(simulate(problem, steps, least).peak_during)
     if max(during, default=0) > budget_bytes:
         return None
+    if few:
+        least = _needed(problem, least, during, budget_bytes)
     begins = [0.0]  # of each step, if nothing waits
     for kind, k in steps:
         node = problem.nodes[k]
@@ -389,6 +404,23 @@ def moves_for(
 
 def _in_order(moves: Sequence[Move]) -> list[Move]:
     return sorted(moves, key=lambda m: (m.out_after, m.gone_after, m.storage))
+
+
+def _needed(
+    problem: Problem, moves: Sequence[Move], during: list[int], budget_bytes: int
+) -> list[Move]:
+    """Return the moves without those of storages that may as well stay, the largest first."""
+    by_storage: dict[int, list[Move]] = {}
+    for move in moves:
+        by_storage.setdefault(move.storage, []).append(move)
+    for index in sorted(by_storage, key=lambda i: (-problem.sizes[i], i)):
+        size = problem.sizes[index]
+        away = [t for m in by_storage[index] for t in range(m.gone_after + 1, m.back_before)]
+        if all(during[t] + size <= budget_bytes for t in away):
+            for t in away:
+                during[t] += size
+            del by_storage[index]
+    return [move for move in moves if move.storage in by_storage]
 
 
 def _ending_later(
