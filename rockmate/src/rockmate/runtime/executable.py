@@ -374,6 +374,16 @@ class Executable:
         )
 
     @cached_property
+    def shared_outputs(self) -> tuple[tuple[int, ...], ...]:
+        """Positions of outputs that share memory, one tuple for each storage with several."""
+        infos = self.graph.dataflow.basic.infos
+        found: dict[str, list[int]] = {}
+        for place, name in enumerate(self.program.outputs):
+            if name in infos:
+                found.setdefault(infos[name].alias_of, []).append(place)
+        return tuple(tuple(places) for places in found.values() if len(places) > 1)
+
+    @cached_property
     def leaving_outputs(self) -> tuple[int, ...]:
         """Positions of outputs assumed to be dropped before the backward, one per storage."""
         infos, basic = self.graph.dataflow.infos, self.graph.dataflow.basic

@@ -74,6 +74,8 @@ class Executor(Backwards):
             )
         if aliased := executable.aliased_outputs:
             step.remember_aliases(outputs, aliased)
+        if executable.shared_outputs:
+            step.remember_shared(outputs)
         rail = step.rail = step.laid.rail(external)
         passed = step.pass_to_hooks() if has_saved_hooks() else ()
         if isinstance(step, HungStep):

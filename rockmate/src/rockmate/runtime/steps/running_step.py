@@ -59,6 +59,7 @@ class RunningStep:
     watch: FirstsWatch | None = None
     kept: Mapping[str, Tensor] | None = None  # for another backward, with retain_graph
     aliases: Sequence[tuple[str, Tensor, int]] = ()  # outputs that share saved memory, and versions
+    in_one_memory: Sequence[Sequence[tuple[str, Tensor, int]]] = ()  # outputs, and versions
     outputs_held: OutputsHeld | None = None
     # Positions in `saved` of what hooks on saved tensors hold, with the devices of random states.
     passed: Mapping[int, torch.device | None] | None = None
@@ -136,6 +137,14 @@ class RunningStep:
         """
         names = self.executable.program.outputs
         self.aliases = [(names[p], outputs[p].detach(), outputs[p]._version) for p in places]
+
+    def remember_shared(self, outputs: Sequence[Tensor]) -> None:
+        """Store versions of outputs that share memory with each other."""
+        names = self.executable.program.outputs
+        self.in_one_memory = [
+            [(names[p], outputs[p].detach(), outputs[p]._version) for p in places]
+            for places in self.executable.shared_outputs
+        ]
 
     def pass_to_hooks(self) -> list[Tensor]:
         """Return the saved tensors for autograd to save, so that hooks on saved tensors get them.
@@ -216,6 +225,24 @@ class RunningStep:
                 self._output_changed(name)
         self.aliases = ()
 
+    def _check_shared(self, kind: BackwardKind) -> None:
+        """Refuse a gradient of an output that was changed through another one in its memory.
+
+        Plain PyTorch knows that one is a view of the other, and adds the change to its history.
+        """
+        roots = self.executable.graph.dataflow.basic.roots
+        given = {name for name, t in zip(roots, kind.tangents, strict=True) if t is not None}
+        for group in self.in_one_memory:
+            changed = [name for name, alias, version in group if alias._version != version]
+            others = given.intersection(name for name, _, _ in group).difference(changed[:1])
+            if changed and others:
+                raise ChangedTensorError(
+                    f"the output '{changed[0]}' of a Rockmate module was changed in place between "
+                    f"forward and backward, and the output '{min(others)}', which shares its "
+                    "memory, has a gradient. Work on a copy: y = y.clone()."
+                )
+        self.in_one_memory = ()
+
     def _output_changed(self, name: str) -> None:
         raise ChangedTensorError(
             f"the output '{name}' of a Rockmate module was changed in place between "
@@ -278,6 +305,7 @@ class RunningStep:
             if self.passed is None:
                 self._run_again(kind, self.kept)
         self._check_outputs()
+        self._check_shared(kind)
         self._check_storages()
         executable = self.executable
         if kind != executable.kind:
