@@ -163,8 +163,8 @@ class Settings:
                     "host_budget= limits what offload= moves: give offload='host' or 'disk:/path'"
                 )
             return
-        named = isinstance(where, str) and (where == "host" or len(where) > len("disk:"))
-        if not (named and where.startswith(("host", "disk:"))):
+        is_folder = isinstance(where, str) and where.startswith("disk:") and where != "disk:"
+        if where != "host" and not is_folder:
             raise UnknownChoiceError("offload", str(where), ("host", "disk:/path"))
         if self.host_budget is not None and parse_budget(self.host_budget)[0] is None:
             raise BudgetFormatError(

@@ -141,6 +141,7 @@ def test_a_limit_on_the_other_side(link: Link) -> None:
 
 WRONG = {
     "unknown": ({"offload": "tape"}, "offload"),
+    "nearly a place": ({"offload": "hosts"}, "offload"),
     "no folder": ({"offload": "disk:"}, "offload"),
     "a limit of nothing": ({"host_budget": "1GB"}, "host_budget= limits"),
     "a fraction there": ({"offload": "host", "host_budget": "50%"}, "fraction"),
