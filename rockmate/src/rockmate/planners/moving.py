@@ -227,18 +227,20 @@ def _sets(problem: Problem, budget_bytes: int) -> list[Arrivals]:
             in_bytes_per_ms=part * link.in_bytes_per_ms,
         )
         other = dataclasses.replace(problem, link=slower)
-        for chosen in storages_to_move(other, budget_bytes, _carrier(other, slower)):
+        for chosen in storages_to_move(other, budget_bytes, _carrier(other)):
             if chosen and chosen not in found:
                 found[chosen] = Arrivals(problem, chosen)
     return list(found.values())
 
 
-def _carrier(problem: Problem, link: Link) -> Callable[[Sequence[int]], bool]:
+def _carrier(problem: Problem) -> Callable[[Sequence[int]], bool]:
     """Return whether the link can carry some storages in time.
 
     What goes out after some node fits into the forward from there on; what comes in up to some
     stage fits into the backward up to there.
     """
+    link = problem.link
+    assert link is not None
     nodes, stage = problem.nodes, stages_of(problem)
     rest = [0.0] * (len(nodes) + 1)  # of the forward, from each node on
     for k in reversed(range(len(nodes))):
