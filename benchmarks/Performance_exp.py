@@ -1,4 +1,4 @@
-"""Peak and step time of every network under every strategy; curves; throughput at fixed memory.
+"""Peak and step time of every network under every strategy; curves; throughput; planned blocks.
 
     $ python benchmarks/Performance_exp.py               # CPU sizes
     $ python benchmarks/Performance_exp.py --smoke
@@ -6,7 +6,8 @@
     $ python benchmarks/Performance_exp.py --only resnet50
 
 Rows: performance.csv, timeline.csv (memory over one step), throughput.csv (batch against speed
-within the memory that plain PyTorch needs for the smallest batch).
+within the memory that plain PyTorch needs for the smallest batch), blocks.csv (`apply_to_blocks`
+beside a checkpoint around every layer, by depth).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from harness.points import (
     Point,
 )
 
+LOW = ("peak of checkpoint", "smallest")  # budgets that are measured in the point's own process
 Span = tuple[float, float, float]  # first and last budget and their distance, in GiB
 PAPER_BUDGETS: dict[str, tuple[Span, ...]] = {
     "gpt2-medium": ((0.6, 2, 0.1), (2, 8, 0.4)),
@@ -46,7 +48,7 @@ DEEP = ("gpt2-medium", "gpt2-large", "resnet101", "resnet152")  # fewer points o
 def settings(network: str, size: str) -> dict[str, list[str]]:
     """Return the budgets and settings of each strategy for one network."""
     if size == "smoke":
-        few = {"plain": [""], "rockmate": [SMOKE[network]]}
+        few = {"plain": [""], "rockmate": [SMOKE[network], *(LOW if network == "unet" else ())]}
         if network in ("gpt2-small", "unet"):
             few |= {"rotor": ["70%"], "checkpoint": ["every block"], "selective": ["save heavy"]}
         if network == "gpt2-small":
@@ -57,14 +59,14 @@ def settings(network: str, size: str) -> dict[str, list[str]]:
         budgets = gibibytes(spans) if spans else [f"{p}%" for p in range(90, 10, -10)]
         return {
             "plain": [""],
-            "rockmate": budgets,
-            "rotor": budgets,
+            "rockmate": [*budgets, *LOW],
+            "rotor": [*budgets, *LOW],
             "checkpoint": ["every block", "every 2nd block", "every 4th block"],
             "selective": ["save heavy", "save every 2nd", "save attention"],
             "compile": [f"0.{n}" for n in (8, 6, 4, 2, 1)],
         }
     budgets = ["70%", "50%", "35%"] if network in SHOWN else ["60%", "40%"]
-    found = {"plain": [""], "rockmate": budgets, "rotor": budgets}
+    found = {"plain": [""], "rockmate": [*budgets, *LOW], "rotor": [*budgets, *LOW]}
     found["checkpoint"] = ["every block"]
     found["selective"] = ["save heavy"]
     if network not in DEEP:
@@ -143,8 +145,24 @@ def throughput_points(options: Options) -> list[Point]:
     return found
 
 
+DEPTHS = {"smoke": (2,), "cpu": (4, 16, 48, 96), "paper": (4, 16, 48, 96)}
+
+
+def blocks_points(options: Options) -> list[Point]:
+    """Return networks of growing depth, all layers checkpointed or planned, at the same peak."""
+    ways = [("checkpoint", "every block"), ("rockmate", LOW[0])]
+    ways += [("rockmate-blocks", budget) for budget in LOW]
+    batch = NETWORKS["gpt2-small"].sizes[options.size]["batch"]
+    networks = [f"gpt2-small:{depth}" for depth in DEPTHS[options.size]]
+    return [
+        Point("blocks", network, options.size, batch, *way, options.seed)
+        for network, way in itertools.product(networks, ways)
+    ]
+
+
 EXPERIMENTS = (
     Experiment("performance", "measures.training:step", performance_points),
+    Experiment("blocks", "measures.training:step", blocks_points),
     Experiment(
         "timeline",
         "measures.training:timeline",

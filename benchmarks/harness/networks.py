@@ -51,9 +51,9 @@ class Network:
     sizes: Mapping[str, Mapping[str, Any]]  # arguments of `make`, and "batch"
     make: Callable[..., Case]
 
-    def case(self, size: str, batch: int = 0, seed: int = 0) -> Case:
+    def case(self, size: str, batch: int = 0, seed: int = 0, **other: Any) -> Case:
         """Return the network and a batch; `batch=0` is the size's own."""
-        settings = dict(self.sizes[size])
+        settings = {**self.sizes[size], **other}
         usual = settings.pop("batch")
         torch.manual_seed(seed)
         return self.make(batch=batch or usual, **settings)
@@ -381,6 +381,15 @@ NETWORKS: dict[str, Network] = {
         llama,
     ),
 }
+
+
+def case_of(name: str, size: str, batch: int = 0, seed: int = 0) -> Case:
+    """Return a network by its name: "resnet50", "gpt2-small:48" of another depth, or "gpt2:48"."""
+    family, _, depth = name.partition(":")
+    if family == "gpt2":
+        return gpt2_of_depth(int(depth), size)
+    other = {"layers": int(depth)} if depth else {}
+    return NETWORKS[family].case(size, batch, seed, **other)
 
 
 def gpt2_of_depth(layers: int, size: str) -> Case:

@@ -9,7 +9,7 @@ import torch
 import rockmate
 import rotor
 from harness import meter
-from harness.networks import NETWORKS, Case, gpt2_of_depth
+from harness.networks import Case, case_of
 from harness.worker import Outcome
 from measures.strategies import least_ms, sequential
 from measures.training import Point, Row, budget_of, on_device
@@ -51,7 +51,7 @@ def problem_of(case: Case, device: str, cost: str) -> tuple[Problem, Row]:
 def options(point: Point, device: str, warmup: int, repeats: int) -> Row:
     """Plan with a grid of so many peak and save budgets per block ("5x8"), chain alone."""
     peaks, saves = (int(n) for n in point["strategy"].split("x"))
-    case = NETWORKS[point["network"]].case(point["size"], point["batch"], point["seed"])
+    case = case_of(point["network"], point["size"], point["batch"], point["seed"])
     problem, row = problem_of(case, device, "flops")
     budget = budget_of(point["budget"], row["plain_peak_bytes"])
     begin = time.perf_counter()
@@ -83,11 +83,7 @@ def options(point: Point, device: str, warmup: int, repeats: int) -> Row:
 
 def planning(point: Point, device: str, warmup: int, repeats: int) -> Row:
     """Time one planner: "rockmate", "rotor" (the package, on a chain) or "checkmate <backend>"."""
-    name, _, depth = point["network"].partition(":")
-    if depth:
-        case = gpt2_of_depth(int(depth), point["size"])
-    else:
-        case = NETWORKS[name].case(point["size"], point["batch"], point["seed"])
+    case = case_of(point["network"], point["size"], point["batch"], point["seed"])
     if point["strategy"] == "rotor":
         return _planning_rotor(case, point, device)
     problem, row = problem_of(case, device, "measured")

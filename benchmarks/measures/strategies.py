@@ -37,7 +37,7 @@ from rockmate.planning import Plan, Problem
 
 aten = torch.ops.aten
 run_again = functools.partial(checkpoint, use_reentrant=False)
-OURS = ("rockmate", "rotor")
+OURS = ("rockmate", "rotor", "rockmate-blocks")
 EXACT = ("plain", *OURS)  # gradients and buffers must be the plain ones, bit for bit
 BUDGETED = (*EXACT, "rockmate-compiled")  # take a budget in bytes
 
@@ -118,6 +118,20 @@ def with_compiled_rockmate(
 ) -> Applied:
     """Rockmate with `compile=True`: compiled pieces within the bytes."""
     return with_rockmate(f"{setting} compiled", case, model, budget_bytes)
+
+
+def with_planned_blocks(setting: str, case: Case, model: nn.Module, budget_bytes: int) -> Applied:
+    """Rockmate's `apply_to_blocks` on what others put a checkpoint around."""
+    inside = set(map(id, case.blocks(model)))
+    names = [name for name, module in model.named_modules() if id(module) in inside]
+    plan = rockmate.apply_to_blocks(model, case.sample, budget_bytes, blocks=names, cache=False)
+    facts = {
+        "budget_bytes": budget_bytes,
+        "predicted_peak_bytes": plan.peak_bytes,
+        "planned_overhead_percent": 100 * plan.overhead,
+        "nodes": len(plan.rows),
+    }
+    return Applied(lambda: model(*case.sample), 0.0, facts)
 
 
 def with_rotor(setting: str, case: Case, model: nn.Module, budget_bytes: int) -> Applied:
@@ -289,6 +303,7 @@ STRATEGIES: dict[str, Callable[[str, Case, nn.Module, int], Applied]] = {
     "plain": plain,
     "rockmate": with_rockmate,
     "rockmate-compiled": with_compiled_rockmate,
+    "rockmate-blocks": with_planned_blocks,
     "rotor": with_rotor,
     "checkpoint": with_checkpoint,
     "selective": with_selection,

@@ -13,12 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import meter
 from harness.meter import RandomState
-from harness.networks import NETWORKS, Case
+from harness.networks import NETWORKS, Case, case_of
 from harness.worker import Outcome
 from measures.strategies import BUDGETED, EXACT, Applied, apply
 from measures.torch_compile import flops_of
 from rockmate.planning import parse_budget
 
+PEAK_OF_CHECKPOINT = "peak of checkpoint"  # a budget: what a checkpoint round every block takes
+SMALLEST = "smallest"  # a budget: the least that the strategy can do with
 TRACE_POINTS = 600  # of a memory curve; a picture shows no more
 Row = dict[str, Any]
 Point = Mapping[str, Any]
@@ -85,13 +87,16 @@ class Twins:
 
 def prepared(point: Point, place: torch.device) -> tuple[Twins, Applied, Row]:
     """Return the two networks, the strategy applied to ours, and a row with the plain peak."""
-    twins = Twins(
-        NETWORKS[point["network"]].case(point["size"], point["batch"], point["seed"]), place
-    )
+    case = case_of(point["network"], point["size"], point["batch"], point["seed"])
+    twins = Twins(case, place)
     twins.plain_step()
     plain_peak = meter.trace_memory(twins.plain_step, place).peak_bytes
     row: Row = {"plain_peak_bytes": plain_peak}
-    budget = budget_of(point["budget"], plain_peak) if point["strategy"] in BUDGETED else 0
+    budget = 0
+    if point["strategy"] in BUDGETED:
+        measured = {PEAK_OF_CHECKPOINT: checkpoint_peak, SMALLEST: smallest_budget}
+        find = measured.get(point["budget"])
+        budget = find(point, twins) if find else budget_of(point["budget"], plain_peak)
     return twins, applied_or_end(point, twins, budget, row), row
 
 
@@ -180,6 +185,25 @@ def paired_times(
         "time_ratio_low": low,
         "time_ratio_high": high,
     }
+
+
+def checkpoint_peak(point: Point, twins: Twins) -> int:
+    """Return the measured peak of a step with a checkpoint around every block."""
+    model = copy.deepcopy(twins.plain)
+    forward = apply("checkpoint", "every block", twins.case, model, 0).forward
+    forward().backward()
+    return meter.trace_memory(lambda: forward().backward(), twins.device).peak_bytes
+
+
+def smallest_budget(point: Point, twins: Twins) -> int:
+    """Return the least that the strategy says it needs when it is given one byte."""
+    try:
+        apply(point["strategy"], "1", twins.case, copy.deepcopy(twins.plain), 1)
+    except Outcome as outcome:
+        if "minimum_bytes" in outcome.found:
+            return int(outcome.found["minimum_bytes"])
+        raise
+    raise Outcome("failed", "a budget of one byte was accepted")
 
 
 def budget_of(text: str, plain_peak_bytes: int) -> int:

@@ -21,7 +21,7 @@ import torch
 
 import rotor
 from harness.experiment import BENCHMARKS, refuse_without_cuda, stamp_of
-from harness.networks import NETWORKS, Case, gpt2_of_depth
+from harness.networks import NETWORKS, case_of
 from measures.planning import problem_of
 from measures.strategies import sequential
 from measures.training import on_device
@@ -104,12 +104,6 @@ def record(name: str, size: str, device: str, cost: str, stamp: dict[str, str]) 
         chain = module.chain
     kept = {key: stamp[key] for key in ("device", "driver", "torch", "commit", "packages")}
     return Instance(name, size, cost, kept, facts["plain_peak_bytes"], problem, chain)
-
-
-def case_of(name: str, size: str) -> Case:
-    """Return a network by name, "gpt2:4" being the narrow GPT-2 of any depth."""
-    family, _, depth = name.partition(":")
-    return gpt2_of_depth(int(depth), size) if depth else NETWORKS[family].case(size)
 
 
 def load(folder: Path = INSTANCES) -> list[Instance]:

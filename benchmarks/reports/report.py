@@ -30,6 +30,10 @@ def page_results(results: Path) -> str:
         "Beside other ways to save memory": "An 8-layer GPT: the peers that are best for their "
         "peak, and Rockmate with that peak as its budget\n(over plain PyTorch).\n\n"
         + tables.peers_table(results),
+        "At checkpoint's own peak, and at the smallest budget": "Peaks as shares of plain "
+        "PyTorch's, and times over a plain step.\n\n" + tables.low_table(results),
+        "Planned blocks by depth": "`apply_to_blocks` beside a checkpoint around every layer of "
+        "GPT-2, 4 to 96 of them.\n\n" + tables.low_table(results, "blocks"),
         "Moves, beside offload by hand": "Two networks at the peaks of what people write by hand: "
         "hooks on saved tensors, and checkpoints whose\ninputs are moved. Each peak is a budget of "
         "Rockmate's.\n\n" + tables.offload_table(results),
@@ -43,6 +47,8 @@ def benchmark_results(results: Path) -> str:
     """Return what the README of the benchmarks shows."""
     found = {
         "Performance": tables.performance_table(results),
+        "At checkpoint's own peak, and at the smallest budget": tables.low_table(results),
+        "Planned blocks by depth": tables.low_table(results, "blocks"),
         "Compiled pieces and `torch.compile`": tables.compiled_table(results),
         "Planning": tables.planning_table(results),
         "Phases of planning": tables.phases_table(results),

@@ -158,6 +158,39 @@ def performance_table(results: Path) -> str:
     return markdown_table(header, lines) + "\n" + measured_where(rows)
 
 
+def low_table(results: Path, table: str = "performance") -> str:
+    """Return Rockmate at checkpoint's own peak and at its smallest budget, beside checkpoint.
+
+    A line for each network, or depth of one: peaks as shares of the plain one, times over plain.
+    """
+    rows = of_size(read_rows(results / f"{table}.csv"))
+    ours = [s for s in ("rockmate", "rockmate-blocks") if any(r["strategy"] == s for r in rows)]
+    ways = [("checkpoint", "every block"), *((s, "peak of checkpoint") for s in ours)]
+    ways.append((ours[-1] if ours else "", "smallest"))
+    lines = []
+    for network in dict.fromkeys(row["network"] for row in rows):
+        found = {(r["strategy"], r["budget"]): r for r in rows if r["network"] == network}
+        cells = [_peak_and_time(found.get(way)) for way in ways]
+        if any(way in found for way in ways[1:]):
+            plain = int(found[ways[0]]["plain_peak_bytes"]) if ways[0] in found else 0
+            lines.append([network, f"{plain / MIB:.1f} MiB", *cells])
+    if not lines:
+        return ""
+    named = {"rockmate": "Rockmate", "rockmate-blocks": "`apply_to_blocks`"}
+    titles = ["checkpoint, every block", *(f"{named[s]}, at this peak" for s in ours)]
+    titles.append(f"{named[ours[-1]]}, at its smallest")
+    header = ["network", "plain peak", *titles]
+    shown = [row for row in rows if (row["strategy"], row["budget"]) in ways]
+    return markdown_table(header, lines) + "\n" + measured_where(shown)
+
+
+def _peak_and_time(row: Row | None) -> str:
+    if row is None:
+        return "—"
+    share = 100 * int(row["peak_bytes"]) / int(row["plain_peak_bytes"])
+    return f"{share:.0f} %, ×{float(row['time_ratio']):.2f}"
+
+
 def compiled_table(results: Path) -> str:
     """Return peak, FLOPs and time of compiled pieces under a budget, and of `torch.compile`."""
     rows = of_size(read_rows(results / "compiled.csv"))

@@ -14,6 +14,7 @@ from figures import style
 from harness import experiment
 from harness.experiment import Table
 from harness.points import CURVE_COLUMNS, POINT_COLUMNS, RESULT_COLUMNS, STAMP_COLUMNS, Row
+from reports import tables
 from steps.cases import subjects
 
 COLUMNS = (*POINT_COLUMNS, *RESULT_COLUMNS, *CURVE_COLUMNS, *STAMP_COLUMNS)
@@ -180,3 +181,15 @@ def test_nothing_measured_nothing_drawn(tmp_path: Path) -> None:
     table.append(rows_of("peers")[0] | {"status": "failed"})
     assert visualize.draw_all(tmp_path, tmp_path / "figures") == []
     assert experiment.read_rows(tmp_path / "missing.csv") == []
+
+
+def test_the_table_of_low_budgets_shows_both_ends_of_a_network(tmp_path: Path) -> None:
+    low = {"plain_peak_bytes": 4 * 2**20, "peak_bytes": 2**20, "time_ratio": 1.2}
+    least = low | {"peak_bytes": 2**19, "time_ratio": 1.4}
+    table = Table(tmp_path / "blocks.csv", COLUMNS)
+    for way in (("checkpoint", "every block"), ("rockmate-blocks", "peak of checkpoint")):
+        table.append(row("blocks", "gpt2-small:4", *way, **low))
+    table.append(row("blocks", "gpt2-small:4", "rockmate-blocks", "smallest", **least))
+    text = tables.low_table(tmp_path, "blocks")
+    assert "| gpt2-small:4 | 4.0 MiB | 25 %, ×1.20 | 25 %, ×1.20 | 12 %, ×1.40 |" in text
+    assert tables.low_table(tmp_path) == ""  # nothing measured, no table

@@ -124,9 +124,8 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
             micro-batches; 1F1B: the stages from this one on). All are counted.
         process_group: processes that plan together, if this does not follow from parameters on a
             device mesh.
-        plan: path of a file from `save_plan` of a plan of blocks. Nothing is searched or timed
-        then,
-            but a step is measured. Only the first process needs the file.
+        plan: path of a file from `save_plan` of a plan of blocks. Then nothing is searched or
+            timed, but a step is measured. Only the first process needs the file.
         compare: plan the whole model too, to report the cost of planning by blocks.
 
     Returns:
