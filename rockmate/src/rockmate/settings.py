@@ -128,10 +128,9 @@ class Settings:
             raise ArgumentsError(
                 "plan= and compile=True exclude each other: a file knows no compiled code"
             )
-        if self.split and (self.compile or self.plan is not None):
-            other = "compile=True" if self.compile else "plan="
+        if self.split and self.compile:
             raise ArgumentsError(
-                f"split={self.split} and {other} exclude each other: a plan has one of them"
+                f"split={self.split} and compile=True exclude each other: a plan has one of them"
             )
         self._check_offload()
         object.__setattr__(self, "opaque", tuple(self.opaque))
@@ -141,14 +140,14 @@ class Settings:
                 object.__setattr__(self, name, fspath(path))
 
     @property
-    def has_pieces(self) -> bool:
-        """Whether a plan may have compiled pieces or pieces of rows."""
-        return self.compile or bool(self.split)
+    def stands_alone(self) -> bool:
+        """Whether a plan is for its own call only: no other sizes, files and ranks."""
+        return self.compile or self.offload is not None
 
     @property
-    def stands_alone(self) -> bool:
-        """Whether a plan is for its own call only: no other numbers, sizes, files and ranks."""
-        return self.has_pieces or self.offload is not None
+    def fixes_numbers(self) -> bool:
+        """Whether a plan is for the numbers of its own call: pieces of rows hold them, too."""
+        return self.stands_alone or bool(self.split)
 
     @property
     def host_bytes(self) -> int | None:

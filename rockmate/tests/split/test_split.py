@@ -17,55 +17,16 @@ from torch.nn import functional
 import rockmate.networks.cutting as cutting
 from rkgb.rows import BitsOfPieces
 from rockmate import InfeasibleBudgetError, Rockmate
-from rockmate.errors import PlanFileError, UnknownChoiceError
+from zoo.heads import ROWS, WIDTH, WORDS, Block, Head, words
 
 CHEAP: dict[str, Any] = {"cost": "flops", "split": True}
-ROWS, WIDTH, WORDS = 32, 8, 256
 WIDE_BYTES = 8 * ROWS * WORDS
-
-
-class Head(nn.Module):
-    """Hidden states to a loss over many words, with targets that are ignored; tied if asked for."""
-
-    def __init__(self, *, tied: bool = False, smoothing: float = 0.0) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.out = nn.Linear(WIDTH, WORDS, bias=False)
-        self.smoothing = smoothing
-        if tied:
-            self.out.weight = self.words.weight
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        logits = self.out(self.norm(self.words(tokens)))
-        return functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), label_smoothing=self.smoothing
-        )
-
-
-class Block(nn.Module):
-    """A residual perceptron that is wide in between."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 16 * width), nn.Linear(16 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
 @pytest.fixture(autouse=True)
 def few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans for many numbers of pieces take seconds."""
     monkeypatch.setattr(cutting, "COUNTS", (8,))
-
-
-def words(rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    tokens, targets = torch.randint(0, WORDS, (2, 2, rows // 2))
-    targets[0, :5] = -100
-    return tokens, targets
 
 
 def made(model: nn.Module) -> nn.Module:
@@ -334,16 +295,3 @@ def test_a_head_under_autocast_is_cut(split: bool | str) -> None:
         assert all(map(torch.equal, ours, expected))
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
-
-
-def test_what_split_does_not_go_with() -> None:
-    """Compiled code, files and other words are refused by name."""
-    model, inputs = made(Head()), words()
-    for settings in ({"compile": True}, {"plan": "a file"}):
-        with pytest.raises(ValueError, match="exclude each other"):
-            Rockmate(model, inputs, 1.0, split=True, **settings)
-    with pytest.raises(UnknownChoiceError):
-        Rockmate(model, inputs, 1.0, split="rows")  # type: ignore[arg-type]
-    rk = Rockmate(model, inputs, smallest(model, inputs), **CHEAP)
-    with pytest.raises(PlanFileError, match="pieces of rows"):
-        rk.save_plan("nowhere")

@@ -21,7 +21,7 @@ regions.py (which runs are worth cutting), rewrite.py (into a graph) and same_bi
 (pieces that have the bits of the whole).
 """
 
-from rkgb.rows.rewrite import CutGraph, CutNode, cut_in_rows
+from rkgb.rows.rewrite import Cut, CutGraph, CutNode, cut_in_rows
 from rkgb.rows.same_bits import BitsOfPieces
 
-__all__ = ["BitsOfPieces", "CutGraph", "CutNode", "cut_in_rows"]
+__all__ = ["BitsOfPieces", "Cut", "CutGraph", "CutNode", "cut_in_rows"]

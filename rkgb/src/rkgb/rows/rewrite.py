@@ -22,6 +22,19 @@ from rkgb.rows.regions import wide_runs
 _log = logging.getLogger("rkgb")
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What to cut in about `count` pieces of rows: the widest runs of nodes, and single nodes.
+
+    The same cut of the same recording gives the same pieces.
+    """
+
+    count: int
+    most: int | None = None  # of the runs, the widest ones first; None: all
+    alone: tuple[int, ...] = ()  # nodes, unless a run has them
+    is_exact: bool = False  # only in pieces that have the bits of the whole
+
+
 @dataclass(frozen=True)
 class CutNode:
     """A node that runs piece by piece."""
@@ -31,7 +44,6 @@ class CutNode:
     module_path: str
     name: str  # of the operations
     rows: tuple[str, Cuts]  # the input that is cut first, and its cuts
-    exact: bool = False  # whether bits are those of the whole
 
     def __str__(self) -> str:
         where = self.module_path or "(root)"
@@ -46,12 +58,8 @@ class CutGraph:
     graph: SimplifiedGraph
     merged: SimplifiedGraph  # the same nodes, as recorded
     nodes: tuple[CutNode, ...]
+    how: Cut
     refused: tuple[str, ...] = field(default=())  # runs that stay whole, and why
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether bits are those of the whole."""
-        return all(node.exact for node in self.nodes)
 
     def with_backward(
         self, basic: BasicGraph, same_bits: SameBits | None = None
@@ -67,17 +75,10 @@ class CutGraph:
         return replace(merged, nodes=tuple(cut.get(i, node) for i, node in nodes))
 
 
-def cut_in_rows(
-    dg: DataFlowGraph,
-    count: int,
-    most: int | None = None,
-    same_bits: SameBits | None = None,
-    alone: Sequence[int] = (),
-) -> CutGraph:
-    """Return the planned graph of `dg` with its largest parts in about `count` pieces of rows.
+def cut_in_rows(dg: DataFlowGraph, how: Cut, same_bits: SameBits | None = None) -> CutGraph:
+    """Return the planned graph of `dg` with its largest parts in pieces of rows.
 
-    At most `most` runs of nodes are cut, the widest ones first, and of the nodes `alone` those that
-    are in none of them. With `same_bits`, a test of operations, bits are those of the whole.
+    For exact pieces `same_bits` is the test of operations.
     """
     plain = D_to_S(dg, passes=PLANNED_PASSES)
     why: list[str] = []
@@ -85,28 +86,30 @@ def cut_in_rows(
     def can_be_cut(run: Sequence[int], wide: str) -> bool:
         try:
             merged, index = _merged(dg, plain, run)
-            _first_cut(merged, index, count, wide, same_bits)
+            _first_cut(merged, index, how.count, wide, same_bits)
         except NotByPiecesError as error:
             main = plain.nodes[run[0]]
             why.append(f"{main.module_path or '(root)'} ({main.name}): {error}")
             return False
         return True
 
-    runs = [*islice((each for each in wide_runs(plain) if can_be_cut(*each)), most)]
+    runs = [*islice((each for each in wide_runs(plain) if can_be_cut(*each)), how.most)]
     taken = {index for run, _ in runs for index in run}
-    runs += [((index,), "") for index in alone if index not in taken and can_be_cut((index,), "")]
+    runs += [
+        ((index,), "") for index in how.alone if index not in taken and can_be_cut((index,), "")
+    ]
     merged = D_to_S(dg, passes=(*PLANNED_PASSES, merging(plain, [run for run, _ in runs])))
     nodes = list(merged.nodes)
     cut = []
     try:
         for chosen, wide in runs:
             index = _home(merged, plain, chosen)
-            node, nodes[index] = _first_cut(merged, index, count, wide, same_bits)
+            node, nodes[index] = _first_cut(merged, index, how.count, wide, same_bits)
             cut.append(node)
     except NotByPiecesError as error:  # each can be cut alone, but not all together
         _log.debug("only the widest part is cut: %s", error)
-        return cut_in_rows(dg, count, 1, same_bits)
-    return CutGraph(replace(merged, nodes=tuple(nodes)), merged, tuple(cut), tuple(why))
+        return cut_in_rows(dg, replace(how, most=1, alone=()), same_bits)
+    return CutGraph(replace(merged, nodes=tuple(nodes)), merged, tuple(cut), how, tuple(why))
 
 
 def _merged(
@@ -143,10 +146,8 @@ def _first_cut(
             parts = changed.ops[0].target
             assert isinstance(parts, InPieces)
             main = node.main
-            found = CutNode(
-                index, parts.pieces.count, main.module_path, node.name, rows, same_bits is not None
-            )
-            return found, changed
+            count = parts.pieces.count
+            return CutNode(index, count, main.module_path, node.name, rows), changed
         except NotByPiecesError as error:
             why = str(error)
     raise NotByPiecesError(why)

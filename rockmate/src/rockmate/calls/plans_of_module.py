@@ -135,7 +135,7 @@ class PlansOfModule(Requester):
             why = self._because or ("the sample" if last is None else key.unlike(last))
             self._because = ""
             _log.debug("planning: %s", why)
-            can_be = self.plans_alone and not self.settings.stands_alone  # numbers may stay open
+            can_be = self.plans_alone and not self.settings.fixes_numbers
             if can_be:
                 self._try_any_attribute(key, call)
             began = time.perf_counter()

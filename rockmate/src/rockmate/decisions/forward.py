@@ -103,7 +103,7 @@ class DecidingModule(PlannedModule):
     ) -> Planned:
         """Return a plan that uses the memory of gradients until they exist, if it saves time."""
         stay = settings.coming.gradients
-        if settings.has_pieces or (stay and has_sparse_gradients(planned.network.graph)):
+        if settings.compile or (stay and has_sparse_gradients(planned.network.graph)):
             return planned
         try:
             found = super()._planned(call, why, settings=settings, **options)

@@ -48,6 +48,20 @@ class KindCost:
             raise ValueError(f"a cost below zero: {self}")
 
 
+@dataclass(frozen=True, slots=True)
+class SavedCut:
+    """What of a step is cut in pieces of rows, as `rkgb.rows.Cut`."""
+
+    count: int
+    most: int | None
+    alone: tuple[int, ...]
+    is_exact: bool
+
+    def __post_init__(self) -> None:
+        if not all_finite((self.count - 2, self.most or 0, *self.alone)):
+            raise ValueError(f"no pieces of rows: {self}")
+
+
 @dataclass(frozen=True)
 class SavedPlan:
     """One planned call, ready to be used again.
@@ -70,11 +84,13 @@ class SavedPlan:
     measured_peak_bytes: int | None
     comparison: str
     pieces: tuple[OpaquePiece, ...] = ()
+    cut: SavedCut | None = None  # the problem, the plan and the costs are of its pieces
+    whole_ms: float | None = None  # the time without them
 
     def __post_init__(self) -> None:
         numbers = (self.spread, self.device_ms, self.host_ms, self.budget_bytes, self.blocks_bytes)
         peaks = (self.eager_peak_bytes or 0, self.measured_peak_bytes or 0)
-        if not all_finite((*numbers, *peaks)):
+        if not all_finite((*numbers, *peaks, self.whole_ms or 0)):
             raise ValueError("a time or a size below zero")
         _check_plan(self.problem, self.plan)
 
@@ -171,9 +187,6 @@ class PlanFile:
     def to_json(self) -> str:
         """Return the file's text; `from_json` gives an equal object back."""
         content = row_of(self)
-        for name in ("blocks", "loss"):
-            if content[name] is None:
-                del content[name]
         head = {"rockmate_plans": FORMAT, "checksum": checksum(content)}
         return json.dumps({**head, "content": content}, indent=None, separators=(",", ":"))
 
@@ -201,10 +214,7 @@ class PlanFile:
                     "the plan file was cut or changed since it was written: its checksum is not "
                     "that of its content. Save the plan again"
                 )
-            content = data["content"]
-            if isinstance(content, dict):
-                content = {"blocks": None, "loss": None, **content}
-            return from_row(cls, content, "content")
+            return from_row(cls, data["content"], "content")
         except RecursionError:
             raise PlanFileError("the file is nested too deeply for a plan") from None
 

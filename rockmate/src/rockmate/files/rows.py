@@ -43,9 +43,13 @@ def _refuse_constant(name: str) -> Any:
 
 
 def row_of(value: Any) -> Any:
-    """Return a dataclass in the types of JSON; steps become one line of text."""
+    """Return a dataclass in the types of JSON; steps become one line of text.
+
+    Fields that are None by default are left out, so that files without them stay as they were.
+    """
     if dataclasses.is_dataclass(value):
-        return {f.name: row_of(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {f.name: row_of(v) for f, v in fields if v is not None or f.default is not None}
     if isinstance(value, Mapping):
         return {key: row_of(item) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -65,6 +69,8 @@ def from_row(kind: type[Row], row: Any, place: str) -> Row:
     if not isinstance(row, dict):
         raise PlanFileError(f"{place}: expected fields, found {_told(row)}")
     hints = _hints(cast(Any, kind))
+    none = {f.name: None for f in dataclasses.fields(cast(Any, kind)) if f.default is None}
+    row = {**none, **row}
     if row.keys() != hints.keys():
         wrong = ", ".join(sorted(map(str, row.keys() ^ hints.keys()))[:4])
         raise PlanFileError(f"{place}: fields that are missing or unknown: {wrong[:200]}")

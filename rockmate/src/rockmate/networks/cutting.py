@@ -12,12 +12,12 @@ of the whole on this machine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from rkgb.costs import Timing
 from rkgb.engine import B_to_D, Sample, external_values, runnable
@@ -29,9 +29,10 @@ from rockmate.planners.smallest_budget import step_floors
 from rockmate.problems.problem import Problem
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.report import format_bytes
+from rockmate.settings import Terms
 
 if TYPE_CHECKING:
-    from rkgb.rows import BitsOfPieces, CutNode
+    from rkgb.rows import BitsOfPieces, Cut, CutGraph, CutNode
 
 _log = logging.getLogger("rockmate")
 COUNTS = (2, 4, 8, 16, 32)
@@ -47,26 +48,38 @@ class _Part:
     steps: bool = False
 
 
-@dataclass
-class Cutting:
-    """A network, and versions of it with parts in pieces of rows."""
+class OfProblem(Protocol):
+    """A step with the problem of planning it."""
 
-    whole: Network
+    @property
+    def problem(self) -> Problem: ...
+
+
+Step = TypeVar("Step", bound=OfProblem)
+
+
+@dataclass
+class Cutting(Generic[Step]):
+    """A step, and versions of it with parts in pieces of rows, which `make` makes.
+
+    Times of pieces are measured (`times`) only where bytes fit, or else never.
+    """
+
+    whole: Step
     basic: BasicGraph
-    model: nn.Module
-    sample: Sample
-    by_flops: bool
+    make: Callable[[CutGraph, bool], Step]
+    times: bool
     same_bits: BitsOfPieces | None = None
-    _made: dict[tuple[int, _Part, bool], Network | None] = field(default_factory=dict)
+    _made: dict[tuple[int, _Part, bool], Step | None] = field(default_factory=dict)
     _tried: set[tuple[int, tuple[CutNode, ...], bool]] = field(default_factory=set)
 
-    def chosen(self, planner: Planner) -> tuple[Network, Plan]:
-        """Return the fastest plan with its network.
+    def chosen(self, planner: Planner) -> tuple[Step, Plan]:
+        """Return the fastest plan with its step.
 
         Raises:
             InfeasibleBudgetError: no plan fits with or without pieces; the error names both minima.
         """
-        best: tuple[Network, Plan] | None = None
+        best: tuple[Step, Plan] | None = None
         refusal: InfeasibleBudgetError | None = None
         try:
             best = self.whole, planner(self.whole.problem)
@@ -81,21 +94,21 @@ class Cutting:
             before = None
             for count in COUNTS:
                 try:
-                    network = self._network(count, part, times=False)
-                    if network is None:
+                    step = self._step(count, part, times=False)
+                    if step is None:
                         continue
-                    plan = planner(network.problem)
-                    if not self.by_flops:
-                        network = self._network(count, part, times=True)
-                        assert network is not None
-                        plan = planner(network.problem)
+                    plan = planner(step.problem)
+                    if self.times:
+                        step = self._step(count, part, times=True)
+                        assert step is not None
+                        plan = planner(step.problem)
                 except InfeasibleBudgetError as error:
                     if least is None or error.minimum_bytes < least.minimum_bytes:
                         least = error
                     continue
-                plan = self._beside_the_whole(plan)
+                plan = beside(plan, self.whole.problem.base_time_ms)
                 if best is None or plan.time_ms < best[1].time_ms:
-                    best = network, plan
+                    best = step, plan
                 if before is not None and plan.time_ms > before:
                     break
                 before = plan.time_ms
@@ -104,42 +117,25 @@ class Cutting:
         assert refusal is not None
         raise _refused(refusal, least)
 
-    def _beside_the_whole(self, plan: Plan) -> Plan:
-        """Return a plan of pieces that counts as extra time what runs twice within them.
-
-        What was proven was of these pieces only.
-        """
-        base_ms = self.whole.problem.base_time_ms
-        extra_ms = plan.time_ms - base_ms
-        made = replace(plan, base_time_ms=base_ms, overhead_ms=extra_ms)
-        return replace(made, bound_ms=None, status="feasible")
-
-    def _network(self, count: int, part: _Part, *, times: bool) -> Network | None:
-        """Return the network with `count` pieces, or None if nothing new can be cut like this."""
+    def _step(self, count: int, part: _Part, *, times: bool) -> Step | None:
+        """Return the step with `count` pieces, or None if nothing new can be cut like this."""
         key = (count, part, times)
         if key not in self._made:
             self._made[key] = self._cut(count, part, times=times)
         return self._made[key]
 
-    def _cut(self, count: int, part: _Part, *, times: bool) -> Network | None:
-        from rkgb.rows import cut_in_rows
+    def _cut(self, count: int, part: _Part, *, times: bool) -> Step | None:
+        from rkgb.rows import Cut, cut_in_rows
 
         alone = self._largest_steps if part.steps else ()
-        cut = cut_in_rows(B_to_D(self.basic), count, part.widest, self.same_bits, alone)
+        how = Cut(count, part.widest, alone, self.same_bits is not None)
+        cut = cut_in_rows(B_to_D(self.basic), how, self.same_bits)
         same = (count, cut.nodes, times)
         if not cut.nodes or same in self._tried:
             _log.debug("nothing is cut in %d pieces: %s", count, "; ".join(cut.refused))
             return None
         self._tried.add(same)
-        recorded = runnable(cut.graph)
-        basic = recorded.graph.dataflow.basic
-        external = external_values(basic, self.model, self.sample.leaves)
-        known, timing = self.whole.measured, _ONE_VISIT
-        measured = measured_too(known, recorded.graph, external, times=times, timing=timing)
-        if self.by_flops:
-            measured = replace(measured, costs=by_flops(recorded.graph, measured))
-        network = assembled(recorded.graph, recorded, measured, external)
-        return replace(network, cut=cut)
+        return self.make(cut, times)
 
     @cached_property
     def _largest_steps(self) -> tuple[int, ...]:
@@ -150,6 +146,49 @@ class Cutting:
         floors = sorted(step_floors(self.whole.problem), reverse=True)
         large = (node for size, _, node in floors if 2 * size > floors[0][0])
         return tuple(dict.fromkeys(large))
+
+
+def cutting_of(
+    whole: Network, basic: BasicGraph, model: nn.Module, sample: Sample, settings: Terms
+) -> Cutting[Network]:
+    """Return the ways to cut a measured network."""
+    flops = settings.cost == "flops"
+    external = external_values(basic, model, sample.leaves)
+    same_bits = None
+    if settings.split == "exact":
+        from rkgb.rows import BitsOfPieces
+
+        same_bits = BitsOfPieces(basic, external)
+
+    def make(cut: CutGraph, times: bool) -> Network:
+        recorded = runnable(cut.graph)
+        graph, known = recorded.graph, whole.measured
+        external = external_values(graph.dataflow.basic, model, sample.leaves)
+        measured = measured_too(known, graph, external, times=times, timing=_ONE_VISIT)
+        if flops:
+            measured = replace(measured, costs=by_flops(graph, measured))
+        network = assembled(graph, recorded, measured, external, coming=whole.coming)
+        return replace(network, cut=cut)
+
+    return Cutting(whole, basic, make, not flops, same_bits)
+
+
+def beside(plan: Plan, whole_ms: float) -> Plan:
+    """Return a plan of pieces that counts as extra time what they take beside the whole.
+
+    What was proven was of these pieces only.
+    """
+    extra_ms = plan.time_ms - whole_ms
+    made = replace(plan, base_time_ms=whole_ms, overhead_ms=extra_ms)
+    return replace(made, bound_ms=None, status="feasible")
+
+
+def cut_again(how: Cut, basic: BasicGraph, external: Mapping[str, Tensor]) -> CutGraph:
+    """Return another recording cut in the same way."""
+    from rkgb.rows import BitsOfPieces, cut_in_rows
+
+    same = BitsOfPieces(basic, external) if how.is_exact else None
+    return cut_in_rows(B_to_D(basic), how, same)
 
 
 def _refused(

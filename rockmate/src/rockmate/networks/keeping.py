@@ -138,7 +138,8 @@ class Keeping:
         assert compiled is not None
         recorded = runnable(compiled.with_kept(nodes))
         self.measured = measured_too(self.measured, recorded.graph, self.external)
-        network = assembled(recorded.graph, recorded, self.measured, self.external, compiled)
+        own = (recorded.graph, recorded, self.measured, self.external, compiled)
+        network = assembled(*own, self.network.coming)
         return replace(network, kept=frozenset(nodes), rebuilding=self.network)
 
 
@@ -154,7 +155,8 @@ def keeping_of(network: Network, model: nn.Module, sample: Sample) -> Keeping | 
     nodes = [g.nodes[index] for index in compiled.keeping for g in (network.graph, graph)]
     both = [op for n in nodes for op in (*n.ops, *n.backward)]
     measured = _together(network.measured, measure(basic, both, external))
-    network = assembled(network.graph, network.recorded, measured, external, compiled)
+    own = (network.graph, network.recorded, measured, external, compiled)
+    network = assembled(*own, network.coming)
     return Keeping(network, measured, external)
 
 

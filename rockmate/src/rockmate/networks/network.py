@@ -52,7 +52,7 @@ class Network:
     @property
     def is_rounded(self) -> bool:
         """Whether results equal eager's only up to rounding."""
-        return self.compiled is not None or (self.cut is not None and not self.cut.is_exact)
+        return self.compiled is not None or (self.cut is not None and not self.cut.how.is_exact)
 
     @property
     def opaque(self) -> tuple[str, ...]:

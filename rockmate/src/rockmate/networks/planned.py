@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from rkgb.elements import (
     Ref,
     Structure,
     is_inside,
+    target_of,
 )
 from rkgb.engine import (
     Sample,
@@ -51,6 +52,9 @@ from rockmate.runtime.executable import Executable
 from rockmate.runtime.execute import Executor
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.simulate import simulate
+
+if TYPE_CHECKING:
+    from rkgb.rows import CutGraph
 
 _log = logging.getLogger("rockmate")
 
@@ -302,6 +306,8 @@ def with_other_numbers(
     recorded: RunnableGraph,
     sample: Sample,
     phases: Phases,
+    *,
+    cut: CutGraph | None = None,
 ) -> Planned:
     """Return a plan with the program of another recording, and everything else unchanged.
 
@@ -311,19 +317,24 @@ def with_other_numbers(
     basic = recorded.graph.dataflow.basic
     pairs = zip(operations(recorded.graph), operations(graph), strict=True)
     infos = basic.infos
-    keys = {op_key(op, infos): op_key(known, infos) for op, known in pairs}
+    kinds = {op_key(op, infos): (op, op_key(known, infos)) for op, known in pairs}
     costs, chosen = old.measured.costs, old.measured.callees
     measured = replace(
         old.measured,
         # A backward for other gradients has kinds that were not measured.
-        costs={new: costs[key] for new, key in keys.items() if key in costs},
-        callees={new: chosen[key] for new, key in keys.items() if key in chosen},
+        costs={new: costs[key] for new, (_, key) in kinds.items() if key in costs},
+        callees={  # pieces hold their own numbers
+            new: op.target if target_of(op).recorded else chosen[key]
+            for new, (op, key) in kinds.items()
+            if key in chosen
+        },
     )
     network = replace(
         old,
         recorded=recorded,
         graph=recorded.graph,
         measured=measured,
+        cut=cut,
     )
     if graph is old.graph:
         program = planned_executable(network, planned.plan)

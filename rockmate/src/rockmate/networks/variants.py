@@ -158,7 +158,7 @@ def _in_pieces(
     try:
         from rkgb.rows import BitsOfPieces
 
-        same = BitsOfPieces(basic, external) if network.cut.is_exact else None
+        same = BitsOfPieces(basic, external) if network.cut.how.is_exact else None
         return network.cut.with_backward(basic, same)
     except NotByPiecesError as error:
         raise UnsupportedModuleError(

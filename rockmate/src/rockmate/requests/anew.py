@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rkgb.device import no_collection
-from rkgb.engine import B_to_D, Sample, device_of, external_values, record, runnable
+from rkgb.engine import B_to_D, Sample, device_of, record, runnable
 from rkgb.graphs import BackwardKind
 from rkgb.module_state import KeptWrites
 from rkgb.torch_api import placed_parameters
 from rockmate import planners
 from rockmate.comparison.eager import Keep, StepResult
 from rockmate.errors import InfeasibleBudgetError, SelfTestError
-from rockmate.networks.cutting import Cutting
+from rockmate.networks.cutting import Cutting, cutting_of
 from rockmate.networks.executables import without_reruns
 from rockmate.networks.keeping import Keeping, keeping_of
 from rockmate.networks.network import Network, network_of
@@ -102,15 +102,13 @@ def _planned_anew(request: Request) -> Planned:
         budget_bytes = int(fraction * peak_of(eager, network.problem))
     assert budget_bytes is not None
 
-    more: Keeping | Cutting | None = keeping
+    more: Keeping | Cutting[Network] | None = keeping
     if settings.split:
-        external = external_values(request.basic, model, given.leaves)
-        from rkgb.rows import BitsOfPieces
+        more = cutting_of(network, request.basic, model, given, settings)
 
-        same = BitsOfPieces(request.basic, external) if settings.split == "exact" else None
-        more = Cutting(network, request.basic, model, given, settings.cost == "flops", same)
-
-    def make(more: Keeping | Cutting | None, within_bytes: int, blocks_bytes: int) -> Planned:
+    def make(
+        more: Keeping | Cutting[Network] | None, within_bytes: int, blocks_bytes: int
+    ) -> Planned:
         return _planned(request, network, within_bytes, eager, more, blocks_bytes)
 
     if not settings.self_test:
@@ -130,7 +128,7 @@ def _planned(
     network: Network,
     budget_bytes: int,
     eager: StepResult | None,
-    more: Keeping | Cutting | None,
+    more: Keeping | Cutting[Network] | None,
     blocks_bytes: int,
 ) -> Planned:
 

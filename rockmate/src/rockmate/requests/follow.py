@@ -16,16 +16,17 @@ class OtherNumbers:
     """Uses the steps of a known plan for a recording that differs only in numbers."""
 
     def find(self, request: Request) -> Planned | None:
-        graph, basic = request.recorded.graph, request.recorded.graph.dataflow.basic
+        basic = request.recorded.graph.dataflow.basic
         for version in versions_like(request.known, basic):
             if version.is_apart:
                 continue
-            known = version.graph
-            same = same_but_for_numbers(basic, known.dataflow.basic)
-            if same and has_same_nodes(graph, known):
+            known, cut = version.graph, version.planned.network.cut
+            if not same_but_for_numbers(basic, known.dataflow.basic):
+                continue
+            cut, recorded = request.cut(None if cut is None else cut.how)
+            if has_same_nodes(recorded.graph, known):
                 planned = with_other_numbers(
-                    *(version.planned, known, request.recorded),
-                    *(request.sample, request.phases),
+                    *(version.planned, known, recorded, request.sample, request.phases), cut=cut
                 )
                 request.phases.close("planned before")
                 return planned

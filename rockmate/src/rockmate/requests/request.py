@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
@@ -14,13 +14,14 @@ from rkgb import RkgbError
 from rkgb.capture import AskedKind, for_any_number
 from rkgb.device import no_collection
 from rkgb.elements import is_inside
-from rkgb.engine import B_to_D, D_to_S, Sample, device_of, record, runnable
+from rkgb.engine import B_to_D, D_to_S, Sample, device_of, external_values, record, runnable
 from rkgb.graphs import PLANNED_PASSES, BackwardKind, BasicGraph
 from rkgb.run import RunnableGraph
 from rockmate.arguments import Call
 from rockmate.comparison.eager import StepResult
 from rockmate.errors import UnsupportedModuleError
 from rockmate.guards.input_signature import InputSignature
+from rockmate.networks.cutting import cut_again
 from rockmate.networks.planned import Planned
 from rockmate.networks.self_test import self_test
 from rockmate.options.known_blocks import KnownBlocks
@@ -28,6 +29,9 @@ from rockmate.progress import Phases
 from rockmate.requests.identity import cache_key, recording_digest
 from rockmate.requests.versions import ExpectedKind, can_run_again
 from rockmate.settings import Terms, parse_budget
+
+if TYPE_CHECKING:
+    from rkgb.rows import Cut, CutGraph
 
 _log = logging.getLogger("rockmate")
 PHASES = {  # with the usual share of planning time, for the progress bar
@@ -112,6 +116,14 @@ class Request:
             if basic.kind.is_of_losses_alone and not can_run_again(graph.graph):
                 return self._lowered(None)
             return basic, graph
+
+    def cut(self, how: Cut | None) -> tuple[CutGraph | None, RunnableGraph]:
+        """Return the step in pieces of rows, and the graph to run; None: whole."""
+        if how is None:
+            return None, self.recorded
+        external = external_values(self.basic, self.model, self.sample.leaves)
+        cut = cut_again(how, self.basic, external)
+        return cut, runnable(cut.graph)
 
     def _lowered(self, kind: AskedKind) -> tuple[BasicGraph, RunnableGraph]:
         basic = self._recorded(kind)

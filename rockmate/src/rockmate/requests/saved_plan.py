@@ -7,7 +7,8 @@ again.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -18,7 +19,8 @@ from rkgb.engine import external_values, operations
 from rkgb.run import RunnableGraph
 from rockmate.errors import PlanFileError, PlanMismatchError
 from rockmate.files.differences import of_inputs, of_problems
-from rockmate.files.plan_file import KindCost, PlanFile, SavedPlan, SeenLoss
+from rockmate.files.plan_file import KindCost, PlanFile, SavedCut, SavedPlan, SeenLoss
+from rockmate.networks.cutting import beside
 from rockmate.networks.network import Network, assembled
 from rockmate.networks.planned import Planned, compiled_plan
 from rockmate.networks.self_test import eager_step, over_budget
@@ -29,26 +31,34 @@ from rockmate.requests.identity import (
     made_with,
     recording_digest,
 )
-from rockmate.requests.request import Request, tested
+from rockmate.requests.request import Request, lowered, tested
 from rockmate.schedules.baselines import no_recomputation
-from rockmate.schedules.plan import Plan
+from rockmate.schedules.plan import Plan, make_plan
 from rockmate.schedules.report import exact_bytes
 from rockmate.schedules.simulate import simulate
 from rockmate.settings import Terms, parse_budget
 
+if TYPE_CHECKING:
+    from rkgb.rows import Cut
+
 
 def saved_of(planned: Planned) -> SavedPlan:
     """Return a planned call in the form for a file."""
-    network = planned.network
+    network, plan, recorded = planned.network, planned.plan, planned.network.recorded
     basic, measured = network.graph.dataflow.basic, network.measured
+    cut = whole_ms = None
+    if network.cut is not None:
+        cut, whole_ms = SavedCut(**asdict(network.cut.how)), plan.base_time_ms
+        plan = make_plan(network.problem, plan.steps, plan.budget_bytes, plan.planner)
+        recorded = lowered(network.cut.merged.dataflow.basic)
     infos = basic.infos
     keys = dict.fromkeys(op_key(op, infos) for op in operations(network.graph))
     own = {key: measured.costs[key] for key in keys if key in measured.callees}  # no pieces
     return SavedPlan(
-        recording=recording_digest(network.recorded),
+        recording=recording_digest(recorded),
         inputs=input_texts(basic),
         problem=network.problem,
-        plan=planned.plan,
+        plan=plan,
         costs={
             kind_digest(key): KindCost(cost.time_ms, cost.flops, cost.workspace_bytes)
             for key, cost in own.items()
@@ -63,6 +73,8 @@ def saved_of(planned: Planned) -> SavedPlan:
         measured_peak_bytes=planned.measured_peak_bytes,
         comparison=planned.comparison,
         pieces=network.pieces,
+        cut=cut,
+        whole_ms=whole_ms,
     )
 
 
@@ -70,13 +82,8 @@ def plan_file_of(plans: list[Planned], model: nn.Module, loss: SeenLoss | None =
     """Return the file of some plans of one model, each recording once.
 
     Raises:
-        PlanFileError: pieces of a plan are compiled or cut.
+        PlanFileError: pieces of a plan are compiled.
     """
-    if any(planned.network.cut is not None for planned in plans):
-        raise PlanFileError(
-            "a plan of which parts run in pieces of rows is not saved yet. Save a plan made with "
-            "split=False"
-        )
     if any(planned.network.compiled is not None for planned in plans):
         raise PlanFileError(
             "a plan with compiled pieces is not saved: a file knows no compiled code. Plan again "
@@ -100,6 +107,11 @@ def planned_from(saved: SavedPlan, request: Request) -> Planned:
     """
     model, given, settings = request.model, request.sample, request.settings
     phases = request.phases
+    served = (True, "exact") if saved.cut is None or saved.cut.is_exact else (True,)
+    if saved.cut is not None and settings.split not in served:
+        kind = "exact pieces" if saved.cut.is_exact else "pieces"
+        found = [f"split: {kind} of rows in the file, split={settings.split!r} here"]
+        raise _mismatch("call", found)
     with phases.phase("saved plan"):
         network = _network(saved, request, unknown=None)
     if differences := of_problems(saved.problem, network.problem):  # another source may have a plan
@@ -154,7 +166,7 @@ def refuse_elsewhere(file: PlanFile, request: Request) -> None:
 
 def _network(saved: SavedPlan, request: Request, *, unknown: OpCost | None) -> Network:
     """Return the network of a new recording with the costs of a saved plan."""
-    recorded = request.recorded
+    cut, recorded = request.cut(_how(saved.cut))
     basic = recorded.graph.dataflow.basic
     external = external_values(basic, request.model, request.sample.leaves)
     ops = operations(recorded.graph)
@@ -164,7 +176,16 @@ def _network(saved: SavedPlan, request: Request, *, unknown: OpCost | None) -> N
         costs, callees, saved.spread, saved.device_ms, saved.host_ms, frozenset(unsteady)
     )
     coming = request.settings.coming
-    return assembled(recorded.graph, recorded, measured, external, coming=coming)
+    made = assembled(recorded.graph, recorded, measured, external, coming=coming)
+    return replace(made, cut=cut)
+
+
+def _how(saved: SavedCut | None) -> Cut | None:
+    if saved is None:
+        return None
+    from rkgb.rows import Cut
+
+    return Cut(**asdict(saved))
 
 
 def _costs(
@@ -226,7 +247,7 @@ def _plan_for(saved: SavedPlan, network: Network, settings: Terms, budget_bytes:
     timeline = simulate(problem, plan.steps, budget_bytes=within)
     bound_ms = plan.bound_ms if within <= plan.budget_bytes else None
     proven = timeline.overhead_ms == 0
-    return replace(
+    here = replace(
         plan,
         budget_bytes=within,
         peak_bytes=timeline.peak_bytes,
@@ -235,3 +256,4 @@ def _plan_for(saved: SavedPlan, network: Network, settings: Terms, budget_bytes:
         bound_ms=problem.base_time_ms if proven else bound_ms,
         status=plan.status if bound_ms is not None else "optimal" if proven else "feasible",
     )
+    return here if saved.whole_ms is None else beside(here, saved.whole_ms)
