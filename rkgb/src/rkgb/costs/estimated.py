@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from rkgb.costs.measure import measure
 from rkgb.costs.op_costs import FlopCost, count_flops, kinds_of, made_bytes, named, op_key
 from rkgb.elements.op import Op
-from rkgb.elements.target import OpCost
+from rkgb.elements.target import OpCost, target_of
+from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
 
 # Limits of one call, and of all calls together: about a second of a slow core.
@@ -53,16 +56,30 @@ def estimate_costs(
             small.append(op)
             left -= flops[key]
     measured = measure(basic, small, {}, times=False).costs if small else {}
+    held = {key: _beside(op, infos) for key, op in kinds.items() if key not in measured}
     costs = {
-        key: replace(measured.get(key, OpCost(0.0, flops[key])), time_ms=source.time_ms(op, infos))
+        key: replace(
+            measured.get(key, OpCost(0.0, flops[key], held.get(key) or 0)),
+            time_ms=source.time_ms(op, infos),
+        )
         for key, op in kinds.items()
     }
     uncalled = [
-        op.target_name
-        for key, op in kinds.items()
-        if key not in measured and (flops[key] or key in blind)
+        kinds[key].target_name
+        for key, size in held.items()
+        if size is None and (flops[key] or key in blind)
     ]
     return EstimatedCosts(costs, tuple(dict.fromkeys(uncalled)))
+
+
+def _beside(op: Op, infos: Mapping[str, TensorInfo]) -> int | None:
+    """Return the workspace of an operation that says what it holds; None for any other."""
+    like = []
+    for name in op.inputs:
+        info = infos[name]
+        like.append(torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device="meta"))
+    peak_bytes = target_of(op).inner_bytes(like)
+    return None if peak_bytes is None else max(0, peak_bytes - made_bytes(op, infos))
 
 
 def estimate_as_recorded(

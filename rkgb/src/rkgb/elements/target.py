@@ -82,6 +82,13 @@ class Target:
         """Return the FLOPs of a call, where its kernel's formula does not say; `count` asks it."""
         return None
 
+    def inner_bytes(self, like: Sequence[Any]) -> int | None:
+        """Return the peak of a call on tensors without content, results included, if it is known.
+
+        Workspaces of kernels come on top.
+        """
+        return None
+
     def again(self, op: Op) -> Op:
         """Return what a recomputation runs."""
         return op

@@ -13,7 +13,7 @@ from torch import nn
 from rockmate.arguments import called_with
 from rockmate.errors import InfeasibleBudgetError, UnknownChoiceError
 from rockmate.estimate.costs_from_file import ByFlops, Cost, Costs, InProportion, costs_named
-from rockmate.estimate.prediction import NOT_ESTIMATED, Estimate, usual_device
+from rockmate.estimate.prediction import NOT_ESTIMATED, Estimate, refuse_exact, usual_device
 from rockmate.estimate.sizes import priced_step, sizes_of
 from rockmate.planners import minimum_peak
 from rockmate.progress import Phases
@@ -82,6 +82,7 @@ class ToFill(Settings):
         super().__post_init__()
         moved = "a link's times are for the costs of one batch; see estimate(offload=Link(...))"
         self.refuse("largest_batch", {**NOT_ESTIMATED, "offload": moved})
+        refuse_exact(self, "largest_batch")
 
     def _check_cost(self) -> None:
         """Leave it to `costs_named`."""
@@ -200,7 +201,9 @@ class _Search:
         if batch not in self._estimates:
             given, costs = self.given, self._costs_at(batch)
             model, optimizer, sample = self._model, given.optimizer, given.make_sample(batch)
-            sizes = sizes_of(model, sample, given.kwargs, optimizer, self.device, costs)
+            split = bool(given.split)
+            call = (model, sample, given.kwargs, optimizer, self.device, costs)
+            sizes = sizes_of(*call, split=split)
             self._estimates[batch] = Estimate(
                 *(sizes, type(model).__name__, str(self.device)),
                 *(4, costs.words, given.settings(cost="flops", reserve=0)),
@@ -225,8 +228,10 @@ class _Search:
 
     def needed_bytes(self, batch: int) -> int:
         """Return the bytes of a step of low memory: the least possible, or any that fit."""
-        memory = self.memory_at(batch)
-        least = minimum_peak(self.at(batch).problem, max(0, memory.budget_bytes))[1]
+        memory, estimate = self.memory_at(batch), self.at(batch)
+        least = minimum_peak(estimate.problem, max(0, memory.budget_bytes))[1]
+        if least > memory.budget_bytes and estimate.sizes.cutting is not None:
+            least = estimate.smallest_budget_bytes
         return memory.least_bytes(least)
 
     def largest(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.reports.in_full import InFull
 from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.plan import Plan
 from rockmate.schedules.report import format_bytes
 from rockmate.schedules.simulate import simulate
 from rockmate.settings import Budget, Settings, parse_budget
@@ -28,10 +29,19 @@ _MOST_NODES = 400
 NOT_ESTIMATED = {  # settings, and why not
     "opaque": "a step without content is recorded to the last operation",
     "compile": "what inductor makes of a step is known when it is compiled",
-    "split": "what pieces of rows take is measured",
     "plan": "costs of a file count with cost=",
 }
 _NOTHING = 5e-4  # smaller extra times are not printed
+
+
+def refuse_exact(given: Settings, function: str) -> None:
+    """Refuse exact pieces.
+
+    Raises:
+        ArgumentsError: they are asked for.
+    """
+    if given.split == "exact":
+        given.refuse(function, {"split": "whether pieces have the bits of the whole is tried"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +133,26 @@ class Estimate(InFull):
         return min(self._enough_bytes, least_bytes)
 
     def _least_peak_bytes(self) -> int:
-        if self.problem.link is None:
+        if self.problem.link is None and self.sizes.cutting is None:
             return planners.minimum_peak(self.problem)[1]
         try:
-            return planners.plan(self.problem, 1).peak_bytes
+            return self._planned(1).peak_bytes
         except InfeasibleBudgetError as error:
             return error.minimum_bytes
+
+    def _planned(self, budget_bytes: int) -> Plan:
+        """Return a plan; with `split`, the fastest of those with and without pieces of rows."""
+        chosen = self.settings
+        is_large = len(self.problem.nodes) > _MOST_NODES and chosen.planner == "auto"
+        plan = partial(
+            planners.plan,
+            budget_bytes=budget_bytes,
+            planner="segments" if is_large else chosen.planner,
+            effort=chosen.effort,
+            backend=chosen.backend,
+        )
+        cutting = self.sizes.cutting
+        return plan(self.problem) if cutting is None else cutting.chosen(plan)[1]
 
     @cached_property
     def curve(self) -> tuple[Point, ...]:
@@ -160,15 +184,7 @@ class Estimate(InFull):
             budget_bytes = int(fraction * self.activations_bytes)
         if budget_bytes >= self._enough_bytes:
             return Point(budget_bytes, 0.0, 0.0)
-        chosen = self.settings
-        is_large = len(self.problem.nodes) > _MOST_NODES and chosen.planner == "auto"
-        plan = planners.plan(
-            self.problem,
-            budget_bytes - chosen.reserve,
-            planner="segments" if is_large else chosen.planner,
-            effort=chosen.effort,
-            backend=chosen.backend,
-        )
+        plan = self._planned(budget_bytes - self.settings.reserve)
         base = plan.base_time_ms
         bound = None if plan.bound_ms is None or not base else max(0.0, plan.bound_ms / base - 1)
         return Point(budget_bytes, plan.overhead, bound)
@@ -186,6 +202,8 @@ class Estimate(InFull):
                 f"storages may be moved at {link.out_bytes_per_ms / 1e6:.3g} GB/s out and "
                 f"{link.in_bytes_per_ms / 1e6:.3g} GB/s in, as given"
             )
+        if self.sizes.cutting is not None:
+            found.append("what is too large runs in pieces of rows, where that is faster or fits")
         if self.sizes.uncalled:
             names = ", ".join(self.sizes.uncalled[:6])
             found.append(
@@ -251,6 +269,7 @@ class ToEstimate(OfSample):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.refuse("estimate", NOT_ESTIMATED)
+        refuse_exact(self, "estimate")
 
     def _check_offload(self) -> None:
         """Take a link in place of the name of a place, which is elsewhere.
@@ -326,7 +345,10 @@ def estimate(given: ToEstimate) -> Estimate:
     phases = Phases(shares, show=given.progress, title="estimate")
     with phases:
         found = [
-            sizes_of(model, args, kwargs, optimizer, where, costs, phases, given.offload)
+            sizes_of(
+                *(model, args, kwargs, optimizer, where, costs, phases, given.offload),
+                split=bool(given.split),
+            )
             for args, kwargs in given.calls()
         ]
     phases.close("estimate")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from rkgb.run import movable_roots
 from rockmate.errors import UnsupportedModuleError
 from rockmate.estimate.costs_from_file import ByFlops, Costs, InProportion
 from rockmate.guards.sharded import refuse_engines
+from rockmate.networks.cutting import Cutting
 from rockmate.networks.network_problem import problem_of
 from rockmate.networks.offload import with_link
 from rockmate.problems.link import Link
@@ -26,6 +27,9 @@ from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.runtime.plain import plain
 from rockmate.whole_step import OptimizerBytes, optimizer_bytes
+
+if TYPE_CHECKING:
+    from rkgb.rows import CutGraph
 
 _FLOPS = ByFlops()
 
@@ -43,6 +47,7 @@ class Sizes:
     problem: Problem  # times are FLOPs, in units of 10^9, unless costs were recorded
     uncalled: tuple[str, ...]  # operations of unknown workspace
     missing: tuple[str, ...] = ()  # operations without a recorded cost
+    cutting: Cutting[Sizes] | None = field(default=None, repr=False, compare=False)
 
     @property
     def resident_bytes(self) -> int:
@@ -110,10 +115,12 @@ def sizes_of(
     costs: Costs = _FLOPS,
     phases: Phases | None = None,
     link: Link | None = None,
+    *,
+    split: bool = False,
 ) -> Sizes:
     """Return the bytes of training `model` on `sample` on `device`, and the problem of one step.
 
-    With a link, storages of the step may be moved.
+    With a link, storages of the step may be moved; with `split`, it may run in pieces of rows.
 
     Raises:
         UnknownChoiceError: the optimizer is not known.
@@ -131,7 +138,7 @@ def sizes_of(
             problem = with_link(problem, movable_roots(priced.graph), link)
     plain_bytes = plain_peak_bytes(step.basic, step.held_bytes, estimated.costs, step.external)
     leaves = flatten(bind_inputs(sample, kwargs))[0]
-    return Sizes(
+    sizes = Sizes(
         parameters_bytes=_bytes(model.parameters()),
         gradients_bytes=_bytes(trained),
         optimizer=keeps,
@@ -142,6 +149,18 @@ def sizes_of(
         uncalled=estimated.uncalled,
         missing=estimated.missing,
     )
+    if not split:
+        return sizes
+
+    def in_pieces(cut: CutGraph, _: bool) -> Sizes:
+        graph = runnable(cut.graph).graph
+        basic = graph.dataflow.basic
+        found = costs.of(basic, operations(graph), step.basic)
+        facts = node_facts(graph, found.costs)
+        own = problem_of(graph, facts, step.external)
+        return replace(sizes, problem=own, uncalled=found.uncalled, missing=found.missing)
+
+    return replace(sizes, cutting=Cutting(sizes, step.basic, in_pieces, times=False))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
