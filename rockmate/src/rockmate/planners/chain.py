@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +41,7 @@ class ChainModel:
     options: dict[int, tuple[BlockOption, ...]]  # by class
     reserved_bytes: int
     name: str
+    _stages: dict[tuple[int, int | None], Steps] = field(default_factory=dict, init=False)
 
     @cached_property
     def chain(self) -> Any:
@@ -183,16 +184,22 @@ class ChainModel:
 
         steps: list[Step] = []
         for op in schedule.ops:
-            block = self.blocks[op.stage]
-            if isinstance(op, rotor.Backward):
-                option = self.options[block.class_id][op.option]
-                steps += (
-                    Step(kind, node + block.first)
-                    for kind, node in option.steps[len(block.local.nodes) :]
-                )
-            else:
-                steps += (Step("F", k) for k in range(block.first, block.end))
+            option = op.option if isinstance(op, rotor.Backward) else None
+            steps += self._steps_of_stage(op.stage, option)
         return _without_tail(tuple(steps))
+
+    def _steps_of_stage(self, stage: int, option: int | None) -> Steps:
+        """Return the steps of one block's backward with an option, or of its forward."""
+        found = self._stages.get((stage, option))
+        if found is None:
+            block = self.blocks[stage]
+            local: Sequence[Step] = [Step("F", k) for k in range(block.end - block.first)]
+            if option is not None:
+                steps = self.options[block.class_id][option].steps
+                local = steps[len(block.local.nodes) :]
+            found = tuple(Step(kind, node + block.first) for kind, node in local)
+            self._stages[stage, option] = found
+        return found
 
 
 def chain_model(

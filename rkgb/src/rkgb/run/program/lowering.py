@@ -10,6 +10,7 @@ dropped within it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -273,12 +274,14 @@ class _Lowering:
             part = parts[t]
             kind, index = self.steps[t]
             dying = self.dying[index] if kind == "B" else None
-            made = {name for statement in part for name in made_by(statement)}
+            makes = [made_by(statement) for statement in part]
+            made = set(itertools.chain.from_iterable(makes))
             late: dict[str, None] = {}
             lines: list[Statement] = []
             gives = 0
-            for statement in reversed(part):
-                uses = dict.fromkeys((*made_by(statement), *read_by(statement)))
+            for statement, makes_now in zip(reversed(part), reversed(makes), strict=True):
+                reads_now = read_by(statement)
+                uses = dict.fromkeys((*makes_now, *reads_now))
                 dead = [n for n in uses if n not in live and n not in externals]
                 # What is no tensor is dropped one at a time; a hand-over drops its own values.
                 own = isinstance(statement, Draw | Give | TakeArena | MoveOut | Moving)
@@ -293,8 +296,8 @@ class _Lowering:
                 else:
                     lines += [Drop(now)] if now else []
                     lines.append(statement)
-                live.difference_update(made_by(statement))
-                live.update(read_by(statement))
+                live.difference_update(makes_now)
+                live.update(reads_now)
             lines.reverse()
             if late:
                 lines.insert(len(lines) - gives, Drop(tuple(late)))

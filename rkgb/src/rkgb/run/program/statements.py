@@ -173,7 +173,7 @@ class StepProgram:
 def made_by(statement: Statement) -> tuple[str, ...]:
     """Return the variables that a statement makes."""
     if isinstance(statement, Call):
-        return tuple(name for name in statement.op.results if name)
+        return tuple(filter(None, statement.op.results))
     if isinstance(statement, TakeArena):
         return ("moving",)
     if isinstance(statement, Copy | MoveOut) or (

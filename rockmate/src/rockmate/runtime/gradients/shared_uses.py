@@ -175,7 +175,8 @@ def _alone_once_given(graph: SimplifiedGraph, program: StepProgram) -> set[tuple
                 if not value:
                     continue
                 root = infos[value].alias_of
-                if root in made - others - read_later and given[root] == 1:
+                is_shared = root in others or root in read_later or given[root] > 1
+                if root in made and not is_shared:
                     found.add((i, slot))
         names = read_by(statement)
         read_later.update(infos[name].alias_of for name in names if name in infos)
