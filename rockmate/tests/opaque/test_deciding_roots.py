@@ -553,9 +553,10 @@ class Scaling(Layer):
     def __init__(self) -> None:
         super().__init__()
         self.gain, self.copies = 1.0, 1
+        self.shift = torch.zeros(1)
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        many = super().forward(x.repeat(self.copies, 1)) * scale * self.gain
+        many = super().forward(x.repeat(self.copies, 1)) * scale * self.gain + self.shift
         return many[: len(x)]
 
 
@@ -573,9 +574,11 @@ class Scaled(nn.Module):
         return x.square().mean()
 
 
+SHIFT = torch.full((1,), 2.0)
 OTHERWISE: dict[str, tuple[Callable[[nn.Module], object], float]] = {
     "a number": (lambda net: None, 0.25),
     "an attribute": (lambda net: vars(net.get_submodule("layers.0")).update(gain=0.5), 1.0),
+    "a kept tensor": (lambda net: vars(net.get_submodule("layers.1")).update(shift=SHIFT), 1.0),
     "frozen": (lambda net: net.get_parameter("layers.1.up.weight").requires_grad_(False), 1.0),
     "eval": (lambda net: net.get_submodule("layers.0").eval(), 1.0),
 }
@@ -601,6 +604,47 @@ def test_blocks_that_are_called_otherwise_stay_in_the_budget(name: str) -> None:
         model.zero_grad()
         twin.zero_grad()
     assert measured_peak_bytes(rk, (x, scale), grads_exist=True) <= budget
+
+
+class Descending(nn.Module):
+    """Runs a backward inside of its forward, as energy models and meta-learning do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = x.detach().requires_grad_()
+        energy = torch.tanh(self.layer(at)).pow(3).sum()
+        x = x - 0.1 * torch.autograd.grad(energy, at)[0]
+        return x * torch.tanh(self.layer(x))
+
+
+class Energy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Descending() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if x.mean() < 100:
+                x = layer(x)
+        return x.square().mean()
+
+
+def test_blocks_with_a_backward_inside_are_recomputed() -> None:
+    torch.manual_seed(0)
+    model, x = Energy(), rows(0)
+    twin = copy.deepcopy(model)
+    with pytest.raises(InfeasibleBudgetError) as error:
+        Rockmate(model, x, 1000, cost="flops")
+    rk = Rockmate(model, x, error.value.minimum_bytes, cost="flops")
+    assert rk.plan.overhead > 0
+    for _ in range(2):
+        for net in (rk, twin):
+            net(x).backward()
+        assert_same_gradients(model, twin)
+    assert measured_peak_bytes(rk, (x,), grads_exist=True) <= error.value.minimum_bytes
 
 
 def test_a_block_that_no_plan_fits_is_run_again_and_told() -> None:

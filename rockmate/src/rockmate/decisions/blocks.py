@@ -81,6 +81,7 @@ class RecordedBlock(PlannedModule):
         forward.watch = self.watch
         row = self.plans.families[key].row
         forward.plans.put(key, Family([planned], row))
+        forward._locate(planned)
         forward.first = planned
         return forward
 

@@ -1,9 +1,10 @@
 """A call of a submodule that keeps only its arguments and is recomputed in its backward.
 
 Autograd's graph is that of the plain call. Saved tensors are dropped; when the first one is needed,
-a second run makes them again. That run starts from the random states, attributes and buffers of the
-first one, and restores the present ones. Its inputs must not have changed meanwhile: the versions
-of parameters, buffers, attributes and arguments are compared.
+a second run makes them again, also for a backward inside of the forward. That run starts from the
+random states, attributes and buffers of the first one, and restores the present ones. Its inputs
+must not have changed meanwhile: the versions of parameters, buffers, attributes and arguments are
+compared.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def run_recomputed(
     with saved_tensors_hooks(call.pack, call.unpack):
         result = view.forward(*args, **kwargs)
     call.is_running = False
+    call.made.clear()  # by a backward inside of this forward
     return result
 
 
@@ -156,12 +158,14 @@ class _Call:
             self._refuse(name, "in a way that PyTorch does not count (through .data or numpy)")
         found: list[tuple[Tensor, int]] = []
 
-        def pack(tensor: Tensor) -> None:
+        def pack(tensor: Tensor) -> tuple[Tensor, int]:
+            kept = tensor.detach(), tensor._version
             if storage_id(tensor) not in self.held:
-                found.append((tensor.detach(), tensor._version))
+                found.append(kept)
+            return kept
 
-        def unpack(_: Any) -> Tensor:
-            raise AssertionError("nobody runs this backward")
+        def unpack(kept: tuple[Tensor, int]) -> Tensor:  # by a backward inside of the forward
+            return self._unchanged(*kept)
 
         args, kwargs = self.structure.unflatten(self.leaves)
         with (
@@ -170,7 +174,10 @@ class _Call:
             contextlib.redirect_stdout(io.StringIO()),
         ):
             self.view.forward(*args, **kwargs)
-        if [(t.shape, t.dtype) for t, _ in found] != self.kinds:
+        kinds = [(t.shape, t.dtype) for t, _ in found]
+        if self.is_running:  # so far
+            del kinds[len(self.kinds) :]
+        if kinds != self.kinds:
             raise OpaquePieceError(
                 f"'{self.path}' took another way when it was run again for its backward. It "
                 "depends on something that is not restored (a clock, a file, another thread). Make "
