@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -172,6 +174,68 @@ def test_a_mean_of_what_is_not_contiguous_is_foreseen(
         reduce(twin(x)).backward()
         assert_same_gradients(model, twin)
     assert not caplog.records  # neither is recorded in a step, above its budget
+
+
+class Handing(torch.autograd.Function):
+    """A loss that hands back a gradient in a layout of its own, and keeps none of it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, make: Callable[[torch.Size], Tensor]) -> Tensor:
+        ctx.shape, ctx.make = y.shape, make
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        torch.manual_seed(1)
+        return ctx.make(ctx.shape), None
+
+
+class Ending(nn.Module):
+    def __init__(self, end: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        body = nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 512), nn.Tanh()
+        self.body = nn.Sequential(*body, end())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).view(16, -1)  # type: ignore[no-any-return]
+
+
+LAYOUTS: dict[str, Callable[[torch.Size], Tensor]] = {
+    "transposed": lambda shape: torch.randn(*shape[::-1]).t(),
+    "with gaps": lambda shape: torch.randn(shape[0], 2 * shape[1])[:, ::2],
+    "rows": lambda shape: torch.randn(shape[1]).expand(shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("end", "untold"),
+    [(partial(nn.Softmax, -1), ("transposed", "rows")), (partial(nn.LayerNorm, 512), ("rows",))],
+)
+def test_gradients_in_another_layout_stay_in_the_budget_or_are_told(
+    end: Callable[[], nn.Module], untold: tuple[str, ...], layout: str
+) -> None:
+    """Their copies need another plan of the softmax; before the LayerNorm no plan has room."""
+    torch.manual_seed(0)
+    model, x = Ending(end), torch.randn(256, 32)
+    twin = eager_copy(model)
+    with pytest.raises(InfeasibleBudgetError) as error:
+        wrap(model, x, 1000)
+    wrapped = wrap(model, x, error.value.minimum_bytes)
+
+    def step(net: nn.Module) -> None:
+        y = net(x)  # held to the end, as the budget allows
+        Handing.apply(y, LAYOUTS[layout]).backward()  # type: ignore[no-untyped-call]
+
+    said = pytest.warns(RuntimeWarning, match="in another layout than it was planned for")
+    with contextlib.nullcontext() if layout in untold else said:
+        step(wrapped)  # it records and plans
+        peak = trace_memory(lambda _: step(wrapped), x.device).peak_bytes
+    for _ in range(2):
+        step(twin)
+    assert_same_gradients(model, twin)
+    # The loss and its gradient are numbers.
+    assert (peak <= wrapped.budget_bytes + 16) is (layout in untold)
 
 
 class LossAndLogits(nn.Module):

@@ -19,6 +19,7 @@ from rkgb.elements.op import Op
 from rkgb.elements.target import OpCost
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
+from rkgb.torch_api.torch_private import profiler_is_on
 
 
 def measure_resized(
@@ -71,10 +72,14 @@ def measure_resized(
 def measure_others(
     basic: BasicGraph, ops: Sequence[Op], external: Mapping[str, Tensor], known: Measured
 ) -> Measured:
-    """Return `known` with the missing kinds among `ops` added; their times are estimated."""
+    """Return `known` with the missing kinds among `ops` added; their times are estimated.
+
+    Within a profile, which metering would end, they are taken to need no workspace.
+    """
     kinds = {op_key(op, basic.infos): op for op in ops}
     new = {key: op for key, op in kinds.items() if key not in known.costs}
-    found = measure(basic, list(new.values()), external, times=False)
+    none = dict.fromkeys(new, 0) if profiler_is_on() else None
+    found = measure(basic, list(new.values()), external, times=False, workspaces=none)
     source = FlopCost()
     costs = {
         key: replace(cost, time_ms=source.time_ms(new[key], basic.infos))

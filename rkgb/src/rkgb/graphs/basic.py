@@ -77,6 +77,11 @@ class BackwardKind:
         losses = tuple(() if strides == () else None for strides in self.tangents)
         return self if set(losses) <= {None} else BackwardKind(losses, self.autocast)
 
+    def asks_no_more_than(self, other: BackwardKind) -> bool:
+        """Return whether each output that gets a gradient gets one in the other kind, too."""
+        pairs = zip(self.tangents, other.tangents, strict=True)
+        return all(its is not None for own, its in pairs if own is not None)
+
     @property
     def is_of_losses(self) -> bool:
         """Whether only scalars get a gradient."""

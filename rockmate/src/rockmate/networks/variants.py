@@ -198,9 +198,13 @@ def _check_forward(known: BasicGraph, found: BasicGraph, leaves: Sequence[Any]) 
 
 
 def fits_into_a_step(planned: PlannedFor, kind: BackwardKind) -> bool:
-    """Return whether another backward can be recorded on real tensors during a step."""
+    """Return whether another backward can be recorded on real tensors during a step.
+
+    What a forward has saved is beside it, if that forward cannot run again.
+    """
     basic = planned.network.graph.dataflow.basic
-    return _recording_bytes(basic, kind) <= planned.budget_bytes
+    saved_bytes = 0 if planned.executor.planned.can_repeat else planned.plan.peak_bytes
+    return _recording_bytes(basic, kind) + saved_bytes <= planned.budget_bytes
 
 
 def _recording_bytes(known: BasicGraph, kind: BackwardKind) -> int:
@@ -228,29 +232,67 @@ def _within_budget(
 ) -> Executable:
     """Return the program for unexpected gradients; they may need another plan.
 
+    If there is none for gradients of the same outputs in another layout, the step tells what it
+    takes, because plain PyTorch takes more for these, too.
+
     Raises:
-        InfeasibleBudgetError: there is none within the budget.
+        InfeasibleBudgetError: gradients of other outputs have no plan within the budget.
     """
-    external = external_values(graph.dataflow.basic, model, tuple(leaves))
-    known = planned.network.measured
-    measured = measure_others(graph.dataflow.basic, operations(graph), external, known)
-    old = planned.network
+    basic, old = graph.dataflow.basic, planned.network
+    external = external_values(basic, model, tuple(leaves))
+    measured = measure_others(basic, operations(graph), external, old.measured)
     network = assembled(
         *(graph, old.recorded, measured, external), coming=old.coming, offload=old.offload
     )
-    like = _hands_over_like(planned, graph.dataflow.basic.kind)
+    like = _hands_over_like(planned, basic.kind)
     steps, moves = steps_of(network, graph, planned.plan)
-    is_apart = not _fits(network, planned.plan, steps, moves, like)
+    lies_otherwise = basic.kind.asks_no_more_than(old.graph.dataflow.basic.kind)
+    is_apart, beyond = not _fits(network, planned.plan, steps, moves, like), ""
+    if is_apart and lies_otherwise and not planned.executor.planned.can_repeat:
+        is_apart, beyond = False, _told(network, planned, steps, moves)
     less_bytes = 0
     while is_apart:  # at most twice: then with headroom for waiting gradients
-        plan = without_reruns(network, replan(network.problem, less_bytes))
+        try:
+            plan = without_reruns(network, replan(network.problem, less_bytes))
+        except InfeasibleBudgetError as error:
+            beyond = _told(network, planned, steps, moves, error.minimum_bytes)
+            if not (lies_otherwise and beyond):
+                raise
+            is_apart = False
+            break
         steps, moves = steps_of(network, graph, plan)
         if less_bytes or _fits(network, plan, steps, moves, like):
             break
         assert like is not None, "nothing waits"
         less_bytes = max(held_bytes(graph, steps, like.places))
     made = executable(*(graph, steps, measured), like=like, moves=moves, offload=network.offload)
-    return replace(made, is_apart=is_apart)
+    return replace(made, is_apart=is_apart, beyond=beyond)
+
+
+def _told(
+    network: Network,
+    planned: PlannedFor,
+    steps: Sequence[Step],
+    moves: Sequence[Move],
+    minimum_bytes: int = 0,
+) -> str:
+    """Return what these steps take above the budget, in words; '' if they are none at all."""
+    basic = network.graph.dataflow.basic
+    try:
+        peak_bytes = timeline_of(network.problem, steps, moves).peak_bytes
+    except (RockmateError, KeyError):  # a step is missing, or what is moved
+        return ""
+    if peak_bytes <= planned.plan.budget_bytes:  # but gradients wait in another order
+        return ""
+    names = zip(basic.roots, basic.kind.tangents, strict=True)
+    strides = ", ".join(f"'{name}' with strides {found}" for name, found in names if found)
+    return (
+        f"the gradients of {basic.model_name} have arrived in another layout than it was planned "
+        f"for ({strides}), and their backward takes {peak_bytes} bytes, where the budget is "
+        f"{planned.plan.budget_bytes}. Hand back gradients as they were planned for (contiguous "
+        "ones, mostly), or raise the budget"
+        f"{f' to {max(minimum_bytes, peak_bytes)} bytes' if minimum_bytes else ''}."
+    )
 
 
 def _hands_over_like(planned: PlannedFor, kind: BackwardKind) -> Executable | None:

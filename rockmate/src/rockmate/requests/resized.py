@@ -111,9 +111,10 @@ def _planned_anew(
 
 
 def ready_for_others(planned: Planned, request: Request) -> Planned:
-    """Return a plan for losses only, extended so that other gradients may also arrive."""
+    """Return a plan that is extended so that other gradients may also arrive."""
     kind, settings = planned.network.graph.dataflow.basic.kind, request.settings
-    if planned.other_gradients is not None or not kind.is_of_losses_alone:
+    in_pieces = planned.network.has_pieces and not kind.is_of_losses_alone
+    if planned.other_gradients is not None or in_pieces:
         return planned
     room_bytes = planned.budget_bytes - settings.reserve - planned.blocks_bytes
     anew = partial(_planned_anew, room_bytes, settings, request.blocks)

@@ -58,6 +58,7 @@ class Executable:
     singles: Places
     lower: Callable[[Places], StepProgram]  # the same steps with other hand-overs
     is_apart: bool = False  # made by another plan: its forward saves other values
+    beyond: str = ""  # why it takes more than the budget, in words
     arrivals: Arrivals = field(default_factory=Arrivals)
     _rails: list[Rail] = field(default_factory=list)
     _waiting: dict[SharedUses, Executable] = field(default_factory=dict)
@@ -293,6 +294,11 @@ class Executable:
     def unrepeatable(self) -> str:
         """A buffer that the forward changes and on which its results depend, or ''."""
         return next((n for k in self.graph.nodes for n in rerun_state(self.graph, k)), "")
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether a second run of the forward has the same results."""
+        return not (self.runs_python or self.unrepeatable)
 
     def missing_for(self, other: Executable) -> list[str]:
         """Return the values that another backward reads and this forward does not save."""

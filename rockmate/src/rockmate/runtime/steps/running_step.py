@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -312,6 +313,8 @@ class RunningStep:
             executable = self._go_on_as(kind)
         elif self.outputs_held is not None:
             self._look_at_outputs(self.outputs_held)
+        if executable.beyond:
+            warnings.warn(executable.beyond, RuntimeWarning, stacklevel=2)
         self.backwards.latest = executable
         self.kept = self.external if keeps_graph() else None
         self.run_backward_of(executable, given)
@@ -417,7 +420,7 @@ class RunningStep:
             UnsupportedModuleError: it cannot run again.
         """
         assert self.external is not None
-        if executable.runs_python or executable.unrepeatable or self.passed is not None:
+        if not executable.can_repeat or self.passed is not None:
             raise UnsupportedModuleError(
                 "gradients have arrived at outputs of a Rockmate module in another way than "
                 "before, and its forward, which was compiled or planned for the other way, cannot "
@@ -430,7 +433,7 @@ class RunningStep:
         """Return whether a second forward gives the same: no opaque calls, and no changes since."""
         assert self.external is not None
         ran = self.executable
-        if ran.runs_python or ran.unrepeatable or self.passed is not None:
+        if not ran.can_repeat or self.passed is not None:
             return False
         pairs = zip(ran.program.externals, self.start_versions, strict=True)
         return all(version < 0 or self.external[n]._version == version for n, version in pairs)
