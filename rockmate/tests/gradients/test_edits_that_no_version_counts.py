@@ -158,6 +158,53 @@ def test_inputs_from_numpy_are_compared_in_every_step(least: Rockmate, whole: bo
             loss.backward()
 
 
+SHIFT = torch.full((4 * WIDTH,), 1.1)  # a global
+
+
+class Shifted(nn.Module):
+    """Reads a buffer, a kept tensor and a global, which its recomputations read again."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.kept = torch.full((4 * WIDTH,), 0.9)
+        self.register_buffer("scale", torch.full((4 * WIDTH,), 0.8))
+
+    def part(self, x: Tensor) -> Tensor:
+        return F.gelu(self.up(x) * SHIFT * self.kept) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.down(torch.tanh(self.part(x))).tanh()
+        return x
+
+
+class Deciding(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self:
+            if x.mean() < 100:
+                x = part(x)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("decides", [True, False])
+def test_small_tensors_are_compared_in_every_step(decides: bool) -> None:
+    part = Shifted()
+    model = Deciding(part) if decides else nn.Sequential(part)
+    planned = wrapped(model)
+    edited = (SHIFT, part.kept, part.scale)
+    for step in range(6):  # contents of larger ones are compared in the first, second and fourth
+        loss = planned(batch(step).requires_grad_()).sum()
+        before = edited[step % 3].clone()
+        _scaled(edited[step % 3])
+        with pytest.raises(ChangedTensorError, match=r"in a way that PyTorch does not count"):
+            loss.backward()
+        edited[step % 3].copy_(before)
+        planned(batch(step).requires_grad_()).sum().backward()
+
+
 def test_edits_between_steps_are_what_training_does() -> None:
     net = Net()
     planned = wrapped(copy.deepcopy(net))

@@ -2,22 +2,26 @@
 
 Plain PyTorch does not count edits through `.data`, numpy, dlpack or another process that shares the
 memory. Its backward reads the present content. A recomputation would then compute other values than
-the forward. Only a comparison of contents can detect this, and it takes time.
+the forward. Only a comparison of contents can detect this, and it takes time: a few microseconds
+for a small tensor, whose bytes are kept on the host, and much more for the parameters of a model.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from rkgb.torch_api import straight_to_kernels
 from rockmate.comparison.fingerprint import Fingerprints
 from rockmate.guards.sharded import local_part
 
 _MOST = 1 << 20  # elements of a tensor that are compared: whole rows, evenly spread
+SMALL_BYTES = 1 << 16  # of a tensor whose content is compared in every step
 
 
 class Contents:
@@ -37,13 +41,13 @@ class Contents:
         return cls(tensors).changed
 
     @classmethod
-    def kept_of_lent(cls, tensors: Mapping[str, Tensor]) -> Callable[[], str] | None:
-        """Return the same for those whose memory something else than torch owns or has seen.
+    def kept_of_few(cls, tensors: Mapping[str, Tensor]) -> Callable[[], str] | None:
+        """Return the same for small ones, and for those in memory that others write, too.
 
         It is numpy's, as in `torch.from_numpy(observation)`, which an environment writes anew.
         """
-        lent = {n: t for n, t in tensors.items() if not t.untyped_storage().resizable()}
-        return cls.kept(lent) if lent else None
+        few = {n: t for n, t in tensors.items() if is_small(t) or not _is_torchs_own(t)}
+        return cls.kept(few) if few else None
 
     def changed(self) -> str:
         """Return the name of a tensor with changed content, or ''."""
@@ -57,8 +61,21 @@ class Contents:
         with self._lock, straight_to_kernels():
             if tensor.untyped_storage().nbytes() == 0:  # freed until it is needed
                 return None
+            if is_small(tensor) and tensor.is_contiguous():
+                return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
             every = -(-tensor.numel() // _MOST)
             rows = tensor.detach()
             if every > 1 and rows.shape[0] >= every:
                 rows = rows[::every]
             return self._fingerprints.of(rows)
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Return whether the content of a tensor can be compared in every step."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= SMALL_BYTES
+
+
+def _is_torchs_own(tensor: Tensor) -> bool:
+    return tensor.layout is not torch.strided or tensor.untyped_storage().resizable()

@@ -46,8 +46,8 @@ def run_recomputed(
     It is plain too inside of hooks on saved tensors: what they keep is theirs to decide, and a
     checkpoint runs the forward again from the state of that time.
 
-    With `compares`, the backward also compares the contents of what it reads; else only of
-    arguments that share memory with numpy.
+    With `compares`, the backward also compares the contents of what it reads; else only of small
+    tensors that are no parameters, and of those that share memory with numpy.
     """
     leaves, structure = flatten((args, dict(kwargs)))
     others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
@@ -57,12 +57,11 @@ def run_recomputed(
         return view.forward(*args, **kwargs)
     device = next((t.device for t in (*tensors, *view.parameters())), torch.device("cpu"))
     call = _Call(view, path, structure, leaves, device, writes_buffers)
-    arguments = {id(t) for t in tensors}
     if compares:
         call.changed = Contents.kept({name: t for name, t, _ in call.versions})
     else:
-        own = {name: t for name, t, _ in call.versions if id(t) in arguments}
-        call.changed = Contents.kept_of_lent(own)
+        own = {name: t for name, t, _ in call.versions if not isinstance(t, nn.Parameter)}
+        call.changed = Contents.kept_of_few(own)
     with saved_tensors_hooks(call.pack, call.unpack):
         result = view.forward(*args, **kwargs)
     call.is_running = False

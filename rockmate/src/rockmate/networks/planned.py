@@ -195,7 +195,7 @@ class Planned:
         )
         keep = None
         if looks:
-            keep = _all_contents if self.executor.is_due(model) else _contents_of_inputs
+            keep = _all_contents if self.executor.is_due(model) else _contents_of_few
             self.executor.expected.warn_of_order(external)
         outputs = self.executor(external, variant, model, numbers, keep)
         made = dict(zip(names, outputs, strict=True))
@@ -228,10 +228,10 @@ def _all_contents(
     return Contents.kept({name: external[name] for name in executable.reads_again})
 
 
-def _contents_of_inputs(
+def _contents_of_few(
     executable: Executable, external: Mapping[str, Tensor]
 ) -> Callable[[], str] | None:
-    return Contents.kept_of_lent({name: external[name] for name in executable.inputs_again})
+    return Contents.kept_of_few({name: external[name] for name in executable.others_again})
 
 
 def compiled_part(planned: Planned) -> CompiledPart | None:

@@ -261,10 +261,10 @@ class Executable:
         return tuple(n for n in self.held if roots[n] in read and n not in self.written)
 
     @cached_property
-    def inputs_again(self) -> tuple[str, ...]:
-        """Inputs from which the backward recomputes."""
-        inputs = self.graph.dataflow.basic.inputs
-        return tuple(name for name in self.reads_again if name in inputs)
+    def others_again(self) -> tuple[str, ...]:
+        """Those of them that are no parameters."""
+        parameters = self.graph.dataflow.basic.parameters
+        return tuple(name for name in self.reads_again if name not in parameters)
 
     @cached_property
     def holds_written(self) -> bool:
