@@ -313,7 +313,7 @@ def tensor_parallel_fails(rank: int) -> None:
     options = kinds.module_options
     if rank:
         kinds.module_options = _no_solver
-    text = "process 1 of those that plan this model failed: RuntimeError: no solver here"
+    text = "on rank 1 of 2: RuntimeError: no solver here"
     with pytest.raises(rockmate.RockmateError, match=text):
         rockmate.apply_to_blocks(model, (ids, targets), 0.7, cost="flops", compare=False)
     kinds.module_options = options

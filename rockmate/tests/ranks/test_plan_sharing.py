@@ -15,7 +15,8 @@ from oracles.training import assert_same_gradients, eager_copy
 from rockmate import InfeasibleBudgetError, PlanSharingError, planners
 from rockmate.networks import network
 from rockmate.requests import ranks
-from rockmate.requests.ranks import AmongRanks, Exchange
+from rockmate.requests.exchange import Exchange
+from rockmate.requests.ranks import AmongRanks
 from runs.planned import wrap
 from runs.processes import run_in_processes
 

@@ -143,7 +143,7 @@ def all_fail_together(rank: int) -> None:
     # What cannot be planned on one process is refused on all of them, after the step.
     if rank:
         model.blocks[1].mlp.append(Writing())  # type: ignore[union-attr, operator, index]
-    with pytest.raises(rockmate.RockmateError, match="process 1 of those") as refused:
+    with pytest.raises(rockmate.RockmateError, match="on rank 1 of 2") as refused:
         rockmate.apply_to_blocks(model, (ids, targets), enough, cost="flops", compare=False)
     assert_same_on_all(str(refused.value))
     if rank:
@@ -151,7 +151,7 @@ def all_fail_together(rank: int) -> None:
     # What one process asks wrongly, before anything runs.
     for wrong in ({"effort": "none"}, {"blocks": ["layers"]}, {"in_flight": 0}):
         options: dict[str, Any] = wrong if rank else {}
-        with pytest.raises(rockmate.RockmateError, match="process 1 of those") as refused:
+        with pytest.raises(rockmate.RockmateError, match="on rank 1 of 2") as refused:
             rockmate.apply_to_blocks(model, (ids, targets), enough, **options)
         assert_same_on_all(str(refused.value))
     # What is found while the memory of a step is looked at, which the others go on with.
@@ -159,7 +159,7 @@ def all_fail_together(rank: int) -> None:
     if rank:
         planning.Planner._refuse_another_order = _refuses  # type: ignore[method-assign]
     with pytest.raises(
-        rockmate.RockmateError, match="failed: ValueError: another order"
+        rockmate.RockmateError, match="on rank 1 of 2: ValueError: another order"
     ) as refused:
         rockmate.apply_to_blocks(model, (ids, targets), enough, cost="flops", compare=False)
     assert_same_on_all(str(refused.value))
@@ -175,7 +175,7 @@ def fails_in_a_step(rank: int) -> None:
     group = torch.distributed.new_group(timeout=timedelta(seconds=8))
     team = Team.of(nn.Linear(1, 1), group)
     assert team.place == rank
-    text = "process 1 of those that plan this model failed: RuntimeError: no data here"
+    text = "on rank 1 of 2: RuntimeError: no data here"
     with pytest.raises(rockmate.RockmateError, match=f"^{text}$"):
         step_of(rank, team)
     torch.distributed.barrier()

@@ -4,9 +4,9 @@ Every process records, measures and simulates its own part. Between steps they e
 and each computes the consequences of all facts. So no process waits for a planner, all make the
 same choice, and an error in one is raised by all.
 
-A process that fails in the middle of a step cannot reach the others, which wait in a collective. It
-leaves a message in the store of the process group. The collective of the others ends with the
-process, or with the time-out of the group. They then find the message, and raise the same error.
+A process that fails in the middle of a step cannot reach others that wait in a collective of the
+model. Their collective ends with the process, or with the time-out of the group. They then find the
+failure among the messages, and raise the same error.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ import contextlib
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch import nn
 
-from rkgb.torch_api import group_store
-from rockmate.errors import PlanMismatchError, RockmateError
-
-Facts = TypeVar("Facts")
+from rockmate.errors import PlanMismatchError
+from rockmate.requests.exchange import Exchange, Facts, exchange_of, told
 
 
 class Team:
@@ -33,15 +31,16 @@ class Team:
     def __init__(self, groups: Sequence[Any] = ()) -> None:
         self.groups = tuple(groups)
         self.place = 0  # of this process in `gather`
-        self._failed = ""  # the key of the first failure in a step
+        self._exchange: Exchange | None = None
         if self.groups:
             import torch.distributed as dist
 
-            for group in reversed(self.groups):
-                self.place = self.place * dist.get_world_size(group) + dist.get_rank(group)
-            who = zlib.crc32(repr(sorted(self.gather(dist.get_rank()))).encode())
+            members = _members(self.groups)
+            who = zlib.crc32(repr(members).encode())
             self._numbers[who] += 1
-            self._failed = f"rockmate/blocks/{who}/{self._numbers[who]}/failed"
+            self.place = members.index(dist.get_rank())
+            prefix = f"rockmate/blocks/{who}/{self._numbers[who]}/"
+            self._exchange = exchange_of(self.place, len(members), prefix)
 
     @classmethod
     def of(cls, model: nn.Module, process_group: Any = None) -> Team:
@@ -63,18 +62,11 @@ class Team:
     @property
     def size(self) -> int:
         """The number of processes."""
-        return len(self.gather(None))
+        return self._exchange.size if self._exchange else 1
 
     def gather(self, facts: Facts) -> list[Facts]:
         """Return the facts of all processes, in the same order on all of them."""
-        found = [facts]
-        for group in self.groups:
-            import torch.distributed as dist
-
-            rows: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(rows, found, group=group)
-            found = [item for row in rows for item in row]
-        return found
+        return self._exchange.gather(facts) if self._exchange else [facts]
 
     def anyone(self, is_so: bool) -> bool:
         """Return whether `is_so` holds in any process; all get the same answer."""
@@ -85,11 +77,11 @@ class Team:
 
         Raises:
             PlanMismatchError: a process cannot follow a saved plan.
-            RockmateError: a process has failed; the text is that of its error. If all have failed
-                in the same way, each raises its own error.
+            PlanSharingError: a process has failed; the text is that of its error. If all have
+                failed in the same way, each raises its own error.
         """
         mismatch = error if isinstance(error, PlanMismatchError) else None
-        rows = self.gather((mismatch, None if error is None else _told(error)))
+        rows = self.gather((mismatch, None if error is None else told(error)))
         texts = [text for _, text in rows]
         first = next((found for found, _ in rows if found is not None), None)
         if first is not None:
@@ -97,8 +89,8 @@ class Team:
         if error is not None and len(set(texts)) == 1:
             raise error
         for place, text in enumerate(texts):
-            if text is not None:
-                raise _failure(place, text) from error
+            if text is not None and self._exchange is not None:
+                raise self._exchange.failure_of(place, text) from error
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -119,21 +111,22 @@ class Team:
         try:
             yield
         except Exception as error:
-            if not self.groups:
+            if self._exchange is None:
                 raise
             try:
-                store = group_store()
-                mine = f"{self.place} {_told(error)}"
-                words = store.compare_set(self._failed, "", mine).decode()  # the first failure
+                common = self._exchange.fail(error)
             except RuntimeError:  # the store ended with its process
                 raise error from None
-            place, text = words.split(" ", 1)
-            raise _failure(int(place), text) from error
+            raise common from error
 
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _members(groups: Sequence[Any]) -> list[int]:
+    """Return the ranks of the processes that the groups join, directly or through each other."""
+    import torch.distributed as dist
 
-
-def _failure(place: int, text: str) -> RockmateError:
-    return RockmateError(f"process {place} of those that plan this model failed: {text}")
+    found = [dist.get_rank()]
+    for group in groups:
+        rows: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(rows, found, group=group)
+        found = sorted({rank for row in rows for rank in row})
+    return found
