@@ -21,8 +21,9 @@ from rockmate.files.cache_folder import CacheFolder
 from rockmate.files.plan_file import PlanFile
 from rockmate.networks.planned import Planned
 from rockmate.requests.anew import Anew
+from rockmate.requests.exchange import Exchange
 from rockmate.requests.follow import ExpectedGradients, OtherNumbers, OtherSizes
-from rockmate.requests.ranks import AmongRanks, Exchange
+from rockmate.requests.ranks import AmongRanks
 from rockmate.requests.request import Request, Source, first_of
 from rockmate.requests.resized import ready_for_others
 from rockmate.requests.saved_plan import not_for, plan_file_of, planned_from, refuse_elsewhere
