@@ -105,6 +105,25 @@ def test_each_statement_of_a_move_is_needed() -> None:
     assert tried > 3 * len(moves)
 
 
+def test_what_is_read_first_is_brought_back_first() -> None:
+    """Copies of one direction take turns, so another order would let a step wait for both."""
+    step = MovingStep(Layers(), torch.randn(8, 16))
+    count, roots = len(step.graph.nodes), sorted(movable_roots(step.graph))
+    moves = [Move(root, count - 1, count - 1, count + 1) for root in roots if _is_kept(step, root)]
+    statements = lower_step(step.graph, step.steps, moves=moves).backward
+    moving = [s for s in statements if isinstance(s, Moving)]
+    back, arrivals = ([s.name for s in moving if s.kind == kind] for kind in ("back", "arrive"))
+    assert len(back) > 3
+    assert back == arrivals
+
+
+def _is_kept(step: MovingStep, root: str) -> bool:
+    """Whether the last backward but one has run when a storage is read."""
+    (storage,) = (s for made in storages_of(step.graph) for s in made if s.root == root)
+    reads = [step.steps.index(("B", user)) for user in storage.bwd_users]
+    return bool(reads) and min(reads) > len(step.graph.nodes)
+
+
 def test_places_in_the_arena_are_used_again_once_a_storage_is_back() -> None:
     step = MovingStep(Layers(), torch.randn(512, 16))  # storages of eight pages
     roots = sorted(movable_roots(step.graph))

@@ -137,6 +137,16 @@ def test_clocks_by_hand() -> None:
     assert timeline.overhead_ms == timeline.stall_ms == 1.0
 
 
+def test_of_what_comes_in_before_one_step_the_first_read_comes_first() -> None:
+    problem = chain()
+    steps = no_recomputation(problem)
+    # Both are wanted before B2, at 3 ms. y is there at 5, when B1 reads it, and x at 7, for B0.
+    both = (Move(0, 0, 1, 3), Move(1, 1, 2, 3))
+    clocks = clocks_of(problem, steps, both, Link(1e9, 4.0))
+    assert clocks.stalls == ()
+    assert clocks.total_ms == 9.0
+
+
 @given(small_problems(6), st.randoms(use_true_random=False), st.booleans())
 def test_a_slower_link_is_never_faster(
     problem: Problem, draw: random.Random, is_shared: bool

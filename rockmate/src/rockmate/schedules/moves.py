@@ -142,6 +142,15 @@ def moves_among(moves: Sequence[Move], kept: Sequence[int]) -> Moves:
     return tuple(found)
 
 
+def first_read(problem: Problem, steps: Sequence[Step], move: Move) -> int:
+    """Return the first step that reads what a move has brought back; it waits for it."""
+    for t in range(move.back_before, len(steps)):
+        kind, k = steps[t]
+        if move.storage in (problem.fwd_inputs[k] if kind == "F" else problem.bwd_inputs[k]):
+            return t
+    return len(steps)
+
+
 class Comings(NamedTuple):
     """What moves do at each step: sets of storages (bit masks)."""
 
@@ -181,8 +190,8 @@ class Clocks:
 def clocks_of(problem: Problem, steps: Sequence[Step], moves: Sequence[Move], link: Link) -> Clocks:
     """Return the times of a step whose copies run beside computation, in the runtime's order.
 
-    Copies of one direction run one after the other, in the order of the plan. On a shared link all
-    do.
+    Copies of one direction run one after the other, in the order of the plan; of those that come in
+    before one step, what is read first comes first. On a shared link all do.
     """
     outs: dict[int, list[Move]] = {}
     gone: dict[int, list[Move]] = {}
@@ -193,6 +202,8 @@ def clocks_of(problem: Problem, steps: Sequence[Step], moves: Sequence[Move], li
             outs.setdefault(move.out_after, []).append(move)
         gone.setdefault(move.gone_after, []).append(move)
         back.setdefault(move.back_before, []).append(move)
+    for several in back.values():
+        several.sort(key=lambda move: first_read(problem, steps, move))
     now = 0.0
     busy = {"out": 0.0, "in": 0.0}  # until when each direction is taken
     worked = {"out": 0.0, "in": 0.0}

@@ -171,7 +171,8 @@ def with_moves(
             after[one.arrival].append(Moving(name, "arrive"))
         if not one.is_copied or move.out_after < move.gone_after:
             after[move.gone_after].append(Moving(name, "leave"))
-        before[move.back_before].append(Moving(name, "back"))
+    for one in sorted(placed, key=lambda one: one.arrival):  # what is read first comes first
+        before[one.move.back_before].append(Moving(f"moved_{one.move.root}", "back"))
     for one, offset in zip(placed, offsets, strict=True):
         move, name = one.move, f"moved_{one.move.root}"
         if one.is_copied:
