@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from rockmate.errors import InfeasibleBudgetError
@@ -38,8 +39,6 @@ from rockmate.solvers.result import stages_of
 PlanWithin: TypeAlias = Callable[[Problem, int], Plan]  # plans without moves
 
 _ARRIVAL_PRICE = 0.02  # of the time of a copy: between equal plans the one with fewer copies
-_PARTS_OF_LINK = (1.0, 0.85)  # to plan with: copies that meet a full memory need more time
-_ROOMS = (0, 1, 2)  # largest storages in flight, for which memory is left free
 _LITTLE = 1e-3  # extra time, as a part of the step, below which the search ends
 _FEW_WINDOWS = 100  # nodes; up to here two windows at a time would mostly be equal
 
@@ -96,7 +95,10 @@ def _least_memory(found: _Found, error: InfeasibleBudgetError) -> None:
     if found.best is not None:
         return
     own, places = arrivals.split(steps)
-    if peak_bytes >= error.minimum_bytes or moves_for(problem, own, places, peak_bytes) is None:
+    if (
+        peak_bytes >= error.minimum_bytes
+        or next(moves_for(problem, own, places, peak_bytes), None) is None
+    ):
         raise error
     raise InfeasibleBudgetError(
         f"the budget must be at least {exact_bytes(peak_bytes)} with offload, and is "
@@ -110,24 +112,23 @@ def _least_memory(found: _Found, error: InfeasibleBudgetError) -> None:
 def _search(
     found: _Found, steps: Steps, sets: Sequence[Arrivals], effort: Effort, seed: int
 ) -> None:
-    """Consider plans from these steps: without search for each set and room, then in windows."""
-    best: tuple[float, Arrivals, int, Steps] | None = None
-    for arrivals, rooms in itertools.product(sets, _ROOMS):
-        within = found.budget_bytes - rooms * arrivals.largest_bytes
-        hint = prune(arrivals.problem, arrivals.hint(steps), within)
-        if simulate(arrivals.problem, hint).peak_bytes > within:
+    """Consider plans from these steps: without search for each set, then in windows."""
+    best: tuple[float, Arrivals, Steps] | None = None
+    for arrivals in sets:
+        hint = prune(arrivals.problem, arrivals.hint(steps), found.budget_bytes)
+        if simulate(arrivals.problem, hint).peak_bytes > found.budget_bytes:
             continue
         time_ms = found.consider("moving", arrivals, hint)
         if time_ms is not None and (best is None or time_ms < best[0]):
-            best = time_ms, arrivals, within, hint
+            best = time_ms, arrivals, hint
     if best is None or found.is_free:
         return
-    _, arrivals, within, hint = best
+    _, arrivals, hint = best
     search = improve if len(arrivals.problem.nodes) > _FEW_WINDOWS else explore
     better = search(
         arrivals.problem,
         hint,
-        within,
+        found.budget_bytes,
         windows=effort.windows,
         window_limit=effort.window_limit,
         seed=seed,
@@ -165,19 +166,15 @@ class _Found:
         """Consider steps with arrivals; return their overhead in ms, None if they do not fit."""
         begin = time.perf_counter()
         own, places = arrivals.split(steps)
-        both = (  # what stays takes memory that copies in flight may need
-            moves_for(self.problem, own, places, self.budget_bytes, few=few)
-            for few in (True, False)
-        )
-        found = [
-            make_plan(self.problem, own, self.budget_bytes, planner, moves)
-            for moves in both
-            if moves is not None
-        ]
+        plan: Plan | None = None
+        for moves in moves_for(self.problem, own, places, self.budget_bytes):
+            made = make_plan(self.problem, own, self.budget_bytes, planner, moves)
+            plan = made if plan is None or made.overhead_ms < plan.overhead_ms else plan
+            if not plan.stall_ms:
+                break
         seconds = time.perf_counter() - begin
-        if not found:
+        if plan is None:
             return None
-        plan = min(found, key=lambda plan: plan.overhead_ms)
         self.tried.append(Trial(planner, seconds, plan.overhead_ms, plan.peak_bytes))
         if self.best is None or plan.overhead_ms < self.best.overhead_ms:
             self.best = plan
@@ -217,20 +214,8 @@ def _best_of_each(tried: Sequence[Trial]) -> tuple[Trial, ...]:
 
 def _sets(problem: Problem, budget_bytes: int) -> list[Arrivals]:
     """Return different sets of storages to move, as problems in which they arrive."""
-    link = problem.link
-    assert link is not None
-    found: dict[tuple[int, ...], Arrivals] = {}
-    for part in _PARTS_OF_LINK:
-        slower = dataclasses.replace(
-            link,
-            out_bytes_per_ms=part * link.out_bytes_per_ms,
-            in_bytes_per_ms=part * link.in_bytes_per_ms,
-        )
-        other = dataclasses.replace(problem, link=slower)
-        for chosen in storages_to_move(other, budget_bytes, _carrier(other)):
-            if chosen and chosen not in found:
-                found[chosen] = Arrivals(problem, chosen)
-    return list(found.values())
+    sets = storages_to_move(problem, budget_bytes, _carrier(problem))
+    return [Arrivals(problem, chosen) for chosen in dict.fromkeys(sets) if chosen]
 
 
 def _carrier(problem: Problem) -> Callable[[Sequence[int]], bool]:
@@ -265,7 +250,7 @@ def _carrier(problem: Problem) -> Callable[[Sequence[int]], bool]:
                 return False
         for index in sorted(candidates, key=lambda i: first[i]):
             in_ms += link.in_ms(problem.sizes[index])
-            if in_ms > done[first[index]]:
+            if in_ms > done[first[index] - 1]:
                 return False
         return not link.is_shared or out_ms + in_ms <= problem.base_time_ms
 
@@ -279,13 +264,13 @@ class Arrivals:
     """The problem in which each chosen storage is made by a node of its own.
 
     That node comes just before the storage's producer, which then works in its memory. It reads
-    nothing and takes no time. So running it again stands for bringing the storage in.
+    nothing and takes no time. So running it again stands for bringing the storage in. The backward
+    during which its copy must begin counts as a reader, because the memory is taken from there on.
     """
 
     def __init__(self, problem: Problem, chosen: Sequence[int]) -> None:
         assert problem.link is not None
         self.original, self.chosen = problem, tuple(chosen)
-        self.largest_bytes = max((problem.sizes[index] for index in chosen), default=0)
         by_producer: dict[int, list[int]] = {}
         for index in chosen:
             by_producer.setdefault(problem.storages[index].producer, []).append(index)
@@ -307,13 +292,15 @@ class Arrivals:
                 )
             )
         self._made = by_producer
-        place = self._place
+        place, flights = self._place, _flights(problem, self.chosen)
         storages = (
             dataclasses.replace(
                 storage,
                 producer=self._arrival.get(index, place[storage.producer]),
                 fwd_users=tuple(place[user] for user in storage.fwd_users),
-                bwd_users=tuple(place[user] for user in storage.bwd_users),
+                bwd_users=tuple(
+                    place[user] for user in (*storage.bwd_users, *flights.get(index, ()))
+                ),
                 is_movable=False,
             )
             for index, storage in enumerate(problem.storages)
@@ -331,14 +318,13 @@ class Arrivals:
 
         Each arrives where the steps make it again, and before its first use in the backward.
         """
-        problem, place = self.original, self._place
-        first = len(problem.nodes)
+        count, place = len(self.original.nodes), self._place
         found = [Step("F", k) for k in range(len(self.problem.nodes))]
         there: set[int] = set()
-        for kind, k in steps[first:]:
-            reads = problem.fwd_inputs[k] if kind == "F" else problem.bwd_inputs[k]
+        for kind, k in steps[count:]:
+            inputs = self.problem.fwd_inputs if kind == "F" else self.problem.bwd_inputs
             made = self._made.get(k, ()) if kind == "F" else ()
-            for index in (*reads, *made):
+            for index in (*inputs[place[k]], *made):
                 if index in self._arrival and (index not in there or index in made):
                     found.append(Step("F", self._arrival[index]))
                     there.add(index)
@@ -359,21 +345,37 @@ class Arrivals:
         return tuple(found), places
 
 
+def _flights(problem: Problem, chosen: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Return for storages the node in whose backward they must begin to come in.
+
+    Copies come one after the other, each as late as it can without a step that waits.
+    """
+    assert problem.link is not None
+    stage, order = stages_of(problem), problem.backward_order
+    begins = [0.0]
+    for k in order:
+        begins.append(begins[-1] + problem.nodes[k].bwd_time_ms)
+    first = {i: min(stage[user] for user in problem.storages[i].bwd_users) for i in chosen}
+    latest, found = math.inf, {}
+    for index in sorted(chosen, key=lambda i: (-first[i], i)):
+        latest = min(latest, begins[first[index] - 1]) - problem.link.in_ms(problem.sizes[index])
+        at = max(1, bisect_right(begins, latest))
+        if at < first[index]:
+            found[index] = (order[at - 1],)
+    return found
+
+
 # --- when to move ---------------------------------------------------------------------------------
 
 
 def moves_for(
-    problem: Problem,
-    steps: Steps,
-    arrivals: Mapping[int, Sequence[int]],
-    budget_bytes: int,
-    *,
-    few: bool = False,
-) -> Moves | None:
-    """Return moves for storages that arrive before some steps, or None if they do not fit.
+    problem: Problem, steps: Steps, arrivals: Mapping[int, Sequence[int]], budget_bytes: int
+) -> Iterator[Moves]:
+    """Yield moves for storages that arrive before some steps, if they fit: few of them, then all.
 
     Copies out end as late, and copies in start as early, as memory allows, but no further than they
-    need for computing not to wait. With `few`, what fits stays.
+    need for computing not to wait. Few: what may stay, stays. Then it takes memory that copies in
+    flight may need.
     """
     link = problem.link
     assert link is not None
@@ -391,17 +393,21 @@ def moves_for(
             least.append(Move(index, start if start != made else before, before, behind))
             made = start
     least = _in_order(least)
-    during = list(simulate(problem, steps, least).peak_during)
-    if max(during, default=0) > budget_bytes:
-        return None
-    if few:
-        least = _needed(problem, least, during, budget_bytes)
+    peaks = simulate(problem, steps, least).peak_during
+    if max(peaks, default=0) > budget_bytes:
+        return
     begins = [0.0]  # of each step, if nothing waits
     for kind, k in steps:
         node = problem.nodes[k]
         begins.append(begins[-1] + (node.fwd_time_ms if kind == "F" else node.bwd_time_ms))
-    later = _ending_later(problem, link, steps, begins, least, during, budget_bytes)
-    return tuple(_starting_earlier(problem, link, begins, later, during, budget_bytes))
+    fewest = len(least)
+    for few in (True, False):
+        during = list(peaks)
+        chosen = _needed(problem, least, during, budget_bytes) if few else least
+        if few or len(chosen) > fewest:
+            fewest = len(chosen)
+            later = _ending_later(problem, link, steps, begins, chosen, during, budget_bytes)
+            yield tuple(_starting_earlier(problem, link, begins, later, during, budget_bytes))
 
 
 def _in_order(moves: Sequence[Move]) -> list[Move]:

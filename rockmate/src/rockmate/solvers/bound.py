@@ -53,7 +53,8 @@ _INTEGER_NODES = 70  # that make something; up to here the 0/1 program is tried
 _INTEGER_LIMIT = 0.3  # its deterministic seconds, for each number of cuts
 _INTEGER_CUTS = (1, 3, 6)  # at the heaviest backwards
 _INTEGER_FULL = 6  # at those with most memory in use
-_MOST_ROUNDS = 40  # of fixing what is moved
+_MOST_ROUNDS = 6  # of fixing what is moved
+_AT_LEAST = 4  # of what is moved in part, the fourth part is fixed in each round
 _SURELY, _HARDLY = 0.9, 0.02  # parts of a storage
 _SAFETY = 1e-6  # relative, for the tolerances of the linear program
 
@@ -98,7 +99,8 @@ def storages_to_move(
     The programs move parts of storages. What one of them moves most of is taken first. For another
     set it is fixed, and the program is solved again, until nothing is left.
     """
-    for stages in ((), *((stage,) for stage in _full_stages(problem, 1))):
+    cuts: list[tuple[int, ...]] = [(), *((stage,) for stage in _full_stages(problem, 1))]
+    for stages in cuts:
         with heard_interrupts():
             program = _Program(problem, budget_bytes, stages, integer=False)
             bound, link = program.bound_ms(), program.link
@@ -106,7 +108,8 @@ def storages_to_move(
                 continue
             parts = link.chosen()
             yield tuple(sorted(_fitting([], parts, _ranked(parts), fits)))
-            yield tuple(sorted(_fixed_in_turn(program, link, fits)))
+            if stages != cuts[-1] or len(cuts) == 1:  # which takes longer, and is seldom better
+                yield tuple(sorted(_fixed_in_turn(program, link, fits)))
 
 
 def _fixed_in_turn(
@@ -117,7 +120,7 @@ def _fixed_in_turn(
     for _ in range(_MOST_ROUNDS):
         parts = {i: part for i, part in link.chosen().items() if i in left and part >= _HARDLY}
         ranked = _ranked(parts)
-        sure = [i for i in ranked if parts[i] > _SURELY] or ranked[:1]
+        sure = [i for i in ranked if parts[i] > _SURELY] or ranked[: -(-len(ranked) // _AT_LEAST)]
         chosen = _fitting(chosen, parts, sure, fits)
         for index in ranked:
             is_moved = index in chosen
