@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from harness.experiment import measured_where, read_rows
@@ -299,15 +299,20 @@ def whole_step_table(results: Path) -> str:
                     f"{int(first[column]) / MIB:.1f} MiB"
                     for column in ("asked_bytes", "predicted_bytes", "measured_bytes")
                 ),
-                f"{min(extra):.1f} to {max(extra):.1f} %",
+                _span(extra),
                 str(len(mine)),
-                f"{min(used):.1f} to {max(used):.1f} %",
+                _span(used),
                 str(sum(percent > 100 for percent in used)),
             ]
         )
     header = ["network, size", "asked, AdamW", "predicted", "measured", "recomputed"]
     header += ["loops", "of it used", "above"]
     return markdown_table(header, lines) + "\n" + measured_where(rows)
+
+
+def _span(percents: Sequence[float]) -> str:
+    ends = dict.fromkeys(f"{value:.1f}" for value in (min(percents), max(percents)))
+    return " to ".join(ends) + " %"
 
 
 def front_table(results: Path) -> str:
