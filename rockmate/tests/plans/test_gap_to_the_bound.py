@@ -132,7 +132,7 @@ def test_they_train_with_the_bits_of_eager_within_the_budget(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_refusal_of_the_u_shaped_operator_names_what_one_backward_needs() -> None:
+def test_the_refusal_of_the_u_shaped_operator_proves_its_smallest_budget() -> None:
     problem = captured("uno")
     needs = []
     for k in problem.backward_order:
@@ -142,7 +142,7 @@ def test_the_refusal_of_the_u_shaped_operator_names_what_one_backward_needs() ->
         needs.append(sum(s.size_bytes for s in held) + grads)
     with pytest.raises(InfeasibleBudgetError) as caught:
         plan(problem, max(needs) - 1, effort="fast")
-    assert caught.value.bound_bytes == max(needs)
     # That backward's own input takes more to make again than the backward itself.
-    assert max(needs) < caught.value.minimum_bytes < 1.25 * max(needs)
+    assert 1.1 * max(needs) < caught.value.bound_bytes <= caught.value.minimum_bytes
+    assert caught.value.minimum_bytes < 1.005 * caught.value.bound_bytes
     assert plan(problem, caught.value.minimum_bytes, effort="fast").peak_bytes > max(needs)

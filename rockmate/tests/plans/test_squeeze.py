@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracles.best_plan import exhaustive_search
-from rockmate.planners.smallest_budget import floor_bytes, low_memory_plan
+from rockmate.planners.smallest_budget import low_memory_plan
 from rockmate.planners.squeeze import Squeezer, squeeze
 from rockmate.problems.problem import Problem
 from rockmate.schedules.simulate import simulate
+from rockmate.solvers.least_budget import floor_bytes
 from zoo.problems import gpt_problem, random_problem, unet_problem
 
 

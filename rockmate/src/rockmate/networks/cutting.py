@@ -25,11 +25,11 @@ from rkgb.graphs import BasicGraph
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.networks.keeping import measured_too
 from rockmate.networks.network import Network, assembled, by_flops
-from rockmate.planners.smallest_budget import step_floors
 from rockmate.problems.problem import Problem
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.report import format_bytes
 from rockmate.settings import Terms
+from rockmate.solvers.least_budget import step_floors
 
 if TYPE_CHECKING:
     from rkgb.rows import BitsOfPieces, Cut, CutGraph, CutNode

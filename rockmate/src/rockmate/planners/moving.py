@@ -34,6 +34,7 @@ from rockmate.schedules.report import exact_bytes
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Step, Steps
 from rockmate.solvers.bound import lower_bound, storages_to_move
+from rockmate.solvers.least_budget import QUICK_WORK, least_budget
 from rockmate.solvers.result import stages_of
 
 PlanWithin: TypeAlias = Callable[[Problem, int], Plan]  # plans without moves
@@ -95,17 +96,18 @@ def _least_memory(found: _Found, error: InfeasibleBudgetError) -> None:
     if found.best is not None:
         return
     own, places = arrivals.split(steps)
-    if (
-        peak_bytes >= error.minimum_bytes
-        or next(moves_for(problem, own, places, peak_bytes), None) is None
-    ):
-        raise error
+    is_lower = (
+        peak_bytes < error.minimum_bytes
+        and next(moves_for(problem, own, places, peak_bytes), None) is not None
+    )
+    minimum_bytes = peak_bytes if is_lower else error.minimum_bytes
+    helps = "with offload" if is_lower else "with or without offload"
     raise InfeasibleBudgetError(
-        f"the budget must be at least {exact_bytes(peak_bytes)} with offload, and is "
+        f"the budget must be at least {exact_bytes(minimum_bytes)} {helps}, and is "
         f"{found.budget_bytes} bytes. Without offload, {error}",
         asked_bytes=found.budget_bytes,
-        minimum_bytes=peak_bytes,
-        bound_bytes=min(error.bound_bytes, peak_bytes),
+        minimum_bytes=minimum_bytes,
+        bound_bytes=least_budget(problem, minimum_bytes, work=QUICK_WORK),
     ) from None
 
 

@@ -24,7 +24,7 @@ from rockmate.planners.chain import LARGE_BLOCK_NODES, SMALL_BLOCK_NODES, chain_
 from rockmate.planners.effort import effort_of, ladder
 from rockmate.planners.moving import plan_with_moves
 from rockmate.planners.search import Progress, Search
-from rockmate.planners.smallest_budget import floor_bytes, low_memory_plan, minimum_peak
+from rockmate.planners.smallest_budget import low_memory_plan, minimum_peak
 from rockmate.planners.windows import explore, improve
 from rockmate.problems.blocks import find_cuts, largest_block, make_blocks, pinned_candidates
 from rockmate.problems.problem import Problem
@@ -35,6 +35,7 @@ from rockmate.schedules.report import exact_bytes, format_bytes, place_in_model
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Steps
 from rockmate.solvers import block_solver, check_backend, solve_whole
+from rockmate.solvers.least_budget import QUICK_WORK, floor_bytes, least_budget
 from rockmate.solvers.result import Solver, SolverResult
 
 # A planner leaves its best plan in the run. It is called only if keeping everything does not fit
@@ -46,6 +47,7 @@ Planner: TypeAlias = Callable[[Search], None]
 GRAINS = (("half blocks", 0), ("blocks", SMALL_BLOCK_NODES), ("double blocks", 26))
 
 _LEAST_BATCH_PERCENT = 5  # below this, a smaller batch is no useful advice
+_NEAR_BOUND = 1.002  # from here on a longer search may find a plan within less
 _FEW_WINDOWS = 100  # nodes; up to here two windows at a time would mostly be equal
 _LONG_CHAIN = 600  # nodes; from here on segments take a second, and lose to chains
 _LONG_PLAN = 3000  # steps; from here on the background makes each window slow
@@ -144,14 +146,15 @@ def infeasible(problem: Problem, asked: int, steps: Steps, minimum: int) -> Infe
     operation = f"{node.op or node.name} in {place_in_model(node.module_path)}"
     what = "backward" if kind == "B" else "forward"
     why = "its own inputs, results and workspace take all of it"
-    bound = floor_bytes(problem)
+    bound = least_budget(problem, minimum, work=QUICK_WORK)
     advice = ["raise the budget"]
     percent = 100 * asked // minimum
     if percent >= _LEAST_BATCH_PERCENT:
         advice.append(f"reduce the batch, or the length of samples, to about {percent} %")
-    if minimum > bound:
+    if minimum > floor_bytes(problem):
         why = f"beside what must stay alive there; less than {bound} bytes can never do"
-        advice.append("plan with effort='best', which looks longer for a plan within less")
+        if minimum > _NEAR_BOUND * bound:
+            advice.append("plan with effort='best', which looks longer for a plan within less")
     elif node.op.startswith("run_"):
         advice.append(
             f"plan inside of {place_in_model(node.module_path)}, which runs whole since something "

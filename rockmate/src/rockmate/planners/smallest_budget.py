@@ -1,8 +1,8 @@
 """The smallest budget that is accepted, and the plan that proves it.
 
-A budget is feasible if there is a plan for it. It is infeasible if some step alone needs more
-(`floor_bytes`). Between the two, only a long search could tell. A refusal must be quick, so it
-names both figures; `thorough=True` (for users: `effort="best"`) narrows the gap.
+A budget is feasible if there is a plan for it. It is infeasible below `solvers.least_budget`.
+Between the two, only a long search could tell. A refusal must be quick, so it names both figures;
+`thorough=True` (for users: `effort="best"`) narrows the gap.
 
 Everything here depends only on structure and bytes: every node takes one unit of time, and limits
 count work instead of seconds. So the answer does not depend on the clock: a budget is refused
@@ -24,6 +24,7 @@ from rockmate.schedules.prune import prune
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Steps
 from rockmate.solvers.intervals.solve import Window, solve_intervals
+from rockmate.solvers.least_budget import floor_bytes, least_budget
 from rockmate.solvers.result import SolverResult, stages_of
 
 WHOLE_NODES = 60  # up to here the whole graph is searched for its least peak
@@ -32,6 +33,7 @@ _BLOCK_LIMIT = 0.05
 _WINDOW_LIMIT = 0.05
 _WINDOW_NODES = 40
 _ROUNDS = 12
+_NEAR = 1.002  # of a lower bound; a lower peak is not worth a search of minutes
 
 
 def low_memory_plan(problem: Problem) -> tuple[Steps, int]:
@@ -79,31 +81,12 @@ def minimum_peak(
         if result.steps is not None:
             steps, peak = _lowest(unit, [steps, result.steps])
     if thorough and peak > enough:
+        enough = max(enough, int(_NEAR * least_budget(unit, peak)))
+    if thorough and peak > enough:
         steps, peak = _lowest(unit, [steps, *_chain_plans(unit)])
     if thorough and peak > enough:
         steps, peak = _improve_peak(unit, steps, peak, bound)
     return prune(unit, steps, max(peak, enough_bytes)), peak
-
-
-def floor_bytes(problem: Problem) -> int:
-    """Return a lower bound on the peak of every schedule: what the most demanding step needs."""
-    return max((size for size, _, _ in step_floors(problem)), default=0)
-
-
-def step_floors(problem: Problem) -> list[tuple[int, str, int]]:
-    """Return (bytes, kind, node) for each step that must run: the bytes that it alone needs."""
-    floors = []
-    outputs = 0
-    for k, node in enumerate(problem.nodes):
-        reads = problem.fwd_input_masks[k] | outputs
-        own = min(problem.forward_peaks[k], problem.forward_peaks_nograd[k])
-        floors.append((problem.bytes_of(reads) + own, "F", k))
-        outputs |= problem.product_masks[k] & problem.output_mask
-        if node.has_backward:
-            reads = problem.bwd_input_masks[k] | problem.output_mask
-            own = node.grads_before_bytes + node.bwd_peak_bytes
-            floors.append((problem.bytes_of(reads) + own, "B", k))
-    return floors
 
 
 def _unit_times(problem: Problem) -> Problem:
