@@ -78,8 +78,12 @@ def _beside(op: Op, infos: Mapping[str, TensorInfo]) -> int | None:
     for name in op.inputs:
         info = infos[name]
         like.append(torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device="meta"))
-    peak_bytes = target_of(op).inner_bytes(like)
-    return None if peak_bytes is None else max(0, peak_bytes - made_bytes(op, infos))
+    target = target_of(op)
+    peak_bytes = target.inner_bytes(like)
+    if peak_bytes is None:
+        return None
+    beside = peak_bytes - made_bytes(op, infos)
+    return beside if target.frees else max(0, beside)  # as measured
 
 
 def estimate_as_recorded(

@@ -5,7 +5,8 @@ row of the results depends on one row of the inputs. If a run of such operations
 pieces of rows, its inner values take a k-th of their memory. Its forward becomes one operation,
 which makes the results piece by piece and keeps nothing else. Its backward becomes one operation,
 which recomputes the forward of each piece and then runs its backward. Gradients of weights, and
-losses, are sums over pieces.
+losses, are sums over pieces. Where the backward begins with the gradient of a loss, the forward
+makes the gradients of its pieces too, and nothing runs twice (losses.py).
 
     S graph ──regions: runs around the widest values──► one node each ──┐
                                                                         │ recorded operations

@@ -72,6 +72,8 @@ class InPieces(Target):
         values: dict[str, Tensor] = dict(zip(pieces.takes, tensors, strict=True))
         for line in self._before:
             run_op(line.op, values, line.run)
+            for name in line.frees:
+                values.pop(name, None)
         wholes: dict[str, Tensor] = {}
         for index in range(pieces.count):
             for line in self._loop:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from rkgb.elements.op import Op, Ref
+from rkgb.elements.op import Op, Ref, map_refs
+from rkgb.elements.tensor_info import TensorInfo
 from rkgb.errors import NotByPiecesError
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.dataflow import DataFlowGraph
@@ -16,6 +18,7 @@ from rkgb.graphs.passes import PLANNED_PASSES
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, SimplifiedNode, merging
 from rkgb.rows.call import InPieces
 from rkgb.rows.cuts import Cuts, spread_from
+from rkgb.rows.losses import Scaled, counted, one_like
 from rkgb.rows.pieces import Cutting, Pieces, SameBits
 from rkgb.rows.regions import wide_runs
 
@@ -44,10 +47,13 @@ class CutNode:
     module_path: str
     name: str  # of the operations
     rows: tuple[str, Cuts]  # the input that is cut first, and its cuts
+    makes_gradients: bool = False  # of a loss, along with the forward
 
     def __str__(self) -> str:
         where = self.module_path or "(root)"
         how = "each computed again in the backward"
+        if self.makes_gradients:
+            how = "each with its gradients, which the backward scales"
         return f"{self.name} ({where}): {self.count} pieces of rows, {how}"
 
 
@@ -70,9 +76,8 @@ class CutGraph:
             NotByPiecesError: it reads values that this forward does not keep.
         """
         merged = self.merged.with_backward(basic)
-        cut = {n.index: _Node(merged, n.index, n.rows, same_bits).replaced() for n in self.nodes}
-        nodes = enumerate(merged.nodes)
-        return replace(merged, nodes=tuple(cut.get(i, node) for i, node in nodes))
+        cut = [_Node(merged, n.index, n.rows, same_bits) for n in self.nodes]
+        return _with_cut(merged, {node.index: node.replaced() for node in cut}, cut)
 
 
 def cut_in_rows(dg: DataFlowGraph, how: Cut, same_bits: SameBits | None = None) -> CutGraph:
@@ -99,17 +104,31 @@ def cut_in_rows(dg: DataFlowGraph, how: Cut, same_bits: SameBits | None = None) 
         ((index,), "") for index in how.alone if index not in taken and can_be_cut((index,), "")
     ]
     merged = D_to_S(dg, passes=(*PLANNED_PASSES, merging(plain, [run for run, _ in runs])))
-    nodes = list(merged.nodes)
-    cut = []
+    nodes: dict[int, SimplifiedNode] = {}
+    cut, made = [], []
     try:
         for chosen, wide in runs:
             index = _home(merged, plain, chosen)
-            node, nodes[index] = _first_cut(merged, index, how.count, wide, same_bits)
+            node, own, nodes[index] = _first_cut(merged, index, how.count, wide, same_bits)
             cut.append(node)
+            made.append(own)
     except NotByPiecesError as error:  # each can be cut alone, but not all together
         _log.debug("only the widest part is cut: %s", error)
         return cut_in_rows(dg, replace(how, most=1, alone=()), same_bits)
-    return CutGraph(replace(merged, nodes=tuple(nodes)), merged, tuple(cut), how, tuple(why))
+    return CutGraph(_with_cut(merged, nodes, made), merged, tuple(cut), how, tuple(why))
+
+
+def _with_cut(
+    merged: SimplifiedGraph, nodes: Mapping[int, SimplifiedNode], cut: Sequence[_Node]
+) -> SimplifiedGraph:
+    """Return a graph with these nodes in the place of its own, and the values that they add."""
+    basic = merged.dataflow.basic
+    infos = dict(basic.infos)
+    for node in cut:
+        infos.update(node.added)
+    dataflow = replace(merged.dataflow, basic=replace(basic, infos=infos))
+    own = tuple(nodes.get(index, node) for index, node in enumerate(merged.nodes))
+    return replace(merged, dataflow=dataflow, nodes=own)
 
 
 def _merged(
@@ -132,7 +151,7 @@ def _home(merged: SimplifiedGraph, plain: SimplifiedGraph, run: Sequence[int]) -
 
 def _first_cut(
     sg: SimplifiedGraph, index: int, count: int, wide: str, same_bits: SameBits | None
-) -> tuple[CutNode, SimplifiedNode]:
+) -> tuple[CutNode, _Node, SimplifiedNode]:
     """Cut a node along the first rows for which every operation has a rule.
 
     Raises:
@@ -142,12 +161,11 @@ def _first_cut(
     why = "nothing comes in that has rows"
     for rows in _rows(sg, node, count):
         try:
-            changed = _Node(sg, index, rows, same_bits).replaced(wide)
-            parts = changed.ops[0].target
-            assert isinstance(parts, InPieces)
-            main = node.main
-            count = parts.pieces.count
-            return CutNode(index, count, main.module_path, node.name, rows), changed
+            own = _Node(sg, index, rows, same_bits)
+            changed = own.replaced(wide)
+            path, is_along = node.main.module_path, bool(own.added)
+            found = CutNode(index, own.count, path, node.name, rows, is_along)
+            return found, own, changed
         except NotByPiecesError as error:
             why = str(error)
     raise NotByPiecesError(why)
@@ -183,6 +201,7 @@ class _Node:
         for op in self.node.ops:
             self.forward.add(op)
         self.made = {name for op in self.node.ops for name in op.results if name}
+        self.added: dict[str, TensorInfo] = {}  # values that the recording does not have
 
     def replaced(self, wide: str = "") -> SimplifiedNode:
         """Return the node with a forward and a backward of one call each.
@@ -192,6 +211,9 @@ class _Node:
         """
         if wide and self.forward.cut.get(wide) is None:
             raise NotByPiecesError(f"{wide} is made as a whole")
+        if self.forward.same_bits is None and self.node.backward:
+            with suppress(NotByPiecesError):
+                return self._with_gradients()
         backward, views_back, behind = self._backward()
         leaving = [name for name in self._left_to_others() if name in self.made]
         leaving += [name for name in behind if name in self.made]
@@ -204,6 +226,66 @@ class _Node:
         call = self._call(backward, "backward", self.node.backward[0])
         return replace(self.node, name=self._name(), ops=ops, backward=(call, *views_back))
 
+    def _with_gradients(self) -> SimplifiedNode:
+        """Return a loss whose forward makes its gradients, which the backward scales.
+
+        Raises:
+            NotByPiecesError: it is no loss, or a gradient depends on a sum over pieces.
+        """
+        node, infos = self.node, self.infos
+        own, outside = self._made_behind(), {*self.sg.dataflow.basic.externals}
+        read = dict.fromkeys(name for op in node.backward for name in op.inputs)
+        theirs = [n for n in read if n not in own and n not in self.made and n not in outside]
+        arrived = [n for n in theirs if self.sg.producer.get(n, self.index) >= self.index]
+        if (
+            len(arrived) != 1
+            or infos[arrived[0]].shape
+            or not infos[arrived[0]].dtype.is_floating_point
+        ):
+            raise NotByPiecesError("its backward begins with more than one number")
+        (tangent,), dtype = arrived, infos[arrived[0]].dtype
+        roots, views = self._roots(self._left_by_backward(own), node.backward)
+        units = {root: f"{root}_of_one" for root in roots}
+        one = one_like(tangent, next(iter(self.forward.seeds)), dtype)
+        before, instead = [one], {tangent: one.name, **units}
+        for total, counts in counted(node.ops, infos):
+            before += counts
+            instead[total] = counts[-1].name
+        own_infos = {new: replace(infos[old], alias_of=new) for old, new in instead.items()}
+        cutting = Cutting({**infos, **own_infos}, self.count, dict(self.forward.seeds))
+        cutting.before += before
+        for op in node.ops:
+            cutting.add(op)
+        for op in node.backward:
+            args = map_refs(op.args, lambda name: Ref(instead.get(name, name)))
+            results = tuple(instead.get(name, name) for name in op.results)
+            cutting.add(replace(op, args=args, results=results))
+        behind = [name for op in views for name in op.inputs]
+        behind += [h.value for h in node.hand_overs]
+        leaving = [*self._left_to_others(), *(name for name in behind if name in self.made)]
+        ours, own_views = self._roots(leaving, node.ops)
+        made = (*ours, *units.values())
+        pieces = replace(cutting.pieces(made), recorded=(*node.ops, *node.backward))
+        written = self._written()
+        if any(infos[name].alias_of in written for name in pieces.takes):
+            raise NotByPiecesError("what it reads is written to")
+        self.added = {unit: own_infos[unit] for unit in units.values()}
+        first = node.backward[0]
+        scaled = Op(
+            name=roots[0],
+            target=Scaled(),
+            args=(Ref(tangent), *map(Ref, units.values())),
+            kwargs={},
+            results=roots,
+            returns_many=True,
+            module_path=first.module_path or node.module_path,
+            source=first.source,
+            sequence_nr=first.sequence_nr,
+        )
+        call = self._call(pieces, "forward with gradients", node.main)
+        ops = (call, *own_views)
+        return replace(node, name=self._name(), ops=ops, backward=(scaled, *views))
+
     def _name(self) -> str:
         return f"{self.node.name} in {self.count} pieces"
 
@@ -212,12 +294,8 @@ class _Node:
         node, ops = self.node, self.node.backward
         if not ops:
             return None, (), [h.value for h in node.hand_overs]
-        own = {name for op in ops for name in op.results if name}
-        leaving = [h.value for h in node.hand_overs if h.value in own]
-        for index, other in enumerate(self.sg.nodes):
-            if index != self.index:
-                leaving += [name for name in other.read_by_backward if name in own]
-        roots, views = self._roots(leaving, ops)
+        own = self._made_behind()
+        roots, views = self._roots(self._left_by_backward(own), ops)
         seeds, same_bits = self._gradients(own), self.forward.same_bits
         cutting = Cutting(self.infos, self.count, seeds, same_bits, self.forward.late)
         for op in (*node.ops, *ops):
@@ -233,6 +311,17 @@ class _Node:
         read = [*pieces.takes, *(name for op in views for name in op.inputs)]
         read += [h.value for h in node.hand_overs]
         return pieces, views, read
+
+    def _made_behind(self) -> set[str]:
+        return {name for op in self.node.backward for name in op.results if name}
+
+    def _left_by_backward(self, own: set[str]) -> list[str]:
+        """Return the values of the backward that others read or autograd gets."""
+        leaving = [h.value for h in self.node.hand_overs if h.value in own]
+        for index, other in enumerate(self.sg.nodes):
+            if index != self.index:
+                leaving += [name for name in other.read_by_backward if name in own]
+        return leaving
 
     def _written(self) -> set[str]:
         """Return the storages that the step writes to after the node has read them."""

@@ -44,7 +44,8 @@ class KindCost:
     workspace_bytes: int
 
     def __post_init__(self) -> None:
-        if not all_finite((self.time_ms, self.flops, self.workspace_bytes)):
+        # What frees or reuses its arguments takes less than nothing beside its results.
+        if not all_finite((self.time_ms, self.flops, abs(self.workspace_bytes))):
             raise ValueError(f"a cost below zero: {self}")
 
 

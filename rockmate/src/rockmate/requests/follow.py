@@ -21,10 +21,9 @@ class OtherNumbers:
             if version.is_apart:
                 continue
             known, cut = version.graph, version.planned.network.cut
-            if not same_but_for_numbers(basic, known.dataflow.basic):
-                continue
             cut, recorded = request.cut(None if cut is None else cut.how)
-            if has_same_nodes(recorded.graph, known):
+            same = same_but_for_numbers(recorded.graph.dataflow.basic, known.dataflow.basic)
+            if same and has_same_nodes(recorded.graph, known):
                 planned = with_other_numbers(
                     *(version.planned, known, recorded, request.sample, request.phases), cut=cut
                 )
