@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -117,7 +116,7 @@ class _Measure:
 
     def median(self, measured: Callable[[], float]) -> float:
         """Return the median of a few repetitions."""
-        return statistics.median(measured() for _ in range(_REPETITIONS))
+        return sorted(measured() for _ in range(_REPETITIONS))[_REPETITIONS // 2]
 
 
 def _side(where: torch.device) -> int:
