@@ -17,7 +17,7 @@ SOURCES := $(wildcard */pyproject.toml) $(CORE) rotor/setup.py constraints.txt M
 
 .DEFAULT_GOAL := help
 .PHONY: help install build format lint typecheck test test-all test-nightly test-changed fuzz test-rkgb test-rotor test-rockmate imports \
-	versions check isolated readme outputs docs demo planning step bench bench-smoke bench-offload bench-paper \
+	versions check isolated readme outputs docs demo planning step bench bench-smoke bench-offload bench-split bench-paper \
 	bench-public bench-solvers gpu gpu-wheels gpu-paper other-torch test-torch test-cuda-rules figures core-wheels dist clean
 
 help: ## print this list
@@ -124,6 +124,7 @@ bench-smoke: $(INSTALLED) ## every experiment, tiny, about a minute; fails on an
 	rm -rf benchmarks/results/latest/smoke
 	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py --smoke || failed=1; done; \
 	$(BENCH) -m planning.solvers --smoke || failed=1; $(PY) benchmarks/offload.py --smoke || failed=1; \
+	$(PY) benchmarks/split.py --smoke || failed=1; \
 	$(PY) benchmarks/visualize.py --results benchmarks/results/latest/smoke || failed=1; exit $$failed
 bench: $(INSTALLED) ## every experiment at CPU sizes, under 40 minutes; continues where it was
 	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py || failed=1; done; exit $$failed
@@ -131,6 +132,8 @@ bench: $(INSTALLED) ## every experiment at CPU sizes, under 40 minutes; continue
 FOLDER ?=
 bench-offload: $(INSTALLED) ## moves to the host and to files, planned and by hand, some minutes
 	$(PY) benchmarks/offload.py $(if $(FOLDER),--folder "$(FOLDER)")
+bench-split: $(INSTALLED) ## budgets below the largest operation, in pieces of rows and by hand, some 30 minutes
+	$(PY) benchmarks/split.py
 bench-paper: $(INSTALLED) ## every experiment at the papers' sizes, on CUDA, for hours; continues
 	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py --paper || failed=1; done; exit $$failed
 # On a machine that has torch already, and no network: its own Python, and wheels from a folder.

@@ -4,15 +4,17 @@
     $ .venv/bin/python benchmarks/split.py --only head     # one network
     $ .venv/bin/python benchmarks/split.py --smoke         # tiny, to see that it runs
 
-Each way to run a network gets the smallest budget that it can be planned for. The rows of loops by
-hand get their peak as the budget of a plan in pieces. Plain steps and the others are run in turn;
-times are medians of ratios within a turn.
+Each way to run a network gets the smallest budget that it can be planned for, and one that was set
+as a goal. The rows of loops by hand get their peak as the budget of a plan in pieces. Plain steps
+and the others are run in turn; times are medians of ratios within a turn. Rows of networks that are
+not run stay. A way that is not installed has a row that says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from harness.experiment import read_rows
 from harness.meter import environment, same_bits, timed_ms, trace_memory, write_csv
 from harness.networks import NETWORKS, llama
 from rockmate import InfeasibleBudgetError, Rockmate
@@ -31,7 +34,7 @@ from rockmate import InfeasibleBudgetError, Rockmate
 RESULTS = Path(__file__).parent / "results"
 CPU = torch.device("cpu")
 WAYS: tuple[bool | str, ...] = (False, "exact", True)
-CHUNKS = 32
+CHUNKS, LOOKS = 32, 3
 
 
 class Head(nn.Module):
@@ -56,6 +59,22 @@ class Head(nn.Module):
 
     def _summed(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(self.out(hidden), targets, reduction="sum")
+
+
+LOGITS_BYTES = 4 * 512 * 32000
+# What pieces are to reach, from the peak of a plain step and the smallest budget without pieces.
+GOALS: dict[str, dict[bool | str, Callable[[int, int], float]]] = {
+    "head": {"exact": lambda plain, least: 140e6, True: lambda plain, least: 50e6},
+    "llama": {
+        "exact": lambda plain, least: 2.2 * LOGITS_BYTES,
+        True: lambda plain, least: 0.8 * LOGITS_BYTES,
+    },
+    "gpt": {True: lambda plain, least: 0.7 * least},
+    "unet": {
+        "exact": lambda plain, least: plain * 12 / 50.9,
+        True: lambda plain, least: plain * 10 / 50.9,
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -122,6 +141,8 @@ def measured(
 ) -> dict[str, object]:
     """Return the row of one way to run a network beside the plain one."""
     plain, other = step_of(case.model, case.inputs), step_of(module, case.inputs)
+    for _ in range(LOOKS):  # first steps are recorded again
+        other()
     same = all(map(same_bits, first(module, case.inputs), first(case.model, case.inputs)))
     peaks = [trace_memory(step, CPU).peak_bytes for step in (plain, other)]
     ratios = [1 / (timed_ms(plain, CPU) / timed_ms(other, CPU)) for _ in range(repeats)]
@@ -139,7 +160,20 @@ def measured(
     return row
 
 
-def rows_of(name: str, case: Case, repeats: int) -> Iterator[dict[str, object]]:
+def not_run(name: str, way: str, why: str) -> dict[str, object]:
+    """Return the row of a way that cannot be run."""
+    print(f"{name}: {way}: {why}", flush=True)
+    return {"network": name, "way": way, "why": why, **environment(CPU)}
+
+
+def liger() -> str:
+    """Return why Liger's fused loss is not run."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed"
+    return "liger-kernel's loss is written in Triton, which runs on no CPU"
+
+
+def rows_of(name: str, case: Case, repeats: int, *, at_goals: bool) -> Iterator[dict[str, object]]:
     """Yield the rows of a network."""
 
     def planned(way: str, split: bool | str, budget: int) -> dict[str, object]:
@@ -149,8 +183,20 @@ def rows_of(name: str, case: Case, repeats: int) -> Iterator[dict[str, object]]:
         return measured(name, way, case, rk, repeats, **more)
 
     nothing = {"budget_bytes": "", "predicted_bytes": "", "cut": ""}
+    least = {split: smallest(case, split) for split in WAYS}
+    plain_bytes = 0
     for split in WAYS:
-        yield planned(f"smallest, split={split}", split, smallest(case, split))
+        row = planned(f"smallest, split={split}", split, least[split])
+        plain_bytes = int(str(row["plain_peak_bytes"]))
+        yield row
+    for split, goal in GOALS[name].items() if at_goals else ():
+        way, budget = f"goal, split={split}", int(goal(plain_bytes, least[False]))
+        if budget < least[split]:
+            yield not_run(name, way, f"{budget} bytes are less than the least, {least[split]}")
+        else:
+            yield planned(way, split, budget)
+    if name == "head":
+        yield not_run(name, "Liger", liger())
     for way, module in case.by_hand:
         row = measured(name, way, case, module, repeats, **nothing)
         yield row
@@ -173,14 +219,16 @@ def main() -> None:
         row
         for name, case in cases(smoke=options.smoke)
         if options.only in ("", name)
-        for row in rows_of(name, case, repeats)
+        for row in rows_of(name, case, repeats, at_goals=not options.smoke)
     ]
     if not rows:
         parser.error(f"unknown network {options.only!r}; there are head, llama, gpt, unet")
-    if not options.only:
-        folder = RESULTS / "latest" / "smoke" if options.smoke else RESULTS
-        folder.mkdir(parents=True, exist_ok=True)
-        write_csv(folder / "split.csv", rows)
+    folder = RESULTS / "latest" / "smoke" if options.smoke else RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "split.csv"
+    new = {row["network"] for row in rows}
+    old = [row for row in read_rows(file) if row["network"] not in new]
+    write_csv(file, [*old, *rows])
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ def page_results(results: Path) -> str:
         "Moves, beside offload by hand": "Two networks at the peaks of what people write by hand: "
         "hooks on saved tensors, and checkpoints whose\ninputs are moved. Each peak is a budget of "
         "Rockmate's.\n\n" + tables.offload_table(results),
+        "Pieces of rows, beside loops by hand": "Each network at the smallest budget without "
+        "pieces, with exact ones and with others, at goals, and at the\npeak of what people write "
+        "by hand (`benchmarks/split.py`).\n\n" + tables.split_table(results),
         "Larger batches": "In the memory that plain PyTorch needs for a small one:\n\n"
         + tables.throughput_table(results),
     }
@@ -58,6 +61,7 @@ def benchmark_results(results: Path) -> str:
         "Throughput": tables.throughput_table(results),
         "Peers": tables.peers_table(results),
         "Moves, and offload by hand": tables.offload_table(results),
+        "Pieces of rows": tables.split_table(results),
     }
     parts = [f"### {title}\n\n{text.strip()}" for title, text in found.items() if text]
     return "\n\n".join(parts) or "Nothing has been measured yet: `make bench`."

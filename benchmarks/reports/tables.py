@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from harness.experiment import measured_where, read_rows
 from harness.meter import markdown_table
 from harness.points import Row
 
-MIB = 2**20
+MIB, MB = 2**20, 10**6
 _LARGE_NODES = 500  # up to which planning has an aim in seconds
 NAMES = {
     "checkpoint": "checkpoint",
@@ -58,6 +59,28 @@ def peers_table(results: Path) -> str:
         )
     header = ["best peer", "its peak", "FLOPs", "time", "Rockmate's peak", "FLOPs", "time"]
     return markdown_table(header, lines) + "\n" + measured_where(rows)
+
+
+def split_table(results: Path) -> str:
+    """Return steps in pieces of rows: at the smallest budgets, at goals, beside loops by hand."""
+    rows = read_rows(results / "split.csv")
+    lines = []
+    for row in rows:
+        name = f"{row['network']}, {row['way']}"
+        if row["why"]:
+            lines.append([name, "—", "—", row["why"]])
+            continue
+        of = f"{int(row['peak_bytes']) / MB:.1f} of {int(row['plain_peak_bytes']) / MB:.1f}"
+        pieces = re.search(r"(\d+) pieces", row["cut"])
+        cut = f"{pieces[1]} pieces" if pieces else "whole"
+        by_hand = not row["budget_bytes"]
+        bits = "eager's bits" if row["same_bits"] == "True" else "rounded otherwise"
+        how = f"{'by hand' if by_hand else cut}, {bits}"
+        lines.append([name, of, f"×{float(row['time_ratio']):.2f}", how])
+    if not lines:
+        return ""
+    header = ("network and way", "peak, MB of plain", "time over plain", "what runs in pieces")
+    return markdown_table(header, lines) + "\n" + measured_where([r for r in rows if not r["why"]])
 
 
 def offload_table(results: Path) -> str:
