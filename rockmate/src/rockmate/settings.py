@@ -20,6 +20,7 @@ Budget = int | float | str
 COSTS = ("measured", "flops")
 SelfTest = bool | Literal["deterministic"]
 DEVICE = "device"  # as memory: what it has, and nobody else holds
+HOST, DISK = "host", "disk:"  # as offload; a folder follows the second
 SELF_TESTS = (True, False, "deterministic")
 SPLITS = (False, True, "exact")
 
@@ -141,7 +142,7 @@ class Settings:
 
     @property
     def stands_alone(self) -> bool:
-        """Whether a plan is for its own call only: no other sizes, files and ranks."""
+        """Whether a plan is for its own call only: no other sizes and ranks."""
         return self.compile or self.offload is not None
 
     @property
@@ -159,21 +160,26 @@ class Settings:
         if where is None:
             if self.host_budget is not None:
                 raise ArgumentsError(
-                    "host_budget= limits what offload= moves: give offload='host' or 'disk:/path'"
+                    f"host_budget= limits what offload= moves: give offload='{HOST}' or "
+                    f"'{DISK}/path'"
                 )
             return
-        is_folder = isinstance(where, str) and where.startswith("disk:") and where != "disk:"
-        if where != "host" and not is_folder:
-            raise UnknownChoiceError("offload", str(where), ("host", "disk:/path"))
+        is_folder = isinstance(where, str) and where.startswith(DISK) and where != DISK
+        if where != HOST and not is_folder:
+            raise UnknownChoiceError("offload", str(where), (HOST, f"{DISK}/path"))
         if self.host_budget is not None and parse_budget(self.host_budget)[0] is None:
             raise BudgetFormatError(
                 f"host_budget {self.host_budget!r} is a fraction. Give bytes, or '8GB'."
             )
-        others = [n for n in ("compile", "split", "plan") if getattr(self, n)]
-        if others:
+        if self.compile:
             raise ArgumentsError(
-                f"offload={where!r} and {others[0]}= exclude each other so far: a plan has one of "
-                "them"
+                f"offload={where!r} and compile=True exclude each other: no moves are "
+                "planned beside compiled pieces so far"
+            )
+        if self.split:
+            raise ArgumentsError(
+                f"offload={where!r} and split={self.split!r} exclude each other: no moves are "
+                "planned beside pieces of rows so far"
             )
 
     def _check_cost(self) -> None:

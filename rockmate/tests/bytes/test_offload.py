@@ -139,13 +139,50 @@ def test_a_limit_on_the_other_side(link: Link) -> None:
     assert sum(sizes.values()) <= 16 << 10
 
 
+def test_a_file_keeps_moves_and_rates(link: Link, tmp_path: Path) -> None:
+    """Nothing is measured again: the rates of the file serve, on this side's limit."""
+    file = str(tmp_path / "net.plan.json")
+    model, x = blocks()
+    made = Rockmate(model, x, 0.65, offload="host", planner="segments")
+    made.save_plan(file)
+    offload._made.clear()
+    model, x = blocks()
+    twin = eager_copy(model)
+    rk = Rockmate(model, x, 0.65, offload="host", plan=file)
+    assert rk.plan.plan.moves == made.plan.plan.moves
+    assert rk.plan.problem.link == link
+    assert not offload._made
+    assert_trains_like(rk, twin, x)
+    if rk.plan.plan.moves:
+        with pytest.raises(rockmate.PlanMismatchError, match="offload=None"):
+            Rockmate(blocks()[0], x, 0.65, plan=file)
+        with pytest.raises(rockmate.PlanMismatchError, match="bytes elsewhere"):
+            Rockmate(blocks()[0], x, 0.65, plan=file, offload="host", host_budget="4Ki")
+
+
+def test_the_cache_keeps_plans_that_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = offload.Offload("host", SlowHost(random.Random(0)), FAST)
+    monkeypatch.setattr(offload, "_made", {("host", torch.device("cpu")): place})
+    how = {"offload": "host", "planner": "segments", "cache": tmp_path}
+    model, x = blocks(3)
+    made = Rockmate(model, x, 0.5, **how)
+    assert made.plan.plan.moves
+    monkeypatch.setattr("rockmate.requests.sources.Anew.find", lambda *_: pytest.fail("planned"))
+    model, x = blocks(3)
+    twin = eager_copy(model)
+    rk = Rockmate(model, x, 0.5, **how)
+    assert rk.plan.plan.moves == made.plan.plan.moves
+    assert_trains_like(rk, twin, x)
+
+
 WRONG = {
     "unknown": ({"offload": "tape"}, "offload"),
     "nearly a place": ({"offload": "hosts"}, "offload"),
     "no folder": ({"offload": "disk:"}, "offload"),
     "a limit of nothing": ({"host_budget": "1GB"}, "host_budget= limits"),
     "a fraction there": ({"offload": "host", "host_budget": "50%"}, "fraction"),
-    "compiled": ({"offload": "host", "compile": True}, "exclude each other"),
+    "compiled": ({"offload": "host", "compile": True}, "beside compiled pieces"),
+    "in pieces": ({"offload": "host", "split": True}, "beside pieces of rows"),
 }
 
 

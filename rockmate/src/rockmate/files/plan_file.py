@@ -256,7 +256,7 @@ def _check_plan(problem: Problem, plan: Plan) -> None:
         plan.check(problem)
     except InvalidPlanError as error:
         raise PlanFileError(f"a plan that does not hold: {error}") from None
-    timeline = simulate(problem, plan.steps)
+    timeline = simulate(problem, plan.steps, plan.moves)
     claims = (plan.peak_bytes, plan.overhead_ms, plan.base_time_ms)
     found = (timeline.peak_bytes, timeline.overhead_ms, problem.base_time_ms)
     if not all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(claims, found, strict=True)):

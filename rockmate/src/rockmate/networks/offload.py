@@ -1,6 +1,7 @@
 """Where storages of a step may be moved, with a link whose rates have been measured.
 
-A place is made once per process: its worker threads, blocks and rates serve every plan.
+A place is made once per process: its worker threads, blocks and rates serve every plan. A plan from
+a file brings the rates with it that it was made for.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ import torch
 from rkgb.copies import Copies, copies_for, measured_link
 from rockmate.problems.link import Link
 from rockmate.problems.problem import Problem
-
-_HOST = "host"
-_DISK = "disk:"
+from rockmate.settings import DISK, HOST
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,25 +26,34 @@ class Offload:
     link: Link
 
 
+_copies: dict[tuple[str, torch.device], Copies] = {}
 _made: dict[tuple[str, torch.device], Offload] = {}
 _making = threading.Lock()
 
 
-def offload_of(where: str | None, device: torch.device, host_bytes: int | None) -> Offload | None:
+def offload_of(
+    where: str | None, device: torch.device, host_bytes: int | None, link: Link | None = None
+) -> Offload | None:
     """Return the place that a user names, for storages of a device; None for no offload.
 
-    Its rates are measured when it is first asked for, while kernels run.
+    Its rates are those of a link that is known, or measured when they are first asked for, while
+    kernels run.
     """
     if where is None:
         return None
     key = where, device
     with _making:
-        if key not in _made:
-            folder = where.removeprefix(_DISK) if where != _HOST else None
-            copies = copies_for(device, folder)
-            _made[key] = Offload(where, copies, Link(*measured_link(copies, device)))
-        found = _made[key]
-    return replace(found, link=replace(found.link, host_bytes=host_bytes))
+        if key not in _copies:
+            folder = None if where == HOST else where.removeprefix(DISK)
+            _copies[key] = copies_for(device, folder)
+        found = _made.get(key)
+        if found is None and link is None:
+            rates = Link(*measured_link(_copies[key], device))
+            found = _made[key] = Offload(where, _copies[key], rates)
+        if found is None:
+            assert link is not None
+            found = Offload(where, _copies[key], link)
+    return replace(found, link=replace(link or found.link, host_bytes=host_bytes))
 
 
 def with_link(problem: Problem, movable: frozenset[str], link: Link) -> Problem:

@@ -17,11 +17,12 @@ from rkgb.device import no_collection
 from rkgb.elements import target_of
 from rkgb.engine import external_values, operations
 from rkgb.run import RunnableGraph
-from rockmate.errors import PlanFileError, PlanMismatchError
+from rockmate.errors import InvalidPlanError, PlanFileError, PlanMismatchError
 from rockmate.files.differences import of_inputs, of_problems
 from rockmate.files.plan_file import KindCost, PlanFile, SavedCut, SavedPlan, SeenLoss
 from rockmate.networks.cutting import beside
 from rockmate.networks.network import Network, assembled
+from rockmate.networks.offload import Offload, offload_of
 from rockmate.networks.planned import Planned, compiled_plan
 from rockmate.networks.self_test import eager_step, over_budget
 from rockmate.requests.identity import (
@@ -112,6 +113,8 @@ def planned_from(saved: SavedPlan, request: Request) -> Planned:
         kind = "exact pieces" if saved.cut.is_exact else "pieces"
         found = [f"split: {kind} of rows in the file, split={settings.split!r} here"]
         raise _mismatch("call", found)
+    if saved.plan.moves and settings.offload is None:
+        raise _mismatch("call", ["offload: storages move in the file, offload=None here"])
     with phases.phase("saved plan"):
         network = _network(saved, request, unknown=None)
     if differences := of_problems(saved.problem, network.problem):  # another source may have a plan
@@ -175,9 +178,20 @@ def _network(saved: SavedPlan, request: Request, *, unknown: OpCost | None) -> N
     measured = Measured(
         costs, callees, saved.spread, saved.device_ms, saved.host_ms, frozenset(unsteady)
     )
-    coming = request.settings.coming
-    made = assembled(recorded.graph, recorded, measured, external, coming=coming)
+    made = assembled(
+        *(recorded.graph, recorded, measured, external),
+        coming=request.settings.coming,
+        offload=_offload(saved, request),
+    )
     return replace(made, cut=cut)
+
+
+def _offload(saved: SavedPlan, request: Request) -> Offload | None:
+    """Return the place for what moves, with the rates for which the plan was made."""
+    link, settings = saved.problem.link, request.settings
+    if link is None:
+        return None
+    return offload_of(settings.offload, request.sample.device, settings.host_bytes, link)
 
 
 def _how(saved: SavedCut | None) -> Cut | None:
@@ -230,7 +244,10 @@ def _budget_for(saved: SavedPlan, network: Network, settings: Terms) -> int:
             whole = simulate(network.problem, no_recomputation(network.problem)).peak_bytes
         budget_bytes = int(fraction * whole)
     aside = settings.reserve + saved.blocks_bytes
-    needed = simulate(network.problem, saved.plan.steps).peak_bytes + aside
+    try:
+        needed = simulate(network.problem, saved.plan.steps, saved.plan.moves).peak_bytes + aside
+    except InvalidPlanError as error:  # less may move here
+        raise _mismatch("offload", [str(error)]) from None
     if needed > budget_bytes:
         found = [
             f"it needs {exact_bytes(needed)}, {aside} of them set aside, and the "
@@ -244,7 +261,7 @@ def _plan_for(saved: SavedPlan, network: Network, settings: Terms, budget_bytes:
     """Return the saved plan for this budget, without a bound that was for a smaller one."""
     within = budget_bytes - settings.reserve - saved.blocks_bytes
     plan, problem = saved.plan, network.problem
-    timeline = simulate(problem, plan.steps, budget_bytes=within)
+    timeline = simulate(problem, plan.steps, plan.moves, budget_bytes=within)
     bound_ms = plan.bound_ms if within <= plan.budget_bytes else None
     proven = timeline.overhead_ms == 0
     here = replace(
@@ -252,6 +269,7 @@ def _plan_for(saved: SavedPlan, network: Network, settings: Terms, budget_bytes:
         budget_bytes=within,
         peak_bytes=timeline.peak_bytes,
         overhead_ms=timeline.overhead_ms,
+        stall_ms=timeline.stall_ms,
         base_time_ms=problem.base_time_ms,
         bound_ms=problem.base_time_ms if proven else bound_ms,
         status=plan.status if bound_ms is not None else "optimal" if proven else "feasible",

@@ -101,10 +101,12 @@ def sources_of(
 
     A file has plans for usual gradients. Ranks exchange plans at every call, or at none.
     """
-    if settings.stands_alone:  # it is for these numbers and sizes
+    if settings.compile:  # a file knows no compiled code
         return (Anew(),)
     folder = CacheFolder.chosen(settings.cache)
     made: Source = Anew() if folder is None else Cache(folder, Anew())
+    if settings.stands_alone:  # it is for these numbers and sizes
+        return (made,) if given is None else (given, made)
     sources: tuple[Source, ...] = (OtherSizes(), made)
     if given is not None:
         sources = (given, *sources)
