@@ -18,7 +18,7 @@ import math
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.planners.effort import Effort
@@ -115,28 +115,60 @@ def _search(
     found: _Found, steps: Steps, sets: Sequence[Arrivals], effort: Effort, seed: int
 ) -> None:
     """Consider plans from these steps: without search for each set, then in windows."""
-    best: tuple[float, Arrivals, Steps] | None = None
-    for arrivals in sets:
-        hint = prune(arrivals.problem, arrivals.hint(steps), found.budget_bytes)
-        if simulate(arrivals.problem, hint).peak_bytes > found.budget_bytes:
-            continue
-        time_ms = found.consider("moving", arrivals, hint)
-        if time_ms is not None and (best is None or time_ms < best[0]):
-            best = time_ms, arrivals, hint
-    if best is None or found.is_free:
+    starts = [start for arrivals in sets if (start := _start(found, arrivals, steps))]
+    if not starts:
         return
-    _, arrivals, hint = best
-    search = improve if len(arrivals.problem.nodes) > _FEW_WINDOWS else explore
-    better = search(
-        arrivals.problem,
-        hint,
+    best = min(starts, key=lambda start: start.time_ms)
+    is_small = len(found.problem.nodes) <= _FEW_WINDOWS
+    if is_small:
+        best = _one_more_or_less(found, best, steps)
+    if found.is_free:
+        return
+    better = (explore if is_small else improve)(
+        best.arrivals.problem,
+        best.steps,
         found.budget_bytes,
         windows=effort.windows,
         window_limit=effort.window_limit,
         seed=seed,
         stop=lambda: found.is_over(effort),
     )
-    found.consider("moving, search in windows", arrivals, better)
+    found.consider("moving, search in windows", best.arrivals, better)
+
+
+class _Start(NamedTuple):
+    """A plan without search for a set of storages."""
+
+    time_ms: float
+    arrivals: Arrivals
+    steps: Steps  # in which they arrive
+
+
+def _start(found: _Found, arrivals: Arrivals, steps: Steps) -> _Start | None:
+    hint = prune(arrivals.problem, arrivals.hint(steps), found.budget_bytes)
+    if simulate(arrivals.problem, hint).peak_bytes > found.budget_bytes:
+        return None
+    time_ms = found.consider("moving", arrivals, hint)
+    return None if time_ms is None else _Start(time_ms, arrivals, hint)
+
+
+def _one_more_or_less(found: _Found, best: _Start, steps: Steps) -> _Start:
+    """Move one storage more or less while that helps: parts of few storages tell little."""
+    problem, fits = found.problem, _carrier(found.problem)
+    movable = [i for i, storage in enumerate(problem.storages) if storage.is_movable]
+    idle = 0
+    for index in itertools.cycle(movable):
+        if idle == len(movable) or found.is_free:
+            break
+        idle += 1
+        chosen = sorted({*best.arrivals.chosen} ^ {index})
+        if not fits(chosen):
+            continue
+        takes_time = best.arrivals.takes_time
+        start = _start(found, Arrivals(problem, chosen, takes_time=takes_time), steps)
+        if start is not None and start.time_ms < best.time_ms:
+            best, idle = start, 0
+    return best
 
 
 class _Found:
@@ -217,7 +249,12 @@ def _best_of_each(tried: Sequence[Trial]) -> tuple[Trial, ...]:
 def _sets(problem: Problem, budget_bytes: int) -> list[Arrivals]:
     """Return different sets of storages to move, as problems in which they arrive."""
     sets = storages_to_move(problem, budget_bytes, _carrier(problem))
-    return [Arrivals(problem, chosen) for chosen in dict.fromkeys(sets) if chosen]
+    return [
+        Arrivals(problem, chosen, takes_time=takes_time)
+        for chosen in dict.fromkeys(sets)
+        for takes_time in (True, False)
+        if chosen
+    ]
 
 
 def _carrier(problem: Problem) -> Callable[[Sequence[int]], bool]:
@@ -267,12 +304,14 @@ class Arrivals:
 
     That node comes just before the storage's producer, which then works in its memory. It reads
     nothing and takes no time. So running it again stands for bringing the storage in. The backward
-    during which its copy must begin counts as a reader, because the memory is taken from there on.
+    during which its copy must begin counts as a reader, because the memory is taken from there on;
+    not so if copies take no time.
     """
 
-    def __init__(self, problem: Problem, chosen: Sequence[int]) -> None:
+    def __init__(self, problem: Problem, chosen: Sequence[int], *, takes_time: bool = True) -> None:
         assert problem.link is not None
         self.original, self.chosen = problem, tuple(chosen)
+        self.takes_time = takes_time
         by_producer: dict[int, list[int]] = {}
         for index in chosen:
             by_producer.setdefault(problem.storages[index].producer, []).append(index)
@@ -294,7 +333,7 @@ class Arrivals:
                 )
             )
         self._made = by_producer
-        place, flights = self._place, _flights(problem, self.chosen)
+        place, flights = self._place, _flights(problem, self.chosen) if takes_time else {}
         storages = (
             dataclasses.replace(
                 storage,
