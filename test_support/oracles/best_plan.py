@@ -24,15 +24,18 @@ def exhaustive_search(
     ascending: bool = False,
     max_runs: int | None = None,
     moving: bool = False,
+    in_forward: bool = False,
 ) -> tuple[float, Steps] | None:
     """Return the least overhead of any schedule within the budget, and its steps; None if none.
 
     Dijkstra over memory states: which storages and rerun states are held before which backward.
     With `ascending`, only schedules whose recomputations between two backwards run in the order of
     the nodes, each at most once, and each node at most `max_runs` times: the solvers' class. With
-    `moving`, movable storages go elsewhere and come back in no time.
+    `moving`, movable storages go elsewhere and come back in no time. With `in_forward`, nodes also
+    run again before the forward has ended.
     """
     moves = _Moves(problem, budget_bytes, ascending=ascending, max_runs=max_runs, moving=moving)
+    moves.in_forward = in_forward
     count = len(problem.nodes)
     nothing: frozenset[int] = frozenset()
     start: _State = (0, nothing, nothing, -1, (1,) * count if max_runs else (), nothing)
@@ -74,6 +77,7 @@ class _Moves:
         moving: bool,
     ) -> None:
         self.budget_bytes, self.ascending, self.max_runs = budget_bytes, ascending, max_runs
+        self.in_forward = False
         self.nodes, self.storages = problem.nodes, problem.storages
         self.order = problem.backward_order
         nodes, storages = range(len(self.nodes)), tuple(enumerate(self.storages))
@@ -98,6 +102,8 @@ class _Moves:
                 yield 0.0, (position, held | {index}, states, last, runs, away), None
         if position < len(self.nodes):  # the forward: its next node
             yield from self._first_runs(state)
+            for k in range(position if self.in_forward else 0):
+                yield from self._runs_again(state, k)
             return
         for k in range(len(self.nodes)):  # the backward: any node that may run again
             yield from self._runs_again(state, k)

@@ -44,8 +44,13 @@ def random_steps(problem: Problem, seed: int) -> Steps:
     """Insert recomputations at random places; every such plan is valid."""
     source = random.Random(seed)
     count = len(problem.nodes)
-    steps = [Step("F", k) for k in range(count)]
     share = source.choice([0.02, 0.1, 0.4])
+    steps = []
+    for k in range(count):
+        if source.random() < 2 * share:
+            low = source.randrange(k + 1)
+            steps += [Step("F", again) for again in range(low, min(k, low + 6))]
+        steps.append(Step("F", k))
     for node in problem.backward_order:
         steps += [Step("F", k) for k in range(count) if source.random() < share]
         if source.random() < 0.5:
@@ -101,7 +106,8 @@ def test_a_plan_out_of_order_is_refused_before_it_runs() -> None:
     dropped = [step for t, step in enumerate(steps) if t != backwards[2]]
     doubled = [*steps[: backwards[3]], steps[backwards[3]], *steps[backwards[3] :]]
     unstarted = steps[1:]
-    for broken in (swapped, dropped, doubled, unstarted):
+    ahead = [*steps[:1], Step("F", 2), *steps[1:]]
+    for broken in (swapped, dropped, doubled, unstarted, ahead):
         with pytest.raises(InvalidPlanError):
             bound(plan, tuple(broken))
 

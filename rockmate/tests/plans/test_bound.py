@@ -19,7 +19,7 @@ def test_never_above_the_optimum_of_all_schedules(seed: int) -> None:
     problem = random_problem(seed, 2 + seed % 4)
     peak = simulate(problem, no_recomputation(problem)).peak_bytes
     for budget in (9 * peak // 10, 3 * peak // 4, 3 * peak // 5, peak // 2):
-        oracle = exhaustive_search(problem, budget)
+        oracle = exhaustive_search(problem, budget, in_forward=True)
         for cuts in (0, 2):
             bound = lower_bound(problem, budget, cuts=cuts)
             if oracle is None:

@@ -36,7 +36,7 @@ def test_no_schedule_is_below_it(seed: int, count: int, work: int) -> None:
     problem = random_problem(seed, count)
     bound = least_budget(problem, minimum_peak(problem)[1], work=work)
     assert bound >= floor_bytes(problem)
-    assert exhaustive_search(problem, bound - 1) is None
+    assert exhaustive_search(problem, bound - 1, in_forward=True) is None
 
 
 def test_it_is_above_the_need_of_single_steps_on_small_problems() -> None:

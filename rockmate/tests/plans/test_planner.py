@@ -57,7 +57,7 @@ def test_the_smallest_budget_works_and_one_byte_less_is_refused(seed: int) -> No
     with pytest.raises(InfeasibleBudgetError, match=f"at least {least} bytes"):
         plan(problem, least - 1, effort="fast")
     # and it is the truth, up to schedules outside the solvers' class
-    assert exhaustive_search(problem, least) is not None
+    assert exhaustive_search(problem, least, in_forward=True) is not None
     assert exhaustive_search(problem, least - 1, ascending=True, max_runs=3) is None
 
 

@@ -67,12 +67,13 @@ def test_predictions_equal_the_exhaustive_semantics(seed: int) -> None:
     problem = random_problem(seed, 2 + seed % 4)
     peak = simulate(problem, no_recomputation(problem)).peak_bytes
     for budget in (peak, 3 * peak // 4, 3 * peak // 5):
-        found = exhaustive_search(problem, budget)
+        in_forward = budget < peak
+        found = exhaustive_search(problem, budget, in_forward=in_forward)
         if found is not None:
             timeline = simulate(problem, found[1], budget_bytes=budget)
             assert timeline.overhead_ms == found[0]
             # one byte less than the steps' own peak and the search must pay more, or give up
-            tighter = exhaustive_search(problem, timeline.peak_bytes)
+            tighter = exhaustive_search(problem, timeline.peak_bytes, in_forward=in_forward)
             assert tighter is not None
             assert tighter[0] == found[0]
 
@@ -106,7 +107,10 @@ def test_replay_keeps_what_is_read(problem: Problem, draw: random.Random) -> Non
 
 def random_steps(problem: Problem, draw: random.Random) -> tuple[Step, ...]:
     count = len(problem.nodes)
-    steps = [forward(k) for k in range(count)]
+    steps: list[Step] = []
+    for k in range(count):
+        steps += [forward(draw.randrange(k)) for _ in range(draw.randint(0, 2)) if k]
+        steps.append(forward(k))
     for node in problem.backward_order:
         steps += [forward(draw.randrange(count)) for _ in range(draw.randint(0, 3))]
         steps.append(backward(node))

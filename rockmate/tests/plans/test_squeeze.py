@@ -38,7 +38,7 @@ def test_what_is_found_to_fit_fits(seed: int, count: int, part: float) -> None:
 def test_never_below_the_truth_and_near_it(seed: int, count: int) -> None:
     problem = random_problem(seed, count)
     found = squeezed_bytes(problem)
-    assert exhaustive_search(problem, found) is not None
+    assert exhaustive_search(problem, found, in_forward=True) is not None
     assert exhaustive_search(problem, int(found / 1.6), ascending=True, max_runs=3) is None
 
 

@@ -28,16 +28,16 @@ from rockmate.schedules.moves import Move as PlannedMove
 from rockmate.schedules.moves import moves_among
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.simulate import Timeline, simulate
-from rockmate.schedules.steps import Step
+from rockmate.schedules.steps import Step, first_forwards
 
 
 def without_reruns(network: Network, plan: Plan) -> Plan:
     """Return the plan without recomputations of nodes whose results are kept anyway."""
-    count = len(network.problem.nodes)
+    first = first_forwards(plan.steps)
     kept = [
         place
         for place, step in enumerate(plan.steps)
-        if place < count or step.kind != "F" or step.node not in network.fixed
+        if first[place] or step.kind != "F" or step.node not in network.fixed
     ]
     if len(kept) == len(plan.steps):
         return plan

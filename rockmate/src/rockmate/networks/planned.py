@@ -52,6 +52,7 @@ from rockmate.runtime.executable import Executable
 from rockmate.runtime.execute import Executor
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.simulate import simulate
+from rockmate.schedules.steps import end_of_forward
 
 if TYPE_CHECKING:
     from rkgb.rows import CutGraph
@@ -295,7 +296,7 @@ def _executor(network: Network, plan: Plan, budget_bytes: int) -> Executor:
     program, room_bytes = planned_executable(network, plan), 0
     if program.leaving_outputs:
         during = simulate(network.problem, plan.steps, plan.moves).peak_during
-        in_backward = during[len(network.problem.nodes) :]
+        in_backward = during[end_of_forward(plan.steps, len(network.problem.nodes)) :]
         room_bytes = budget_bytes - max(in_backward, default=0)
     return Executor(program, room_bytes)
 

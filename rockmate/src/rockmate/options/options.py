@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rockmate.problems.problem import Problem
 from rockmate.schedules.simulate import simulate
-from rockmate.schedules.steps import Step, Steps
+from rockmate.schedules.steps import Step, Steps, end_of_forward
 from rockmate.solvers.result import Solver
 
 
@@ -40,7 +40,7 @@ class Grid:
 def measure_option(local: Problem, steps: Steps) -> BlockOption:
     """Return the option of some steps, measured by the exact simulator."""
     timeline = simulate(local, steps)
-    closing = len(local.nodes) - 1
+    closing = end_of_forward(steps, len(local.nodes)) - 1
     return BlockOption(
         saved_bytes=timeline.peak_during[closing],
         fwd_peak_bytes=max(timeline.peak_during[: closing + 1]),

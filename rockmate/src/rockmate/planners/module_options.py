@@ -19,7 +19,7 @@ from rockmate.planners.portfolio import plan as plan_within
 from rockmate.planners.resized import replan
 from rockmate.problems.problem import Node, Problem
 from rockmate.schedules.plan import Plan, make_plan
-from rockmate.schedules.steps import Step, Steps
+from rockmate.schedules.steps import Step, Steps, end_of_forward
 from rockmate.solvers import block_solver
 
 _BOX_LIMIT = 0.05  # deterministic seconds for each box
@@ -107,7 +107,8 @@ def _limited(problem: Problem, budget_bytes: int, most_kept_bytes: int) -> Probl
 
 
 def _with_end(end: int, steps: Steps) -> Steps:
-    return (*steps[:end], Step("F", end), *steps[end:])
+    at = end_of_forward(steps, end)
+    return (*steps[:at], Step("F", end), *steps[at:])
 
 
 def _plan_of(problem: Problem, budget_bytes: int, plan: Plan) -> Plan:

@@ -32,7 +32,7 @@ from rockmate.schedules.plan import Plan, Trial, make_plan
 from rockmate.schedules.prune import prune
 from rockmate.schedules.report import exact_bytes
 from rockmate.schedules.simulate import simulate
-from rockmate.schedules.steps import Step, Steps
+from rockmate.schedules.steps import Step, Steps, end_of_forward, first_forwards
 from rockmate.solvers.bound import lower_bound, storages_to_move
 from rockmate.solvers.least_budget import QUICK_WORK, least_budget
 from rockmate.solvers.result import stages_of
@@ -362,7 +362,7 @@ class Arrivals:
         count, place = len(self.original.nodes), self._place
         found = [Step("F", k) for k in range(len(self.problem.nodes))]
         there: set[int] = set()
-        for kind, k in steps[count:]:
+        for kind, k in steps[end_of_forward(steps, count) :]:
             inputs = self.problem.fwd_inputs if kind == "F" else self.problem.bwd_inputs
             made = self._made.get(k, ()) if kind == "F" else ()
             for index in (*inputs[place[k]], *made):
@@ -378,10 +378,10 @@ class Arrivals:
         index_of = {node: index for index, node in self._arrival.items()}
         found: list[Step] = []
         places: dict[int, list[int]] = {index: [] for index in self.chosen}
-        for t, (kind, k) in enumerate(steps):
+        for is_first, (kind, k) in zip(first_forwards(steps), steps, strict=True):
             if k not in index_of:
                 found.append(Step(kind, back[k]))
-            elif t >= len(self.problem.nodes):
+            elif not is_first:
                 places[index_of[k]].append(len(found))
         return tuple(found), places
 

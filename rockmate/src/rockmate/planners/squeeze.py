@@ -4,7 +4,7 @@ A stage is the recomputations before one backward, then that backward. A stage c
 inputs of its backward from the start. That takes little memory if few gradients are alive. If many
 are, some values are *carried in* from an earlier stage: the chain of recomputations is cut, and its
 first part runs there. A chain runs in node order. If it does not fit, large values that are read
-only later are dropped and recomputed in the same stage (*lightened*).
+only later are dropped and recomputed in the same stage (*lightened*). So is the forward.
 
 `carried` goes over the stages from last to first and keeps a few cuts that fit into the limit for
 each; it costs about one scan of the nodes per stage, whatever the shape of the graph. `squeeze`
@@ -162,20 +162,38 @@ class Squeezer:
             peaks.append(highest)
         return peaks
 
-    def _forward_bytes(self, wanted: int) -> int:
-        """Return the peak of the first forward if it keeps a set of storages."""
-        problem = self.problem
-        outputs = self._outputs_bytes
-        need = wanted
-        highest = 0
+    def _forward(self, wanted: int, limit_bytes: int) -> list[int] | None:
+        """Return the runs of a forward that keeps a set of storages, or None if it does not fit.
+
+        Where the first runs do not fit, what is read only later is dropped and made again.
+        """
+        found = self._first_runs(wanted, limit_bytes - self._states_bytes, lightened=False)
+        every_state = sum(node.rerun_state_bytes for node in self.problem.nodes)
+        return found or self._first_runs(wanted, limit_bytes - every_state, lightened=True)
+
+    def _first_runs(self, wanted: int, room: int, *, lightened: bool) -> list[int] | None:
+        bytes_of, problem = self.problem.bytes_of, self.problem
+        outputs, need, held = self._outputs_bytes, wanted, bytes_of(wanted)
+        runs: list[int] = []
         for k in reversed(range(len(problem.nodes))):
-            phantoms = problem.phantom_masks[k]
-            records = need & phantoms or not phantoms
-            own = (problem.forward_peaks if records else problem.forward_peaks_nograd)[k]
-            need = (need & ~self._makes[k]) | self._inputs[k]
-            outputs -= problem.bytes_of(problem.product_masks[k] & problem.output_mask)
-            highest = max(highest, problem.bytes_of(need) + outputs + own)
-        return highest + self._states_bytes
+            made_outputs = bytes_of(problem.product_masks[k] & problem.output_mask)
+            while True:
+                records = need & problem.phantom_masks[k] or not problem.phantom_masks[k]
+                own = (problem.forward_peaks if records else problem.forward_peaks_nograd)[k]
+                earlier = (need & ~self._makes[k]) | self._inputs[k]
+                before = held + bytes_of(earlier & ~need) - bytes_of(need & ~earlier)
+                if before + outputs - made_outputs + own <= room:
+                    break
+                lighter = self._lighter(k, need, held, 0, room - outputs) if lightened else None
+                if lighter is None:
+                    return None
+                nodes, sets, held = lighter
+                runs += nodes
+                need = sets[-1]
+            runs.append(k)
+            need, held = earlier, before
+            outputs -= made_outputs
+        return runs[::-1]
 
     # --- all stages -------------------------------------------------------------------------------
 
@@ -202,7 +220,7 @@ class Squeezer:
                 return None
             states = self._best(list(found), self._reads[stage - 1] if stage else 0)
             chosen[stage] = [(state, found[state]) for state in states]
-        fitting = (p for p, state in enumerate(states) if self._forward_bytes(state) <= limit_bytes)
+        fitting = (p for p, state in enumerate(states) if self._forward(state, limit_bytes))
         place = next(fitting, -1)
         if place < 0:
             return None
@@ -227,8 +245,10 @@ class Squeezer:
 
     def follow(self, needs: Sequence[int], limit_bytes: int) -> Steps:
         """Return steps within the limit that keep what fits, the storages read soonest first."""
-        steps = [Step("F", k) for k in range(len(self.problem.nodes))]
         there = needs[0] if needs else 0
+        runs = self._forward(there, limit_bytes)
+        assert runs is not None
+        steps = [Step("F", k) for k in runs]
         for stage, node in enumerate(self.order):
             later = needs[stage + 1] if stage + 1 < len(needs) else 0
             wanted = self._reads[stage] | later

@@ -12,7 +12,7 @@ from rockmate.schedules.liveness import live_after
 from rockmate.schedules.moves import Moves, clocks_of, comings_of
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.simulate import recompute_counts, simulate
-from rockmate.schedules.steps import Steps
+from rockmate.schedules.steps import Steps, end_of_forward, first_forwards
 
 KINDS = ("forward", "recomputation", "backward", "waiting")
 
@@ -33,11 +33,11 @@ def module_rows(problem: Problem, steps: Steps, moves: Moves = ()) -> list[Modul
 
     What is elsewhere when the backward begins is not kept.
     """
-    last = len(problem.nodes) - 1
-    if last < 0:
+    turn = end_of_forward(steps, len(problem.nodes)) - 1
+    if turn < 0:
         return []
-    kept = live_after(problem, steps)[last] & ~comings_of(len(steps), moves).away[last]
-    plain = live_after(problem, no_recomputation(problem))[last]
+    kept = live_after(problem, steps)[turn] & ~comings_of(len(steps), moves).away[turn]
+    plain = live_after(problem, no_recomputation(problem))[len(problem.nodes) - 1]
     runs = recompute_counts(problem, steps)
     places: dict[str, list[int]] = {}
     for k, node in enumerate(problem.nodes):
@@ -126,9 +126,9 @@ def moved_rows(problem: Problem, plan: Plan) -> list[MovedRow]:
 
 def phases(problem: Problem, steps: Steps) -> Iterator[tuple[str, float]]:
     """Yield for each step its phase ("forward", "recomputation", "backward") and its ms."""
-    for t, (kind, k) in enumerate(steps):
+    for is_first, (kind, k) in zip(first_forwards(steps), steps, strict=True):
         node = problem.nodes[k]
         if kind == "B":
             yield "backward", node.bwd_time_ms
         else:
-            yield "forward" if t < len(problem.nodes) else "recomputation", node.fwd_time_ms
+            yield "forward" if is_first else "recomputation", node.fwd_time_ms

@@ -12,30 +12,35 @@ from collections.abc import Sequence
 
 from rockmate.errors import InvalidPlanError
 from rockmate.problems.problem import Problem
-from rockmate.schedules.steps import Step
+from rockmate.schedules.steps import Step, first_forwards
 
 
 def check_order(problem: Problem, steps: Sequence[Step]) -> None:
     """Refuse a sequence that is not one forward phase and then one backward phase.
 
-    The forward phase must be complete, and the backward steps in their fixed order. Then every
-    storage is made before a step reads it, and nothing else can be wrong with the order.
+    First forwards run in the order of the nodes, and backwards behind them in theirs. Between them
+    any node that has run may run again. Then every storage is made before a step reads it, and
+    nothing else can be wrong with the order.
 
     Raises:
         InvalidPlanError: names the first step that is out of place.
     """
     count = len(problem.nodes)
     order = problem.backward_order
-    for t in range(count):
-        if t >= len(steps) or steps[t] != ("F", t):
-            found = str(Step(*steps[t])) if t < len(steps) else "the end of the plan"
+    run = turn = 0
+    while run < count:
+        kind, node = steps[turn] if turn < len(steps) else ("", -1)
+        if kind != "F" or not 0 <= node <= run:
+            found = f"{kind}{node}" if kind else "the end of the plan"
+            name = problem.nodes[run].name
             raise InvalidPlanError(
-                f"step {t} of the plan must be F{t} ({problem.nodes[t].name}), found {found}: "
+                f"step {turn} of the plan must be F{run} ({name}), found {found}: "
                 f"a plan starts with the forward of all {count} nodes in order"
             )
+        run += node == run
+        turn += 1
     done = 0
-    for t in range(count, len(steps)):
-        kind, node = steps[t]
+    for t, (kind, node) in enumerate(steps[turn:], start=turn):
         if not 0 <= node < count or kind not in ("F", "B"):
             raise InvalidPlanError(
                 f"step {t} of the plan is {kind}{node}, but the problem has nodes 0 to {count - 1}"
@@ -70,7 +75,7 @@ def live_after(problem: Problem, steps: Sequence[Step]) -> list[int]:
     kept_products = [mask & ~problem.output_mask for mask in products]
     fwd_inputs = problem.fwd_input_masks
     bwd_inputs = problem.bwd_input_masks
-    first = len(problem.nodes)
+    first = first_forwards(steps)
     after = [0] * len(steps)
     need = problem.output_mask
     for t in range(len(steps) - 1, -1, -1):
@@ -78,7 +83,7 @@ def live_after(problem: Problem, steps: Sequence[Step]) -> list[int]:
         kind, node = steps[t]
         if kind == "B":
             need |= bwd_inputs[node]
-        elif t < first:  # the node's first forward, which also makes its outputs
+        elif first[t]:  # which also makes its outputs
             need = (need & ~products[node]) | fwd_inputs[node]
         else:
             need = (need & ~kept_products[node]) | fwd_inputs[node]
@@ -93,7 +98,7 @@ def recording_steps(problem: Problem, steps: Sequence[Step], after: Sequence[int
     restore the random state.
     """
     phantoms = problem.phantom_masks
-    first = len(problem.nodes)
+    first = first_forwards(steps)
     records = []
     for t, (kind, node) in enumerate(steps):
         if kind == "B":
@@ -101,5 +106,5 @@ def recording_steps(problem: Problem, steps: Sequence[Step], after: Sequence[int
         elif phantoms[node]:
             records.append(bool(after[t] & phantoms[node]))
         else:
-            records.append(t < first)
+            records.append(first[t])
     return records

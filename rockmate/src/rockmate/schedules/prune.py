@@ -44,12 +44,7 @@ class EditablePlan:
 
     def recomputations(self) -> list[int]:
         """Indices of the remaining recomputations."""
-        count = len(self.problem.nodes)
-        return [
-            t
-            for t, step in enumerate(self._steps)
-            if t >= count and step is not None and step.kind == "F"
-        ]
+        return sorted(t for runs in self._runs for t in runs[1:])
 
     def node_at(self, t: int) -> int:
         """Node of the step at an index."""
@@ -62,7 +57,7 @@ class EditablePlan:
         step = self._steps[t]
         assert step is not None
         assert step.kind == "F"
-        assert t >= len(self.problem.nodes)
+        assert t > self._runs[step.node][0]
         changes = self._changes_without(t, step.node)
         for begin, end, size in changes:
             self.peaks[begin : end + 1] += size
@@ -123,7 +118,7 @@ class EditablePlan:
             changes.append((last + 1, t, -storage.size_bytes))
         state = problem.nodes[k].rerun_state_bytes
         if state and position + 1 == len(runs):
-            low_t = k if before == k else before + 1
+            low_t = before if before == runs[0] else before + 1
             changes.append((low_t, t, -state))
         return changes
 

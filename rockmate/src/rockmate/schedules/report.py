@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rockmate.schedules.folding import fold, spell
 from rockmate.schedules.moves import clocks_of
 from rockmate.schedules.simulate import recompute_counts, simulate
+from rockmate.schedules.steps import first_forwards
 
 if TYPE_CHECKING:
     from rockmate.problems.problem import Problem
@@ -158,7 +159,8 @@ def _where(problem: Problem, steps: Steps, t: int) -> str:
         return "no step"
     kind, k = steps[t]
     node = problem.nodes[k]
-    phase = "backward" if kind == "B" else "forward" if t < len(problem.nodes) else "recomputation"
+    is_first = first_forwards(steps)[t]
+    phase = "backward" if kind == "B" else "forward" if is_first else "recomputation"
     place = f" of {node.module_path}" if node.module_path else ""
     return f"the {phase} of {node.op or node.name}{place}"
 

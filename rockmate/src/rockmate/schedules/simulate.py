@@ -13,7 +13,7 @@ from rockmate.errors import InvalidPlanError
 from rockmate.problems.problem import Problem
 from rockmate.schedules.liveness import check_order, live_after, recording_steps
 from rockmate.schedules.moves import Move, check_moves, clocks_of, comings_of
-from rockmate.schedules.steps import Step
+from rockmate.schedules.steps import Step, end_of_forward, first_forwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ def simulate(
     products = problem.product_masks
     peaks, peaks_nograd = problem.forward_peaks, problem.forward_peaks_nograd
     nodes = problem.nodes
+    first = first_forwards(steps)
     bytes_after: list[int] = []
     peak_during: list[int] = []
     alive = held = 0
@@ -78,7 +79,7 @@ def simulate(
         if kind == "F":
             own = peaks[node] if records[t] else peaks_nograd[node]
             made = products[node]
-            if t >= len(nodes):
+            if not first[t]:
                 overhead_ms += nodes[node].fwd_time_ms
         else:
             own = nodes[node].bwd_peak_bytes
@@ -119,7 +120,7 @@ def recompute_counts(problem: Problem, steps: Sequence[Step]) -> list[int]:
 
 def _gradient_bytes(problem: Problem, steps: Sequence[Step]) -> list[int]:
     """Return the activation gradients alive at each step: those before the next backward."""
-    first = len(problem.nodes)
+    first = end_of_forward(steps, len(problem.nodes))
     grads = [0] * len(steps)
     current = 0
     for t in range(len(steps) - 1, first - 1, -1):
@@ -137,24 +138,17 @@ def _rerun_state_bytes(problem: Problem, steps: Sequence[Step]) -> tuple[list[in
     """
     during = [0] * len(steps)
     after = [0] * len(steps)
-    nodes = problem.nodes
-    first = len(nodes)
-    last: dict[int, int] = {}
-    for t in range(first, len(steps)):
-        kind, node = steps[t]
-        if kind == "F" and nodes[node].rerun_state_bytes:
-            last[node] = t
-    if not last:
-        return during, after
-    change = [0] * (len(steps) + 1)
-    for node, end in last.items():
-        change[node] += nodes[node].rerun_state_bytes  # the first forward of node k is step k
-        change[end] -= nodes[node].rerun_state_bytes
+    runs: dict[int, list[int]] = {}
+    for t, (kind, node) in enumerate(steps):
+        if kind == "F" and problem.nodes[node].rerun_state_bytes:
+            runs.setdefault(node, []).append(t)
+    starts, ends = [0] * len(steps), [0] * len(steps)
+    for node, at in runs.items():
+        if len(at) > 1:
+            starts[at[0]] += problem.nodes[node].rerun_state_bytes
+            ends[at[-1]] += problem.nodes[node].rerun_state_bytes
     current = 0
     for t in range(len(steps)):
-        before = current
-        current += change[t]
-        after[t] = current
-        # A state counts during the step at which it starts and the step at which it ends.
-        during[t] = max(before, current) if t < first else before
+        during[t] = current + starts[t]
+        current = after[t] = during[t] - ends[t]
     return during, after

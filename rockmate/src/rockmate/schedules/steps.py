@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 
@@ -27,6 +27,21 @@ def forward(node: int) -> Step:
 def backward(node: int) -> Step:
     """Return the step that runs the backward of `node`."""
     return Step("B", node)
+
+
+def first_forwards(steps: Iterable[tuple[str, int]]) -> list[bool]:
+    """Return for each step whether it is the first forward of its node."""
+    seen: set[int] = set()
+    found = []
+    for kind, node in steps:
+        found.append(kind == "F" and node not in seen)
+        seen.add(node)
+    return found
+
+
+def end_of_forward(steps: Sequence[tuple[str, int]], count: int) -> int:
+    """Return how many steps the forward takes: up to the first one of the last of `count` nodes."""
+    return next((t + 1 for t, step in enumerate(steps) if step == ("F", count - 1)), len(steps))
 
 
 def steps_to_text(steps: Iterable[Step]) -> str:

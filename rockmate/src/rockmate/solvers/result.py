@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rockmate.problems.problem import Problem
-from rockmate.schedules.steps import Step, Steps
+from rockmate.schedules.steps import Step, Steps, end_of_forward, first_forwards
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
@@ -62,10 +62,13 @@ def steps_of_stages(problem: Problem, stages: dict[int, list[int]]) -> Steps:
 
 
 def recomputed_by_stage(problem: Problem, steps: Steps) -> dict[int, list[int]]:
-    """Return the nodes that the steps recompute in each stage, in the order of the steps."""
+    """Return the nodes that the steps recompute in each stage, in the order of the steps.
+
+    What they recompute in the forward is in no stage.
+    """
     stages: dict[int, list[int]] = {}
     stage = 1
-    for kind, node in steps[len(problem.nodes) :]:
+    for kind, node in steps[end_of_forward(steps, len(problem.nodes)) :]:
         if kind == "B":
             stage += 1
         else:
@@ -77,6 +80,6 @@ def recomputed_ms(problem: Problem, steps: Steps) -> float:
     """Return the time of every forward beyond each node's first."""
     return sum(
         problem.nodes[step.node].fwd_time_ms
-        for step in steps[len(problem.nodes) :]
-        if step.kind == "F"
+        for is_first, step in zip(first_forwards(steps), steps, strict=True)
+        if step.kind == "F" and not is_first
     )

@@ -1,8 +1,9 @@
 """Lowering: one step as a list of statements, with calls, copies and drops.
 
-A plan only says in which order forwards F(k) and backwards B(k) run. The program adds everything
-that follows. Recomputed forwards draw the random numbers of the first forward, read buffers as they
-were then, and write none. A variable is dropped if nothing reads it before it is made again. Inside
+A plan only says in which order forwards F(k) and backwards B(k) run. The forward ends with the
+first run of the last node; what runs again before is part of it. The program adds everything that
+follows. Recomputed forwards draw the random numbers of the first forward, read buffers as they were
+then, and write none. A variable is dropped if nothing reads it before it is made again. Inside
 a part, local variables are dropped after their last use. Inputs and results of the part live to its
 end, so that its peak does not depend on the plan. Variables that no plan needs after a backward are
 dropped within it.
@@ -23,7 +24,14 @@ from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.run.graph.node_storages import dying_in_backward, storages_of
 from rkgb.run.program.moves import Move, kept_moves, with_moves
-from rkgb.run.program.places import Places, Step, ends_of, given_by, waiting_places
+from rkgb.run.program.places import (
+    Places,
+    Step,
+    ends_of,
+    first_forwards,
+    given_by,
+    waiting_places,
+)
 from rkgb.run.program.state import copied_for_rerun, rerun_ops, rerun_state, runs_once
 from rkgb.run.program.statements import (
     Begin,
@@ -49,7 +57,7 @@ def lower_step(
     places: Places | None = None,
     moves: Sequence[Move] = (),
 ) -> StepProgram:
-    """Return the program of a plan: F of every node once in order, then the F and B of the steps.
+    """Return the program of a plan: F of every node in order, and F and B again as the steps say.
 
     It hands gradients over at `places`; without them, after each B that makes some. `moves` say
     which storages leave the device meanwhile.
@@ -117,11 +125,11 @@ def _kept_steps(sg: SimplifiedGraph, plan: Sequence[Step]) -> list[tuple[float, 
             makes[storage.producer].add(storage.root)
     needed: set[str] = set()
     kept: list[tuple[float, Step]] = []
-    first = len(sg.nodes)
-    for place, (kind, index) in reversed(steps):
+    first = first_forwards([step for _, step in steps])
+    for is_first, (place, (kind, index)) in zip(reversed(first), reversed(steps), strict=True):
         if kind == "B" and not (sg.nodes[index].backward or sg.nodes[index].hand_overs):
             continue
-        if kind == "F" and place >= first:
+        if kind == "F" and not is_first:
             if needed.isdisjoint(makes[index]):
                 continue
             needed -= makes[index]
@@ -155,7 +163,8 @@ class _Lowering:
         self.outputs = tuple(sg.output_names)
         self.output_roots = sg.output_roots
         self.tangents = tuple(name for name in basic.tangent_names if name is not None)
-        self.count = len(sg.nodes)
+        self.is_first = first_forwards(steps)
+        self.turn = max((t for t, first in enumerate(self.is_first) if first), default=-1) + 1
         storages = storages_of(sg)
         self.for_others = {s.root for made in storages for s in made if not s.is_phantom}
         self.dying = dying_in_backward(storages)
@@ -166,8 +175,8 @@ class _Lowering:
             for (_, index), part in zip(self.steps, self.parts(), strict=True)
         ]
         externals = self._externals(lines)
-        forward = [s for part in lines[: self.count] for s in part]
-        backward = [s for part in lines[self.count :] for s in part]
+        forward = [s for part in lines[: self.turn] for s in part]
+        backward = [s for part in lines[self.turn :] for s in part]
         made = dict.fromkeys(externals)
         for statement in forward:
             made.update(dict.fromkeys(made_by(statement)))
@@ -200,24 +209,23 @@ class _Lowering:
     def _part(self, t: int) -> list[Statement]:
         kind, index = self.steps[t]
         node = self.sg.nodes[index]
-        if kind == "F" and t >= self.count and runs_once(self.sg, node):
+        if kind == "F" and not self.is_first[t] and runs_once(self.sg, node):
             raise InvalidGraphError(
                 f"the plan of {self.sg.dataflow.basic.model_name} runs '{node.name}' again, which "
                 "reads memory that the forward writes to and that no copy can stand for."
             )
         if kind == "B":
             return [Begin("B", index), *map(Call, node.backward)]
-        if t < self.count:
+        if self.is_first[t]:
             ops = node.ops
-            if self.last_forward[index] < self.count:
+            if self.last_forward[index] == t:
                 ops = tuple(target_of(op).once(op) for op in ops)
-            return [Begin("F", index), *self._kept(index, node), *map(Call, ops)]
+            kept = [] if self.last_forward[index] == t else self._kept(index, node)
+            return [Begin("F", index), *kept, *map(Call, ops)]
         return [Begin("F", index, again=True), *self._again(t, index, node)]
 
     def _kept(self, index: int, node: SimplifiedNode) -> list[Statement]:
-        """Return statements that save the state for a recomputation of the node, if any."""
-        if self.last_forward[index] < self.count:
-            return []
+        """Return statements that save the state for a recomputation of the node."""
         kept: list[Statement] = [Draw(f"random_{index}", "keep")] if node.is_random else []
         return kept + [Copy(f"{n}_of_{index}", n) for n in rerun_state(self.sg, node)]
 
@@ -269,7 +277,7 @@ class _Lowering:
         live: set[str] = set()  # read later, before it is made again
         result: list[list[Statement]] = []
         for t in range(len(parts) - 1, -1, -1):
-            if t == self.count - 1:
+            if t == self.turn - 1:
                 live |= outputs
             part = parts[t]
             kind, index = self.steps[t]

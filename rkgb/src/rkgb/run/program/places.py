@@ -23,6 +23,16 @@ Places = tuple[tuple[int, ...], ...]  # of edges, by their numbers in the record
 _MOST_WAITING_BYTES = 1 << 18
 
 
+def first_forwards(steps: Sequence[Step]) -> list[bool]:
+    """Return for each step whether it is the first forward of its node."""
+    seen: set[int] = set()
+    found = []
+    for kind, node in steps:
+        found.append(kind == "F" and node not in seen)
+        seen.add(node)
+    return found
+
+
 @dataclass(frozen=True)
 class Given:
     """A part of a gradient, and the step of a plan that makes it."""

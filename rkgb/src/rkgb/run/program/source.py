@@ -161,7 +161,7 @@ def _functions(
     head = _unpack("externals", program.externals)
     more = "" if sg.dataflow.basic.numbers is None else ", numbers"
     lines = [f"def forward(externals{more}):", *_indented(head)]
-    lines += _indented(line for s in program.forward for line in writer.lines(s))
+    lines += _indented(line for s in program.forward for line in writer.forward_lines(s))
     outputs, saved = writer.names(program.outputs), writer.names(program.saved)
     lines += _indented([*writer.end_of_span(), f"return [{outputs}], [{saved}]"])
     sums = ", sums" if program.has_sums else ""
@@ -226,16 +226,20 @@ class _Writer:
     def names(self, names: Sequence[str]) -> str:
         return ", ".join(map(_variable, names))
 
+    def forward_lines(self, statement: Statement) -> list[str]:
+        """Return the lines of a statement of the forward."""
+        if isinstance(statement, Draw) and statement.name == "random_now":
+            return self._moved_back(statement)
+        return self._in_try(self.lines(statement))
+
     def backward_lines(self, statement: Statement) -> list[str]:
         """Return the lines of a statement of the backward, in which forwards run in grad mode.
 
         Grad mode decides between some kernels, and whether they return what a backward needs (LSTM
         on a CPU).
         """
-        if isinstance(statement, Draw) and statement.name == "random_now":
-            return self._moved_back(statement)
         if not isinstance(statement, Begin):
-            return self._in_try(self.lines(statement))
+            return self.forward_lines(statement)
         again = statement.kind == "F"
         switch = [f"grad_mode({again})"] if again != self.in_forward else []
         self.in_forward = again
