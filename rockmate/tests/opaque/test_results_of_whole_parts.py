@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -292,3 +293,50 @@ def test_autograd_grad_of_a_result_of_which_another_is_computed() -> None:
     first, last = planned(x)
     with pytest.raises(UnsupportedModuleError, match=r"torch\.autograd\.grad"):
         torch.autograd.grad(first.mean() + last.mean(), first)
+
+
+class Turning(nn.Module):
+    """Runs whole because it counts, and returns its third result otherwise than the others."""
+
+    def __init__(self, otherwise: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.otherwise, self.calls = otherwise, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.otherwise(x) if self.calls == 3 else x * 2
+
+
+class BeforeAndBehind(nn.Module):
+    """Writes to the result, and reads what it was made of."""
+
+    def __init__(self, part: Turning) -> None:
+        super().__init__()
+        self.up, self.part, self.down = nn.Linear(8, 64), part, nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.sin(self.up(x))
+        found = self.part(hidden)
+        found.mul_(0.5)
+        return self.down(torch.tanh(found) + hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "otherwise", [lambda x: (x * 2).t().contiguous().t(), lambda x: x], ids=["layout", "memory"]
+)
+def test_results_that_lie_otherwise_are_plain_pytorchs(
+    otherwise: Callable[[Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    model = BeforeAndBehind(Turning(otherwise))
+    plain = copy.deepcopy(model)
+    planned = Rockmate(model, torch.randn(32, 8), 2**20, cost="flops")
+    for step in range(1, 5):
+        x = torch.randn(32, 8)
+        with pytest.warns(RuntimeWarning, match="runs plain") if step == 3 else nullcontext():
+            ours = planned(x)
+        theirs = plain(x)
+        assert torch.equal(ours, theirs)
+        for out in (ours, theirs):
+            out.square().sum().backward()
+        assert_same_gradients(model, plain)

@@ -56,6 +56,15 @@ class Kind:
         values = torch.full((entries, *self.shape[dims:]), 0.5, dtype=self.dtype, device=device)
         return torch.sparse_coo_tensor(places, values, self.shape, device=device)
 
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor is of this kind; how many entries a sparse one has is left open."""
+        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
+            return False
+        if self.sparse or tensor.is_sparse or memory_of(tensor) is not tensor:
+            return bool(self.sparse) == tensor.is_sparse
+        strides = zip(self.shape, self.stride, tensor.stride(), strict=True)
+        return not tensor.numel() or all(n <= 1 or own == its for n, own, its in strides)
+
     def fitting(self, tensor: Tensor) -> Tensor | None:
         """Return the tensor with this layout, or None if its shape or type differs."""
         if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:

@@ -134,11 +134,12 @@ class Piece:
         taken = {storage_id(t): place for place, t in enumerate(given)}
         found: list[Tensor] = []
         for result, kind, place in zip(results, self.kinds, self.lies_in, strict=True):
-            tensor = kind.fitting(settled(result.detach()))
-            if tensor is None:
+            tensor = settled(result.detach())
+            if not kind.is_of(tensor):  # operations that follow compute otherwise
                 raise self._differs(f"a tensor of {Kind.of(result)}, not of {kind}")
-            if taken.get(storage_id(tensor), -1) != place:
-                tensor = tensor.clone()  # later operations may write to it, or to its base
+            if taken.get(storage_id(tensor), -1) != place:  # and may write to it, or to its base
+                own = "memory of its own" if place >= 0 else "the memory of one of its inputs"
+                raise self._differs(f"a tensor in {own}")
             found.append(tensor)
         return found
 
