@@ -7,7 +7,9 @@ import functools
 import logging
 import numbers
 import sys
+import threading
 from collections import OrderedDict, namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 
@@ -197,6 +199,39 @@ def _step(model, x):
 
 def _assert_alike(planned, twin, x):
     assert all(map(torch.equal, _step(planned, x), _step(twin, x)))
+
+
+class Meta(type):
+    scale = 2.0
+
+
+class OfMeta(nn.Linear, metaclass=Meta):
+    def forward(self, x):
+        return super().forward(x) * type(self).scale
+
+
+def test_an_attribute_of_the_class_of_a_class():
+    net, x = OfMeta(8, 8), torch.randn(4, 8)
+    planned, twin = Rockmate(net, x, 1.0, cost="flops"), copy.deepcopy(net)
+    for value in (3.0, 2.0):
+        Meta.scale = value
+        _assert_alike(planned, twin, x)
+
+
+def test_each_thread_has_its_own_numbers():
+    here = threading.local()
+    net, x = Net(lambda _: getattr(here, "scale", 2.0)), torch.randn(4, 8)
+    planned, twin = Rockmate(net, x, 1.0, cost="flops"), copy.deepcopy(net)
+    _assert_alike(planned, twin, x)
+
+    def elsewhere():
+        here.scale = 3.0
+        return _step(planned, x), _step(twin, x)
+
+    with ThreadPoolExecutor(1) as pool:
+        ours, theirs = pool.submit(elsewhere).result()
+    assert all(map(torch.equal, ours, theirs))
+    _assert_alike(planned, twin, x)
 
 
 @pytest.mark.parametrize("place", PLACES)

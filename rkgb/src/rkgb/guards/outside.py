@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -24,6 +25,8 @@ from rkgb.torch_api.profilers import set_profile
 
 # Places that forwards were seen to change, of all models: few, and looked at by planning only.
 _changing: dict[tuple[int, str | None], tuple[Any, str | None]] = {}
+# Sources that led to these: what they lead to later may be others.
+_leading: dict[Hashable, tuple[Source, frozenset[str]]] = {}
 
 
 class OutsideState:
@@ -40,6 +43,11 @@ class OutsideState:
         try:
             for owner, name in _changing.values():
                 self._contents.add(owner, name, lends=lends)
+            for source, attributes in _leading.values():
+                reached = Reached(attributes)
+                reached.add(source.read())
+                for owner in reached.owners.values():
+                    self._contents.add(owner, lends=lends)
         finally:
             set_profile(looking)
 
@@ -175,13 +183,16 @@ class Outside:
                 text = f"sets the {source.told}"
             elif any((id(owner), None) in owners for owner in reached.owners.values()):
                 text = f"changes what the {source.told} leads to"
+                _leading.setdefault(key, (source, sources.attributes))
             elif reached.used:
                 text = f"uses the {source.told} ({_kinds(reached)})"
                 self._keep(source, reached)
+                _leading.setdefault(key, (source, sources.attributes))
             elif reached.long:
                 text = f"reads the {source.told}, which is too long to be compared at every call"
             if text:
                 yield max(sources.paths[key]), f"{text} ({source.where})"
+        yield from self._of_classes(sources, {p for one in seen for p in one.paths}, owners)
         passed = self._direct if of_piece else frozenset[int]()
         yield from self._of_modules(sources, {p for one in seen for p in one.paths}, passed)
 
@@ -193,6 +204,18 @@ class Outside:
                 continue  # defaults, whose frame has them already
             if isinstance(owner, (dict, list, CellType)) or hasattr(owner, "__dict__"):
                 _changing.setdefault((id(owner), own), (owner, own))
+
+    def _of_classes(
+        self, sources: Sources, paths: set[str], owners: Collection[tuple[int, str | None]]
+    ) -> Iterator[tuple[str, str]]:
+        for path, module in self._twin.named_modules() if owners else ():
+            for kind in type(module).__mro__ if path in paths else ():
+                reached = Reached(sources.attributes)
+                reached.add(kind)
+                if any((id(owner), None) in owners for owner in reached.owners.values()):
+                    source = Source(partial(_itself, kind), "", "", "")
+                    _leading.setdefault((id(kind), None), (source, sources.attributes))
+                    yield path, f"changes what the class {kind.__qualname__} leads to"
 
     def _of_modules(
         self, sources: Sources, paths: set[str], passed: Collection[int]
@@ -212,6 +235,10 @@ class Outside:
                         yield path, f"uses attribute '{name}' ({_kinds(reached)})"
                     elif reached.long:
                         yield path, f"reads attribute '{name}', too long to be compared at calls"
+
+
+def _itself(kind: type) -> type:
+    return kind
 
 
 def _kinds(reached: Reached) -> str:

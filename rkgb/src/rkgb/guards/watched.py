@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from logging import Logger, Manager
 from operator import attrgetter, is_, methodcaller
+from threading import local
 from types import FunctionType, MappingProxyType, MethodType, ModuleType, NoneType
 from typing import Any
 
@@ -334,6 +335,9 @@ class Watched:
             found.append(self._registered(value))
         elif home_of(value) == "decimal":
             found.append(self._arithmetic())
+        elif isinstance(value, local):  # other attributes in each thread
+            table = attributes_of(value)
+            self.checks.append(lambda: attributes_of(value) is table)
         self._note_class(value)
         return (Same(value), *found) if found else Same(value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from rkgb.device.rng import KeptGenerators
 from rkgb.elements.tensor_info import same_values
-from rkgb.guards.contents import Contents, content_of, has_content, is_used_up, put_back
+from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content, is_used_up
 from rkgb.guards.outside import OutsideState
 from rkgb.torch_api.torch_private import set_version
 
@@ -44,19 +45,23 @@ class PythonRandom:
 
 
 class ModuleState:
-    """The attributes of every module of a model, with shallow copies of containers."""
+    """The attributes of every module of a model, and what the objects in them hold."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.modules = [
             (path, module, dict(vars(module))) for path, module in model.named_modules()
         ]
-        self.contents = [
-            (value, content_of(value))
-            for _, _, attributes in self.modules
-            for value in attributes.values()
-            if has_content(value)
-        ]
+        self.contents, reached = Contents(), Reached(frozenset())
+        for _, _, attributes in self.modules:
+            for name, value in attributes.items():
+                if has_content(value):
+                    self.contents.add(value, lends=False)
+                if name not in OF_MODULE:
+                    reached.add(value)
+        for owner in reached.owners.values():
+            if not isinstance(owner, (FunctionType, ModuleType, type)):
+                self.contents.add(owner, lends=False)
         self.random = PythonRandom()
 
     def restore(self) -> None:
@@ -69,8 +74,7 @@ class ModuleState:
             for name, value in before.items():
                 if now.get(name) is not value:
                     now[name] = value
-        for container, content in self.contents:
-            put_back(container, content)
+        self.contents.restore()
 
 
 class Lent:

@@ -103,7 +103,7 @@ class KeptState(ModuleState):
         """Return the change of a container's content in words, or None."""
         if name.startswith("_") or not isinstance(value, CONTAINERS):
             return None
-        content = next((c for held, c in self.contents if held is value), None)
+        content = self.contents.of(value)
         if content is None or len(content) == len(value):
             return None
         kind = type(value).__name__

@@ -62,6 +62,12 @@ class Snapshot:
             facts[path, "type", ""] = Same(_class_of(module))
             self._add_tables(path, module, facts, runs_whole=runs_whole(path))
         asked_beside = sources.asked_beside(runs_whole)  # by what is recorded around them
+        self._unread = {
+            id(module)
+            for path, module in modules.items()
+            if runs_whole(path)
+            and all(asked_beside.isdisjoint(vars(kind)) for kind in _class_of(module).__mro__[:-1])
+        }
         for path, module in modules.items():
             names = {p[1] for p in ignored if not isinstance(p, str) and p[0] == path}
             unread = vars(module).keys() - asked_beside if runs_whole(path) else set()
@@ -156,7 +162,10 @@ class Snapshot:
 
     def _add_classes(self, facts: dict[tuple[str, str, str], Hashable]) -> None:
         """Add what counts of the classes of modules, and of tensors."""
-        kinds = (kind for module in self._tables.modules for kind in _class_of(module).__mro__)
+        read = [module for module in self._tables.modules if id(module) not in self._unread]
+        kinds = [kind for module in read for kind in _class_of(module).__mro__]
+        metas = [meta for own in map(type, dict.fromkeys(kinds)) for meta in own.__mro__]
+        kinds += [meta for meta in metas if is_users(meta.__module__)]
         for kind in dict.fromkeys((*kinds, Tensor, nn.Parameter)):
             told = f"class {kind.__module__}.{kind.__qualname__}"
             if (told, "class", "") in facts:
