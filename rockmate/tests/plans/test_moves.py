@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 
 import pytest
@@ -11,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oracles.best_plan import exhaustive_search
+from oracles.moving_chain import Layer, least_overhead_ms, problem_of
+from rkgb.copies import in_pages
 from rockmate.errors import InfeasibleBudgetError, InvalidPlanError
+from rockmate.planners.smallest_budget import minimum_peak
 from rockmate.planning import Link, Move, plan
 from rockmate.problems.problem import Node, Problem, Storage
 from rockmate.schedules.baselines import no_recomputation
@@ -86,6 +90,11 @@ def walked(problem: Problem, steps: Steps, moves: Moves) -> list[int]:
         if following is not None:
             bytes_after[t] += problem.nodes[following].grads_before_bytes
     return bytes_after
+
+
+def test_what_moves_takes_whole_pages_in_plans_and_programs() -> None:
+    for size in (1, 4095, 4096, 4097, 10**7 + 1):
+        assert FAST.host_taken(size) == in_pages(size)
 
 
 @given(small_problems(6), st.randoms(use_true_random=False))
@@ -197,6 +206,32 @@ def test_plans_against_all_schedules_over_a_fast_link(seed: int) -> None:
         found.check(problem)
         if still is not None:
             assert found.overhead_ms <= still[0] + 1e-6 or found.overhead_ms <= 1.5 * still[0]
+
+
+@pytest.mark.parametrize("seed", [1, 3, 4, 5, 7, 9, 11, 13, 14, 15])
+def test_chains_against_all_choices_over_slow_links(seed: int) -> None:
+    """Kept, moved or computed again: no plan is much slower, and no bound above.
+
+    What fits only with moves starts from the plan of least memory, which may wait long.
+    """
+    draw = random.Random(seed)
+    layers = [
+        Layer(draw.uniform(1, 4), draw.uniform(2, 8), draw.randint(8, 40), draw.randint(1, 8))
+        for _ in range(draw.randint(4, 7))
+    ]
+    rate = draw.choice((2.0, 5.0, 15.0))
+    link = Link(rate, draw.choice((1.0, 2.0)) * rate, latency_ms=draw.choice((0.0, 0.2)))
+    problem = problem_of(layers, link)
+    bare = dataclasses.replace(problem, link=None)
+    peak = simulate(problem, no_recomputation(problem)).peak_bytes
+    for part in (0.85, 0.7, 0.55):
+        oracle_ms = least_overhead_ms(layers, budget := int(part * peak), link)
+        assert lower_bound(problem, budget, cuts=2) <= oracle_ms + 1e-6
+        if oracle_ms < math.inf:
+            found = plan(problem, budget, effort="fast")
+            found.check(problem)
+            if minimum_peak(bare)[1] <= budget:
+                assert found.overhead_ms <= oracle_ms + 0.03 * problem.base_time_ms
 
 
 def test_a_link_that_carries_all_makes_recomputation_needless() -> None:

@@ -28,7 +28,8 @@ CLP solves the program, with a time limit; GLOP was seen to hang on these progra
 For small graphs with a few huge storages the linear program is loose. For these the same rows are
 solved with 0/1 variables, and the bound is the solver's. It holds for every schedule, whereas the
 bounds of the other solvers hold for their own class of schedules. `link_rows` has the rows for
-storages that may be moved.
+storages that may be moved. They have durations, for which CP-SAT's bound was seen above a plan, so
+such problems have the linear program only.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _lower_bound(problem: Problem, budget_bytes: int, cuts: int) -> float:
     strong = sorted(helping, key=lambda stage: (-found[stage], stage))
     for count in range(2, min(cuts, len(strong)) + 1):
         best = max(best, _solve(problem, budget_bytes, sorted(strong[:count])) or 0.0)
-    if sum(map(bool, problem.products)) <= _INTEGER_NODES:
+    if problem.link is None and sum(map(bool, problem.products)) <= _INTEGER_NODES:
         chosen = [sorted(_heavy_stages(problem, count)) for count in _INTEGER_CUTS]
         chosen.append(sorted(_full_stages(problem, _INTEGER_FULL)))
         solve = functools.partial(_solve, problem, budget_bytes, integer=True)

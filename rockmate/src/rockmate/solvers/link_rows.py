@@ -118,7 +118,7 @@ class LinkRows:
             self._within(copies, self._before_ms(end), range(c + 1))
         longest_ms = max(map(self._in, self.places), default=0.0)
         for c, first in enumerate(self.next_read):
-            began_ms = self._before_ms(self._begin(c) + 1) - longest_ms if c else 0.0
+            began_ms = self._before_ms(self._begin(c)) - longest_ms if c else 0.0
             for end in _spread(sorted(set(first.values()))):
                 copies = [
                     (self.elsewhere[c][o], self._in(o)) for o, at in first.items() if at <= end
