@@ -81,15 +81,8 @@ def _least_memory(found: _Found, error: InfeasibleBudgetError) -> None:
     Raises:
         InfeasibleBudgetError: it does not fit either; the error names the smaller minimum.
     """
-    problem = found.problem
-    chosen = [i for i, storage in enumerate(problem.storages) if storage.is_movable]
-    link = problem.link
-    assert link is not None
-    if link.host_bytes is not None:
-        chosen.sort(key=lambda i: -problem.sizes[i])
-        taken = itertools.accumulate(link.host_taken(problem.sizes[i]) for i in chosen)
-        chosen = [i for i, total in zip(chosen, taken, strict=True) if total <= link.host_bytes]
-    arrivals = Arrivals(problem, sorted(chosen))
+    problem, chosen = found.problem, _movable(found.problem)
+    arrivals = Arrivals(problem, chosen, takes_time=False)
     steps, peak_bytes = minimum_peak(arrivals.problem, enough_bytes=found.budget_bytes)
     if peak_bytes <= found.budget_bytes:
         found.consider("least memory, moving", arrivals, steps)
@@ -111,15 +104,30 @@ def _least_memory(found: _Found, error: InfeasibleBudgetError) -> None:
     ) from None
 
 
+def _movable(problem: Problem) -> list[int]:
+    """Return what may be moved, the largest storages if not all of them fit there."""
+    link = problem.link
+    assert link is not None
+    chosen = [i for i, storage in enumerate(problem.storages) if storage.is_movable]
+    if link.host_bytes is not None:
+        chosen.sort(key=lambda i: -problem.sizes[i])
+        taken = itertools.accumulate(link.host_taken(problem.sizes[i]) for i in chosen)
+        chosen = [i for i, total in zip(chosen, taken, strict=True) if total <= link.host_bytes]
+    return sorted(chosen)
+
+
 def _search(
     found: _Found, steps: Steps, sets: Sequence[Arrivals], effort: Effort, seed: int
 ) -> None:
     """Consider plans from these steps: without search for each set, then in windows."""
+    is_small = len(found.problem.nodes) <= _FEW_WINDOWS
+    if is_small:
+        for chosen, takes_time in itertools.product(((), _movable(found.problem)), (True, False)):
+            sets = [*sets, Arrivals(found.problem, chosen, takes_time=takes_time)]
     starts = [start for arrivals in sets if (start := _start(found, arrivals, steps))]
     if not starts:
         return
     best = min(starts, key=lambda start: start.time_ms)
-    is_small = len(found.problem.nodes) <= _FEW_WINDOWS
     if is_small:
         best = _one_more_or_less(found, best, steps)
     if found.is_free:
@@ -153,8 +161,12 @@ def _start(found: _Found, arrivals: Arrivals, steps: Steps) -> _Start | None:
 
 
 def _one_more_or_less(found: _Found, best: _Start, steps: Steps) -> _Start:
-    """Move one storage more or less while that helps: parts of few storages tell little."""
-    problem, fits = found.problem, _carrier(found.problem)
+    """Move one storage more or less while that helps: parts of few storages tell little.
+
+    Waiting for a copy may take less time than recomputation, so any set may do that fits there.
+    """
+    problem, link = found.problem, found.problem.link
+    assert link is not None
     movable = [i for i, storage in enumerate(problem.storages) if storage.is_movable]
     idle = 0
     for index in itertools.cycle(movable):
@@ -162,12 +174,13 @@ def _one_more_or_less(found: _Found, best: _Start, steps: Steps) -> _Start:
             break
         idle += 1
         chosen = sorted({*best.arrivals.chosen} ^ {index})
-        if not fits(chosen):
+        taken = sum(link.host_taken(problem.sizes[i]) for i in chosen)
+        if link.host_bytes is not None and taken > link.host_bytes:
             continue
-        takes_time = best.arrivals.takes_time
-        start = _start(found, Arrivals(problem, chosen, takes_time=takes_time), steps)
-        if start is not None and start.time_ms < best.time_ms:
-            best, idle = start, 0
+        for takes_time in (True, False):
+            start = _start(found, Arrivals(problem, chosen, takes_time=takes_time), steps)
+            if start is not None and start.time_ms < best.time_ms:
+                best, idle = start, 0
     return best
 
 
@@ -217,7 +230,7 @@ class _Found:
     def finish(self, seconds: float) -> Plan:
         """Return the best plan, with a bound for plans that may move."""
         assert self.best is not None
-        bound = lower_bound(self.problem, self.budget_bytes, cuts=1) or 0.0
+        bound = lower_bound(self.problem, self.budget_bytes, cuts=2) or 0.0
         bound_ms = min(self.problem.base_time_ms + bound, self.best.time_ms)
         return dataclasses.replace(
             self.best,
@@ -311,7 +324,6 @@ class Arrivals:
     def __init__(self, problem: Problem, chosen: Sequence[int], *, takes_time: bool = True) -> None:
         assert problem.link is not None
         self.original, self.chosen = problem, tuple(chosen)
-        self.takes_time = takes_time
         by_producer: dict[int, list[int]] = {}
         for index in chosen:
             by_producer.setdefault(problem.storages[index].producer, []).append(index)
