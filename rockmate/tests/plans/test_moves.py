@@ -259,6 +259,29 @@ def test_half_a_link_saves_part_of_the_time() -> None:
     assert found.peak_bytes <= budget
 
 
+def layers(count: int) -> Problem:
+    """Layers of a product and a pointwise step, 8 bytes each, as in a perceptron."""
+    nodes: list[Node] = []
+    storages: list[Storage] = []
+    for k in range(2 * count):
+        fwd, bwd, own = (0.05, 0.12, 8) if k % 2 else (0.47, 0.86, 12)
+        nodes.append(Node(f"n{k}", fwd, bwd, True, 8, 8, own, 8))
+        last = k == 2 * count - 1
+        users = () if last else (k + 1,)
+        storages.append(Storage(f"s{k}", 8, k, users, users, is_output=last, is_movable=not last))
+    return Problem(tuple(nodes), tuple(storages))
+
+
+def test_copies_that_come_a_little_late_are_better_than_recomputation() -> None:
+    problem, budget = layers(12), 80
+    still = plan(problem, budget, effort="fast")
+    linked = dataclasses.replace(problem, link=Link(23.0, 21.0, latency_ms=0.066))
+    found = plan(linked, budget, effort="fast")
+    # No time is left for some copies in flight beside what the budget holds.
+    assert found.overhead < 0.4 * still.overhead
+    assert found.peak_bytes <= budget
+
+
 def test_the_other_side_has_a_limit() -> None:
     problem = gpt_problem(4)
     budget = int(0.6 * simulate(problem, no_recomputation(problem)).peak_bytes)

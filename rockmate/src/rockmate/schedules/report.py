@@ -65,8 +65,14 @@ class RecomputedRow:
 def _moved(problem: Problem, plan: Plan, *, is_timed: bool) -> list[str]:
     """Return what a plan moves elsewhere, and how long its steps wait for that."""
     link = problem.link
-    if not plan.moves or link is None:
+    if link is None:
         return []
+    rates = (
+        f"{link.out_bytes_per_ms / 1e6:.3g} GB/s out, {link.in_bytes_per_ms / 1e6:.3g} GB/s in, "
+        f"{format_ms(link.latency_ms)} for each copy"
+    )
+    if not plan.moves:
+        return [_field("moved", "nothing; it would save no time"), _field("link", rates)]
     sizes = {move.storage: problem.sizes[move.storage] for move in plan.moves}
     lines = [
         _field("moved", f"{len(sizes)} tensors, {format_bytes(sum(sizes.values()))} at most there")
@@ -80,7 +86,7 @@ def _moved(problem: Problem, plan: Plan, *, is_timed: bool) -> list[str]:
             else ("nothing waits")
         )
         lines.append(_field("link in use", text))
-    return lines
+    return [*lines, _field("link", rates)]
 
 
 def format_plan(problem: Problem, plan: Plan, *, is_timed: bool = True) -> str:
