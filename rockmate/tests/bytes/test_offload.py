@@ -201,6 +201,25 @@ def test_a_folder_that_is_not_there_is_refused() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+class Deciding(nn.Module):
+    """It leaves out its last block if values are small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x))
+        return (self.blocks[2](x) if x.abs().mean().item() > 1e-3 else x).square().mean()
+
+
+def test_a_root_that_decides_says_that_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    rk = Rockmate(Deciding(), torch.randn(64, 32), 0.9, offload="host")
+    assert "nothing moves: offload='host'" in str(rk.plan)
+    assert any("offload='host' does nothing for Deciding" in r.message for r in caplog.records)
+
+
 def test_blocks_are_refused_by_name() -> None:
     model, x = blocks(3)
     with pytest.raises(rockmate.RockmateError, match="offload"):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -207,6 +207,12 @@ class _Planner:
         made = report(
             self.name, why, self.calls, self.unseen, found, budget_bytes, step, self.eager
         )
+        if (where := self.settings.offload) is not None:
+            made = replace(made, offload=where)
+            _log.warning(
+                "offload=%r does nothing for %s, which is planned block by block: %s",
+                *(where, self.name, why),
+            )
         eager_bytes = None if self.eager is None else self.eager.allocated_peak_bytes
         plan = self._step_plan(found, budget_bytes)
         plan.room_bytes = budget_bytes - step.allocated_peak_bytes

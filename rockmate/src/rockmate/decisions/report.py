@@ -26,6 +26,7 @@ class DecidedPlan(BlocksPlan):
     name: str = ""  # of the root's class
     why: str = ""  # why it is not recorded as a whole
     unseen: tuple[str, ...] = ()  # blocks that did not run in the sample's step
+    offload: str | None = None  # asked for, and of no use here
 
     @property
     def opaque(self) -> tuple[str, ...]:
@@ -72,6 +73,10 @@ class DecidedPlan(BlocksPlan):
         lines = [line for line in lines if not line.startswith("  free plan")]
         if self.unseen:
             lines.append(f"  not called for the sample: {', '.join(self.unseen)}")
+        if self.offload is not None:
+            lines.append(
+                f"  nothing moves: offload={self.offload!r} is for a step that is planned whole"
+            )
         return "\n".join(head + lines)
 
     def __repr__(self) -> str:
