@@ -48,7 +48,6 @@ from rockmate.settings import Terms, parse_budget
 _log = logging.getLogger("rockmate")
 _NOT_BY_BLOCKS = {  # settings, and why not
     "compile": "blocks that inductor has compiled have no options to choose among",
-    "split": "blocks that are cut have no options to choose among yet",
     "offload": "what a block moves is no option to choose yet; wrap the whole model in Rockmate",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,9 +14,11 @@ from rockmate.errors import UnsupportedModuleError
 from rockmate.guards.input_signature import key_of
 from rockmate.guards.sharded import own_class
 from rockmate.networks import Planned
+from rockmate.networks.cutting import Cutting, beside, cutting_of
 from rockmate.networks.executables import planned_executable
+from rockmate.networks.network import Network
 from rockmate.options.module_choice import ModuleCall
-from rockmate.options.options import BlockOption
+from rockmate.options.options import BlockOption, pareto
 from rockmate.planners.module_options import module_options, options_of
 from rockmate.requests.request import Request
 from rockmate.requests.sources import planned_for
@@ -27,6 +29,8 @@ from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Steps
 from rockmate.settings import Terms
 
+Way = tuple[Hashable, Steps]  # how it is cut, and the steps
+
 
 @dataclass
 class Kind:
@@ -34,6 +38,7 @@ class Kind:
 
     recorded: Planned  # keeping everything
     options: tuple[BlockOption, ...]
+    networks: Mapping[Hashable, Network]  # whole (None), and as options cut it
     gathered_bytes: int  # further gradients that an engine holds
     is_spread: bool = False  # it has collectives inside
     least: int = field(init=False)  # the option that keeps least
@@ -50,20 +55,26 @@ class Kind:
         """Return what runs one of the options; each is made once."""
         option = self.options[number]
         if option not in self._planned:
-            self._planned[option] = self.of_block(self.recorded, option)
+            own = replace(self.recorded, network=self.networks[option.cut])
+            self._planned[option] = self.of_block(own, option)
         return self._planned[option]
 
     def of_block(self, own: Planned, option: BlockOption) -> Planned:
-        """Return what runs one of the options, for what was recorded of one of the blocks."""
+        """Return what runs one of the options, for what was recorded of one of the blocks.
+
+        It is cut as the option cuts.
+        """
         problem = own.network.problem
         peak = simulate(problem, option.steps).peak_bytes
         plan = make_plan(problem, option.steps, peak, "module options")
         executor = Executor(planned_executable(own.network, plan))
+        if option.cut is not None:
+            plan = beside(plan, self.recorded.problem.base_time_ms)
         return replace(own, plan=plan, executor=executor, budget_bytes=peak)
 
-    def has_options_of(self, planned: Planned) -> bool:
-        """Whether the options are for what was recorded of a block, too."""
-        return planned.network.problem is self.recorded.problem
+    def has_option_of(self, planned: Planned, option: BlockOption) -> bool:
+        """Whether an option is for what was recorded of a block, too."""
+        return planned.network.problem is self.networks[option.cut].problem
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -71,13 +82,18 @@ class Kind:
         problem = self.recorded.problem
         return len(problem.nodes), problem.backward_order
 
-    def take(self, steps: Sequence[Steps], least: int) -> None:
+    @property
+    def ways(self) -> list[Way]:
+        """The cut and the steps of each option."""
+        return [(option.cut, option.steps) for option in self.options]
+
+    def take(self, ways: Sequence[Way], least: int) -> None:
         """Replace the options; with `least` the first process keeps least.
 
         This process might choose another one: sizes differ between processes, and so do the bytes
         that sending threads held during the measurement.
         """
-        self.options = options_of(self.recorded.problem, steps)
+        self.options = options_for(self.networks, ways)
         self.least, self.is_shared = least, True
 
     @property
@@ -88,19 +104,47 @@ class Kind:
         return problem.nodes[order[0]].grads_before_bytes if order else 0
 
 
-def ways_to_run(recorded: Planned, backend: str) -> tuple[BlockOption, ...]:
-    """Return the options of a recorded block; must-save nodes are not recomputed."""
-    fixed, count = recorded.network.fixed, len(recorded.problem.nodes)
+def ways_to_run(networks: Mapping[Hashable, Network], backend: str) -> tuple[BlockOption, ...]:
+    """Return the options of a recorded block; must-save nodes are not recomputed.
+
+    Options in pieces follow those of the whole, if no other one is as good.
+    """
+    found: list[Way] = []
+    for cut, network in networks.items():
+        fixed, count = network.fixed, len(network.problem.nodes)
+        for option in module_options(network.problem, backend=backend):
+            first, rest = option.steps[:count], option.steps[count:]
+            kept = (step for step in rest if step.kind == "B" or step.node not in fixed)
+            found.append((cut, (*first, *kept)))
+    options = options_for(networks, found)
+    good = pareto(options)
+    return tuple(option for option in options if option.cut is None or option in good)
+
+
+def options_for(
+    networks: Mapping[Hashable, Network], ways: Iterable[Way]
+) -> tuple[BlockOption, ...]:
+    """Return ways to run a block as options; what pieces take beside the whole is extra time.
+
+    Raises:
+        UnsupportedModuleError: the block is not cut as one of them cuts it.
+    """
     found = []
-    for option in module_options(recorded.problem, backend=backend):
-        first, rest = option.steps[:count], option.steps[count:]
-        kept = (step for step in rest if step.kind == "B" or step.node not in fixed)
-        found.append(replace(option, steps=(*first, *kept)))
+    whole_ms = networks[None].problem.base_time_ms
+    for cut, steps in ways:
+        if cut not in networks:
+            raise UnsupportedModuleError(f"a block cannot be cut in pieces of rows as {cut}")
+        problem = networks[cut].problem
+        (option,) = options_of(problem, [steps])
+        more_ms = option.overhead_ms + problem.base_time_ms - whole_ms
+        found.append(replace(option, cut=cut, overhead_ms=max(0.0, more_ms)))
     return tuple(found)
 
 
-def recorded_block(model: nn.Module, call: Call, settings: Terms) -> Planned:
-    """Return the recording of a block, with a plan that keeps everything."""
+def recorded_block(
+    model: nn.Module, call: Call, settings: Terms
+) -> tuple[Planned, Cutting[Network] | None]:
+    """Return the recording of a block, with a plan that keeps everything, and its cuts."""
     leaves, _ = key_of(*call)
     if any(hasattr(leaf, "device_mesh") for leaf in leaves):
         raise UnsupportedModuleError(
@@ -108,7 +152,12 @@ def recorded_block(model: nn.Module, call: Call, settings: Terms) -> Planned:
             "runs on plain ones can be planned. Let modules around it give local ones."
         )
     with plain():
-        return planned_for(Request.of(model, call, settings, losses=False))
+        request = Request.of(model, call, settings, losses=False)
+        planned = planned_for(request)
+        if not settings.split:
+            return planned, None
+        cutting = cutting_of(planned.network, request.basic, model, request.sample, settings)
+        return planned, cutting
 
 
 def refuse_shards_inside(model: nn.Module) -> None:

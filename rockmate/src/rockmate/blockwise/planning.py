@@ -33,13 +33,14 @@ from rockmate.blockwise.blocks import device_of_parameters
 from rockmate.blockwise.kinds import (
     Kind,
     call_of,
+    options_for,
     recorded_block,
     refuse_shards_inside,
     ways_to_run,
 )
 from rockmate.blockwise.lockstep import LockstepModule
 from rockmate.blockwise.rehearsal import END, TURN, Marker, marked, run_step, trace_step
-from rockmate.blockwise.saved_blocks import numbers_for, over_budget, steps_for
+from rockmate.blockwise.saved_blocks import numbers_for, over_budget, ways_for
 from rockmate.blockwise.team import Team
 from rockmate.calls.planned_module import PlannedModule
 from rockmate.comparison.deterministic import deterministic_algorithms
@@ -48,6 +49,7 @@ from rockmate.files.plan_file import SavedBlocks
 from rockmate.guards.input_signature import ambient, in_order, key_of
 from rockmate.guards.module_watch import without_hooks
 from rockmate.guards.sharded import is_sharded, local_part, own_class, settled_call, whole_parts
+from rockmate.networks.network import Network
 from rockmate.networks.self_test import eager_step, self_test
 from rockmate.options.module_choice import (
     Choice,
@@ -59,7 +61,6 @@ from rockmate.options.module_choice import (
     peak_of,
     smallest_budget,
 )
-from rockmate.planners.module_options import options_of
 from rockmate.runtime.plain import is_plain, plain
 from rockmate.settings import Terms
 
@@ -309,13 +310,13 @@ class Planner:
 
     def _share(self, kinds: Sequence[Kind]) -> None:
         """Give these kinds the options of the first process, and its least one."""
-        mine = [(kind.shape, [o.steps for o in kind.options], kind.least) for kind in kinds]
+        mine = [(kind.shape, kind.ways, kind.least) for kind in kinds]
         rows = self.team.gather(mine)
         shapes = [[shape for shape, *_ in row] for row in rows]
         self.team.raise_together(self._unlike(any(other != shapes[0] for other in shapes)))
         with self.team.together():
-            for kind, (_, steps, least) in zip(kinds, rows[0], strict=True):
-                kind.take(steps, least)
+            for kind, (_, ways, least) in zip(kinds, rows[0], strict=True):
+                kind.take(ways, least)
 
     def _unlike(self, is_so: bool) -> Exception | None:
         if not is_so:
@@ -442,17 +443,23 @@ class Planner:
             settings = replace(
                 self.settings, budget=_EVERYTHING, self_test=False, opaque=(*opaque, *whole)
             )
+            if whole:  # the processes would have to cut it together
+                settings = replace(settings, split=False)
             with self._meeting(bare):
-                recorded = recorded_block(bare, (args, ordered), settings)
+                recorded, cutting = recorded_block(bare, (args, ordered), settings)
+            networks: dict[Hashable, Network] = {None: recorded.network}
             if self.saved is not None:
                 shape = len(recorded.problem.nodes), recorded.problem.backward_order
-                steps = steps_for(self.saved, len(self.kinds), shape)
-                options = list(options_of(recorded.problem, steps))
+                ways = ways_for(self.saved, len(self.kinds), shape)
+                for how in {cut for cut, _ in ways if cut is not None and cutting is not None}:
+                    networks[how] = cutting.cut_as(how)
+                options = options_for(networks, ways)
             else:
-                options = list(ways_to_run(recorded, self.settings.backend))
+                networks.update({} if cutting is None else cutting.every())
+                options = ways_to_run(networks, self.settings.backend)
             wanted = [local_part(p) for p in model.parameters() if p.requires_grad and shards]
             gathered = sum(p.numel() * p.element_size() for p in wanted)
-            self.kinds[key] = Kind(recorded, tuple(options), gathered, bool(whole))
+            self.kinds[key] = Kind(recorded, options, networks, gathered, bool(whole))
         return self.kinds[key]
 
     def _opaque_in(self, path: str) -> tuple[str, ...]:
@@ -473,7 +480,7 @@ class Planner:
         make = LockstepModule if kind.is_spread else PlannedModule
         forward = make(self.views[path], settings)
         before = None if kind.is_spread else self.forwards.get(path)
-        if before is not None and all(map(kind.has_options_of, before.plans)):
+        if before is not None and all(kind.has_option_of(p, option) for p in before.plans):
             forward.take_plans_of(before, lambda own: kind.of_block(own, option))
         forward.known = (planned,)
         return forward

@@ -23,12 +23,14 @@ class BlockRow:
     peak_bytes: int
     overhead_ms: float
     base_time_ms: float
+    pieces: int | None = None  # of rows, in which its widest parts run
 
     @classmethod
     def of(cls, path: str, option: BlockOption, base_time_ms: float) -> BlockRow:
         """Return the row of a block that runs with an option."""
         peak_bytes = max(option.fwd_peak_bytes, option.bwd_peak_bytes)
-        return cls(path, option.saved_bytes, peak_bytes, option.overhead_ms, base_time_ms)
+        pieces = getattr(option.cut, "count", None)
+        return cls(path, option.saved_bytes, peak_bytes, option.overhead_ms, base_time_ms, pieces)
 
     @property
     def overhead(self) -> float:
@@ -116,6 +118,7 @@ class BlocksPlan(InFull):
             lines.append(
                 f"  {name:<40}{format_bytes(first.kept_bytes):>12}"
                 f"{format_bytes(first.peak_bytes):>12}{100 * first.overhead:>10.1f} %"
+                + (f"  in {first.pieces} pieces of rows" if first.pieces else "")
             )
         return "\n".join(lines)
 
@@ -133,7 +136,7 @@ class BlocksPlan(InFull):
 def _runs(rows: Sequence[BlockRow]) -> list[list[BlockRow]]:
     """Group neighbours with equal options."""
 
-    def worth(row: BlockRow) -> tuple[int, int, int]:
-        return row.kept_bytes, row.peak_bytes, round(1000 * row.overhead)
+    def worth(row: BlockRow) -> tuple[int | None, ...]:
+        return row.kept_bytes, row.peak_bytes, round(1000 * row.overhead), row.pieces
 
     return [list(group) for _, group in groupby(rows, key=worth)]

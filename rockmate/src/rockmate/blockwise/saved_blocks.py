@@ -10,14 +10,14 @@ from torch import nn
 
 from rkgb.torch_api import placed_parameters
 from rockmate.arguments import Call
-from rockmate.blockwise.kinds import Kind
+from rockmate.blockwise.kinds import Kind, Way
 from rockmate.blockwise.report import BlocksPlan
 from rockmate.blockwise.team import Team
 from rockmate.errors import PlanFileError, PlanMismatchError
 from rockmate.files.plan_file import PlanFile, SavedBlock, SavedBlocks, SavedKind, SeenLoss
 from rockmate.guards.input_signature import ambient, in_order, key_of
 from rockmate.requests.identity import cache_key, elsewhere, made_with
-from rockmate.schedules.steps import Steps
+from rockmate.requests.saved_plan import cut_of, saved_cut
 from rockmate.settings import Terms
 
 _log = logging.getLogger("rockmate")
@@ -37,7 +37,10 @@ def file_of_blocks(
     pairs = zip(plan.rows, options, strict=True)
     saved = SavedBlocks(
         kinds=tuple(
-            SavedKind(len(k.recorded.problem.nodes), k.shape[1], tuple(o.steps for o in k.options))
+            SavedKind(
+                *(len(k.recorded.problem.nodes), k.shape[1], tuple(o.steps for o in k.options)),
+                cuts=tuple(saved_cut(o.cut) for o in k.options) if len(k.networks) > 1 else None,
+            )
             for k in own
         ),
         blocks=tuple(
@@ -86,7 +89,7 @@ def blocks_key(
     return cache_key(repr((tensors, inputs, ambient(), about)), model, device, terms)
 
 
-def steps_for(saved: SavedBlocks, number: int, shape: tuple[int, Sequence[int]]) -> list[Steps]:
+def ways_for(saved: SavedBlocks, number: int, shape: tuple[int, Sequence[int]]) -> list[Way]:
     """Return the options of a kind of blocks, by its number.
 
     Raises:
@@ -99,7 +102,8 @@ def steps_for(saved: SavedBlocks, number: int, shape: tuple[int, Sequence[int]])
         raise _mismatch(
             [f"blocks of {kind.nodes} operations in the file, of {shape[0]} in their place here"]
         )
-    return list(kind.options)
+    cuts = map(cut_of, kind.cuts) if kind.cuts is not None else [None] * len(kind.options)
+    return list(zip(cuts, kind.options, strict=True))
 
 
 def numbers_for(saved: SavedBlocks, kinds: Mapping[str, Kind], in_flight: int) -> dict[str, int]:

@@ -103,6 +103,11 @@ class SavedKind:
     nodes: int
     backward_order: tuple[int, ...]
     options: tuple[tuple[Step, ...], ...]
+    cuts: tuple[SavedCut | None, ...] | None = None  # of each option, if some are in pieces
+
+    def __post_init__(self) -> None:
+        if self.cuts is not None and len(self.cuts) != len(self.options):
+            raise ValueError("not each option has its pieces")
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,22 @@ class Cutting(Generic[Step]):
         assert refusal is not None
         raise _refused(refusal, least)
 
+    def every(self) -> dict[Cut, Step]:
+        """Return the step in each number of pieces, by how it is cut."""
+        found: dict[Cut, Step] = {}
+        for part in (_Part(None), _Part(None, steps=True)):
+            for count in () if found else COUNTS:
+                step = self._step(count, part, times=self.times)
+                if step is not None:
+                    found[self._how(count, part)] = step
+        return found
+
+    def cut_as(self, how: Cut) -> Step:
+        """Return the step in these pieces; times are not measured."""
+        from rkgb.rows import cut_in_rows
+
+        return self.make(cut_in_rows(B_to_D(self.basic), how, self.same_bits), False)
+
     def _step(self, count: int, part: _Part, *, times: bool) -> Step | None:
         """Return the step with `count` pieces, or None if nothing new can be cut like this."""
         key = (count, part, times)
@@ -124,12 +140,16 @@ class Cutting(Generic[Step]):
             self._made[key] = self._cut(count, part, times=times)
         return self._made[key]
 
-    def _cut(self, count: int, part: _Part, *, times: bool) -> Step | None:
-        from rkgb.rows import Cut, cut_in_rows
+    def _how(self, count: int, part: _Part) -> Cut:
+        from rkgb.rows import Cut
 
         alone = self._largest_steps if part.steps else ()
-        how = Cut(count, part.widest, alone, self.same_bits is not None)
-        cut = cut_in_rows(B_to_D(self.basic), how, self.same_bits)
+        return Cut(count, part.widest, alone, self.same_bits is not None)
+
+    def _cut(self, count: int, part: _Part, *, times: bool) -> Step | None:
+        from rkgb.rows import cut_in_rows
+
+        cut = cut_in_rows(B_to_D(self.basic), self._how(count, part), self.same_bits)
         same = (count, cut.nodes, times)
         if not cut.nodes or same in self._tried:
             _log.debug("nothing is cut in %d pieces: %s", count, "; ".join(cut.refused))

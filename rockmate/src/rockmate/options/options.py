@@ -9,7 +9,7 @@ workspace of `peak - save`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from rockmate.problems.problem import Problem
@@ -27,6 +27,7 @@ class BlockOption:
     bwd_peak_bytes: int  # above the block's input; includes gradients and saved bytes
     overhead_ms: float
     steps: Steps  # of the local problem
+    cut: Hashable = None  # how its parts run in pieces of rows, or None
 
 
 @dataclass(frozen=True, slots=True)

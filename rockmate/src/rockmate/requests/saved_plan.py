@@ -8,7 +8,7 @@ again.
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -49,7 +49,7 @@ def saved_of(planned: Planned) -> SavedPlan:
     basic, measured = network.graph.dataflow.basic, network.measured
     cut = whole_ms = None
     if network.cut is not None:
-        cut, whole_ms = SavedCut(**asdict(network.cut.how)), plan.base_time_ms
+        cut, whole_ms = saved_cut(network.cut.how), plan.base_time_ms
         plan = make_plan(network.problem, plan.steps, plan.budget_bytes, plan.planner)
         recorded = lowered(network.cut.merged.dataflow.basic)
     infos = basic.infos
@@ -169,7 +169,7 @@ def refuse_elsewhere(file: PlanFile, request: Request) -> None:
 
 def _network(saved: SavedPlan, request: Request, *, unknown: OpCost | None) -> Network:
     """Return the network of a new recording with the costs of a saved plan."""
-    cut, recorded = request.cut(_how(saved.cut))
+    cut, recorded = request.cut(cut_of(saved.cut))
     basic = recorded.graph.dataflow.basic
     external = external_values(basic, request.model, request.sample.leaves)
     ops = operations(recorded.graph)
@@ -194,7 +194,13 @@ def _offload(saved: SavedPlan, request: Request) -> Offload | None:
     return offload_of(settings.offload, request.sample.device, settings.host_bytes, link)
 
 
-def _how(saved: SavedCut | None) -> Cut | None:
+def saved_cut(how: Any) -> SavedCut | None:
+    """Return how something is cut in the form for a file."""
+    return None if how is None else SavedCut(**asdict(how))
+
+
+def cut_of(saved: SavedCut | None) -> Cut | None:
+    """Return how something is cut, from a file."""
     if saved is None:
         return None
     from rkgb.rows import Cut
