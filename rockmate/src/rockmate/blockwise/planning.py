@@ -451,11 +451,13 @@ class Planner:
             if self.saved is not None:
                 shape = len(recorded.problem.nodes), recorded.problem.backward_order
                 ways = ways_for(self.saved, len(self.kinds), shape)
-                for how in {cut for cut, _ in ways if cut is not None and cutting is not None}:
-                    networks[how] = cutting.cut_as(how)
+                if cutting is not None:
+                    own = {how: cutting.cut_as(how) for how, _ in ways if how is not None}
+                    networks.update(own)
                 options = options_for(networks, ways)
             else:
-                networks.update({} if cutting is None else cutting.every())
+                if cutting is not None:
+                    networks.update(cutting.every())
                 options = ways_to_run(networks, self.settings.backend)
             wanted = [local_part(p) for p in model.parameters() if p.requires_grad and shards]
             gathered = sum(p.numel() * p.element_size() for p in wanted)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from rockmate.decisions.dressing import Dressing, undressed, view_of
 from rockmate.decisions.recomputed import tensors_read
 from rockmate.errors import InfeasibleBudgetError, RockmateError
 from rockmate.networks import Planned
+from rockmate.networks.network import Network
 from rockmate.options.options import BlockOption
 from rockmate.runtime.plain import plain
 from rockmate.settings import Terms
@@ -366,10 +367,11 @@ class Meeting:
 
     def _kind(self, planned: Planned, kinds: list[Kind]) -> Kind:
         """Return the options of a recording, or of an equal earlier one."""
+        networks: dict[Hashable, Network] = {None: planned.network}
         for kind in kinds:
             if kind.recorded.problem is planned.problem:
-                return Kind(planned, kind.options, 0)
-        kind = Kind(planned, ways_to_run(planned, self.settings.backend), 0)
+                return Kind(planned, kind.options, networks, 0)
+        kind = Kind(planned, ways_to_run(networks, self.settings.backend), networks, 0)
         kinds.append(kind)
         return kind
 

@@ -12,10 +12,10 @@ of the whole on this machine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -117,9 +117,9 @@ class Cutting(Generic[Step]):
         assert refusal is not None
         raise _refused(refusal, least)
 
-    def every(self) -> dict[Cut, Step]:
+    def every(self) -> dict[Hashable, Step]:
         """Return the step in each number of pieces, by how it is cut."""
-        found: dict[Cut, Step] = {}
+        found: dict[Hashable, Step] = {}
         for part in (_Part(None), _Part(None, steps=True)):
             for count in () if found else COUNTS:
                 step = self._step(count, part, times=self.times)
@@ -127,7 +127,7 @@ class Cutting(Generic[Step]):
                     found[self._how(count, part)] = step
         return found
 
-    def cut_as(self, how: Cut) -> Step:
+    def cut_as(self, how: Any) -> Step:
         """Return the step in these pieces; times are not measured."""
         from rkgb.rows import cut_in_rows
 
