@@ -334,3 +334,43 @@ def test_a_head_under_autocast_is_cut(split: bool | str) -> None:
         assert all(map(torch.equal, ours, expected))
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
+
+
+class Written(nn.Module):
+    """A perceptron whose wide values are changed in place."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.up, self.down, self.how = nn.Linear(8, 128), nn.Linear(128, 8), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        if self.how == "part":
+            y[:, :4].mul_(2.0)
+        elif self.how == "seen before":
+            head = y[:, :4]
+            y.mul_(2.0)
+            y = y + head.sum(-1, keepdim=True)
+        elif self.how == "dropout":
+            y = functional.dropout(y, 0.3, inplace=True)
+        elif self.how == "masked_fill_":
+            y.masked_fill_(x.sum(-1, keepdim=True) > 0, 0.5)
+        else:
+            y = torch.relu_(y.add_(1.0).mul_(0.5))
+        return self.down(y)
+
+
+@pytest.mark.parametrize("how", ["relu_", "dropout", "masked_fill_", "part", "seen before"])
+def test_what_a_chain_has_made_may_be_written_to(how: str) -> None:
+    """A write becomes a new piece, but not one to a part, or one that an older name sees."""
+    model = made(Written(how))
+    theirs, x = copy.deepcopy(model), torch.randn(32, 8, dtype=torch.float64, requires_grad=True)
+    least, whole = smallest(model, x), smallest(model, x, split=False)
+    rk = Rockmate(model, x, least, **CHEAP)
+    is_cut = how not in ("part", "seen before")
+    assert bool(rk.plan.cut) == (least < 0.9 * whole) == is_cut
+    found = []
+    for module in (rk, theirs):
+        torch.manual_seed(7)
+        found.append(steps(module, (x,)))
+    assert_near(*found)

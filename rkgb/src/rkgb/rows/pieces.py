@@ -28,6 +28,7 @@ from rkgb.rows.cuts import Cuts
 from rkgb.rows.find import find
 from rkgb.rows.rules import Asked, Value
 
+_aten = torch.ops.aten
 _SUMMED = (torch.float32, torch.float64)
 SHORT = (torch.bfloat16, torch.float16)  # added up in float32: not rounded at each piece
 
@@ -110,6 +111,7 @@ class Cutting:
     after: list[Op] = field(default_factory=list)
     slices: dict[str, Slice] = field(default_factory=dict)
     added: list[Op] = field(default_factory=list)
+    overwritten: set[str] = field(default_factory=set)  # values that a write has replaced
 
     def add(self, op: Op) -> None:
         """Add an operation to before, loop or after.
@@ -117,8 +119,14 @@ class Cutting:
         Raises:
             NotByPiecesError: it cannot run on pieces of its inputs.
         """
-        if op.is_random or op.writes or op.flags or getattr(op.target, "namespace", "") != "aten":
-            raise NotByPiecesError(f"{op.target_name} draws, writes, or is none of torch's own")
+        before: list[str] = []
+        if op.writes:
+            op, before = self._out_of_place(op)
+        if op.is_random or op.flags or getattr(op.target, "namespace", "") != "aten":
+            raise NotByPiecesError(f"{op.target_name} draws, or is none of torch's own")
+        if not self.overwritten.isdisjoint(op.inputs):
+            raise NotByPiecesError(f"{op.target_name} reads memory by a name from before a write")
+        self.overwritten.update(before)
         self.added.append(op)
         if not self.known.isdisjoint(op.results):  # it exists already
             op = replace(op, results=tuple("" if n in self.known else n for n in op.results))
@@ -130,6 +138,27 @@ class Cutting:
             self._add_after(op)
         else:
             self.before.append(op)
+
+    def _out_of_place(self, op: Op) -> tuple[Op, list[str]]:
+        """Return an elementwise write into what an operation here has made, as a new result.
+
+        Nothing may read that memory by one of the older names, which are returned, too.
+
+        Raises:
+            NotByPiecesError: it writes to something else, or has no such form.
+        """
+        name, target, infos = op.target_name, op.target, self.infos
+        given = op.args[0].name if op.args and isinstance(op.args[0], Ref) else ""
+        overload = getattr(target, "_overloadname", "default")
+        other = getattr(getattr(_aten, name.removesuffix("_"), None), overload, None)
+        root = infos[given].alias_of if given else ""
+        same = [n for op in self.added for n in op.results if n and infos[n].alias_of == root]
+        is_own = given in self.cut and root in same and op.writes == (given,)
+        types = {infos[n].dtype for n in op.inputs if infos[n].shape} - {torch.bool}
+        is_whole = given and infos[given].size_bytes == infos[root].storage_bytes
+        if other is None or not is_own or len(types) != 1 or not is_whole:
+            raise NotByPiecesError(f"{name} writes to memory from elsewhere, or to a part of it")
+        return replace(op, target=other, writes=()), same
 
     def _cuts_of(self, name: str) -> Cuts | None:
         if name in self.known:

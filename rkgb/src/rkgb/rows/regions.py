@@ -25,8 +25,9 @@ def wide_runs(sg: SimplifiedGraph) -> list[tuple[Run, str]]:
         if storage.size_bytes * _NARROWEST < storages[0].size_bytes:
             break
         run = _without_draws(sg, _grown(storage, storages))
-        if len(run) <= _LONGEST and taken.isdisjoint(run):
-            found.append((run, storage.root))
+        if run and len(run) <= _LONGEST and taken.isdisjoint(run):
+            inside = (other for other in storages if other.producer in run)
+            found.append((run, next(inside, storage).root))
             taken.update(run)
     return found
 
