@@ -11,9 +11,10 @@ graph by `public_graphs.walk`, which knows no planner: a plan that does not comp
 the budget ends this program.
 
 The bound holds for all schedules that run the forward once as it stands and the backward in its
-order, with any forwards again in between. Random graphs have no backward. Of these only operations
-before the first moment at which everything kept would not fit are run again, after that moment; so
-their rows have no bound, and more extra time than there needs to be.
+order, with any forwards again in between. Random graphs have no backward, so their rows have no
+bound. They are planned twice, and the faster plan counts: as a forward, in which operations run
+again, and with all that is behind the first moment at which everything kept would not fit as the
+backward, for which there is a longer search.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from public_graphs import files
 from public_graphs.chains import CHAINS, revolve_problem, steps_of_revolve
 from public_graphs.encoding import encode
 from public_graphs.graph import OperationGraph
-from public_graphs.walk import walk
+from public_graphs.walk import Walk, walk
 from rockmate import InfeasibleBudgetError
 from rockmate.planning import Plan, plan
 
@@ -68,19 +69,25 @@ def row_of(source: str, graph: OperationGraph, share: float, effort: str | float
         "effort": effort,
     }
     is_random = graph.head == 0
-    if is_random:
-        graph = graph.with_head(_fitting(graph, budget))
-    encoding = encode(graph)
+    heads = (len(graph.operations), _fitting(graph, budget)) if is_random else (graph.head,)
     began = processor_seconds()
-    try:
-        found = plan(encoding.problem, budget, effort=effort)
-    except InfeasibleBudgetError as error:
+    plans: list[tuple[Walk, Plan]] = []
+    refused: list[InfeasibleBudgetError] = []
+    for head in heads:
+        encoding = encode(graph.with_head(head))
+        try:
+            found = plan(encoding.problem, budget, effort=effort)
+        except InfeasibleBudgetError as error:
+            refused.append(error)
+        else:
+            plans.append((walk(graph, encoding.sequence(found.steps), budget), found))
+    if not plans:
         row["status"] = "infeasible"
-        row["least_share"] = round(error.minimum_bytes / without.peak_bytes, 4)
-        row["bound_share"] = round(error.bound_bytes / without.peak_bytes, 4)
+        row["least_share"] = round(refused[0].minimum_bytes / without.peak_bytes, 4)
+        row["bound_share"] = round(refused[0].bound_bytes / without.peak_bytes, 4)
         return row
     row["seconds"] = round(processor_seconds() - began, 1)
-    walked = walk(graph, encoding.sequence(found.steps), budget)
+    walked, found = min(plans, key=lambda one: one[0].time)
     row |= {"status": "ok", "peak_bytes": walked.peak_bytes, "planner": found.planner}
     extra = 100 * (walked.time / graph.time - 1)
     row["extra_percent"] = round(extra, 4)
