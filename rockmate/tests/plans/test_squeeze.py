@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracles.best_plan import exhaustive_search
-from rockmate.planners.smallest_budget import low_memory_plan
+from rockmate.planners.smallest_budget import low_memory_plan, minimum_peak
 from rockmate.planners.squeeze import Squeezer, squeeze
 from rockmate.problems.problem import Problem
 from rockmate.schedules.simulate import simulate
-from rockmate.solvers.least_budget import floor_bytes
-from zoo.problems import gpt_problem, random_problem, unet_problem
+from rockmate.solvers.least_budget import floor_bytes, least_budget
+from zoo.problems import NetworkBuilder, gpt_problem, random_problem, unet_problem
 
 
 def squeezed_bytes(problem: Problem) -> int:
@@ -56,3 +56,19 @@ def test_mostly_the_least_on_small_graphs() -> None:
 )
 def test_near_what_one_step_needs_on_networks(problem: Problem) -> None:
     assert squeezed_bytes(problem) <= 1.05 * floor_bytes(problem)
+
+
+def test_a_sum_is_made_again_from_nothing_beside_a_large_value() -> None:
+    """Attention and perceptrons: where a wide value is bent, what is added later is not there."""
+    net = NetworkBuilder()
+    x = net.add("embedding", [], 60, saves="")
+    for _ in range(2):
+        q, k, v = (net.add("linear", [x], 60) for _ in range(3))
+        q, k = (net.add("scaled", [part], 60, workspace_bytes=60, saves="") for part in (q, k))
+        scores = net.add("softmax", [net.add("product", [q, k], 40)], 40, saves="o")
+        x = net.add("sum", [net.add("product", [scores, v], 60, workspace_bytes=60), x], 60)
+        wide = net.add("linear", [x], 240)
+        x = net.add("sum", [net.add("gelu", [wide], 240), x], 60, saves="i")
+    problem = net.build([net.add("loss", [x], 4)])
+    steps, peak = minimum_peak(problem)
+    assert simulate(problem, steps).peak_bytes <= peak <= 1.01 * least_budget(problem, peak)

@@ -25,6 +25,7 @@ from rockmate.solvers.result import last_useful_stages
 
 _CUTS = 6  # kept for each stage
 _LIGHTER_RUNS = 8  # forwards for the recomputation of one storage
+_TREE_RUNS = 200  # the same, if it is made from nothing
 _ROUNDS = 14  # of the search for the least limit
 _PRECISION = 1e-3  # relative, of that limit
 _NO_LIMIT = 1 << 62
@@ -117,11 +118,12 @@ class Squeezer:
         """Return runs to add after the run of node k, so that less has to be alive before it.
 
         They recompute the largest storage that k does not read, from storages that are alive or
-        small.
+        small, or else from nothing.
         """
         bytes_of, sizes = self.problem.bytes_of, self.problem.sizes
         waiting = _indices(need & ~there & ~self._inputs[k] & ~self._makes[k])
-        for index in sorted(waiting, key=lambda i: (-sizes[i], -i)):
+        waiting.sort(key=lambda i: (-sizes[i], -i))
+        for index in waiting:
             nodes: list[int] = []
             sets: list[int] = []
             best = 0
@@ -146,7 +148,55 @@ class Squeezer:
                     best, best_held = len(nodes), now_held
             if best:
                 return nodes[:best], sets[:best], best_held
+        for index in waiting:
+            peak, runs = self._trees[self._maker[index]]
+            others = held - sizes[index]
+            if self._maker[index] < k and runs <= _TREE_RUNS and others + peak <= room:
+                tree = self._tree(index, need, room)
+                if tree is not None:
+                    return *tree, others
         return None
+
+    def _tree(self, index: int, need: int, room: int) -> tuple[list[int], list[int]] | None:
+        """Return runs that make a storage from nothing, last first, if they fit beside the rest."""
+        bytes_of = self.problem.bytes_of
+        nodes: list[int] = []
+        sets: list[int] = []
+        now, open_storages = need, [index]
+        while open_storages:
+            k = self._maker[open_storages.pop()]
+            if not now & self._makes[k]:
+                continue
+            earlier = (now & ~self._makes[k]) | self._inputs[k]
+            if bytes_of(earlier) + self._own_bytes(k, now) > room:
+                return None
+            open_storages += (i for i in self._in_order(k, self._trees) if not now >> i & 1)
+            now = earlier
+            nodes.append(k)
+            sets.append(now)
+        return nodes, sets
+
+    @cached_property
+    def _trees(self) -> list[tuple[int, int]]:
+        """Peak and number of runs of each node if all its inputs are made from nothing."""
+        found: list[tuple[int, int]] = []
+        for k in range(len(self._inputs)):
+            held, peak, runs = 0, 0, 1
+            for index in self._in_order(k, found):
+                its_peak, its_runs = found[self._maker[index]]
+                peak, runs = max(peak, held + its_peak), runs + its_runs
+                held += self.problem.sizes[index]
+            found.append((max(peak, held + self._own_bytes(k, 0)), runs))
+        return found
+
+    def _in_order(self, k: int, trees: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the inputs of a node in the order that takes least memory to make them."""
+        sizes = self.problem.sizes
+
+        def excess(index: int) -> tuple[int, int]:
+            return sizes[index] - trees[self._maker[index]][0], index
+
+        return sorted(_indices(self._inputs[k]), key=excess)
 
     @cached_property
     def _from_nothing(self) -> list[int]:
