@@ -409,7 +409,8 @@ def _flights(problem: Problem, chosen: Sequence[int]) -> dict[int, tuple[int, ..
     for k in order:
         begins.append(begins[-1] + problem.nodes[k].bwd_time_ms)
     first = {i: min(stage[user] for user in problem.storages[i].bwd_users) for i in chosen}
-    latest, found = math.inf, {}
+    latest = math.inf
+    found: dict[int, tuple[int, ...]] = {}
     for index in sorted(chosen, key=lambda i: (-first[i], i)):
         latest = min(latest, begins[first[index] - 1]) - problem.link.in_ms(problem.sizes[index])
         at = max(1, bisect_right(begins, latest))
