@@ -43,7 +43,8 @@ def page_results(results: Path) -> str:
         "Larger batches": "In the memory that plain PyTorch needs for a small one:\n\n"
         + tables.throughput_table(results),
     }
-    return "\n\n".join(f"## {title}\n\n{text.strip()}" for title, text in parts.items())
+    found = {title: text for title, text in parts.items() if not text.endswith("\n\n")}  # no rows
+    return "\n\n".join(f"## {title}\n\n{text.strip()}" for title, text in found.items())
 
 
 def benchmark_results(results: Path) -> str:
