@@ -521,3 +521,28 @@ def test_a_step_on_another_stream_is_handed_over_there() -> None:
             if is_known is not None:
                 assert ("met" in adds_up().metadata) == is_known
             adds_up().metadata["met"] = True
+
+
+class NoisyInside(nn.Module):
+    """Its forward puts a hook, so that it runs whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if x.requires_grad:
+            x.register_hook(lambda g: g + torch.rand(8))
+        return self.second(x)
+
+
+def test_hooks_that_draw_beside_a_whole_part_whose_backward_draws_are_told() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(NoisyInside(), nn.Linear(8, 8))
+    x = torch.randn(8, 8)
+    planned = wrap(net, x, 1 << 20)
+    planned(x).sum().backward()  # without hooks on parameters nothing is told
+    net[0].second.weight.register_hook(lambda g: g + torch.rand(8))
+    with pytest.warns(RuntimeWarning, match=r"submodule '0' runs whole, its backward draws"):
+        planned(x).sum().backward()

@@ -67,6 +67,10 @@ class KeptGenerators:
         own = device_of(device).copied_generator()
         return cls(torch.default_generator.clone_state(), own, device)
 
-    def restore(self) -> None:
+    @property
+    def state(self) -> RngState:
         own = None if self.own is None else self.own.get_state()
-        RngState(self.cpu.get_state(), own, self.device).restore()
+        return RngState(self.cpu.get_state(), own, self.device)
+
+    def restore(self) -> None:
+        self.state.restore()

@@ -53,6 +53,8 @@ class WholeCall(Protocol):
     @property
     def casts(self) -> tuple[str, ...]: ...  # parameters that autocast casts in it
     @property
+    def draws(self) -> bool: ...  # random numbers in its backward
+    @property
     def inner(self) -> tuple[int, ...]: ...  # results whose gradients are put together inside
 
 

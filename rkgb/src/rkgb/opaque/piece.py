@@ -76,6 +76,7 @@ class Piece:
     runs_once: bool = False  # it changes or consumes outside state, so it must save its results
     written: tuple[str, ...] = ()  # parameters that the call writes
     casts: tuple[str, ...] = ()  # parameters that autocast casts in it, once per region
+    draws: bool = False  # random numbers in its backward, as hooks of its own do
     over: dict[str, int] = field(default_factory=dict)  # largest held bytes above `held_bytes`
 
     def result(self, tensors: Sequence[Tensor]) -> Any:

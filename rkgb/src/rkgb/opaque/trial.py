@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from rkgb.device.chosen import trace_memory
-from rkgb.device.rng import RngState
+from rkgb.device.rng import KeptGenerators, RngState
 from rkgb.elements.spread import settled
 from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.elements.trees import Structure, flatten
@@ -49,6 +49,7 @@ class _Trial:
     foreign: list[Tensor]  # leaves that are no parameters: made inside, or from elsewhere
     casts: tuple[str, ...]  # parameters
     came: tuple[int, ...]  # inputs, then parameters, that got parts of gradients, in order
+    draws: bool  # random numbers in its backward
 
     def in_order(self, call: Call) -> tuple[str, ...]:
         """Return the parameters in the order in which their gradients are complete.
@@ -249,6 +250,7 @@ class Trials:
             buffer_bytes=sum(b.nbytes for b, _ in contents.copies) if writes else 0,
             written=written,
             casts=one.casts,
+            draws=one.draws,
             held_bytes=held,
             workspace_bytes=(
                 max(0, spans[0].added_peak_bytes - one.made_bytes[0] - held),
@@ -344,6 +346,7 @@ class Trials:
         others = [] if frees else list(grads)  # that hold them
         inner.close()
         del result, results, inputs, given
+        random = KeptGenerators.keep(self.device)
         after = time.perf_counter()
         with _in(span, "backward"):
             # Only `others` holds the incoming gradients.
@@ -367,6 +370,7 @@ class Trials:
             time_ms=((middle - before) * 1e3, (end - after) * 1e3),
             transforms=inner.transforms,
             came=tuple(inner.came),
+            draws=not RngState.save(self.device).equals(random.state),
             casts=tuple(n for at, n in enumerate(call.parameters, len(tensors)) if at in cast),
             foreign=[t for t in leaves_used if id(t) not in self.names and id(t) not in buffers],
         )

@@ -568,15 +568,33 @@ class Executable:
 
     def warn_of_order(self, external: Mapping[str, Tensor]) -> None:
         """Warn if there are hooks on leaves that are not called in eager's order."""
-        if not self._waits_for_order and self._has_hooks(external):
+        basic = self.graph.dataflow.basic
+        reason = ""
+        if not self._waits_for_order:
+            reason = (
+                "within the budget, gradients cannot wait for one another. It matters if the hooks "
+                "draw random numbers or read one another's results; then raise the budget"
+            )
+        elif path := self._draws_inside:
+            reason = (
+                f"submodule '{path}' runs whole, its backward draws random numbers, and gradients "
+                "of its parameters come after that. It matters if the hooks draw, too; then let "
+                "one of the two use a torch.Generator of its own"
+            )
+        if reason and self._has_hooks(external):
             warnings.warn(
-                f"hooks on parameters of {self.graph.dataflow.basic.model_name} are called in "
-                "another order than in plain PyTorch: within the budget, gradients cannot wait for "
-                "one another. It matters if the hooks draw random numbers or read one another's "
-                "results; then raise the budget.",
+                f"hooks on parameters of {basic.model_name} are called in another order than in "
+                f"plain PyTorch: {reason}.",
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    @cached_property
+    def _draws_inside(self) -> str:
+        """The path of a submodule that runs whole and whose backward draws, or ""."""
+        wholes = (target_of(op).whole for op in self.graph.dataflow.basic.ops)
+        drawing = (whole.path or "(root)" for whole in wholes if whole is not None and whole.draws)
+        return next(drawing, "")
 
     @cached_property
     def _waits_for_order(self) -> bool:
