@@ -403,6 +403,29 @@ def test_more_calls_than_were_planned_keep_nothing_and_are_told() -> None:
     assert_steps_like(rk, twin, rows, steps=1)
 
 
+class MoreOutside(Repeated):
+    """Computes more between its layers where a value says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = self.times if random.random() < 2 else 0
+        for _ in range(3):
+            x = x + self.layer(x)
+            for _ in range(times - 3):
+                x = torch.tanh(x)
+        return x.square().mean()
+
+
+def test_more_outside_of_blocks_than_was_planned_is_told() -> None:
+    torch.manual_seed(0)
+    model = MoreOutside().train()
+    twin = copy.deepcopy(model)
+    rk = Rockmate(model, rows(0), 0.8, cost="flops")
+    assert_steps_like(rk, twin, rows, steps=2)  # warnings are errors
+    rk.times = twin.times = 5
+    with pytest.warns(RuntimeWarning, match=r"outside of its blocks .* 5 were planned"):
+        assert_steps_like(rk, twin, rows, steps=1)
+
+
 def test_planning_leaves_gradients_of_the_sample_alone() -> None:
     torch.manual_seed(0)
     model = Depth().train()

@@ -28,7 +28,7 @@ from rockmate.blockwise.rehearsal import run_step as rehearse
 from rockmate.comparison.eager import StepResult, differences, run_step
 from rockmate.decisions.blocks import EVERYTHING, Meeting, Run, WrittenOutsideError
 from rockmate.decisions.report import DecidedPlan, report
-from rockmate.decisions.step_plan import StepPlan
+from rockmate.decisions.step_plan import Nodes, StepPlan
 from rockmate.errors import InfeasibleBudgetError, RockmateError, SelfTestError
 from rockmate.guards.module_watch import without_hooks
 from rockmate.options.module_choice import ModuleCall, StepMemory, choose, peak_of, smallest_budget
@@ -140,6 +140,7 @@ class _Planner:
         self.settings, self.eager, self.plans = settings, eager, plans
         self.written: list[str] = []  # why blocks keep everything
         self.tested: dict[tuple[int, ...], StepResult] = {}
+        self.own: Nodes | None = None
 
     def meet(self, whole: Sequence[str]) -> None:
         """Find the blocks and their options.
@@ -216,6 +217,9 @@ class _Planner:
         eager_bytes = None if self.eager is None else self.eager.allocated_peak_bytes
         plan = self._step_plan(found, budget_bytes)
         plan.room_bytes = budget_bytes - step.allocated_peak_bytes
+        if self.own is not None:
+            around = self.own.most_between * len(self.unseen)  # has room, or has been told
+            plan.most_nodes = self.own.total + around
         return Chosen(plan, made, eager_bytes)
 
     def _search(
@@ -336,7 +340,7 @@ class _Planner:
                     f"the planned blocks of {self.name} do not compute the bits of plain PyTorch: "
                     f"{', '.join(wrong[:3])} of {len(wrong)}. Please report it."
                 )
-        self.tested[tuple(numbers)] = ours
+        self.tested[tuple(numbers)], self.own = ours, step.own
         return ours
 
 

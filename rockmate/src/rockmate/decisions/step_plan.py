@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.elements import flatten
-from rkgb.torch_api import at_end_of_backward, has_saved_hooks, keeps_graph
+from rkgb.torch_api import at_end_of_backward, has_saved_hooks, keeps_graph, latest_sequence_nr
 from rockmate.blockwise.rehearsal import Marker
 from rockmate.calls.plans_of_module import NotPlannedError
 from rockmate.comparison.eager import losses_among
 from rockmate.decisions.blocks import AGAIN, KEEP, Block, Run
 from rockmate.decisions.dressing import Dressing
 from rockmate.decisions.recomputed import run_recomputed
+from rockmate.guards.snapshot import HOOKS
 from rockmate.runtime.backwards import compares_contents
 from rockmate.runtime.steps.outputs_held import OutputsHeld
 
@@ -37,6 +38,8 @@ class StepPlan:
     marker: Marker | None = None
     told: set[tuple[str, str]] = field(default_factory=set)  # paths, and what to do
     count: int = 0  # number of steps
+    own: Nodes | None = None  # of the latest step, outside of blocks
+    most_nodes: int | None = None  # outside of blocks, for which there is room or a warning
     dressing: Dressing = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,11 +58,27 @@ class StepPlan:
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward of the root."""
         self.count += 1
-        with self.dressing.led_to(_Step(self)):
+        step, begin = _Step(self), latest_sequence_nr()
+        with self.dressing.led_to(step):
             result = model.forward(*args, **kwargs)
+        self.own = Nodes(latest_sequence_nr() - begin - step.nodes, step.most_between)
+        most = self.most_nodes
+        is_more = most is not None and self.own.total > most
+        if is_more and not step.has_more_calls and not self._has_hooks():
+            self._tell(
+                "forward",
+                "computes more outside of its blocks than in the sample's step "
+                f"({self.own.total} operations with a gradient, and {most} were planned)",
+                "Plan with a sample whose step computes most.",
+            )
         if self.room_bytes is not None:
             self._watch_outputs(result, self.room_bytes)
         return result
+
+    def _has_hooks(self) -> bool:
+        """Whether blocks have hooks, which make nodes that save nothing."""
+        modules = [block.module for block in self.blocks.values()]
+        return any(getattr(module, table) for module in modules for table in HOOKS)
 
     def _watch_outputs(self, result: Any, room_bytes: int) -> None:
         """Warn once if outputs beside the losses are held through a backward, above the budget."""
@@ -130,6 +149,14 @@ def _at(model: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """Nodes of autograd that a root makes outside of its blocks; they keep what they save."""
+
+    total: int
+    most_between: int  # two blocks
+
+
 class _Step:
     """One call of the root, to which calls of its blocks are redirected."""
 
@@ -137,6 +164,9 @@ class _Step:
         self.plan, self.counts = plan, dict[str, int]()
         self.compares = compares_contents(plan.count)
         self.is_inside, self.place = False, 0
+        self.has_more_calls = False  # than in the sample's step
+        self.nodes, self.most_between = 0, 0  # nodes of autograd: in blocks, and between two
+        self._end: int | None = None  # of the latest block
 
     def __call__(self, path: str, /, *args: Any, **kwargs: Any) -> Any:
         plan, block = self.plan, self.plan.blocks[path]
@@ -146,9 +176,13 @@ class _Step:
         self.counts[path] = count + 1
         ways = plan.ways.get(path, ())
         if count >= len(ways):
+            self.has_more_calls = True
             plan.tell_of_more(path, count + 1)
         way = ways[count] if count < len(ways) else AGAIN
         self.is_inside = True
+        begin = latest_sequence_nr()
+        if self._end is not None:
+            self.most_between = max(self.most_between, begin - self._end)
         try:
             if plan.marker is None:
                 return self._run(block, way, args, kwargs)
@@ -159,6 +193,8 @@ class _Step:
             return result
         finally:
             self.is_inside = False
+            self._end = latest_sequence_nr()
+            self.nodes += self._end - begin
 
     def _run(self, block: Block, way: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not isinstance(way, str):
