@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import Any
@@ -96,6 +96,29 @@ class Attribute:
     def pairs(self) -> list[tuple[Any, str]]:
         """Return the objects, each with the name."""
         return [(owner, self.name) for owner in self._owners]
+
+
+class Items:
+    """What many lists and sets hold: the same objects in the same places."""
+
+    __slots__ = ("_containers", "_counts", "_known")
+
+    def __init__(self) -> None:
+        self._containers: list[list[Any] | set[Any]] = []
+        self._counts: list[int] = []
+        self._known: list[Any] = []
+
+    def note(self, container: list[Any] | set[Any]) -> None:
+        """Look from now on whether this container holds the same."""
+        self._containers.append(container)
+        self._counts.append(len(container))
+        self._known += container
+
+    def hold(self) -> bool:
+        """Whether everything is as it was."""
+        if [*map(len, self._containers)] != self._counts:
+            return False
+        return all(map(is_, chain.from_iterable(self._containers), self._known))
 
 
 def dict_behind(view: Any) -> dict[Any, Any]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.guards.entries import ABSENT, Attribute, Entries, attributes_of, dict_behind
+from rkgb.guards.entries import ABSENT, Attribute, Entries, Items, attributes_of, dict_behind
 from rkgb.guards.holding import (
     BOUND,
     CACHED,
@@ -138,6 +138,8 @@ class Watched:
         self.found: set[str] = set()  # names that are asked for, which are not among these
         self.checks: list[Callable[[], bool]] = []
         self.attributes: dict[str, Attribute] = {}  # of functions and the like, by name
+        self._slots: dict[str, Attribute] = {}
+        self._items = Items()
         self.where = ""  # what is looked at now, in words
         self.is_read = True  # by Python of the user: it is followed as far as it leads
         self._modules, self._named = modules, named  # that are known by their path, by identity
@@ -176,7 +178,12 @@ class Watched:
                 return False
         if self.tensors and [_kind(ref()) for ref in self.tensors] != self._kinds:
             return False
-        return (untouched or self._hold_one_by_one()) and all(check() for check in self.checks)
+        return (
+            (untouched or self._hold_one_by_one())
+            and self._items.hold()
+            and all(one.holds() for one in self._slots.values())
+            and all(check() for check in self.checks)
+        )
 
     def _hold_one_by_one(self) -> bool:
         return all(map(is_, map(type, self.objects), self._classes)) and all(
@@ -303,7 +310,7 @@ class Watched:
         if isinstance(value, frozenset):
             return kind, frozenset(self.worth(item, depth + 1) for item in items)
         if self.is_read and len(items) > MOST_ITEMS and isinstance(value, dict):
-            self._look(value, partial(is_still, value, items))
+            self._look_at_items(value, items)
             return Same(value), *map(Same, items)
         if len(items) > (MOST_ITEMS if self.is_read else LONG):
             count = len(items)
@@ -311,15 +318,22 @@ class Watched:
             return Same(value), count
         has_tensors = any(isinstance(item, Tensor) for item in items)
         if not has_tensors:
-            self._look(value, partial(is_still, value, items))
+            self._look_at_items(value, items)
         elif isinstance(value, set):  # which comes first is nobody's to say
-            self._look(value, partial(is_still, value, items))
+            self._look_at_items(value, items)
             return Same(value), *map(Same, items)
         else:
             known = [weakref.ref(i) if isinstance(i, Tensor) else i for i in items]
             self._look(value, lambda: identical(items_of(value), known))
         worth = [self.worth(item, depth + 1) for item in items]
         return kind, frozenset(worth) if isinstance(value, set) else tuple(worth)
+
+    def _look_at_items(self, value: Any, items: list[Any]) -> None:
+        """Look from now on whether a container holds the same objects."""
+        if type(value) in (list, set):
+            self._items.note(value)
+        else:
+            self._look(value, partial(is_still, value, items))
 
     def _look(self, value: Any, check: Callable[[], bool]) -> None:
         """Look from now on at a container: at a dict after a write, at others always."""
@@ -384,7 +398,10 @@ class Watched:
             self.entries(table).note_absent(asked)
         for name in self.asked.intersection(slots_of(type(value))):
             held = getattr(value, name, ABSENT)
-            self.checks.append(partial(_holds_in_slot, value, name, held))
+            if held is ABSENT:
+                self.checks.append(partial(_has_nothing, value, name))
+            else:
+                self._slots.setdefault(name, Attribute(name)).note(value, held)
             found.append((name, self.worth(held, depth + 1)))
         return found
 
@@ -460,5 +477,5 @@ def _kind(tensor: Tensor | None) -> Hashable:
     return type(tensor), tensor.dtype, tensor.device, tensor.shape, strides, wants, is_lazy
 
 
-def _holds_in_slot(value: Any, name: str, held: Any) -> bool:
-    return getattr(value, name, ABSENT) is held
+def _has_nothing(value: Any, name: str) -> bool:
+    return getattr(value, name, ABSENT) is ABSENT
