@@ -294,7 +294,7 @@ def test_a_link_that_is_given_makes_plans_that_move(tmp_path: Path) -> None:
     assert "GB/s" in moved.notes[-1]
     stays = rockmate.estimate(net, x, **how, offload=nothing)
     assert stays.smallest_budget_bytes == within
-    assert stays.at(within).overhead == without.at(within).overhead
+    assert stays.at(within).overhead <= without.at(within).overhead  # its plans are searched
 
 
 @pytest.mark.parametrize(

@@ -375,6 +375,7 @@ def test_recomputed_forwards_run_with_the_flags_of_the_forward(
     assert torch.backends.mkldnn.enabled
 
 
+@pytest.mark.filterwarnings("ignore:the gradients of Sequential .* within autocast")  # casts
 def test_a_backward_within_autocast_recomputes_without_it() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
     sample = torch.randn(64, 64)

@@ -7,6 +7,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -250,6 +251,11 @@ def _within_budget(
     is_apart, beyond = not _fits(network, planned.plan, steps, moves, like), ""
     if is_apart and lies_otherwise and not planned.executor.planned.can_repeat:
         is_apart, beyond = False, _told(network, planned, steps, moves)
+    as_known = partial(executable, graph, steps, measured, like=like, offload=network.offload)
+    instead: Callable[[], Executable] | None = None
+    if is_apart and lies_otherwise:
+        told = partial(_told, network, planned, steps, moves)
+        instead = cache(lambda moves=moves: replace(as_known(moves=moves), beyond=told()))
     less_bytes = 0
     while is_apart:  # at most twice: then with headroom for waiting gradients
         try:
@@ -266,7 +272,8 @@ def _within_budget(
         assert like is not None, "nothing waits"
         less_bytes = max(held_bytes(graph, steps, like.places))
     made = executable(*(graph, steps, measured), like=like, moves=moves, offload=network.offload)
-    return replace(made, is_apart=is_apart, beyond=beyond)
+    instead = instead if is_apart else None
+    return replace(made, is_apart=is_apart, beyond=beyond, instead=instead)
 
 
 def _told(
@@ -285,11 +292,12 @@ def _told(
     if peak_bytes <= planned.plan.budget_bytes:  # but gradients wait in another order
         return ""
     names = zip(basic.roots, basic.kind.tangents, strict=True)
+    autocast = "; within autocast" if basic.kind.autocast is not None else ""
     strides = ", ".join(f"'{name}' with strides {found}" for name, found in names if found)
     return (
         f"the gradients of {basic.model_name} have arrived in another layout than it was planned "
-        f"for ({strides}), and their backward takes {peak_bytes} bytes, where the budget is "
-        f"{planned.plan.budget_bytes}. Hand back gradients as they were planned for (contiguous "
+        f"for ({strides}{autocast}), and their backward takes {peak_bytes} bytes, where the budget "
+        f"is {planned.plan.budget_bytes}. Hand back gradients as they were planned for (contiguous "
         "ones, mostly), or raise the budget"
         f"{f' to {max(minimum_bytes, peak_bytes)} bytes' if minimum_bytes else ''}."
     )

@@ -59,6 +59,8 @@ class Executable:
     lower: Callable[[Places], StepProgram]  # the same steps with other hand-overs
     is_apart: bool = False  # made by another plan: its forward saves other values
     beyond: str = ""  # why it takes more than the budget, in words
+    # If it is apart: with the saved tensors as they are, for a step whose forward cannot run again.
+    instead: Callable[[], Executable] | None = None
     arrivals: Arrivals = field(default_factory=Arrivals)
     _rails: list[Rail] = field(default_factory=list)
     _waiting: dict[SharedUses, Executable] = field(default_factory=dict)
