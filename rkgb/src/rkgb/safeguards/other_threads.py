@@ -16,7 +16,7 @@ from rkgb.guards.code_watch import Seen
 from rkgb.guards.loads import loads_of
 from rkgb.module_state.start_of_call import PythonRandom, draw_from_numpy, numpy_state
 
-_LOOKS, _PAUSE_S = 10, 0.002
+_LOOKS, _PAUSE_S = 100, 0.002  # on a busy machine another thread may wait long for a core
 _OF_NUMPY = frozenset(
     (
         *("numpy", "np", "rand", "randn", "random_sample", "standard_normal", "permutation"),
