@@ -9,6 +9,7 @@ from figures.style import STYLES, TITLES, family, in_order, legend_below, number
 from harness.points import Row
 
 _WIDEST_PERCENT = 160  # of plain PyTorch's peak; what takes more is not drawn
+_HIGHEST_PERCENT = 200  # of extra time; a line to the smallest budget may leave at the top
 
 
 def draw_overhead(rows: list[Row]) -> Figure:
@@ -49,6 +50,7 @@ def draw_overhead(rows: list[Row]) -> Figure:
         axes.set_title(TITLES.get(network, network), fontsize=9.5)
         axes.axhline(0, color="0.8", lw=0.8, zorder=0)
         axes.set_xlim(0, max(118, max(drawn, default=0) + 4))
+        axes.set_ylim(top=min(axes.get_ylim()[1], _HIGHEST_PERCENT))
         axes.tick_params(labelbottom=True)
     for axes in panels.flat[max(0, len(networks) - columns) : len(networks)]:
         axes.set_xlabel("peak, % of plain")
