@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from rockmate.problems.problem import Problem
+from rockmate.problems.problem import Problem, indices_of
 from rockmate.schedules.steps import Step, Steps
 from rockmate.solvers.result import last_useful_stages
 
@@ -121,7 +121,7 @@ class Squeezer:
         small, or else from nothing.
         """
         bytes_of, sizes = self.problem.bytes_of, self.problem.sizes
-        waiting = _indices(need & ~there & ~self._inputs[k] & ~self._makes[k])
+        waiting = indices_of(need & ~there & ~self._inputs[k] & ~self._makes[k])
         waiting.sort(key=lambda i: (-sizes[i], -i))
         for index in waiting:
             nodes: list[int] = []
@@ -131,7 +131,7 @@ class Squeezer:
             now, now_held = need, held
             fresh = 1 << index
             while fresh and len(nodes) < _LIGHTER_RUNS:
-                maker = max(self._maker[i] for i in _indices(fresh))
+                maker = max(self._maker[i] for i in indices_of(fresh))
                 if maker >= k:
                     break
                 made = now & ~there & self._makes[maker]
@@ -196,7 +196,7 @@ class Squeezer:
         def excess(index: int) -> tuple[int, int]:
             return sizes[index] - trees[self._maker[index]][0], index
 
-        return sorted(_indices(self._inputs[k]), key=excess)
+        return sorted(indices_of(self._inputs[k]), key=excess)
 
     @cached_property
     def _from_nothing(self) -> list[int]:
@@ -355,7 +355,7 @@ class Squeezer:
             place = bisect_left(uses, stage)
             return -(uses[place] if place < len(uses) else _NO_LIMIT), -sizes[index], index
 
-        for index in sorted(_indices(alive & ~needed), key=urgency):
+        for index in sorted(indices_of(alive & ~needed), key=urgency):
             if excess <= 0:
                 break
             alive ^= 1 << index
@@ -397,12 +397,3 @@ def squeeze(problem: Problem, low_bytes: int, high_bytes: int) -> Steps | None:
         else:
             best, high_bytes = needs, middle
     return squeezer.follow(best, high_bytes)
-
-
-def _indices(mask: int) -> list[int]:
-    found = []
-    while mask:
-        low = mask & -mask
-        found.append(low.bit_length() - 1)
-        mask ^= low
-    return found

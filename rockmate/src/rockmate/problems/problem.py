@@ -251,6 +251,16 @@ class Problem:
         return cls(tuple(Node(**row) for row in data["nodes"]), tuple(storages), link)
 
 
+def indices_of(mask: int) -> list[int]:
+    """Return the members of a set that is a bit mask, the smallest first."""
+    found = []
+    while mask:
+        low = mask & -mask
+        found.append(low.bit_length() - 1)
+        mask ^= low
+    return found
+
+
 def _mask(indices: Iterable[int]) -> int:
     mask = 0
     for index in indices:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from rockmate.problems.problem import Problem
+from rockmate.problems.problem import Problem, indices_of
 
 if TYPE_CHECKING:
     from ortools.graph.python.max_flow import SimpleMaxFlow
@@ -200,7 +200,7 @@ class _Cuts:
         for k, there, room in self._candidates(t, budget_bytes):
             if not can_run[k]:
                 continue
-            for index in _indices(self.makes[k] & ~self.reads[t - 1]):
+            for index in indices_of(self.makes[k] & ~self.reads[t - 1]):
                 users = [u for u in self.problem.storages[index].fwd_users if u <= self.order[t]]
                 missing = [u for u in users if can_run[u] and self.inputs[u] & ~there]
                 if self.sizes[index] <= kept_bytes or not missing:
@@ -223,7 +223,7 @@ class _Cuts:
         """Return the least bytes that, beside what is there, make what is wanted."""
         if self.work <= 0:
             return 0
-        open_storages = list(_indices(wanted.storages & ~there))
+        open_storages = indices_of(wanted.storages & ~there)
         seen, ran = set(open_storages), set[int]()
         # Storages are vertices from 2 on, the runs of nodes come behind them.
         runs = 2 + len(self.sizes)
@@ -241,7 +241,7 @@ class _Cuts:
                 arcs.append((runs + k, 1, state if wanted.can_run[k] else _MANY))
                 ends = True
             if wanted.can_run[k]:
-                for read in _indices(self.inputs[k] & ~there):
+                for read in indices_of(self.inputs[k] & ~there):
                     arcs.append((runs + k, 2 + read, _MANY))
                     if read not in seen:
                         seen.add(read)
@@ -260,10 +260,3 @@ def _flow(arcs: Iterable[tuple[int, int, int]]) -> int:
     if flow.solve(0, 1) != flow.OPTIMAL:
         return 0
     return int(flow.optimal_flow())
-
-
-def _indices(mask: int) -> Iterator[int]:
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
