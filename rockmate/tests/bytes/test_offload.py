@@ -67,7 +67,8 @@ def test_bits_and_bytes_with_random_delays(link: Link, fraction: float) -> None:
     assert len(peaks) == 1, "the peak depends on how long copies take"
     # The gradients of this loss are there a moment later than the plan allows for.
     assert 0.98 * plan.peak_bytes < peaks.pop() <= plan.peak_bytes <= plan.budget_bytes
-    assert ("moved" in str(rk.plan)) == bool(plan.moves)
+    # Which plan is the fastest depends on measured times: over a slow link it may move nothing.
+    assert (" at most there" if plan.moves else "nothing; it would save no time") in str(rk.plan)
 
 
 def test_a_link_that_carries_all_takes_the_place_of_recomputation(
