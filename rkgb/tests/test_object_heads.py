@@ -27,7 +27,8 @@ def _around():
 
 HELD, TABLE, AROUND, BOUND = Held(), {"a": 1}, _around(), functools.partial(int, "1")
 FIELDS = [(called, name) for name in ("__code__", "__defaults__", "__kwdefaults__")]
-FIELDS += [(AROUND.__closure__[0], "cell_contents"), (BOUND, "args")]
+LISTED, CHOSEN, CHANGING = [], set(), type("Changing", (Held,), {})
+FIELDS += [(CHANGING, "__bases__"), (AROUND.__closure__[0], "cell_contents"), (BOUND, "args")]
 
 
 @pytest.mark.skipif(not object_heads._can_be_read, reason="heads are laid out otherwise here")
@@ -42,11 +43,14 @@ FIELDS += [(AROUND.__closure__[0], "cell_contents"), (BOUND, "args")]
         lambda: setattr(called, "__defaults__", (3,)),
         lambda: setattr(called, "__kwdefaults__", {"named": 3}),
         lambda: setattr(AROUND.__closure__[0], "cell_contents", object()),
+        lambda: LISTED.append(1),
+        lambda: CHOSEN.add(len(CHOSEN)),
+        lambda: setattr(CHANGING, "__bases__", (Other,)),
         lambda: BOUND.__setstate__((int, ("2",), {}, {})),
     ],
 )
 def test_every_change_is_seen(change):
-    read = heads_of([HELD], [TABLE], [vars(HELD), TABLE], FIELDS)
+    read = heads_of([HELD], [TABLE, LISTED, CHOSEN], [vars(HELD), TABLE], FIELDS)
     before = read()
     assert read() == before
     change()

@@ -101,21 +101,25 @@ class Attribute:
 class Items:
     """What many lists and sets hold: the same objects in the same places."""
 
-    __slots__ = ("_containers", "_counts", "_known")
+    __slots__ = ("_containers", "_counts", "_known", "empty")
 
     def __init__(self) -> None:
+        self.empty: list[list[Any] | set[Any]] = []  # most are
         self._containers: list[list[Any] | set[Any]] = []
         self._counts: list[int] = []
         self._known: list[Any] = []
 
     def note(self, container: list[Any] | set[Any]) -> None:
         """Look from now on whether this container holds the same."""
+        if not container:
+            self.empty.append(container)
+            return
         self._containers.append(container)
         self._counts.append(len(container))
         self._known += container
 
     def hold(self) -> bool:
-        """Whether everything is as it was."""
+        """Whether everything is as it was in those that are not `empty`."""
         if [*map(len, self._containers)] != self._counts:
             return False
         return all(map(is_, chain.from_iterable(self._containers), self._known))

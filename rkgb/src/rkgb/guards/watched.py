@@ -11,7 +11,7 @@ import gc
 import sys
 import weakref
 from abc import ABCMeta
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -54,6 +54,7 @@ from rkgb.guards.holding import (
 )
 from rkgb.guards.loads import ANY
 from rkgb.guards.owners import is_users
+from rkgb.torch_api import has_in_head
 
 # Dynamo wraps these of `nn.Module` when it compiles for the first time: they only count modules.
 _TAGGED_BY_DYNAMO = frozenset(("__init__", "__setstate__"))
@@ -161,6 +162,11 @@ class Watched:
         """The dicts that are looked at again only after somebody has written to them."""
         return [entries.table for entries in self._entries.values()]
 
+    @property
+    def empty(self) -> Sequence[Any]:
+        """The lists and sets in which nothing is looked at but whether they are still empty."""
+        return self._items.empty
+
     def fields(self) -> list[tuple[Any, str]]:
         """Return the attributes of functions and the like that are looked at, each by its name."""
         return [pair for one in self.attributes.values() for pair in one.pairs()]
@@ -170,7 +176,8 @@ class Watched:
     ) -> bool:
         """Whether everything is as it was, where of the tables at most these were written to.
 
-        If it is `untouched`, the classes of `objects` and the `fields` are known to be.
+        If it is `untouched`, the classes of `objects`, the `fields` and what is `empty` are known
+        to be.
         """
         for table in self.tables if written is None else written:
             entries = self._entries.get(id(table))
@@ -186,8 +193,10 @@ class Watched:
         )
 
     def _hold_one_by_one(self) -> bool:
-        return all(map(is_, map(type, self.objects), self._classes)) and all(
-            one.holds() for one in self.attributes.values()
+        return (
+            not any(self.empty)
+            and all(map(is_, map(type, self.objects), self._classes))
+            and all(one.holds() for one in self.attributes.values())
         )
 
     def entries(self, table: dict[Any, Any]) -> Entries:
@@ -376,7 +385,11 @@ class Watched:
             self._classes.append(kind)
             table = attributes_of(value)
             if table is not None:
-                self.checks.append(lambda: attributes_of(value) is table)
+                self._note_slot(value, "__dict__", table)
+
+    def _note_slot(self, value: Any, name: str, held: Any) -> None:
+        """Look from now on whether what has a slot of its own holds the same object."""
+        self._slots.setdefault(name, Attribute(name)).note(value, held)
 
     def _attributes(self, value: Any, depth: int) -> list[Hashable]:
         is_class = isinstance(value, type)
@@ -400,8 +413,10 @@ class Watched:
             held = getattr(value, name, ABSENT)
             if held is ABSENT:
                 self.checks.append(partial(_has_nothing, value, name))
+            elif has_in_head(value, name):
+                self.note_attribute(value, name, held)
             else:
-                self._slots.setdefault(name, Attribute(name)).note(value, held)
+                self._note_slot(value, name, held)
             found.append((name, self.worth(held, depth + 1)))
         return found
 
@@ -433,8 +448,7 @@ class Watched:
         place = id(kind), True
         if place not in self._known:
             self._known[place] = kind, Same(kind)
-            bases = kind.__bases__
-            self.checks.append(lambda: kind.__bases__ == bases)
+            self.note_attribute(kind, "__bases__", kind.__bases__)
             self._known[place] = kind, Content((Same(kind), *self._attributes(kind, depth)))
         return self._known[place][1]
 

@@ -17,7 +17,7 @@ from rkgb.torch_api.kernel_choice import (
     running_a_forward,
     with_flags,
 )
-from rkgb.torch_api.object_heads import heads_of
+from rkgb.torch_api.object_heads import has_in_head, heads_of
 from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private_names import refuse_unused
 from rkgb.torch_api.torch_private import (
@@ -66,6 +66,7 @@ __all__ = [
     "dispatch_mode_stack",
     "group_store",
     "has_global_hooks",
+    "has_in_head",
     "has_saved_hooks",
     "heads_of",
     "is_abstract",

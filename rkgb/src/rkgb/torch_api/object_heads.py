@@ -1,7 +1,8 @@
 """What the heads of Python's objects say, of many of them at once: in a tenth of the time.
 
-A head holds the type of an object; that of a dict, how many entries it has and a number that is
-another one after every write; that of a function, where its code and its defaults are. Python 3.11
+A head holds the type of an object; that of a list, a set or a dict, how many entries it has; that
+of a dict, a number that is another one after every write; that of a function, where its code and
+its defaults are; that of a class, where the tuple of its bases is. Python 3.11
 lays heads out as here; where it is found otherwise, by a trial at import, nothing is read, and
 whoever asks looks at the objects one by one.
 """
@@ -18,7 +19,8 @@ from typing import Any
 import numpy as np
 
 _WORD = 8  # bytes
-_TYPE, _COUNT, _VERSION = 8, 16, 24  # where they are in a head
+_TYPE, _VERSION = 8, 24  # where they are in a head
+_COUNT: dict[type, int] = {dict: 16, list: 16, set: 24}
 _FIELDS: dict[tuple[type, str], int] = {
     (FunctionType, "__code__"): 48,
     (FunctionType, "__defaults__"): 56,
@@ -27,6 +29,7 @@ _FIELDS: dict[tuple[type, str], int] = {
     (partial, "func"): 16,
     (partial, "args"): 24,
     (partial, "keywords"): 32,
+    (type, "__bases__"): 336,
 }
 _LAST = 1 << 47  # no program has an address behind it
 
@@ -35,27 +38,36 @@ Heads = Callable[[], bytes]
 
 def heads_of(
     objects: Sequence[Any],
-    counted: Sequence[dict[Any, Any]],
+    counted: Sequence[Any],
     written: Sequence[dict[Any, Any]],
     fields: Sequence[tuple[Any, str]] = (),
 ) -> Heads | None:
-    """Return what reads the types of objects, the sizes of dicts, whether dicts were written, and
-    which objects functions and the like have as attributes.
+    """Return what reads the heads of objects, as bytes.
 
-    What it gives is the same as long as these are. All must be kept alive. None where heads cannot
-    be read, or one of the attributes is not in them.
+    They say the types of `objects`, the sizes of dicts, lists and sets, whether dicts were written,
+    and which objects functions and the like have as attributes: the same bytes as long as these are
+    the same. All must be kept alive. None where heads cannot be read, or one of the attributes is
+    not in them.
     """
     places = [id(one) + _TYPE for one in objects]
-    places += [id(table) + _COUNT for table in counted]
+    places += [id(one) + _COUNT.get(type(one), _COUNT[dict]) for one in counted]
     places += [id(table) + _VERSION for table in written]
     for owner, name in fields:
-        place = _FIELDS.get((type(owner), name), _LAST)
-        places.append(id(owner) + place)
+        places.append(id(owner) + (_place_of(owner, name) or _LAST))
     if not _can_be_read or any(place >= _LAST for place in places):
         return None
     words = np.array([(place - _WORD) // _WORD for place in places], dtype=np.intp)
     take = _memory().take
     return lambda: take(words).tobytes()
+
+
+def has_in_head(owner: Any, name: str) -> bool:
+    """Whether an attribute is one that `heads_of` can read."""
+    return _place_of(owner, name) is not None
+
+
+def _place_of(owner: Any, name: str) -> int | None:
+    return _FIELDS.get((type if isinstance(owner, type) else type(owner), name))
 
 
 def _memory() -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -91,9 +103,11 @@ def _is_as_expected() -> bool:
 
     cell_of: Any = object()
     (cell,) = function.__closure__ or ()
-    owners = {FunctionType: function, CellType: cell, partial: bound}
+    changing: Any = type("Changing", (_Tried,), {})
+    owners = {FunctionType: function, CellType: cell, partial: bound, type: changing}
+    listed, held = list[int](), set[int]()
     fields = [(owners[kind], name) for kind, name in _FIELDS]
-    read = heads_of([one], [own, table], [own, table], fields)
+    read = heads_of([one], [own, table, listed, held], [own, table], fields)
     assert read is not None
 
     def write() -> None:
@@ -114,6 +128,9 @@ def _is_as_expected() -> bool:
         lambda: setattr(function, "__defaults__", (1,)),
         lambda: setattr(function, "__kwdefaults__", {"named": 1}),
         lambda: setattr(cell, "cell_contents", 1),
+        lambda: setattr(changing, "__bases__", (_Other,)),
+        lambda: listed.append(1),
+        lambda: held.add(1),
         lambda: bound.__setstate__((float, bound.args, bound.keywords, {})),  # type: ignore[attr-defined]
         lambda: bound.__setstate__((float, ("2",), bound.keywords, {})),  # type: ignore[attr-defined]
         lambda: bound.__setstate__((float, bound.args, {"a": 1}, {})),  # type: ignore[attr-defined]

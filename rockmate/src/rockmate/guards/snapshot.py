@@ -79,7 +79,7 @@ class Snapshot:
         for told, module in watched.outside:  # grows while it is walked
             self._add_outside(told, module, sources, facts)
             self._add_classes(facts)
-        self._tables.close(watched.tables, watched.objects, watched.fields())
+        self._tables.close(watched.tables, watched.objects, watched.fields(), watched.empty)
         unique = {id(t): t for t in self._held}
         self._tensors = list(unique.values())
         if watched.tensors:

@@ -45,18 +45,23 @@ class Tables:
         return full
 
     def close(
-        self, others: Iterable[Table], objects: Sequence[Any], fields: Sequence[tuple[Any, str]]
+        self,
+        others: Iterable[Table],
+        objects: Sequence[Any],
+        fields: Sequence[tuple[Any, str]],
+        empty: Sequence[Any],
     ) -> None:
         """Look from now on whether everything is as it is now, also in other tables.
 
-        Whether other `objects` have the same types and `fields` is looked at where that is quick.
+        Whether other `objects` have the same types and `fields`, and whether what is `empty` is so
+        still, is looked at where that is quick.
         """
         self._types = [*map(type, self.modules)]  # parametrizations change it in place
         self._every = [*{id(t): t for t in chain(self._own, self._full, others)}.values()]
         self._versions = self._now = dict_versions(self._every)
         # All of it at once; None where that cannot be read.
         typed = (*self.modules, *objects)
-        self._heads = heads_of(typed, self._empty, self._every, fields)
+        self._heads = heads_of(typed, [*self._empty, *empty], self._every, fields)
         self._known_heads = self._heads_now = self._heads and self._heads()
 
     def written(self) -> Sequence[Table] | None:
