@@ -58,6 +58,11 @@ _PARTS_AGAIN = (
     "that run whole, from the state before the step. | Leave the checkpoint out, since the plan "
     "saves memory already."
 )
+_MOVED = (
+    "Hooks on saved tensors, such as a checkpoint's, are around a step whose plan moves storages "
+    "elsewhere, and they would get tensors without memory. | Leave the hooks out, or plan without "
+    "offload."
+)
 
 
 class PlannedModule(PlansOfModule):
@@ -130,6 +135,8 @@ class PlannedModule(PlansOfModule):
                 return self.model.forward(*args, **kwargs)
         if planned.runs_parts_again and has_saved_hooks():
             return self._plainly(_PARTS_AGAIN, args, kwargs)
+        if planned.executor.expected.program.arena_bytes and has_saved_hooks():
+            return self._plainly(_MOVED, args, kwargs)
         if self.loss.is_unseen:
             planned = self.loss.cautious(planned, (args, ordered))
         if planned.may_go_another_way:
