@@ -89,7 +89,7 @@ _USUAL = {*BASES.values(), "step", "backward alone"}
 
 def verdict_of(case: Case, name: str = "case.py") -> Verdict:
     """Run one case."""
-    choice = Choice(case.budget, case.planner, case.how, case.self_test)
+    choice = Choice(case.budget, case.planner, case.how, case.self_test, case.beside)
     return judge(source_of(case), choice, name)
 
 

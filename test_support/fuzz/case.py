@@ -59,5 +59,6 @@ class Case:
     planner: str = "recompute_all"
     how: str = "Rockmate"  # or "apply"
     self_test: bool = False
+    beside: str = ""  # what else a plan may do: a name in `judging.BESIDE`
     size: int = 4  # of the sample
     seed: int = 0  # of the weights

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from fuzz.case import Block, Case, Event, Layer, Network
 from fuzz.events import EVENTS, LOSSES
+from fuzz.judging import BESIDE
 from fuzz.layers import BASES, Form
 from fuzz.layers_that_read import FORMS, PLAIN
 from fuzz.script import RESULTS, changes_of
@@ -18,6 +19,10 @@ WAYS: tuple[tuple[str, int | float], ...] = (
     *(("recompute_all", 2**20), ("recompute_all", 2**20), ("recompute_all", 2**20)),
     *(("recompute_all", 0.01), ("none", 1.0), ("none", 1.0), ("chen", 0.8), ("chen", 0.01)),
     *(("segments", 0.7), ("auto", 0.7)),
+)
+# What may be moved or cut is found where a plan has to be small.
+SMALL_WAYS: tuple[tuple[str, int | float], ...] = (
+    *(("segments", 0.7), ("segments", 0.4), ("auto", 0.6), ("recompute_all", 0.01)),
 )
 SIZES = (4, 4, 4, 4, 2, 3, 1, 0)
 WITH_BUFFERS = {name for name in PLAIN if re.search("batch norm|spectral|running", name)}
@@ -39,7 +44,7 @@ def draw_case(seed: int) -> Case:
     if "change" in events[-1].form or "BACKWARD" not in EVENTS[events[-1].form].text:
         events.append(Event("step", seed=chance.randrange(1, 100)))
     planner, budget = chance.choice(WAYS)
-    return Case(
+    case = Case(
         network,
         tuple(events),
         budget=budget,
@@ -49,6 +54,11 @@ def draw_case(seed: int) -> Case:
         size=4 if chance.random() < 0.8 else 5,
         seed=chance.randrange(100),
     )
+    beside = chance.choice(("",) * 6 + tuple(BESIDE))  # drawn last: it changes no other draw
+    if beside:
+        planner, budget = chance.choice(SMALL_WAYS)
+        case = replace(case, beside=beside, planner=planner, budget=budget)
+    return case
 
 
 def _network(chance: random.Random) -> Network:

@@ -22,12 +22,17 @@ import rockmate
 from fuzz.journal import MORE_STEPS, Fact, Journal, Page, same
 from rkgb import RkgbError
 from rockmate.errors import InfeasibleBudgetError, SolverError
+from rockmate.networks import offload
+from rockmate.problems.link import Link
 
 Kind = Literal[
     "equal", "refused", "both refuse", "lenient", "told", "silent", "raw error", "over budget"
 ]
 WRONG: tuple[Kind, ...] = ("silent", "raw error", "over budget")
 _ORDER = "called in another order"
+# Settings that change no bit: storages that leave for a while, and pieces of rows.
+BESIDE: dict[str, dict[str, Any]] = {"moves": {"offload": "host"}, "cuts": {"split": "exact"}}
+_LINK = Link(1e9, 1e9)  # over which everything can be moved, on every machine
 _OURS = (rockmate.RockmateError, RkgbError)
 
 
@@ -39,6 +44,7 @@ class Choice:
     planner: str = "recompute_all"
     how: str = "Rockmate"
     self_test: bool = False
+    beside: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,9 +99,16 @@ def _planned(model: nn.Module, sample: Any, choice: Choice) -> nn.Module:
     """Plan a module; where the budget is too small, within the smallest that is accepted."""
     budget, planner = choice.budget, choice.planner
     wrap: Any = rockmate.Rockmate if choice.how == "Rockmate" else rockmate.apply
+    beside = BESIDE.get(choice.beside, {})
+    if "offload" in beside:
+        here = torch.device("cpu")
+        copies = offload.offload_of("host", here, None, _LINK).copies
+        offload._made["host", here] = offload.Offload("host", copies, _LINK)
     for left in (3, 2, 1, 0):
         try:
-            options = {"planner": planner, "self_test": choice.self_test, "cost": "flops"}
+            options = {"planner": planner, "self_test": choice.self_test, **beside}
+            if "offload" not in beside:
+                options["cost"] = "flops"
             made = wrap(model, sample, budget, cache=False, progress=False, **options)
         except InfeasibleBudgetError as error:
             budget = error.minimum_bytes

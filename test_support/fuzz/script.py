@@ -14,6 +14,7 @@ from fuzz.events import EVENTS, LOSSES, TOTALS
 from fuzz.layers import KINDS
 from fuzz.layers_that_read import FORMS
 
+ROWS = 16  # for each of the batch: what is moved or cut has to matter beside the parameters
 RESULTS = {
     "one": "x",
     "tuple": "(x, *shown)",
@@ -108,7 +109,7 @@ def choice_text(case: Case) -> str:
     """Return how a case is planned, as an expression."""
     return (
         f"Choice(budget={case.budget}, planner={case.planner!r}, how={case.how!r}, "
-        f"self_test={case.self_test})"
+        f"self_test={case.self_test}, beside={case.beside!r})"
     )
 
 
@@ -170,10 +171,11 @@ def _written(name: str, given: str, init: list[str], forward: list[str]) -> str:
 def _build(case: Case) -> str:
     shape = ", ".join(map(str, KINDS[case.network.kind]))
     extra = ", 1.0" if takes_argument(case.network) else ""
+    rows = f"{ROWS} * size" if case.beside else "size"
     return (
         "def batch(size, seed):\n"
         "    chance = torch.Generator().manual_seed(seed)\n"
-        f"    return torch.randn(size, {shape}, generator=chance)\n\n\n"
+        f"    return torch.randn({rows}, {shape}, generator=chance)\n\n\n"
         "def build():\n"
         f"    torch.manual_seed({case.seed})\n    return Net(), (batch({case.size}, 0){extra},)\n"
     )
