@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Self
 
 _MOST_SHOWN = 60  # characters of a value
 _PLACE = re.compile(r" \((\S+:\d+ .*|module '.*|in the backward .*)\)\.$", re.DOTALL)
@@ -16,11 +16,6 @@ def shown(value: Any) -> str:
     except Exception:
         text = f"a {type(value).__name__}"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
-
-
-def to_capture(name: str, do: str, found: str, place: str = "") -> str:
-    """Return the message of an error: what to `do` to capture module `name`, where, and why."""
-    return f"to capture {name}, {do}{f' ({place})' if place else ''}.\n  Found: {found}."
 
 
 def without_advice(text: str) -> str:
@@ -52,7 +47,15 @@ class RkgbError(RockmateError):
     `module_path` is the submodule that caused it, if one did.
     """
 
-    module_path: Any = None  # str if known
+    def __init__(self, *args: object, module_path: str | None = None) -> None:
+        super().__init__(*args)
+        self.module_path: Any = module_path  # str if known
+
+    @classmethod
+    def to_capture(cls, name: str, do: str, found: str, place: str = "", **known: Any) -> Self:
+        """Return the error that says what to `do` to capture module `name`, where, and why."""
+        where = f" ({place})" if place else ""
+        return cls(f"to capture {name}, {do}{where}.\n  Found: {found}.", **known)
 
 
 class TraceError(RkgbError, RuntimeError):
@@ -75,18 +78,13 @@ class UnsupportedOpError(RkgbError, ValueError):
     """An operation of the module cannot be placed exactly."""
 
     def __init__(self, message: str, *, op: str, module_path: str, source: str) -> None:
-        super().__init__(message)
+        super().__init__(message, module_path=module_path)
         self.op = op
-        self.module_path: str = module_path
         self.source = source
 
 
 class OpaquePieceError(RkgbError, RuntimeError):
     """An opaque call of a submodule did not behave as recorded."""
-
-    def __init__(self, message: str, *, module_path: str) -> None:
-        super().__init__(message)
-        self.module_path: str = module_path
 
 
 class OtherWayError(RkgbError, RuntimeError):
@@ -148,8 +146,11 @@ class OtherTangentsError(Exception):
 class NotRecordedError(Exception):
     """The forward does something that is no operation; `found` continues 'its forward …'."""
 
-    module_path: str | None = None  # set if a backward does it
-
-    def __init__(self, found: str, do: str = "move that out of its forward") -> None:
+    def __init__(
+        self,
+        found: str,
+        do: str = "move that out of its forward",
+        module_path: str | None = None,  # if a backward does it
+    ) -> None:
         super().__init__(found, do)
-        self.found, self.do = found, do
+        self.found, self.do, self.module_path = found, do, module_path

@@ -13,7 +13,7 @@ from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.target import target_of
 from rkgb.elements.tensor_info import TensorInfo
-from rkgb.errors import RkgbError, TraceError, to_capture
+from rkgb.errors import RkgbError, TraceError
 from rkgb.graphs.basic import BackwardKind, Flow, HandOver, Tangent, autocast_as
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.watch import no_backward_inside, tensors_of
@@ -144,9 +144,8 @@ class RecordedBackward:
             except Exception as error:
                 if not self.keep_content:  # it may have read a stand-in
                     raise recorder.reads_data("what a backward does") from error
-                refusal = explained(self.twin, recorder.model_name, error)
-                refusal.module_path = getattr(error, "module_path", None)
-                raise refusal from error
+                path = getattr(error, "module_path", None)
+                raise explained(self.twin, recorder.model_name, error, module_path=path) from error
             finally:
                 recorder.in_backward = False
                 roots.clear()  # an unfinished graph would hold the recorder
@@ -248,15 +247,13 @@ class RecordedBackward:
         """
         name = self.recorder.name_of(leaf)
         if name in self.recorder.kinds:
-            raise TraceError(
-                to_capture(
-                    self.recorder.model_name,
-                    "take parameters from self, in a method of the class or a bound one; what "
-                    "belongs to none of its submodules is to be registered as one",
-                    f"its forward reads {self._in_words(leaf)}, which requires a gradient, from "
-                    "elsewhere than the module it is called on, as a function set as the forward "
-                    "of a module does",
-                )
+            raise TraceError.to_capture(
+                self.recorder.model_name,
+                "take parameters from self, in a method of the class or a bound one; what "
+                "belongs to none of its submodules is to be registered as one",
+                f"its forward reads {self._in_words(leaf)}, which requires a gradient, from "
+                "elsewhere than the module it is called on, as a function set as the forward "
+                "of a module does",
             )
 
     def _in_words(self, leaf: Tensor) -> str:

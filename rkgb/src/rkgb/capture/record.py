@@ -261,13 +261,12 @@ def _writable(
     strides = torch.empty_like(own, device="meta").stride()
     if sharing == 1 and own.stride() == strides:
         return {writes.name}
-    error = SideEffectError(
+    raise SideEffectError(
         f"cannot place '{writes.operation}' ({writes.path or 'root'}, {writes.source}): it "
         f"overwrites the input '{writes.name}' of {type(model).__name__}, whose memory others "
-        "share. Work on a copy: x = x.clone()."
+        "share. Work on a copy: x = x.clone().",
+        module_path=writes.path,
     )
-    error.module_path = writes.path
-    raise error
 
 
 def _wider(opaque: Sequence[str], error: RkgbError, places: Places) -> str | None:

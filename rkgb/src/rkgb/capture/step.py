@@ -34,7 +34,6 @@ from rkgb.errors import (
     TraceError,
     UnsupportedDeviceError,
     WritesInputError,
-    to_capture,
 )
 from rkgb.graphs.basic import BackwardKind, BasicGraph, Metered
 from rkgb.guards.code_watch import CodeWatch, Seen
@@ -183,9 +182,8 @@ class RecordedStep:
             try:
                 names = tuple(self._named(out) for out in outputs)
             except NotRecordedError as error:
-                refusal = explained(self.twin, type(self.model).__name__, error)
-                refusal.module_path = ""
-                raise refusal from error
+                name = type(self.model).__name__
+                raise explained(self.twin, name, error, module_path="") from error
             root_names = tuple(self.recorder.name_of(root) or "" for root in roots)
             kind = backward.kind(asked, roots, outputs[:returned])
             self._refuse_on_host(root_names, kind)
@@ -273,9 +271,10 @@ class RecordedStep:
         except (AssignsError, SettlesError, NeedsContentError, WritesInputError):
             raise
         except Exception as error:
-            refusal = explained(self.twin, type(self.model).__name__, error, self.sample.leaves)
-            refusal.module_path = self.places.raised_in[-1]
-            raise refusal from error
+            raise explained(
+                *(self.twin, type(self.model).__name__, error, self.sample.leaves),
+                module_path=self.places.raised_in[-1],
+            ) from error
 
     # ------------------------------------------------------------------ names
 
@@ -355,13 +354,11 @@ class RecordedStep:
                 found.append((Assertion(path, source, bool(seen)), seen))
         for place, copy in zip(self.written, self.copies, strict=True):
             if copy.requires_grad:
-                raise SideEffectError(
-                    to_capture(
-                        type(self.model).__name__,
-                        "let its forward work on a copy: x = x.clone()",
-                        f"it writes to argument {place} what has a gradient, and a later use of "
-                        "it would have one",
-                    )
+                raise SideEffectError.to_capture(
+                    type(self.model).__name__,
+                    "let its forward work on a copy: x = x.clone()",
+                    f"it writes to argument {place} what has a gradient, and a later use of "
+                    "it would have one",
                 )
             found.append((InputMutation(place), copy))
         found += self.arguments.refilled()
@@ -411,15 +408,12 @@ class RecordedStep:
         try:
             return flatten(result, self.originals)
         except UnknownTreeError as error:
-            refusal = TraceError(
-                to_capture(
-                    type(self.model).__name__,
-                    "return tensors in tuples, lists, dicts or simple objects",
-                    f"its forward returns {error}, so that a recording cannot make another one "
-                    "with the tensors of another step",
-                )
-            )
-            raise refusal from None
+            raise TraceError.to_capture(
+                type(self.model).__name__,
+                "return tensors in tuples, lists, dicts or simple objects",
+                f"its forward returns {error}, so that a recording cannot make another one "
+                "with the tensors of another step",
+            ) from None
 
 
 def _identifier(target: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from rkgb.errors import SideEffectError, in_module, to_capture
+from rkgb.errors import SideEffectError, in_module
 from rkgb.guards.code_watch import Seen
 from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content, is_used_up
 from rkgb.guards.loads import loads_of
@@ -121,13 +121,11 @@ class Outside:
         defaults = [f.__defaults__ or () for f in functions]
         defaults += [tuple((f.__kwdefaults__ or {}).values()) for f in functions]
         for value in (value for own in defaults for value in own if id(value) in used):
-            raise SideEffectError(
-                to_capture(
-                    type(self._twin).__name__,
-                    "pass it as an argument, or take it from a variable",
-                    f"'{used[id(value)]}' of {code.co_name} ({_line(code)}) is by default a "
-                    f"{type(value).__name__}, which a recording would use up",
-                )
+            raise SideEffectError.to_capture(
+                type(self._twin).__name__,
+                "pass it as an argument, or take it from a variable",
+                f"'{used[id(value)]}' of {code.co_name} ({_line(code)}) is by default a "
+                f"{type(value).__name__}, which a recording would use up",
             )
 
     def close(self) -> None:
@@ -141,16 +139,13 @@ class Outside:
             SideEffectError: with the module, and the line.
         """
         for path, text in self.reasons([*seen], copies):
-            error = SideEffectError(
-                to_capture(
-                    type(self._twin).__name__,
-                    "pass what it gives as an argument, or do it outside of forward",
-                    f"its forward {text}, which a recording would not do again",
-                    in_module(path),
-                )
+            raise SideEffectError.to_capture(
+                type(self._twin).__name__,
+                "pass what it gives as an argument, or do it outside of forward",
+                f"its forward {text}, which a recording would not do again",
+                in_module(path),
+                module_path=path,
             )
-            error.module_path = path
-            raise error
 
     def changed_of_module(self) -> Iterator[tuple[Any, Mapping[Any, Any] | None, str]]:
         """Yield what the module leads to and holds otherwise: with what it held, and the path."""

@@ -113,13 +113,12 @@ class ParameterPlaces:
             SideEffectError: a parameter has other memory.
         """
         for name in self.put_back():
-            error = SideEffectError(
+            raise SideEffectError(
                 f"the forward gives the parameter '{name}' other memory, where neither a plan nor "
                 "an optimizer's views would follow. Write into it: with torch.no_grad(): "
-                "parameter.copy_(...)."
+                "parameter.copy_(...).",
+                module_path="",
             )
-            error.module_path = ""
-            raise error
 
 
 @cache

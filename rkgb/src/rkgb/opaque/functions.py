@@ -84,12 +84,11 @@ def _forward(pieces: PieceRecorder, kind: type[Function]) -> Any:
     def forward(ctx: Any, *args: Any) -> Any:
         number = latest_sequence_nr()  # of this call's node
         if any(_leads_to_module(arg) for arg in args):
-            error = SideEffectError(
+            raise SideEffectError(
                 f"cannot run {kind.__name__} as one operation: it is given a module, which every "
-                "step must look up anew."
+                "step must look up anew.",
+                module_path=pieces.recorder.places.here()[0],
             )
-            error.module_path = pieces.recorder.places.here()[0]
-            raise error
         with torch.enable_grad():
             piece, made, link = pieces.function(kind, args, number)
         ctx.set_materialize_grads(False)

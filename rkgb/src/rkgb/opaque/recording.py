@@ -216,12 +216,11 @@ class PieceRecorder:
                         written.add(own[target])
         shared = sorted(name for name in written if len(uses[name]) > 1)
         if shared:
-            error = SideEffectError(
+            raise SideEffectError(
                 f"cannot run a part of {self.recorder.model_name} whole: '{shared[0]}' is written "
-                "to by the forward, and is used both inside of the part and outside."
+                "to by the forward, and is used both inside of the part and outside.",
+                module_path="",
             )
-            error.module_path = ""
-            raise error
 
     def _refuse_shared_casts(self, ops: Sequence[Op], parameters: Mapping[str, str]) -> None:
         """Refuse a parameter that autocast casts both inside and outside of an opaque call.
@@ -241,12 +240,11 @@ class PieceRecorder:
         inside = {n for op in ops if isinstance(op.target, RunPiece) for n in op.target.piece.casts}
         for name, paths in uses.items():
             if name in inside and len(paths) > 1:
-                error = SideEffectError(
+                raise SideEffectError(
                     f"cannot run a part of {self.recorder.model_name} whole: autocast casts "
-                    f"'{name}' for it, and for others that use it, once for all of them."
+                    f"'{name}' for it, and for others that use it, once for all of them.",
+                    module_path=around([path.rpartition(".")[0] for path in paths]),
                 )
-                error.module_path = around([path.rpartition(".")[0] for path in paths])
-                raise error
 
     # ------------------------------------------------------------------ trials
 
@@ -308,9 +306,10 @@ class PieceRecorder:
             SideEffectError: no known call is of this kind.
         """
         if known is None or not known.call.is_of_kind(call):
-            error = SideEffectError(f"module {call}, which runs whole, is called otherwise.")
-            error.module_path = call.path.rpartition(".")[0]
-            raise error
+            raise SideEffectError(
+                f"module {call}, which runs whole, is called otherwise.",
+                module_path=call.path.rpartition(".")[0],
+            )
         made: list[Tensor] = []
         for kind, place in zip(known.kinds, known.lies_in, strict=True):
             if place < 0 or kind.sparse:

@@ -384,34 +384,31 @@ class Trials:
         given: Any,
     ) -> None:
         if any(tensor._backward_hooks or tensor.retains_grad for tensor in inputs):
-            hooked = SideEffectError(
+            raise SideEffectError(
                 f"cannot run module {call} whole: it asks for the gradient of an argument, by a "
                 "hook or by retain_grad(), and that is put together outside. Ask for the gradient "
-                "of what the module computes."
+                "of what the module computes.",
+                module_path=call.path,
             )
-            hooked.module_path = call.path
-            raise hooked
         leaves, structure = flatten(given)
         now = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         same = len(now) == len(inputs) and all(a is b for a, b in zip(now, inputs, strict=True))
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         if structure == call.structure and same and not changed:
             return
-        error = SideEffectError(
-            f"cannot run module {call} whole: it changes its arguments, which others would see."
+        raise SideEffectError(
+            f"cannot run module {call} whole: it changes its arguments, which others would see.",
+            module_path=call.path,
         )
-        error.module_path = call.path
-        raise error
 
     def _refuse_foreign(self, call: Call, one: _Trial, two: _Trial) -> None:
         """Refuse a leaf from elsewhere, which two runs share; neither has made it."""
         if any(a is b for a in one.foreign for b in two.foreign):
-            error = SideEffectError(
+            raise SideEffectError(
                 f"cannot run module {call} whole: it uses a tensor that requires a gradient and "
-                "that it neither takes nor owns."
+                "that it neither takes nor owns.",
+                module_path=call.path,
             )
-            error.module_path = call.path
-            raise error
 
 
 class _NoTracker:

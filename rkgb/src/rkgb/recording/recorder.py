@@ -24,7 +24,6 @@ from rkgb.errors import (
     ReadsDataError,
     SideEffectError,
     WritesInputError,
-    to_capture,
 )
 from rkgb.graphs.basic import Read
 from rkgb.guards.code_watch import CodeWatch
@@ -112,14 +111,12 @@ class Recorder(Values, DispatchMode):
                 if place < since or not self.names.overlap(name, written):
                     continue
             op = (*self.forward, *self.backward)[place]
-            raise InvalidGraphError(
-                to_capture(
-                    self.model_name,
-                    f"replace the in-place operation '{op.target_name}'",
-                    "it overwrites a tensor that the backward needs; eager PyTorch refuses this "
-                    "backward too",
-                    f"{op.module_path or 'root'}, {op.source}",
-                )
+            raise InvalidGraphError.to_capture(
+                self.model_name,
+                f"replace the in-place operation '{op.target_name}'",
+                "it overwrites a tensor that the backward needs; eager PyTorch refuses this "
+                "backward too",
+                f"{op.module_path or 'root'}, {op.source}",
             )
 
     # ------------------------------------------------------------------ operations
@@ -342,11 +339,10 @@ class Recorder(Values, DispatchMode):
             NotRecordedError: no operation has written it.
         """
         if self.infos[name].alias_of in self.blank:
-            error = NotRecordedError(
-                "fills a tensor in a way that no operation shows, as kernels outside of torch do"
+            raise NotRecordedError(
+                "fills a tensor in a way that no operation shows, as kernels outside of torch do",
+                module_path=self.reads_data("").module_path,
             )
-            error.module_path = self.reads_data("").module_path
-            raise error
 
     def read_content(self, tensor: Tensor, what: str) -> None:
         """Note that Python or another library reads all elements of a tensor.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rkgb.elements.effect import Assign
 from rkgb.elements.trees import holds_tensors
-from rkgb.errors import SideEffectError, in_module, to_capture
+from rkgb.errors import SideEffectError, in_module
 from rkgb.guards.contents import CONTAINERS
 from rkgb.safeguards.refusals import place_of
 from rkgb.torch_api.patches import Patches
@@ -114,16 +114,13 @@ class Hidden:
         """
         for path, name in self.targets:
             if not hasattr(self.twin.get_submodule(path), name):
-                error = SideEffectError(
-                    to_capture(
-                        type(self.twin).__name__,
-                        f"set the attribute '{name}' at each call, or outside of forward",
-                        "its forward sets it at one call, and not at another",
-                        in_module(path),
-                    )
+                raise SideEffectError.to_capture(
+                    type(self.twin).__name__,
+                    f"set the attribute '{name}' at each call, or outside of forward",
+                    "its forward sets it at one call, and not at another",
+                    in_module(path),
+                    module_path=path,
                 )
-                error.module_path = path
-                raise error
         return [
             (Assign(path, name), getattr(self.twin.get_submodule(path), name))
             for path, name in self.targets
@@ -132,13 +129,12 @@ class Hidden:
     def _refuse(self, path: str, name: str) -> None:
         frames = traceback.walk_stack(sys._getframe(2))
         _, source = place_of(self.twin, reversed(list(frames)))
-        error = ReadsBeforeError(
-            to_capture(
-                type(self.twin).__name__,
-                f"keep the attribute '{name}' in a buffer, or change it outside of forward",
-                "its forward looks at it, and then changes it",
-                f"{source} in {in_module(path)}",
-            )
+        error = ReadsBeforeError.to_capture(
+            type(self.twin).__name__,
+            f"keep the attribute '{name}' in a buffer, or change it outside of forward",
+            "its forward looks at it, and then changes it",
+            f"{source} in {in_module(path)}",
+            module_path=path,
         )
-        error.module_path, error.target = path, (path, name)
+        error.target = path, name
         raise error

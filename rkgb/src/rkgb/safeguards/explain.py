@@ -13,7 +13,6 @@ from rkgb.errors import (
     ReadsDataError,
     SideEffectError,
     TraceError,
-    to_capture,
 )
 from rkgb.safeguards.refusals import where_raised
 
@@ -32,29 +31,34 @@ _USUAL_HINT = (
 
 
 def explained(
-    model: nn.Module, name: str, error: Exception, leaves: Sequence[Any] = ()
+    model: nn.Module,
+    name: str,
+    error: Exception,
+    leaves: Sequence[Any] = (),
+    *,
+    module_path: str | None,
 ) -> TraceError:
     """Return the error to raise for a step that raised `error`, called with these `leaves`."""
     where = where_raised(model, error)
     if isinstance(error, NotRecordedError):
-        return SideEffectError(to_capture(name, error.do, f"its forward {error.found}", where))
+        found = f"its forward {error.found}"
+        return SideEffectError.to_capture(name, error.do, found, where, module_path=module_path)
     if isinstance(error, ReadsDataError):
         place = f"in the backward {error.backward}" if error.backward else where
         hint = next((hint for file, hint in _HINTS.items() if file in where), _USUAL_HINT)
-        return DataDependentError(
-            to_capture(
-                name,
-                hint,
-                f"{error.what} depends on the data, the values of tensors, which a recording would "
-                "freeze",
-                place,
-            )
+        return DataDependentError.to_capture(
+            name,
+            hint,
+            f"{error.what} depends on the data, the values of tensors, which a recording would "
+            "freeze",
+            place,
+            module_path=module_path,
         )
     text = str(error).strip()
     first = text.splitlines()[0].rstrip(".") if text else "(no message)"
     do, sample = _about(leaves)
     raised = f"{sample}its forward or backward raised {type(error).__name__}: {first}"
-    return TraceError(to_capture(name, do, raised, where))
+    return TraceError.to_capture(name, do, raised, where, module_path=module_path)
 
 
 def _about(leaves: Sequence[Any]) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rkgb.elements.module_paths import is_inside
-from rkgb.errors import TraceError, UnsupportedOpError, in_module, to_capture
+from rkgb.errors import TraceError, UnsupportedOpError, in_module
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parents[1])
@@ -58,13 +58,11 @@ def refuse_lazy_modules(model: nn.Module) -> None:
     for path, module in model.named_modules():
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(is_lazy(tensor) for tensor in own):
-            raise TraceError(
-                to_capture(
-                    type(model).__name__,
-                    "run it once on the sample before",
-                    f"{type(module).__name__} has parameters without a shape until its first input",
-                    in_module(path),
-                )
+            raise TraceError.to_capture(
+                type(model).__name__,
+                "run it once on the sample before",
+                f"{type(module).__name__} has parameters without a shape until its first input",
+                in_module(path),
             )
 
 
@@ -85,14 +83,11 @@ def refuse_backward_hooks(model: nn.Module, but: Collection[str] = ()) -> None:
                 hook = next(iter(hooks.values()))
                 code = getattr(hook, "__code__", None)
                 source = f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
-                raise UnsupportedOpError(
-                    to_capture(
-                        type(model).__name__,
-                        "remove the module's backward hook, or put it on the gradient of a "
-                        "parameter",
-                        "the hook would not be called",
-                        f"{source or 'unknown source'} in {in_module(path)}",
-                    ),
+                raise UnsupportedOpError.to_capture(
+                    type(model).__name__,
+                    "remove the module's backward hook, or put it on the gradient of a parameter",
+                    "the hook would not be called",
+                    f"{source or 'unknown source'} in {in_module(path)}",
                     op=kind.strip("_"),
                     module_path=path,
                     source=source,
@@ -108,13 +103,11 @@ def refuse_hidden_leaves(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
-                raise UnsupportedOpError(
-                    to_capture(
-                        type(model).__name__,
-                        f"make '{name}' an nn.Parameter, or a buffer without gradient",
-                        "it is a tensor that requires a gradient, and no parameter",
-                        in_module(path),
-                    ),
+                raise UnsupportedOpError.to_capture(
+                    type(model).__name__,
+                    f"make '{name}' an nn.Parameter, or a buffer without gradient",
+                    "it is a tensor that requires a gradient, and no parameter",
+                    in_module(path),
                     op=name,
                     module_path=path,
                     source="",

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rkgb.elements.op import Op
-from rkgb.errors import SideEffectError, in_module, to_capture
+from rkgb.errors import SideEffectError, in_module
 from rkgb.graphs.differences import run_alike
 from rkgb.guards.contents import is_same
 
@@ -118,16 +118,13 @@ class Settled:
 
     def _refuse(self, setting: Setting, what: str) -> None:
         name = type(setting.owner).__name__
-        error = SideEffectError(
-            to_capture(
-                type(self.model).__name__,
-                f"pass '{setting.name}' ({name}) as an argument, or set it outside of forward",
-                f"its forward sets it and {what}, which a recording would not do again",
-                in_module(setting.path),
-            )
+        raise SideEffectError.to_capture(
+            type(self.model).__name__,
+            f"pass '{setting.name}' ({name}) as an argument, or set it outside of forward",
+            f"its forward sets it and {what}, which a recording would not do again",
+            in_module(setting.path),
+            module_path=setting.path,
         )
-        error.module_path = setting.path
-        raise error
 
 
 def settings_of(

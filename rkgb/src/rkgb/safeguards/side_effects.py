@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from rkgb.elements.module_paths import is_inside
-from rkgb.errors import SideEffectError, in_module, to_capture
+from rkgb.errors import SideEffectError, in_module
 from rkgb.guards.code_watch import Seen
 from rkgb.guards.contents import CONTAINERS
 from rkgb.module_state.start_of_call import ModuleState, draw_from_numpy, numpy_state
@@ -70,14 +70,12 @@ class KeptState(ModuleState):
                 self.random.leave()
                 continue
             path, source = _where_drawn(self.model, run_again, state, ignored)
-            raise _in_module(
-                path,
-                to_capture(
-                    type(self.model).__name__,
-                    "draw with torch instead",
-                    f"its forward draws from {drawn}, which a recording would freeze",
-                    f"{source} in {in_module(path)}",
-                ),
+            raise SideEffectError.to_capture(
+                type(self.model).__name__,
+                "draw with torch instead",
+                f"its forward draws from {drawn}, which a recording would freeze",
+                f"{source} in {in_module(path)}",
+                module_path=path,
             )
         for path, module, _ in self.modules:
             for name, value in vars(module).items():
@@ -88,15 +86,13 @@ class KeptState(ModuleState):
             now = vars(parameter)
             for name in {**attributes, **now}:
                 if now.get(name) is not attributes.get(name):
-                    raise _in_module(
-                        path.rpartition(".")[0],
-                        to_capture(
-                            type(self.model).__name__,
-                            f"keep the attribute '{name}' in the module, or change it outside",
-                            "its forward changes this attribute of a parameter, which a recording "
-                            "would freeze",
-                            f"parameter '{path}'",
-                        ),
+                    raise SideEffectError.to_capture(
+                        type(self.model).__name__,
+                        f"keep the attribute '{name}' in the module, or change it outside",
+                        "its forward changes this attribute of a parameter, which a recording "
+                        "would freeze",
+                        f"parameter '{path}'",
+                        module_path=path.rpartition(".")[0],
                     )
 
     def _change(self, name: str, value: Any) -> str | None:
@@ -114,14 +110,12 @@ class KeptState(ModuleState):
     ) -> None:
         source = _where_set(self.model, module, name, run_again)
         verb, _, values = what.partition(" (")
-        raise _in_module(
-            path,
-            to_capture(
-                type(self.model).__name__,
-                f"keep the attribute '{name}' in a buffer, or change it outside of forward",
-                f"its forward {verb} it ({values}, which a recording would freeze",
-                f"{source} in {in_module(path)}" if source else in_module(path),
-            ),
+        raise SideEffectError.to_capture(
+            type(self.model).__name__,
+            f"keep the attribute '{name}' in a buffer, or change it outside of forward",
+            f"its forward {verb} it ({values}, which a recording would freeze",
+            f"{source} in {in_module(path)}" if source else in_module(path),
+            module_path=path,
         )
 
 
@@ -148,21 +142,13 @@ class Printed(io.StringIO):
             return
         text = self.getvalue().strip()[:80].splitlines() or [""]
         path, source = self.place
-        raise _in_module(
-            path,
-            to_capture(
-                type(self.model).__name__,
-                "remove the print, or move it out of forward",
-                f"its forward prints ({text[0]!r}), and a recording would print nothing",
-                f"{source} in {in_module(path)}",
-            ),
+        raise SideEffectError.to_capture(
+            type(self.model).__name__,
+            "remove the print, or move it out of forward",
+            f"its forward prints ({text[0]!r}), and a recording would print nothing",
+            f"{source} in {in_module(path)}",
+            module_path=path,
         )
-
-
-def _in_module(path: str, text: str) -> SideEffectError:
-    error = SideEffectError(text)
-    error.module_path = path
-    return error
 
 
 def _here(model: nn.Module) -> tuple[str, str]:
