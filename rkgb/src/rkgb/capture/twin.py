@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dis
 import functools
 import io
 import threading
@@ -18,6 +17,8 @@ from torch import Tensor, nn
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import TraceError
 from rkgb.guards.contents import Untouched
+from rkgb.guards.entries import cell_content
+from rkgb.guards.loads import loads_of
 from rkgb.torch_api.compiled_code import is_optimized, written_function
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.placed import attributes_of, leaf_of_kind
@@ -218,7 +219,7 @@ def _leads_to(value: Any, copies: Mapping[int, Any]) -> bool:
     stack, seen, found = [value], {id(value)}, False
     while stack:
         function = stack.pop()
-        if isinstance(function, types.FunctionType) and _assigns_outside(function.__code__):
+        if isinstance(function, types.FunctionType) and loads_of(function.__code__).stores:
             return False
         for held in _held_by(function):
             if isinstance(held, (nn.Module, Tensor)):
@@ -229,33 +230,15 @@ def _leads_to(value: Any, copies: Mapping[int, Any]) -> bool:
     return found
 
 
-def _assigns_outside(code: types.CodeType) -> bool:
-    """Return whether a function assigns to an outer or global variable."""
-    return any(
-        call.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
-        or (call.opname in ("STORE_DEREF", "DELETE_DEREF") and call.argval in code.co_freevars)
-        for call in dis.get_instructions(code)
-    )
-
-
 def _held_by(function: Any) -> Iterator[Any]:
     if isinstance(function, types.MethodType):
         yield from (function.__self__, function.__func__)
     elif isinstance(function, functools.partial):
         yield from (function.func, *function.args, *function.keywords.values())
     else:
-        yield from (cell.cell_contents for cell in _full(function.__closure__ or ()))
+        yield from map(cell_content, function.__closure__ or ())
         yield from function.__defaults__ or ()
         yield from (function.__kwdefaults__ or {}).values()
-
-
-def _full(cells: tuple[types.CellType, ...]) -> Iterator[types.CellType]:
-    for cell in cells:
-        try:
-            cell.cell_contents  # noqa: B018  (raises if nothing has been assigned yet)
-        except ValueError:
-            continue
-        yield cell
 
 
 class _Maker:
@@ -286,12 +269,12 @@ class _Maker:
 
     def _make(self, function: types.FunctionType) -> None:
         cells = function.__closure__ or ()
-        full = {id(cell): cell for cell in _full(cells)}
+        held = {id(cell): cell_content(cell) for cell in cells}
         # Other variables are shared, because functions that are not rebuilt may assign to them.
         changed = {
             place: types.CellType()
-            for place, cell in full.items()
-            if id(cell.cell_contents) in self.copies or self._is_made_anew(cell.cell_contents)
+            for place, value in held.items()
+            if id(value) in self.copies or self._is_made_anew(value)
         }
         made = types.FunctionType(
             function.__code__,
@@ -304,6 +287,6 @@ class _Maker:
         made.__dict__.update(function.__dict__)
         made.__module__, made.__qualname__ = function.__module__, function.__qualname__
         named = function.__kwdefaults__
-        made.__kwdefaults__ = named and {n: self.copy_of(held) for n, held in named.items()}
+        made.__kwdefaults__ = named and {n: self.copy_of(value) for n, value in named.items()}
         for place, cell in changed.items():
-            cell.cell_contents = self.copy_of(full[place].cell_contents)
+            cell.cell_contents = self.copy_of(held[place])

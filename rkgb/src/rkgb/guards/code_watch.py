@@ -15,7 +15,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.machinery import ModuleSpec
 from types import CodeType, FrameType
 from typing import Any
@@ -52,14 +52,8 @@ class Seen:
 
     def add(self, other: Seen) -> None:
         """Take in what was seen of the same function elsewhere."""
-        self.paths |= other.paths
-        self.free |= other.free
-        self.owners |= other.owners
-        self.names |= other.names
-        self.imports |= other.imports
-        self.loggers |= other.loggers
-        self.outside |= other.outside
-        self.says |= other.says
+        for own in fields(self)[2:]:  # behind the code and its variables
+            getattr(self, own.name).update(getattr(other, own.name))
 
 
 class _TorchFinder(importlib.abc.MetaPathFinder):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.errors import SideEffectError
+from rkgb.guards.entries import ABSENT, cell_content
 from rkgb.guards.holding import (
     BOUND,
     MOST_BYTES,
@@ -35,12 +36,12 @@ from rkgb.torch_api.quiet import without_warnings
 
 CONTAINERS = (list, dict, set, deque)
 OF_MODULE = frozenset(vars(nn.Module()))  # attributes that every module has
-_EMPTY = object()
 _BAGS = frozenset(("collections",))  # of Python's own, which hold what users put there
 _DEPTH = 4  # of containers and objects in each other
 _LONG = 512  # longer containers are not looked into
 _CLOSED = (str, bytes, int, float, complex, Tensor, nn.Module, torch.dtype)
 _MADE_ANEW = (int, str, bytes, torch.device, torch.Size)
+_OF_NUMPY = ("bit_generator", "get_state")  # generators of random numbers have one of these
 _QUEUES = frozenset(("queue", "multiprocessing.queues"))
 _STREAMS = (io.IOBase, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
@@ -59,9 +60,7 @@ def is_used_up(value: Any) -> bool:
         return True
     if isinstance(value, torch.Generator):
         return value is not torch.default_generator
-    if kind.__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
-        return True
-    if kind.__module__.startswith("numpy.random") and hasattr(value, "get_state"):
+    if kind.__module__.startswith("numpy.random") and any(hasattr(value, n) for n in _OF_NUMPY):
         return True
     return hasattr(kind, "__next__") and not isinstance(value, _CLOSED)
 
@@ -247,30 +246,26 @@ class Contents:
             else:
                 now = _content(owner, None)
                 for own in (*(now.keys() - content.keys()), *content):
-                    value = content.get(own, _EMPTY)
-                    if now.get(own, _EMPTY) is not value:
+                    value = content.get(own, ABSENT)
+                    if now.get(own, ABSENT) is not value:
                         _set(owner, own, value)
 
 
 def _set(owner: Any, name: str | None, value: Any) -> None:
     """Let a cell, a dict or an object hold a value, or nothing."""
-    if isinstance(owner, CellType):
-        if value is _EMPTY:
-            del owner.cell_contents
+    if isinstance(owner, (CellType, type)):
+        place = "cell_contents" if isinstance(owner, CellType) else str(name)
+        if value is ABSENT:
+            delattr(owner, place)
         else:
-            owner.cell_contents = value
+            setattr(owner, place, value)
     elif isinstance(owner, dict):
-        if value is _EMPTY:
+        if value is ABSENT:
             owner.pop(name, None)
         else:
             owner[name] = value
-    elif isinstance(owner, type):
-        if value is _EMPTY:
-            delattr(owner, str(name))
-        else:
-            setattr(owner, str(name), value)
     elif name in slots_of(type(owner)):  # past a `__setattr__` of the user's, as for a frozen class
-        if value is _EMPTY:
+        if value is ABSENT:
             object.__delattr__(owner, name)
         else:
             object.__setattr__(owner, name, value)
@@ -280,12 +275,9 @@ def _set(owner: Any, name: str | None, value: Any) -> None:
 
 def _content(owner: Any, name: str | None) -> Any:
     if name is not None:
-        return owner.get(name, _EMPTY)
+        return owner.get(name, ABSENT)
     if isinstance(owner, CellType):
-        try:
-            return owner.cell_contents
-        except ValueError:
-            return _EMPTY
+        return cell_content(owner)
     if has_content(owner):
         return content_of(owner)
     if isinstance(owner, (type, ModuleType)):
@@ -323,7 +315,7 @@ def _alike(owner: Any, now: Any, content: Any) -> bool:
         cached = (getattr(type(owner), name, None) for name in new)
         new = new if not all(isinstance(c, functools.cached_property) for c in cached) else set()
     return not new and all(
-        is_same(now.get(key, _EMPTY), value) or is_used_up(value) for key, value in content.items()
+        is_same(now.get(key, ABSENT), value) or is_used_up(value) for key, value in content.items()
     )
 
 

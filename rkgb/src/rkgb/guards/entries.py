@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from types import MappingProxyType
+from types import CellType, MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -123,6 +123,14 @@ class Items:
         if [*map(len, self._containers)] != self._counts:
             return False
         return all(map(is_, chain.from_iterable(self._containers), self._known))
+
+
+def cell_content(cell: CellType) -> Any:
+    """Return what a variable of a function around holds, or `ABSENT`."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
 
 
 def dict_behind(view: Any) -> dict[Any, Any]:

@@ -19,6 +19,7 @@ from torch import nn
 from rkgb.errors import SideEffectError, in_module
 from rkgb.guards.code_watch import Seen
 from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content, is_used_up
+from rkgb.guards.entries import cell_content
 from rkgb.guards.loads import loads_of
 from rkgb.guards.sources import Source, Sources, function_named
 from rkgb.torch_api.profilers import set_profile
@@ -245,7 +246,7 @@ def _cells(seen: Seen, values: Mapping[str, Any]) -> Iterator[CellType]:
     for function in _functions_of(seen.code):
         cells = function.__closure__ or ()
         names = seen.code.co_freevars
-        held = [Source(cell, "", "", "").read() for cell in cells]
+        held = map(cell_content, cells)
         if all(v is values.get(n, v) for n, v in zip(names, held, strict=True)):
             yield from cells
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.guards.code_watch import Seen
-from rkgb.guards.entries import ABSENT, attributes_of
+from rkgb.guards.entries import ABSENT, attributes_of, cell_content
 from rkgb.guards.loads import loads_of
 from rkgb.guards.owners import hands_on, is_ours
 from rkgb.guards.watched import Watched
@@ -52,10 +52,7 @@ class Source:
         if isinstance(self.owner, dict):
             return meant(self.owner.get(self.name, ABSENT), ABSENT)
         if isinstance(self.owner, CellType):
-            try:
-                return self.owner.cell_contents
-            except ValueError:
-                return ABSENT
+            return cell_content(self.owner)
         return getattr(self.owner, self.name) if self.name else self.owner()
 
     def watch(self, watched: Watched, value: Any) -> None:
@@ -317,7 +314,7 @@ def unbound(value: Any) -> Any:
 
 def _has_run(function: FunctionType, then: tuple[int, ...], copies: Mapping[int, Any]) -> bool:
     """Whether a function, or one that was made of it for a copy, ran with these free variables."""
-    contents = [Source(cell, "", "", "").read() for cell in function.__closure__ or ()]
+    contents = map(cell_content, function.__closure__ or ())
     return all(
         id(value) == held or copies.get(held, ABSENT) is value
         for held, value in zip(then, contents, strict=True)

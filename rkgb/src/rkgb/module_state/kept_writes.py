@@ -47,7 +47,7 @@ class KeptWrites(DispatchMode):
 
     def keep(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Save the tensors that an operation is about to write."""
-        for where in _written_by(func):
+        for where in written_by(func):
             value = kwargs.get(where[1]) if where[0] >= len(args) else args[where[0]]
             for tensor in pytree.tree_leaves(value):
                 if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
@@ -122,7 +122,7 @@ class ParameterPlaces:
 
 
 @cache
-def _written_by(func: Any) -> tuple[tuple[int, str], ...]:
+def written_by(func: Any) -> tuple[tuple[int, str], ...]:
     """Return (position, name) of the arguments that an operation writes."""
     arguments = func._schema.arguments if hasattr(func, "_schema") else ()
     return tuple(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rkgb.elements.trees import flatten
 from rkgb.errors import SideEffectError
+from rkgb.guards.entries import cell_content
 from rkgb.opaque.call import Place
 from rkgb.opaque.recording import Link, PieceRecorder
 from rkgb.torch_api.patches import ForAll
@@ -115,7 +116,7 @@ def _leads_to_module(value: Any, depth: int = 4) -> bool:
         case types.MethodType():
             inside = [value.__self__]
         case types.FunctionType():
-            inside = [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
+            inside = [*map(cell_content, value.__closure__ or ())]
         case list() | tuple():
             inside = list(value)
         case dict():
@@ -123,13 +124,6 @@ def _leads_to_module(value: Any, depth: int = 4) -> bool:
         case _:
             inside = list(getattr(value, "__dict__", {}).values())
     return any(_leads_to_module(part, depth - 1) for part in inside)
-
-
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
 
 
 def _own_places(args: Sequence[Any]) -> list[int | None]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rkgb.elements.op import BATCH_NORMS, Ref
 from rkgb.errors import NotRecordedError
+from rkgb.module_state.kept_writes import written_by
 
 _aten = torch.ops.aten
 # They read only shape, type and strides of their argument. They are recorded without it, so that it
@@ -63,18 +64,14 @@ class Traits:
 @functools.cache
 def traits_of(func: Any) -> Traits:
     """Read the schema of a kernel."""
-    tags, returns = frozenset(func.tags), func._schema.returns
+    tags, returns, written = frozenset(func.tags), func._schema.returns, written_by(func)
     name = str(func.__name__).split(".")[0]
     return Traits(
         name=name,
         is_foreign=func.namespace != "aten",
         is_dynamic=_DYNAMIC in tags,
         may_be_random=_RANDOM in tags or func.namespace != "aten",
-        written=tuple(
-            (position, argument.name)
-            for position, argument in enumerate(func._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ),
+        written=written,
         is_blank=name in _BLANKS,
         is_repeatable=func.namespace == "aten"
         and name not in (BATCH_NORMS | _BLANKS)
@@ -83,7 +80,7 @@ def traits_of(func: Any) -> Traits:
         is_overwriting=func.namespace == "aten"
         and name not in BATCH_NORMS
         and tags.isdisjoint((_RESHAPES, _DYNAMIC))
-        and _written_places(func) == [0]
+        and [place for place, _ in written] == [0]
         and len(returns) == 1,
         reads_nothing=func.namespace == "aten"
         and (
@@ -95,11 +92,6 @@ def traits_of(func: Any) -> Traits:
         ),
         like=_LIKE.get(name) if func.namespace == "aten" else None,
     )
-
-
-def _written_places(func: Any) -> list[int]:
-    infos = [argument.alias_info for argument in func._schema.arguments]
-    return [place for place, info in enumerate(infos) if info is not None and info.is_write]
 
 
 def without_generator(generator: torch.Generator) -> None:

@@ -26,15 +26,13 @@ import torch
 import torch.nn.functional as F
 
 from rkgb.elements.numbers import COMPARISONS, OPERATIONS, Comparison, TapeEntry
+from rkgb.guards.loads import loads_of
 from rkgb.torch_api.profilers import set_profile
 
 # (comparison, number): guards, because torch takes another branch at that number.
 Limits = tuple[tuple[str, float], ...]
 _AT: dict[int | str, Limits] = {1: (), "other": ()}
-_ALPHA: dict[int | str, Limits] = {
-    **_AT,
-    "alpha": (("ne", 1.0),),
-}  # torch leaves a factor of one out
+_ALPHA: dict[int | str, Limits] = {**_AT, "alpha": (("ne", 1.0),)}  # a factor of one is left out
 _BOUNDS: dict[int | str, Limits] = {1: (), 2: (), "min": (), "max": ()}
 _FILL: dict[int | str, Limits] = {1: (), "fill_value": (), "value": ()}
 _MASKED: dict[int | str, Limits] = {2: (), "value": ()}
@@ -78,9 +76,8 @@ class NumberTrace:
     tape: list[TapeEntry] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     compared: dict[Comparison, None] = field(default_factory=dict)
-    uses: dict[int, tuple[int, ...]] = field(
-        default_factory=dict
-    )  # operation -> numbers that it may take
+    # The numbers that operations may take, by their places.
+    uses: dict[int, tuple[int, ...]] = field(default_factory=dict)
     escaped: str = ""  # how a number escaped
 
     def begin(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
@@ -197,10 +194,7 @@ def _is_trusted(file: str) -> bool:
 
 
 def _asks_for_types(code: CodeType) -> bool:
-    return "type" in code.co_names and any(
-        line.argval == "type" and line.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-        for line in dis.get_instructions(code)
-    )
+    return "type" in code.co_names and "type" in loads_of(code).globals
 
 
 def _is_torchs(func: Callable[..., Any], name: str) -> bool:

@@ -116,7 +116,7 @@ def _kind(filename: str) -> tuple[int, str]:
         return _OUTERMOST, ""
     path = Path(filename)
     if filename.startswith((_RKGB_DIR, "<")) or filename == contextlib.__file__:
-        return (_USERS if "/testing" in filename else _PASSED_OVER), path.name
+        return _PASSED_OVER, ""
     if not filename.startswith(_TORCH_DIR):
         return _USERS, path.name
     if filename.startswith(_TORCH_MODULES):

@@ -56,9 +56,8 @@ class RepeatedKernels:
 
         The kernel must not write, draw random numbers, or return views.
         """
-        try:
-            key = (func, torch.is_grad_enabled(), _kind(args), _kind(tuple(kwargs.items())))
-        except _OddError:
+        key = _key(func, args, kwargs)
+        if key is None:
             return self.compute(func, args, kwargs), False
         if key not in self._results:
             result = self._first(func, args, kwargs)
@@ -84,9 +83,8 @@ class RepeatedKernels:
 
         The kernel must write only to that argument, whose memory must belong to the step.
         """
-        try:
-            key = (func, torch.is_grad_enabled(), _kind(args), _kind(tuple(kwargs.items())))
-        except _OddError:
+        key = _key(func, args, kwargs)
+        if key is None:
             return self.compute(func, args, kwargs), False
         first = args[0]
         if key in self._overwrites and _is_without_content(first):
@@ -109,6 +107,14 @@ class RepeatedKernels:
 
 class _OddError(Exception):
     """An argument has a type without a kind."""
+
+
+def _key(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Return what is equal for calls whose results have one layout; None if nothing says so."""
+    try:
+        return func, torch.is_grad_enabled(), _kind(args), _kind(tuple(kwargs.items()))
+    except _OddError:
+        return None
 
 
 def _kind(tree: Any) -> Any:
