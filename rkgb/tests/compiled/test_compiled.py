@@ -19,7 +19,7 @@ import rkgb.compiled.rewrite as rewriting
 from rkgb.capture import make_B
 from rkgb.compiled.code.call import CompiledCall
 from rkgb.compiled.code.classes import NotCompiledError, check_form
-from rkgb.compiled.code.compiling import compile_joint
+from rkgb.compiled.code.compiling import compile_code
 from rkgb.compiled.code.keeping import check_bits
 from rkgb.compiled.code.known import KnownClasses
 from rkgb.compiled.pieces.grouping import refusal, runs_of
@@ -156,7 +156,7 @@ def test_the_joint_computes_what_was_recorded() -> None:
 @pytest.mark.nightly
 def test_a_compiled_class_saves_its_inputs_themselves_and_asserts_sizes() -> None:
     joint = a_joint()
-    code = compile_joint(joint, CPU)
+    code = compile_code(joint, CPU).class_of(joint, CPU, None)
     recorded = [*joint.forward, *joint.backward]
     flops = sum(count_flops(op, joint.infos) for op in recorded)
     assert code.forward.flops_of_one + code.backward.flops_of_one == flops  # nothing heavy twice
@@ -199,15 +199,15 @@ def test_a_second_start_takes_code_from_inductors_cache(monkeypatch: pytest.Monk
     monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", generate)
     joint = joint_of(grouped(Shifted(), torch.randn(4, 8, requires_grad=True)), 0)
     for _ in range(2):
-        compile_joint(joint, CPU)
+        compile_code(joint, CPU).class_of(joint, CPU, None)
         assert len(generated) == 2  # both halves
 
 
 @pytest.mark.slow
 def test_the_other_form_keeps_more_and_has_the_same_bits() -> None:
     joint = a_joint()  # a norm, a product
-    code = compile_joint(joint, CPU)
-    other = compile_joint(joint, CPU, code)
+    code = compile_code(joint, CPU).class_of(joint, CPU, None)
+    other = compile_code(joint, CPU, code).class_of(joint, CPU, None)
     check_bits(joint, CPU, other, code)
     count = len(joint.results)
     kept_bytes = [sum(m.storage_bytes for m in c.results[count:]) for c in (code, other)]
@@ -216,7 +216,7 @@ def test_the_other_form_keeps_more_and_has_the_same_bits() -> None:
     assert repr(code.forward) != repr(other.forward)
     assert code.forward.flops_of_one == other.forward.flops_of_one
     with pytest.raises(NotCompiledError, match="keeps no more"):
-        compile_joint(joint, CPU, other)
+        compile_code(joint, CPU, other).class_of(joint, CPU, None)
 
     def off(tensors: list[Tensor]) -> list[Tensor]:
         return [torch.nextafter(t, torch.tensor(9.0)) for t in other.backward.run(tensors)]
@@ -229,7 +229,7 @@ def test_the_other_form_keeps_more_and_has_the_same_bits() -> None:
 @pytest.mark.slow
 def test_results_that_share_memory_unlike_the_recording_are_refused() -> None:
     joint = a_joint()
-    code = compile_joint(joint, CPU)
+    code = compile_code(joint, CPU).class_of(joint, CPU, None)
     shared = [*code.results[: len(joint.results)]]
     shared[0] = replace(shared[0], home=("primal", 0))
     with pytest.raises(NotCompiledError, match="shares memory"):

@@ -11,7 +11,7 @@ import rkgb.compiled.code.known as knowing
 import rkgb.compiled.rewrite as rewriting
 from rkgb.capture import make_B
 from rkgb.compiled.code.classes import NotCompiledError
-from rkgb.compiled.code.compiling import compile_joint
+from rkgb.compiled.code.compiling import compile_code
 from rkgb.compiled.code.known import KnownClasses
 from rkgb.compiled.pieces.grouping import refusal, runs_of
 from rkgb.compiled.pieces.joint import joint_of
@@ -139,7 +139,7 @@ def test_pieces_take_and_make_images_channels_last(window: int) -> None:
     last = 0
     for index in sorted(compiled):
         joint = joint_of(sg, index)
-        code = compile_joint(joint, CPU)
+        code = compile_code(joint, CPU).class_of(joint, CPU, None)
         torch.manual_seed(index)
         primals, tangents = (
             [

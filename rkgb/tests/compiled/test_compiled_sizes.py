@@ -15,7 +15,7 @@ from torch.nn import functional
 import rkgb.compiled.code.known as knowing
 from rkgb.capture import make_B
 from rkgb.compiled.code.classes import CompiledClass, NotCompiledError
-from rkgb.compiled.code.compiling import compile_joint
+from rkgb.compiled.code.compiling import compile_code
 from rkgb.compiled.code.known import KnownClasses
 from rkgb.compiled.code.sizes import SizeRule, Term
 from rkgb.compiled.pieces.grouping import refusal, runs_of
@@ -157,7 +157,10 @@ def test_the_second_size_makes_code_for_all() -> None:
             code = known.get(joint, CPU)
             assert isinstance(code, CompiledClass)
             if length in (11, 7):
-                assert near(values(code, joint), values(compile_joint(joint, CPU), joint))
+                assert near(
+                    values(code, joint),
+                    values(compile_code(joint, CPU).class_of(joint, CPU, None), joint),
+                )
             if batch == 3:
                 assert ("any_size" in repr(code.forward)) == (length > 6)
         counts.append(known.compiled)
@@ -180,7 +183,10 @@ def test_code_is_not_for_sizes_beyond_what_it_took_for_granted() -> None:
         for joint in joints(nn.Sequential(nn.Linear(8, 8), Clipped(), nn.Linear(8, 8)), *shape):
             code = known.get(joint, CPU)
             assert isinstance(code, CompiledClass)
-            assert near(values(code, joint), values(compile_joint(joint, CPU), joint))
+            assert near(
+                values(code, joint),
+                values(compile_code(joint, CPU).class_of(joint, CPU, None), joint),
+            )
 
 
 def test_what_fails_for_all_sizes_is_compiled_for_each(monkeypatch: pytest.MonkeyPatch) -> None:

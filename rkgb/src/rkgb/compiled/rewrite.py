@@ -14,7 +14,7 @@ from rkgb.compiled.pieces.grouping import refusal, runs_of
 from rkgb.compiled.pieces.joint import Joint, joint_of
 from rkgb.compiled.pieces.layouts import channels_last, laid_out
 from rkgb.compiled.replacing import replaced
-from rkgb.device.rng import RngState
+from rkgb.device.rng import drawing_nothing
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.passes import PLANNED_PASSES
@@ -66,19 +66,15 @@ class CompiledGraph:
         sg = self.recorded.with_backward(basic)
         wanted = [i for i, code in enumerate(self.classes) if code and not refusal(sg.nodes[i], sg)]
         stay = {*self.as_recorded}
-        stream = RngState.save(basic.device)
-        try:
+        with drawing_nothing(basic.device):
             while True:
                 compiling = _Compiling(sg, {*wanted} - stay, _ignore)
                 failed = {index for index in wanted if compiling.compile(index)}
                 if not failed:
-                    break
+                    return compiling.rewritten()
                 laid = {*filter(compiling.is_laid_out, failed)}
                 stay |= laid
                 wanted = [index for index in wanted if index not in failed - laid]
-        finally:
-            stream.restore()
-        return compiling.rewritten()
 
     @property
     def count(self) -> int:
@@ -102,12 +98,9 @@ def compile_pieces(
     plain = D_to_S(dg, passes=PLANNED_PASSES)
     eager = {i: why for i, node in enumerate(plain.nodes) if (why := refusal(node, plain))}
     before = _known.compiled
-    stream = RngState.save(dg.basic.device)
-    try:
+    with drawing_nothing(dg.basic.device):
         compiling, recorded = _compiled(dg, plain, eager, note or _ignore)
         keeping = compiling.keeping() if both else {}
-    finally:
-        stream.restore()
     tried = {index for run in runs_of(plain, eager) for index in run}
     for index in range(len(plain.nodes)):
         if index not in tried:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from rkgb.costs.measure import measure
 from rkgb.costs.op_costs import FlopCost, count_flops, kinds_of, made_bytes, named, op_key
 from rkgb.elements.op import Op
@@ -74,12 +72,8 @@ def estimate_costs(
 
 def _beside(op: Op, infos: Mapping[str, TensorInfo]) -> int | None:
     """Return the workspace of an operation that says what it holds; None for any other."""
-    like = []
-    for name in op.inputs:
-        info = infos[name]
-        like.append(torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device="meta"))
     target = target_of(op)
-    peak_bytes = target.inner_bytes(like)
+    peak_bytes = target.inner_bytes([infos[name].empty("meta") for name in op.inputs])
     if peak_bytes is None:
         return None
     beside = peak_bytes - made_bytes(op, infos)

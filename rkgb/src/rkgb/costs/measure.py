@@ -26,7 +26,7 @@ from rkgb.costs.op_costs import (
 from rkgb.costs.rounds import Bench, Timing, rounds
 from rkgb.device.base import CallTime
 from rkgb.device.chosen import device_of, trace_memory
-from rkgb.device.rng import RngState
+from rkgb.device.rng import drawing_nothing
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.target import OpCost, target_of
 from rkgb.elements.tensor_info import same_values
@@ -77,8 +77,7 @@ def measure(
     device = device_of(basic.device)
     differ = times or device.is_asynchronous  # sums in another order must show
     benches = _benches(basic, kinds, external, Drawn() if differ else None)
-    stream = RngState.save(basic.device)
-    try:
+    with drawing_nothing(basic.device):
         device.warm_up()
         with torch.no_grad(), straight_to_kernels():
             known_ways = callees or {}
@@ -95,8 +94,6 @@ def measure(
                 if times
                 else (dict.fromkeys(kinds, _NOTHING), 0.0)
             )
-    finally:
-        stream.restore()
     counts = Counter(op_key(op, basic.infos) for op in ops)
     device_ms = sum(counts[key] * least[key].device_ms for key in kinds)
     host_ms = sum(counts[key] * least[key].host_ms for key in kinds)
@@ -120,12 +117,8 @@ def choose_callees(
     """
     kinds = {k: op for k, op in kinds_of(basic, ops).items() if target_of(op).cost(op) is None}
     benches = _benches(basic, kinds, external, Drawn())
-    stream = RngState.save(basic.device)
-    try:
-        with torch.no_grad(), straight_to_kernels():
-            return {key: choose_callee(b.op, b.arguments) for key, b in benches.items()}
-    finally:
-        stream.restore()
+    with drawing_nothing(basic.device), torch.no_grad(), straight_to_kernels():
+        return {key: choose_callee(b.op, b.arguments) for key, b in benches.items()}
 
 
 def _benches(

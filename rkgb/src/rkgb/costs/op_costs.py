@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from rkgb.elements.op import Op, Ref
+from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.elements.target import target_of
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
+from rkgb.graphs.uses import made_by
 from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
 
 _NUMBERS = re.compile(r"\d+")
@@ -70,13 +71,12 @@ def named(op: Op) -> str:
 
 def made_bytes(op: Op, infos: Mapping[str, TensorInfo]) -> int:
     """Return the bytes of the storages that the operation makes."""
-    return sum(infos[n].counted_bytes for n in op.results if n and infos[n].alias_of == n)
+    return sum(infos[name].counted_bytes for name in made_by(infos, op))
 
 
 def moved_bytes(op: Op, infos: Mapping[str, TensorInfo]) -> int:
     """Return the bytes that the operation reads and writes; 0 for a view."""
-    made = (infos[n] for n in op.results if n and infos[n].alias_of == n)
-    if not op.writes and not any(info.storage_bytes for info in made):
+    if not op.writes and not any(infos[name].storage_bytes for name in made_by(infos, op)):
         return 0
     names = dict.fromkeys((*op.inputs, *(n for n in op.results if n)))
     return sum(infos[name].size_bytes for name in names)
@@ -94,18 +94,13 @@ def count_flops(op: Op, infos: Mapping[str, TensorInfo]) -> int:
     if packet not in flop_registry:
         return 0
 
-    def stand_in(tree: Any) -> Any:
-        if isinstance(tree, Ref):
-            info = infos[tree.name]
-            return torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device="meta")
-        if isinstance(tree, (list, tuple)):
-            return type(tree)(map(stand_in, tree))
-        return tree
+    def stand_in(name: str) -> Tensor:
+        return infos[name].empty("meta")
 
-    made: list[Tensor | None] = [stand_in(Ref(n)) if n else None for n in op.results]
+    made = [stand_in(name) if name else None for name in op.results]
     out = tuple(made) if op.returns_many else made[0]
-    kwargs = {key: stand_in(value) for key, value in op.kwargs.items()}
-    return int(flop_registry[packet](*stand_in(op.args), **kwargs, out_val=out))
+    args, kwargs = map_refs(op.args, stand_in), map_refs(dict(op.kwargs), stand_in)
+    return int(flop_registry[packet](*args, **kwargs, out_val=out))
 
 
 @dataclass(frozen=True)

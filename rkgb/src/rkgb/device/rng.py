@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -49,6 +50,16 @@ class RngState:
     def size_bytes(self) -> int:
         """Bytes of this state in the memory that the budget limits."""
         return device_of(self.device).random_state_bytes
+
+
+@contextlib.contextmanager
+def drawing_nothing(device: torch.device) -> Iterator[None]:
+    """Restore the random state in the end, as if nothing had been drawn meanwhile."""
+    state = RngState.save(device)
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,10 @@ class TensorInfo:
             expected *= max(size, 1)
         return True
 
+    def empty(self, device: torch.device | str) -> Tensor:
+        """Return new memory for such a value alone."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         grad = " grad" if self.requires_grad else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from rkgb.elements.op import Op, run_op
 from rkgb.elements.target import Target
 from rkgb.elements.tensor_info import TensorInfo
+from rkgb.recording import LiveBytes
 from rkgb.rows.cuts import piece_of
 from rkgb.rows.pieces import SHORT, Pieces
-from rkgb.torch_api.torch_private import DispatchMode, pytree, weak_storage
 
 _MM = torch.ops.aten.mm.default
 
@@ -62,7 +62,7 @@ class InPieces(Target):
         return sum(map(count, self.recorded))
 
     def inner_bytes(self, like: Sequence[Any]) -> int:
-        held = _Held()
+        held = LiveBytes((), torch.device("meta"))
         with torch.no_grad(), held:
             self(*like)
         return held.peak_bytes
@@ -108,31 +108,6 @@ class InPieces(Target):
             for name in line.frees:
                 values.pop(name, None)
         return tuple([values[name] for name in pieces.results])
-
-
-class _Held(DispatchMode):
-    """Counts the bytes of the storages that calls make, while they are there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak_bytes = 0
-        self._there: dict[Any, int] = {}
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        given = _storages((*args, *kwargs.values()))
-        result = func(*args, **kwargs)
-        made = _storages(result)
-        for number in made.keys() - given.keys():
-            self._there[weak_storage(made[number])] = made[number].nbytes()
-        self._there = {ref: size for ref, size in self._there.items() if not ref.expired()}
-        self.peak_bytes = max(self.peak_bytes, sum(self._there.values()))
-        return result
-
-
-def _storages(tree: Any) -> dict[int, Any]:
-    leaves = pytree.tree_leaves(tree)
-    found = (leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor))
-    return {storage._cdata: storage for storage in found}
 
 
 def _lines(ops: Sequence[Op], slices: Any, stay: set[str]) -> tuple[_Line, ...]:

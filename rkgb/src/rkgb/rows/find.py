@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,14 +33,10 @@ def find(asked: Asked) -> Found | None:
             read = found.reads.get(place, (1,) * len(value.shape))
             if value.cuts is not None and value.cuts != read:
                 return None
-            if math.prod(read) not in (1, asked.count) or any(map(_remains, value.shape, read)):
+            if math.prod(read) not in (1, asked.count) or any(map(operator.mod, value.shape, read)):
                 return None
     cut = (c for c in found.results if c is not None)
     return found if all(math.prod(c) == asked.count for c in cut) else None
-
-
-def _remains(size: int, parts: int) -> int:
-    return size % parts
 
 
 _RULES: Mapping[Any, Rule] = {

@@ -70,19 +70,12 @@ class Pieces:
         def number(name: str) -> str:
             return f"#{numbers.setdefault(name, len(numbers))}" if name else "_"
 
-        def shown(tree: Any) -> Any:
-            if isinstance(tree, Ref):
-                return number(tree.name)
-            if isinstance(tree, (list, tuple)):
-                return type(tree)(map(shown, tree))
-            return tree
-
         lines = [f"{self.count} pieces of {', '.join(map(number, self.takes))}"]
         for part in (self.before, self.loop, self.after):
             for op in part:
-                options = {key: shown(value) for key, value in op.kwargs.items()}
+                options = map_refs(dict(op.kwargs), number)
                 made = ", ".join(map(number, op.results))
-                lines.append(f"{made} = {op.target}{shown(op.args)!r} {options!r}")
+                lines.append(f"{made} = {op.target}{map_refs(op.args, number)!r} {options!r}")
             lines.append("")
         lines += [f"{number(n)} = {number(s.source)} {s.cuts}" for n, s in self.slices.items()]
         for name in dict.fromkeys((*self.results, *self.gathered)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rkgb.costs.op_costs import op_key
-from rkgb.device.rng import RngState
+from rkgb.device.rng import drawing_nothing
 from rkgb.elements.op import Op, run_op
 from rkgb.elements.tensor_info import same_values
 from rkgb.graphs.basic import BasicGraph
@@ -44,12 +44,8 @@ class BitsOfPieces:
         cuts = tuple(s.cuts for s in read.values())
         key = (op_key(recorded, self.basic.infos), run.target, cuts, tuple(made), count)
         if key not in self._known:
-            stream = RngState.save(self.basic.device)
-            try:
-                with torch.no_grad(), straight_to_kernels():
-                    self._known[key] = all(self._compared(recorded, run, read, made, count))
-            finally:
-                stream.restore()
+            with drawing_nothing(self.basic.device), torch.no_grad(), straight_to_kernels():
+                self._known[key] = all(self._compared(recorded, run, read, made, count))
         return self._known[key]
 
     def _compared(

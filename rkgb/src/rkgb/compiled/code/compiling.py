@@ -25,7 +25,6 @@ from rkgb.compiled.code.flops import Flops, is_heavy
 from rkgb.compiled.code.halves import Halves, Place, inputs_of
 from rkgb.compiled.code.sizes import SizeRule
 from rkgb.compiled.pieces.joint import Joint
-from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import autocast_as
 from rkgb.torch_api.quiet import without_warnings
 from rkgb.torch_api.torch_private import (
@@ -45,32 +44,19 @@ _OPTIONS = {
 }
 
 
-def compile_joint(
-    joint: Joint, device: torch.device, other: CompiledClass | None = None
-) -> CompiledClass:
-    """Compile one piece for `device`, and for its size.
-
-    The backward recomputes norms and elementwise results from the other saved tensors. If `other`
-    is given (such a class), the forward also saves what inductor thinks is worth saving.
-
-    Raises:
-        NotCompiledError: inductor cannot compile it; the results do not match the recording; or it
-            saves no more than `other`.
-    """
-    with refusals():
-        return compile_code(joint, device, other).class_of(joint, device, None)
-
-
 def compile_code(
     joint: Joint,
     device: torch.device,
     other: CompiledClass | None = None,
     rule: SizeRule | None = None,
 ) -> CompiledCode:
-    """Compile one piece for `device`; with `rule`, for all sizes that the rule covers.
+    """Compile one piece for `device`, and for its size; with `rule`, for all that it covers.
+
+    The backward recomputes norms and elementwise results from the other saved tensors. If `other`
+    is given (a class compiled so), the forward also saves what inductor thinks is worth saving.
 
     Raises:
-        NotCompiledError: as for `compile_joint`.
+        NotCompiledError: inductor cannot compile it, or it saves no more than `other`.
     """
     with refusals():
         return _Compiling(joint, device, other, rule).run()
@@ -112,8 +98,8 @@ class _Compiling:
         sizes = [] if self.sizes is None else [self.sizes.symbol.symint]
         laid = self._at(*sizes)
         with mode:
-            primals = [self._like(laid.infos[name]) for name in joint.primals]
-            tangents = [self._like(laid.infos[name]) for name in joint.tangents]
+            primals = [laid.infos[name].empty(self.device) for name in joint.primals]
+            tangents = [laid.infos[name].empty(self.device) for name in joint.tangents]
         graph = traced_for_inductor(mode, self._run, [*sizes, *primals], tangents)
         kinds: list[Place] = [("size", i) for i in range(len(sizes))]
         kinds += [("primal", i) for i in range(len(primals))]
@@ -163,9 +149,6 @@ class _Compiling:
     def _run(self, primals: Sequence[Any], tangents: Sequence[Tensor]) -> list[Tensor]:
         count = int(self.rule is not None)
         return self._at(*primals[:count]).run(primals[count:], tangents)
-
-    def _like(self, info: TensorInfo) -> Tensor:
-        return torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=self.device)
 
     def _number(self, number: Any) -> int:
         if self.sizes is None or self.size is None:

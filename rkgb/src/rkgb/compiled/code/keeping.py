@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rkgb.compiled.code.classes import CompiledClass, NotCompiledError
 from rkgb.compiled.pieces.joint import Joint
-from rkgb.elements.tensor_info import storage_id
+from rkgb.elements.tensor_info import same_values, storage_id
 from rkgb.run.stand_ins import Drawn, StandIns
 from rkgb.torch_api.torch_private import straight_to_kernels
 
@@ -34,7 +34,7 @@ def check_bits(
         count = len(joint.primals)
         primals, tangents = given[:count], given[count:]
         ours, theirs = (_values(code, joint, primals, tangents) for code in (found, other))
-        if not all(map(_are_equal, ours, theirs)):
+        if not all(map(same_values, ours, theirs)):
             raise NotCompiledError("keeping more gives other bits")
 
 
@@ -55,10 +55,3 @@ def _shifted(tensors: Sequence[Tensor], shift: float) -> None:
         torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
             tensor.untyped_storage()
         ).sub_(shift)
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same bits; all NaNs are equal."""
-    return torch.equal(one, other) or bool(
-        ((one == other) | (one.isnan() & other.isnan())).all().item()
-    )

@@ -56,7 +56,7 @@ class KnownClasses:
     ) -> Found:
         """Return the class of a piece, compiled if it is not known, or a text that says why not.
 
-        `other` is as for `compile_joint`. `check` is called with each new class, `note` before each
+        `other` is as for `compile_code`. `check` is called with each new class, `note` before each
         compilation.
         """
         place = (str(device), torch.get_num_threads(), kernel_flags())
