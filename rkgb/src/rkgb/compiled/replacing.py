@@ -32,9 +32,8 @@ def replaced(
             facts.follow(nodes[index].backward)
             continue
         nodes[index] = facts.backward(nodes[index], *compiled[index])
-    dg = sg.dataflow
-    dataflow = replace(dg, basic=replace(dg.basic, infos=facts.infos))
-    return replace(sg, dataflow=dataflow, nodes=tuple(nodes))
+    basic = replace(sg.dataflow.basic, infos=facts.infos)
+    return replace(sg.with_basic(basic), nodes=tuple(nodes))
 
 
 class _Facts:

@@ -19,7 +19,7 @@ from torch import nn
 
 from rkgb.elements.op import VIEW_NAMES, Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
-from rkgb.graphs.backward_slices import slice_backward
+from rkgb.graphs.backward_slices import Slice, slice_backward
 from rkgb.graphs.basic import BasicGraph, HandOver
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.drawn import Drawn
@@ -103,13 +103,20 @@ class SimplifiedGraph(Drawn):
 
     def with_backward(self, basic: BasicGraph) -> SimplifiedGraph:
         """Return the same nodes with the backward of another recording of the same forward."""
-        node_of = {place: i for i, node in enumerate(self.nodes) for place in node.positions}
-        slices = slice_backward(basic, len(self.nodes), node_of)
         nodes = tuple(
             replace(node, backward=backward, hand_overs=hand_overs)
-            for node, (backward, hand_overs) in zip(self.nodes, slices, strict=True)
+            for node, (backward, hand_overs) in zip(self.nodes, self.slices_of(basic), strict=True)
         )
-        return replace(self, dataflow=replace(self.dataflow, basic=basic), nodes=nodes)
+        return replace(self.with_basic(basic), nodes=nodes)
+
+    def slices_of(self, basic: BasicGraph) -> list[Slice]:
+        """Return the part of each node of the backward of a recording of the same forward."""
+        node_of = {place: i for i, node in enumerate(self.nodes) for place in node.positions}
+        return slice_backward(basic, len(self.nodes), node_of)
+
+    def with_basic(self, basic: BasicGraph) -> SimplifiedGraph:
+        """Return the same nodes on another recording, or on other facts about its values."""
+        return replace(self, dataflow=replace(self.dataflow, basic=basic))
 
     @cached_property
     def input_names(self) -> tuple[str, ...]:

@@ -126,9 +126,8 @@ def _with_cut(
     infos = dict(basic.infos)
     for node in cut:
         infos.update(node.added)
-    dataflow = replace(merged.dataflow, basic=replace(basic, infos=infos))
     own = tuple(nodes.get(index, node) for index, node in enumerate(merged.nodes))
-    return replace(merged, dataflow=dataflow, nodes=own)
+    return replace(merged.with_basic(replace(basic, infos=infos)), nodes=own)
 
 
 def _merged(

@@ -63,9 +63,8 @@ def channels_last(sg: SimplifiedGraph, compiled: Collection[int]) -> dict[str, T
 
 def laid_out(sg: SimplifiedGraph, infos: Mapping[str, TensorInfo]) -> SimplifiedGraph:
     """Return a graph with these facts about some of its values."""
-    dataflow = sg.dataflow
-    basic = replace(dataflow.basic, infos={**dataflow.infos, **infos})
-    return replace(sg, dataflow=replace(dataflow, basic=basic))
+    basic = sg.dataflow.basic
+    return sg.with_basic(replace(basic, infos={**basic.infos, **infos}))
 
 
 def _convolves_channels_last(device: torch.device) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from rkgb.elements.op import Op, Ref, renamed
-from rkgb.graphs.backward_slices import Slice, slice_backward
+from rkgb.graphs.backward_slices import Slice
 from rkgb.graphs.basic import BasicGraph, HandOver
 from rkgb.graphs.simplified import SimplifiedGraph, with_reads
 from rkgb.run.graph.freeing import freeing
@@ -41,9 +41,7 @@ class RunnableGraph:
 
     def with_backward(self, basic: BasicGraph) -> SimplifiedGraph:
         """Return the graph with the backward of another recording of the same forward."""
-        nodes = self.graph.nodes
-        node_of = {place: i for i, node in enumerate(nodes) for place in node.positions}
-        return _with_backward(self, basic, slice_backward(basic, len(nodes), node_of))
+        return _with_backward(self, basic, self.graph.slices_of(basic))
 
 
 def runnable(sg: SimplifiedGraph) -> RunnableGraph:
@@ -84,9 +82,8 @@ def _with_backward(
         ops = tuple(views.fused(part, uses))
         nodes.append(replace(node, backward=ops, hand_overs=hand_overs))
     nodes, basic = overwrite_gradients(*without_kept_dims(nodes, basic))
-    dataflow = replace(sg.dataflow, basic=basic)
     kept = {*sg.output_names, *(name for node in nodes for name in node.read_by_backward)}
-    return freeing(replace(sg, dataflow=dataflow, nodes=with_reads(nodes, kept, basic.infos)))
+    return freeing(replace(sg.with_basic(basic), nodes=with_reads(nodes, kept, basic.infos)))
 
 
 class _Views:
