@@ -36,9 +36,7 @@ class RecordedBackward:
         self.hand_overs: list[HandOver] = []
         self.totals: set[str] = set()  # gradients of outputs, as autograd returns them
         self._edges: list[tuple[int, int, str]] = []  # number of a node, which edge, to which leaf
-        self._complete: list[
-            str
-        ] = []  # leaves, in the order in which their gradients were complete
+        self._complete: list[str] = []  # leaves, as their gradients were complete
 
     @property
     def leaf_edges(self) -> tuple[tuple[str, int], ...]:

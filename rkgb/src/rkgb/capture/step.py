@@ -208,8 +208,7 @@ class RecordedStep:
         recorder = self.recorder
         pieces = self.pieces
         back = recorder.backward if pieces is None else pieces.finished(self.parameters)
-        wanting = {name: recorder.requires_grad(name) for name in recorder.infos}
-        wanting.update(dict.fromkeys(roots, True))
+        wanting = recorder.wanting.union(roots)
         return BasicGraph(
             ops=tuple(recorder.forward),
             backward=tuple(back),
@@ -220,7 +219,7 @@ class RecordedStep:
             constants={n: self._users(t) for n, t in recorder.constants.items()},
             inputs=tuple(self.inputs),
             input_spec=self.sample.structure,
-            infos={n: replace(i, requires_grad=wanting[n]) for n, i in recorder.infos.items()},
+            infos={n: replace(i, requires_grad=n in wanting) for n, i in recorder.infos.items()},
             roots=roots,
             device=self.device,
             model_name=type(self.model).__name__,
@@ -307,7 +306,7 @@ class RecordedStep:
         if name is None:
             name = self.recorder.add_external(f"c_output_{id(output)}", output, "constant")
         self.recorder.refuse_unwritten(name)
-        if not output.requires_grad and self.recorder.requires_grad(name):
+        if not output.requires_grad and name in self.recorder.wanting:
             name = self.recorder.detached(name)  # y.detach() beside y
         return Ref(name)
 

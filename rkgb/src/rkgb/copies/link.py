@@ -77,8 +77,8 @@ class _Measure:
     def _out(self, place: int) -> Pending:
         return self._copies.start_out(self._storages[place], *self._there(place))
 
-    def _back(self, place: int) -> Pending:
-        return self._copies.start_back(self._storages[place], *self._there(place))
+    def _back(self) -> Pending:
+        return self._copies.start_back(self._storages[1], *self._there(1))
 
     def _there(self, place: int) -> tuple[Arena, int]:
         assert self._arena is not None
@@ -94,11 +94,11 @@ class _Measure:
 
     def back_ms(self, size_bytes: int) -> float:
         """Return the time of a copy to the device."""
-        return self._timed(size_bytes, lambda: [self._back(1)])
+        return self._timed(size_bytes, lambda: [self._back()])
 
     def both_ms(self, size_bytes: int) -> float:
         """Return the time of one each way at once."""
-        return self._timed(size_bytes, lambda: [self._out(0), self._back(1)])
+        return self._timed(size_bytes, lambda: [self._out(0), self._back()])
 
     def _timed(self, size_bytes: int, start: Callable[[], list[Pending]]) -> float:
         self._take(size_bytes)

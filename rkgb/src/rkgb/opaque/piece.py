@@ -13,7 +13,9 @@ operations were recorded with them; otherwise the step raises an error.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -320,7 +322,7 @@ class RunPieceBackward(_OfPiece):
         for own, many in zip(parts[count:], self.piece.parts[count:], strict=True):
             # Autograd adds them one by one to other gradients, as in plain PyTorch.
             alone = [*own, *[None] * (many - len(own))][: many - 1]
-            last = added(None, own[many - 1 :]) if len(own) >= many else None
+            last = added(own[many - 1 :]) if len(own) >= many else None
             for part, kind in zip((*alone, last), rest, strict=False):
                 found.append(part if kind is None or part is None else kind.fitting(part))
         return tuple(found)
@@ -333,7 +335,7 @@ class RunPieceBackward(_OfPiece):
             return None
         if kind is None:
             raise self._differs("a gradient", "none")
-        return parts if place in self.in_parts else kind.fitting(added(None, parts))
+        return parts if place in self.in_parts else kind.fitting(added(parts))
 
     def _differs(self, now: str, then: str) -> OpaquePieceError:
         return OpaquePieceError(
@@ -365,12 +367,9 @@ def gradients_of(
     return [[apart(part.detach(), taken) for part in own] for own in parts]
 
 
-def added(total: Tensor | None, parts: Sequence[Tensor]) -> Tensor:
+def added(parts: Sequence[Tensor]) -> Tensor:
     """Add the parts of a gradient one by one, as autograd does when they arrive."""
-    for part in parts:
-        total = part if total is None else total + part
-    assert total is not None
-    return total
+    return functools.reduce(operator.add, parts)
 
 
 class _Before:

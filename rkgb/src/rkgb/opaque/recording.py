@@ -363,8 +363,8 @@ class Link:
         recorder, piece = self.owner.recorder, self.piece
         path, source = recorder.places.here()
         names = recorder.results_of(piece.call.kind.lower(), outputs)
-        for name, differentiable in zip(names, piece.differentiable, strict=True):
-            recorder.want(name, differentiable)
+        pairs = zip(names, piece.differentiable, strict=True)
+        recorder.wanting.update(name for name, differentiable in pairs if differentiable)
         self.results = list(names)
         self.since = recorder.count + 1
         if self.followed and recorder.numbers is not None:

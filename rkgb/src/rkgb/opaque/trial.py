@@ -194,25 +194,19 @@ class Trials:
             again()
             trials.clear()
             trace = trace_memory(first, device)
-        fewer = self._without(call, inside, trials[0])
-        if fewer != call.parameters:
+        own = self._without(call, inside, trials[0])
+        if own == call.parameters:
+            own = (*own, *strangers)
+        orders_them = own == call.parameters and not is_in_order
+        if orders_them:
+            own = trials[0].in_order(call)
+        if own != call.parameters:
             again()
             put_back()
-            call = replace(call, parameters=fewer)
-            return self._explored(call, module, tensors, written, parameters, before, tangents)
-        if strangers:
-            again()
-            put_back()
-            call = replace(call, parameters=(*call.parameters, *strangers))
-            return self._explored(call, module, tensors, written, parameters, before, tangents)
-        in_order = trials[0].in_order(call)
-        if in_order != call.parameters and not is_in_order:
-            again()
-            put_back()
-            call = replace(call, parameters=in_order)
+            call = replace(call, parameters=own)
             return self._explored(
                 *(call, module, tensors, written, parameters, before, tangents),
-                is_in_order=True,
+                is_in_order=orders_them,
             )
         writes = contents.changed()
         again()
@@ -353,7 +347,7 @@ class Trials:
             every = range(len(grads)) if frees else ()
             parts = gradients_of(inner, found, grads, every)
             for own in filter(None, parts[: len(tensors)]):
-                own[:] = [added(None, own)]
+                own[:] = [added(own)]
         del others
         end = time.perf_counter()
         return _Trial(

@@ -43,16 +43,15 @@ class Columns:
     height: float
     far: int = 0  # columns that arrows cross, counted once per value
 
-    def larger_by(self, page: tuple[float, float]) -> float:
+    def larger_by(self) -> float:
         """Return how many times larger than the page the picture is; far arrows add to it."""
-        return max(self.width / page[0], self.height / page[1]) * (1 + _FAR * self.far)
+        return max(self.width / PAGE[0], self.height / PAGE[1]) * (1 + _FAR * self.far)
 
 
 def arrange(
     pieces: Sequence[SizedCell],
     arrows: Sequence[tuple[int, int]],
     count: int | None = None,
-    page: tuple[float, float] = PAGE,
 ) -> Columns:
     """Return the columns that show the picture largest on a page, or `count` columns.
 
@@ -72,7 +71,7 @@ def arrange(
     for number in range(2, min(_MOST, len(pieces)) + 1):
         other = table.split(number)
         worth = _FIRST if len(best.cells) == 1 else _NEXT
-        if other.larger_by(page) < best.larger_by(page) * (1 - worth):
+        if other.larger_by() < best.larger_by() * (1 - worth):
             best = other
     return best
 

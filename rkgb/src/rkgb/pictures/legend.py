@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from rkgb.pictures.sketch import Sketch
 
@@ -62,22 +62,15 @@ def legend(sketch: Sketch, folded: bool) -> str:
         seen = sorted({v.colour_class or 0 for v in vertices if v.kind == "block"})
         swatches = "".join(_swatch(class_colour(number)) for number in seen[:8])
         rows.append((swatches, "block; one colour: equal blocks, solved once"))
-    words: Mapping[str, str] = {
-        "value": "<B>→</B>",
-        "gradient": "<B>→</B>",
-        "saved": "- - →",
-        "order": "· · →",
-    }
-    meaning = {
-        "value": "a value is read",
-        "gradient": "a gradient is added or read",
-        "saved": "kept from forward to backward",
-        "order": "must come first (memory overwritten, random numbers)",
-    }
-    for style in ("value", "gradient", "saved", "order"):
+    for style, sign, meaning in (
+        ("value", "<B>→</B>", "a value is read"),
+        ("gradient", "<B>→</B>", "a gradient is added or read"),
+        ("saved", "- - →", "kept from forward to backward"),
+        ("order", "· · →", "must come first (memory overwritten, random numbers)"),
+    ):
         if style in styles:
             colour_of = tone(BACKWARD, 2.0) if style == "gradient" else GREY
-            rows.append((_text(words[style], colour_of), meaning[style]))
+            rows.append((_text(sign, colour_of), meaning))
     if folded:
         rows.append((_text("<B>n ×</B>", "#202020"), "equal neighbours, drawn once"))
     return _table(sketch.title, rows)

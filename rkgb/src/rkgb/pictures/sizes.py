@@ -14,10 +14,7 @@ _BADGE = 1.7  # the count of a repeat, if it stands beside the cells
 
 
 def columns_of(
-    sketch: Sketch,
-    folding: Folding,
-    count: int | None = None,
-    page: tuple[float, float] = PAGE,
+    sketch: Sketch, folding: Folding, count: int | None = None
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[float, float]]:
     """Return the drawn cells by column, in the order of reading, and the total size."""
     cells = sketch.cells
@@ -34,7 +31,7 @@ def columns_of(
     ]
     ends = (folding.edge(arrow.source[0], arrow.target[0]) for arrow in sketch.arrows)
     arrows = list(dict.fromkeys(pair for pair in ends if pair is not None))
-    found = arrange(pieces, arrows, count, page)
+    found = arrange(pieces, arrows, count)
     columns = [list(column) for column in found.cells] or [[]]
     column_of = {cell: column for column in columns for cell in column}
     for cell in reversed(inputs):  # beside its first reader
@@ -43,9 +40,7 @@ def columns_of(
     return tuple(map(tuple, columns)), (found.width, found.height)
 
 
-def grid(
-    sizes: Sequence[tuple[float, float]], page: tuple[float, float] = PAGE
-) -> tuple[list[int], int]:
+def grid(sizes: Sequence[tuple[float, float]]) -> tuple[list[int], int]:
     """Return the order of pictures in a grid, row by row, and the number in a row.
 
     The first picture stays first. Low ones come last, so that the rows are about even.
@@ -58,7 +53,7 @@ def grid(
         rows = [order[i : i + across] for i in range(0, len(order), across)]
         height = sum(max(sizes[i][1] + 1 for i in row) for row in rows)
         width = sum(max(sizes[i][0] + 1 for i in order[c::across]) for c in range(across))
-        return max(width / page[0], height / page[1])
+        return max(width / PAGE[0], height / PAGE[1])
 
     return order, min(range(1, len(sizes) + 1), key=larger)
 

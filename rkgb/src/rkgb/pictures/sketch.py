@@ -7,7 +7,7 @@ phantoms and its backward. Cells are folded and grouped by module.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from rkgb.costs.forward_backward import KComputeNode, KGraph
@@ -61,7 +61,6 @@ class Sketch:
     size: str = ""  # what the size means
     parts: tuple[Sketch, ...] = ()  # pictures beside it: each class of blocks in detail
     colour_class: int | None = None
-    notes: tuple[str, ...] = field(default=())
 
 
 def sketch_dataflow(dg: DataFlowGraph) -> Sketch:

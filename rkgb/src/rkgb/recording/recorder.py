@@ -16,7 +16,7 @@ from torch import Tensor
 from rkgb.device.rng import RngState
 from rkgb.elements.op import BATCH_NORMS, Op, Ref, map_refs
 from rkgb.elements.spread import is_running, memory_of
-from rkgb.elements.tensor_info import storage_id
+from rkgb.elements.tensor_info import same_values, storage_id
 from rkgb.errors import (
     InvalidGraphError,
     NeedsContentError,
@@ -62,6 +62,7 @@ _VIEWS_IN_PLACE = {
 _IDENTITIES = frozenset((_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default))
 _MOST_READ = 1 << 16  # limit of elements in one guard, if Python reads all of a tensor
 # The size of their result depends only on masks among their arguments.
+_MASKS = (torch.bool, torch.uint8)
 _SELECTIONS = (_aten.index.Tensor, _aten._unsafe_index.Tensor, _aten.masked_select.default)
 
 
@@ -88,7 +89,7 @@ class Recorder(Values, DispatchMode):
         self.kept_writes: KeptWrites | None = None  # restores parameters that are written
         self.following: CodeWatch | None = None  # notes which functions of the user run
         self._taken: tuple[int, ...] = ()  # numbers that the running call takes
-        self._paused = False
+        self.is_paused = False  # operations are not recorded at present
         self._patches: list[Patches] = []
         self.reads: list[Read] = []
         self.checks: list[tuple[str, str, Tensor]] = []  # path of the module, line, what it saw
@@ -124,11 +125,11 @@ class Recorder(Values, DispatchMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """While active, operations run unrecorded."""
-        before, self._paused = self._paused, True
+        before, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self._paused = before
+            self.is_paused = before
 
     @contextmanager
     def taking(self, numbers: Sequence[int]) -> Iterator[None]:
@@ -156,7 +157,7 @@ class Recorder(Values, DispatchMode):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         watch = self.following
-        if self._paused or watch is None:
+        if self.is_paused or watch is None:
             return self._recorded(func, args, kwargs)
         watch.pause()
         try:
@@ -165,7 +166,7 @@ class Recorder(Values, DispatchMode):
             watch.go_on()
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self._paused:
+        if self.is_paused:
             return func(*args, **kwargs)
         traits = traits_of(func)
         if func in _IDENTITIES:
@@ -374,11 +375,6 @@ class Recorder(Values, DispatchMode):
         """Accept random numbers that were drawn without a recording."""
         self.random_state = RngState.save(self.device)
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether operations are not recorded at present."""
-        return self._paused
-
     def _named(self, tree: Any, inputs: list[str]) -> Any:
         if isinstance(tree, Tensor):
             if tree.layout is not torch.strided:
@@ -425,8 +421,7 @@ class Recorder(Values, DispatchMode):
 
     def _unchanged(self, name: str, copy: Tensor) -> bool:
         with self.paused(), torch.no_grad():
-            now = self.buffers[name]
-            return bool(torch.equal(now, copy) or ((now == copy) | (now != now)).all())
+            return same_values(self.buffers[name], copy)
 
     def _has_drawn(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         with self.paused():
@@ -448,7 +443,8 @@ class Recorder(Values, DispatchMode):
         looks = [(func, args, kwargs)]
         if func in _SELECTIONS:
             indices = args[1] if isinstance(args[1], (list, tuple)) else (args[1],)
-            masks = [i for i in indices if isinstance(i, Ref) and self.is_mask(i.name)]
+            given_by = [i for i in indices if isinstance(i, Ref)]
+            masks = [i for i in given_by if self.infos[i.name].dtype in _MASKS]
             may_look = self.guards and not self.in_backward
             given = may_look and self.given.issuperset(mask.name for mask in masks)
             looks = [(_aten.nonzero.default, (mask,), {}) for mask in masks]

@@ -74,15 +74,6 @@ class Values:
         self.infos[name] = TensorInfo((0,), torch.uint8, (1,), False, name, 0, size_bytes)
         return name
 
-    def want(self, name: str, wanted: bool) -> None:
-        """Set whether a value requires a gradient."""
-        if wanted:
-            self.wanting.add(name)
-
-    def requires_grad(self, name: str) -> bool:
-        """Return whether the value requires a gradient."""
-        return name in self.wanting
-
     def is_resident(self, name: str) -> bool:
         """Return whether the value lies in memory from before the step."""
         return self.infos[name].alias_of in self.resident
@@ -91,10 +82,6 @@ class Values:
         """Return whether a value lies in memory from before the step to which the step writes."""
         root = self.infos[name].alias_of
         return root in self.resident and root in self.written
-
-    def is_mask(self, name: str) -> bool:
-        """Return whether indexing with a value selects by its content."""
-        return self.infos[name].dtype in (torch.bool, torch.uint8)
 
     def knows_value_of(self, tensor: Tensor) -> bool:
         """Return whether the tensor was made only from numbers."""

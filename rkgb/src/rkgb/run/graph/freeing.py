@@ -24,9 +24,8 @@ def freeing(sg: SimplifiedGraph) -> SimplifiedGraph:
     outside = set(sg.dataflow.basic.externals)
     dying = dying_in_backward(storages_of(sg))
     tangents = filter(None, sg.dataflow.basic.tangent_names)
-    held = {
-        name for name in tangents if not infos[name].shape
-    }  # autograd holds those of losses to the end
+    # Autograd holds those of losses to the end.
+    held = {name for name in tangents if not infos[name].shape}
 
     def frees(op: Op, at: At) -> Op:
         target = target_of(op)

@@ -24,7 +24,7 @@ from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.simplified import SimplifiedNode, backward_uses
 from rkgb.graphs.uses import At, roots_of
-from rkgb.run.graph.part_sums import PART_SUMS
+from rkgb.run.graph.part_sums import ADD_SELECTED, SELECTED
 
 _aten = torch.ops.aten
 
@@ -94,8 +94,7 @@ class _Rewriting:
                     if maker is not None:
                         self.folded.add(maker.name)
                         added = (Ref(term), *maker.args)
-                        kernel = PART_SUMS[maker.target]
-                        return replace(op, target=kernel, args=added, writes=(term,))
+                        return replace(op, target=ADD_SELECTED, args=added, writes=(term,))
                     target, args = _IN_PLACE[op.target], (Ref(term), Ref(other))
                     return replace(op, target=target, args=args, writes=(term,))
         elif (
@@ -115,7 +114,7 @@ class _Rewriting:
             return None
         before = self.nodes[at.part].backward[: at.place]
         for place, maker in enumerate(before):
-            if name in maker.results and maker.target in PART_SUMS and not maker.kwargs:
+            if name in maker.results and maker.target is SELECTED and not maker.kwargs:
                 part = self.infos[maker.inputs[0]].alias_of
                 written = roots_of(self.infos, (n for o in before[place:] for n in o.writes))
                 return None if part in written else maker

@@ -6,42 +6,32 @@ zero plus zero is plus zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-_aten = torch.ops.aten
+SELECTED = torch.ops.aten.select_backward.default  # puts zeros around a part
 
 
-class PartSum:
-    """`whole += backward(part, ...)`, for a backward that puts zeros around a part."""
+class AddSelected:
+    """`whole += select_backward(part, sizes, dim, index)`."""
 
-    def __init__(self, name: str, borders: Callable[..., tuple[int, int, int]]) -> None:
-        self.__name__ = name
-        self._borders = borders  # dimension, begin, end
+    __name__ = "add_selected_"
 
     def __repr__(self) -> str:  # the same in every process: a key of recorded costs
-        return f"rkgb.{self.__name__}"
+        return "rkgb.add_selected_"
 
-    def __call__(self, whole: Tensor, part: Tensor, sizes: Sequence[int], *place: int) -> Tensor:
-        dim, begin, end = self._borders(sizes, *place)
-        length = sizes[dim]
-        inside = whole.narrow(dim, begin, end - begin)
-        inside.add_(part if part.dim() == whole.dim() else part.unsqueeze(dim))
-        for first, count in ((0, begin), (end, length - end)):
+    def __call__(
+        self, whole: Tensor, part: Tensor, sizes: Sequence[int], dim: int, index: int
+    ) -> Tensor:
+        dim %= len(sizes)
+        length, index = sizes[dim], index % sizes[dim]
+        whole.select(dim, index).add_(part)
+        for first, count in ((0, index), (index + 1, length - index - 1)):
             if count:
                 whole.narrow(dim, first, count).add_(0.0)
         return whole
 
 
-def _selected(sizes: Sequence[int], dim: int, index: int) -> tuple[int, int, int]:
-    dim %= len(sizes)
-    index %= sizes[dim]
-    return dim, index, index + 1
-
-
-PART_SUMS: Mapping[Any, PartSum] = {
-    _aten.select_backward.default: PartSum("add_selected_", _selected),
-}
+ADD_SELECTED = AddSelected()

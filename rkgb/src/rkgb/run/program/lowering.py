@@ -66,14 +66,12 @@ def lower_step(
     return _Lowering(sg, steps, places, moves).run()
 
 
-def lowered_parts(
-    sg: SimplifiedGraph, steps: Sequence[Step], moves: Sequence[Move] = ()
-) -> list[list[Statement]]:
+def lowered_parts(sg: SimplifiedGraph, steps: Sequence[Step]) -> list[list[Statement]]:
     """Return the statements of each step of a plan, for whoever counts what they take.
 
     What hands a part of an output's gradient to autograd, or takes the whole from it, is a call.
     """
-    return _Lowering(sg, steps, waiting_places(sg, steps), moves).parts()
+    return _Lowering(sg, steps, waiting_places(sg, steps), ()).parts()
 
 
 def for_backward_alone(program: StepProgram) -> StepProgram:

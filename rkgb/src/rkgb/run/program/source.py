@@ -317,18 +317,11 @@ class _Writer:
         function = self.callee(op)
         text = self._arguments(op)
         call = f"{self._constant(function, op.target_name)}({text})"
-        results = [_variable(name) if name else "_" for name in op.results]
-        if not results:
-            return call
-        if op.returns_many:
-            return f"{', '.join(results)}{',' if len(results) == 1 else ''} = {call}"
-        return f"{results[0]} = {call}"
+        return f"{_assigned(op)}{call}" if op.results else call
 
     def _boxed_call(self, op: Op, run: Boxed, frees: Sequence[str]) -> list[str]:
         """Return the lines of a call that takes a list and empties it."""
-        results = [_variable(name) if name else "_" for name in op.results]
-        made = f"{', '.join(results)}{',' if len(results) == 1 else ''} = "
-        function = self._constant(run, op.target_name)
+        made, function = _assigned(op), self._constant(run, op.target_name)
         if not frees:
             return [f"{made}{function}([{self._arguments(op)}])"]
         return [
@@ -363,6 +356,13 @@ class _Writer:
             self.known[key] = f"f{len(self.scope)}_{plain}"
             self.scope[self.known[key]] = value
         return self.known[key]
+
+
+def _assigned(op: Op) -> str:
+    """Return the left side of a line that calls an operation."""
+    results = [_variable(name) if name else "_" for name in op.results]
+    is_tuple = op.returns_many and len(results) == 1
+    return f"{', '.join(results) if op.returns_many else results[0]}{',' * is_tuple} = "
 
 
 def _begun_span(name: str) -> record_function:
