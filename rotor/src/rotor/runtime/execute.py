@@ -51,9 +51,7 @@ class _Recorded:
 
     edges: list[GradientEdge | None]
     leaves: list[torch.Tensor | GradientEdge]
-    inputs: RecomputedInputs | None = (
-        None  # set if the graph has not saved the stage's inputs (Fe*)
-    )
+    inputs: RecomputedInputs | None = None  # if the graph has not saved the stage's inputs (Fe*)
 
 
 class RecomputedInputs:

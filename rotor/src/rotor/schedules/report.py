@@ -12,30 +12,32 @@ from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, 
 from rotor.schedules.schedule import Schedule
 from rotor.schedules.simulate import MemoryTimeline
 
-BAR_WIDTH = 48
+TEXT_WIDTH, BAR_WIDTH, MOST_BARS = 96, 48, 24
 LEGEND = (
     "Fn: forward, input forgotten   Fc: forward, input kept   "
     "Fe: forward, kept for backward (Fe*: without its input)   B: backward"
 )
 
 
-def schedule_text(schedule: Schedule, width: int = 96) -> str:
+def schedule_text(schedule: Schedule) -> str:
     """Return the operations, equal neighbours joined: `Fc(0) Fn(1..4) Fe(5)`."""
     words = []
     for kind, group in itertools.groupby(schedule.ops, key=_kind):
         for run in _consecutive([op.stage for op in group]):
             first, last = run[0], run[-1]
             words.append(f"{kind}({first})" if first == last else f"{kind}({first}..{last})")
-    return textwrap.fill(" ".join(words), width, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        " ".join(words), TEXT_WIDTH, break_long_words=False, break_on_hyphens=False
+    )
 
 
-def timeline_text(timeline: MemoryTimeline, held_bytes: int = 0, rows: int = 24) -> str:
+def timeline_text(timeline: MemoryTimeline, held_bytes: int) -> str:
     """Return one bar for each operation; if there are too many, the highest bar of each group.
 
     `#` is what is held after the operation, `-` what it needs on top while it runs.
     """
     highest = max(timeline.peak_bytes + held_bytes, 1)
-    per_row = -(-len(timeline.rows) // rows)
+    per_row = -(-len(timeline.rows) // MOST_BARS)
     lines = []
     for start in range(0, len(timeline.rows), per_row):
         row = max(timeline.rows[start : start + per_row], key=lambda r: r.peak_bytes)
