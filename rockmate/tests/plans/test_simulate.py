@@ -12,7 +12,7 @@ from oracles.best_plan import exhaustive_search
 from rockmate.errors import InvalidPlanError
 from rockmate.problems.problem import Node, Problem, Storage
 from rockmate.schedules.baselines import checkpoint_segments, no_recomputation
-from rockmate.schedules.liveness import live_after, recording_steps
+from rockmate.schedules.liveness import liveness
 from rockmate.schedules.plan import Plan, make_plan
 from rockmate.schedules.prune import EditablePlan, prune
 from rockmate.schedules.simulate import simulate
@@ -52,12 +52,12 @@ def test_timeline_by_hand() -> None:
 def test_what_steps_keep_and_record() -> None:
     problem = two_nodes()
     steps = (forward(0), forward(1), forward(0), backward(1), backward(0))
-    after = live_after(problem, steps)
+    after, records, _ = liveness(problem, steps)
     s, p, y = 1, 2, 4
     # the first s goes after F1, the second after B1, its last reader
     assert after == [s, y, s | p | y, p | y, y]
     # the second F0 makes the phantom that B0 reads; b has none, and records at once
-    assert recording_steps(problem, steps, after) == [False, True, True, False, False]
+    assert records == [False, True, True, False, False]
     # the state of a is kept from its first forward to its last, and gradients follow
     assert simulate(problem, steps).bytes_after == (10 + 1, 2 + 1 + 2, 15 + 2, 5 + 5, 2)
 
@@ -82,8 +82,7 @@ def test_predictions_equal_the_exhaustive_semantics(seed: int) -> None:
 def test_replay_keeps_what_is_read(problem: Problem, draw: random.Random) -> None:
     """Execute the steps on sets: everything a step reads is there, nothing comes from nowhere."""
     steps = random_steps(problem, draw)
-    after = live_after(problem, steps)
-    records = recording_steps(problem, steps, after)
+    after, records, _ = liveness(problem, steps)
     outputs = {i for i, s in enumerate(problem.storages) if s.is_output}
     held: set[int] = set()
     recorded: set[int] = set()

@@ -28,9 +28,8 @@ class BlockRow:
     @classmethod
     def of(cls, path: str, option: BlockOption, base_time_ms: float) -> BlockRow:
         """Return the row of a block that runs with an option."""
-        peak_bytes = max(option.fwd_peak_bytes, option.bwd_peak_bytes)
-        pieces = getattr(option.cut, "count", None)
-        return cls(path, option.saved_bytes, peak_bytes, option.overhead_ms, base_time_ms, pieces)
+        sizes, pieces = (option.saved_bytes, option.peak_bytes), getattr(option.cut, "count", None)
+        return cls(path, *sizes, option.overhead_ms, base_time_ms, pieces)
 
     @property
     def overhead(self) -> float:

@@ -73,10 +73,7 @@ def _show(chosen: argparse.Namespace) -> Result:
 def _report(chosen: argparse.Namespace) -> Result:
     file = PlanFile.load(chosen.file)
     _check_folder(chosen.out)
-    html = getattr(_report_of(file, file.plans[0]), "html", None)
-    if html is None:
-        raise RockmateError("this installation has no pages about plans; print one with `show`")
-    html(chosen.out)
+    _report_of(file, file.plans[0]).html(chosen.out)
     size = Path(chosen.out).stat().st_size
     return f"written to {chosen.out} ({format_bytes(size)})", {"file": chosen.out, "bytes": size}
 

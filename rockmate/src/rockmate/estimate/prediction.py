@@ -17,10 +17,9 @@ from rockmate.problems.link import Link
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.reports.in_full import InFull
-from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.baselines import keeping_all_bytes
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.report import format_bytes
-from rockmate.schedules.simulate import simulate
 from rockmate.settings import Budget, Settings, parse_budget
 from rockmate.whole_step import check_optimizer, with_loss
 
@@ -118,8 +117,7 @@ class Estimate(InFull):
     @cached_property
     def _enough_bytes(self) -> int:
         """The budget within which nothing is recomputed; a plain step holds some values longer."""
-        peak_bytes = simulate(self.problem, no_recomputation(self.problem)).peak_bytes
-        return peak_bytes + self.settings.reserve
+        return keeping_all_bytes(self.problem) + self.settings.reserve
 
     @property
     def total_bytes(self) -> int:

@@ -24,7 +24,7 @@ from rockmate.networks.network import first_unsteady
 from rockmate.networks.planned import Planned
 from rockmate.problems.problem import Problem
 from rockmate.runtime.execute import Executor
-from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.baselines import keeping_all_bytes
 from rockmate.schedules.simulate import simulate
 
 # Returns whether a condition holds in any of the processes that run the same steps.
@@ -50,7 +50,7 @@ def eager_step(
     outputs get gradients.
     """
     free = device_of(sample.device).free_bytes()
-    needed = 0 if problem is None else simulate(problem, no_recomputation(problem)).peak_bytes
+    needed = 0 if problem is None else keeping_all_bytes(problem)
     # Checked beforehand: running out of memory on a GPU disturbs other processes, and is not always
     # recognised.
     if not anyone(free is not None and needed > _USABLE_SHARE * free):
@@ -111,9 +111,7 @@ def peak_of(eager: StepResult | None, problem: Problem) -> int:
 
     It counts whole blocks of the allocator, like the budget and `measured_peak_bytes`.
     """
-    if eager is not None:
-        return eager.allocated_peak_bytes
-    return simulate(problem, no_recomputation(problem)).peak_bytes
+    return keeping_all_bytes(problem) if eager is None else eager.allocated_peak_bytes
 
 
 def self_test(

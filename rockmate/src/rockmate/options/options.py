@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from rockmate.problems.problem import Problem
+from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Step, Steps, end_of_forward
 from rockmate.solvers.result import Solver
@@ -28,6 +29,11 @@ class BlockOption:
     overhead_ms: float
     steps: Steps  # of the local problem
     cut: Hashable = None  # how its parts run in pieces of rows, or None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of forward and backward."""
+        return max(self.fwd_peak_bytes, self.bwd_peak_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,7 @@ def block_options(local: Problem, solver: Solver, grid: Grid) -> tuple[BlockOpti
     Boxes are tried from large to small. A box is skipped if the optimum of a larger one fits into
     it, or if a larger one had no plan. So most boxes of the grid are not solved.
     """
-    everything = measure_option(local, _keep_everything(local))
+    everything = measure_option(local, no_recomputation(local))
     found = [everything]
     backwards = local.backward_order
     if not backwards:
@@ -71,7 +77,7 @@ def block_options(local: Problem, solver: Solver, grid: Grid) -> tuple[BlockOpti
     nothing = measure_option(local, _keep_nothing(local))
     found.append(nothing)
     boundary = _boundary_bytes(local)
-    high_peak = max(everything.fwd_peak_bytes, everything.bwd_peak_bytes)
+    high_peak = everything.peak_bytes
     low_peak = min(_floor_bytes(local), high_peak)
     solved: list[tuple[int, int, BlockOption]] = []
     empty: list[tuple[int, int]] = []
@@ -80,12 +86,12 @@ def block_options(local: Problem, solver: Solver, grid: Grid) -> tuple[BlockOpti
             if any(peak <= p and save <= s for p, s in empty):
                 continue
             if any(
-                peak <= p and save <= s and _reach(o) <= peak and o.saved_bytes <= save
+                peak <= p and save <= s and o.peak_bytes <= peak and o.saved_bytes <= save
                 for p, s, o in solved
             ):
                 continue
             hint = min(
-                (o for o in found if _reach(o) <= peak and o.saved_bytes <= save),
+                (o for o in found if o.peak_bytes <= peak and o.saved_bytes <= save),
                 key=lambda o: o.overhead_ms,
                 default=nothing,
             )
@@ -100,10 +106,6 @@ def block_options(local: Problem, solver: Solver, grid: Grid) -> tuple[BlockOpti
     return pareto(found)
 
 
-def _reach(option: BlockOption) -> int:
-    return max(option.fwd_peak_bytes, option.bwd_peak_bytes)
-
-
 def _spread(low: int, high: int, count: int) -> list[int]:
     """Return `count` even numbers from high to low, both included."""
     if high <= low or count < 2:
@@ -111,23 +113,18 @@ def _spread(low: int, high: int, count: int) -> list[int]:
     return sorted({low + (high - low) * i // (count - 1) for i in range(count)}, reverse=True)
 
 
-def _keep_everything(local: Problem) -> Steps:
-    forwards = tuple(Step("F", k) for k in range(len(local.nodes)))
-    return forwards + tuple(Step("B", k) for k in local.backward_order)
-
-
 def _keep_nothing(local: Problem) -> Steps:
     """Recompute every node that a backward needs once, right before the first backward."""
-    forwards = tuple(Step("F", k) for k in range(len(local.nodes)))
+    plain, end = no_recomputation(local), len(local.nodes)
     needed = 0
     for k in local.backward_order:
         needed |= local.bwd_input_masks[k]
     again = []
-    for k in reversed(range(len(local.nodes) - 1)):
+    for k in reversed(range(end - 1)):
         if needed & local.product_masks[k] & ~local.output_mask:
             again.append(Step("F", k))
             needed |= local.fwd_input_masks[k]
-    return (*forwards, *reversed(again), *(Step("B", k) for k in local.backward_order))
+    return (*plain[:end], *reversed(again), *plain[end:])
 
 
 def _boundary_bytes(local: Problem) -> int:

@@ -17,13 +17,13 @@ import itertools
 import math
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.planners.effort import Effort
 from rockmate.planners.smallest_budget import minimum_peak
-from rockmate.planners.windows import explore, improve
+from rockmate.planners.windows import FEW_NODES, suited
 from rockmate.problems.link import Link
 from rockmate.problems.problem import Node, Problem
 from rockmate.schedules.baselines import no_recomputation
@@ -41,7 +41,6 @@ PlanWithin: TypeAlias = Callable[[Problem, int], Plan]  # plans without moves
 
 _ARRIVAL_PRICE = 0.02  # of the time of a copy: between equal plans the one with fewer copies
 _LITTLE = 1e-3  # extra time, as a part of the step, below which the search ends
-_FEW_WINDOWS = 100  # nodes; up to here two windows at a time would mostly be equal
 
 
 def plan_with_moves(
@@ -120,7 +119,7 @@ def _search(
     found: _Found, steps: Steps, sets: Sequence[Arrivals], effort: Effort, seed: int
 ) -> None:
     """Consider plans from these steps: without search for each set, then in windows."""
-    is_small = len(found.problem.nodes) <= _FEW_WINDOWS
+    is_small = len(found.problem.nodes) <= FEW_NODES
     if is_small:
         for chosen, takes_time in itertools.product(((), _movable(found.problem)), (True, False)):
             sets = [*sets, Arrivals(found.problem, chosen, takes_time=takes_time)]
@@ -132,7 +131,7 @@ def _search(
         best = _one_more_or_less(found, best, steps)
     if found.is_free:
         return
-    better = (explore if is_small else improve)(
+    better = suited(found.problem)(
         best.arrivals.problem,
         best.steps,
         found.budget_bytes,
@@ -174,8 +173,7 @@ def _one_more_or_less(found: _Found, best: _Start, steps: Steps) -> _Start:
             break
         idle += 1
         chosen = sorted({*best.arrivals.chosen} ^ {index})
-        taken = sum(link.host_taken(problem.sizes[i]) for i in chosen)
-        if link.host_bytes is not None and taken > link.host_bytes:
+        if not link.holds(problem.sizes[i] for i in chosen):
             continue
         for takes_time in (True, False):
             start = _start(found, Arrivals(problem, chosen, takes_time=takes_time), steps)
@@ -279,12 +277,8 @@ def _carrier(problem: Problem) -> Callable[[Sequence[int]], bool]:
     link = problem.link
     assert link is not None
     nodes, stage = problem.nodes, stages_of(problem)
-    rest = [0.0] * (len(nodes) + 1)  # of the forward, from each node on
-    for k in reversed(range(len(nodes))):
-        rest[k] = rest[k + 1] + nodes[k].fwd_time_ms
-    done = [0.0]  # of the backward, up to each stage
-    for k in problem.backward_order:
-        done.append(done[-1] + nodes[k].bwd_time_ms)
+    rest = _sums(node.fwd_time_ms for node in reversed(nodes))[::-1]  # of the forward, from each on
+    done = _sums(nodes[k].bwd_time_ms for k in problem.backward_order)  # up to each stage
     first = {
         i: min(stage[u] for u in storage.bwd_users)
         for i, storage in enumerate(problem.storages)
@@ -292,8 +286,7 @@ def _carrier(problem: Problem) -> Callable[[Sequence[int]], bool]:
     }
 
     def fits(candidates: Sequence[int]) -> bool:
-        taken = sum(link.host_taken(problem.sizes[i]) for i in candidates)
-        if link.host_bytes is not None and taken > link.host_bytes:
+        if not link.holds(problem.sizes[i] for i in candidates):
             return False
         out_ms = in_ms = 0.0
         for index in sorted(candidates, key=lambda i: -problem.storages[i].producer):
@@ -375,9 +368,8 @@ class Arrivals:
         found = [Step("F", k) for k in range(len(self.problem.nodes))]
         there: set[int] = set()
         for kind, k in steps[end_of_forward(steps, count) :]:
-            inputs = self.problem.fwd_inputs if kind == "F" else self.problem.bwd_inputs
             made = self._made.get(k, ()) if kind == "F" else ()
-            for index in (*inputs[place[k]], *made):
+            for index in (*self.problem.reads(kind, place[k]), *made):
                 if index in self._arrival and (index not in there or index in made):
                     found.append(Step("F", self._arrival[index]))
                     there.add(index)
@@ -405,9 +397,7 @@ def _flights(problem: Problem, chosen: Sequence[int]) -> dict[int, tuple[int, ..
     """
     assert problem.link is not None
     stage, order = stages_of(problem), problem.backward_order
-    begins = [0.0]
-    for k in order:
-        begins.append(begins[-1] + problem.nodes[k].bwd_time_ms)
+    begins = _sums(problem.nodes[k].bwd_time_ms for k in order)
     first = {i: min(stage[user] for user in problem.storages[i].bwd_users) for i in chosen}
     latest = math.inf
     found: dict[int, tuple[int, ...]] = {}
@@ -450,10 +440,7 @@ def moves_for(
     peaks = simulate(problem, steps, least).peak_during
     if max(peaks, default=0) > budget_bytes:
         return
-    begins = [0.0]  # of each step, if nothing waits
-    for kind, k in steps:
-        node = problem.nodes[k]
-        begins.append(begins[-1] + (node.fwd_time_ms if kind == "F" else node.bwd_time_ms))
+    begins = _sums(problem.time_ms(*step) for step in steps)  # of each step, if nothing waits
     fewest = len(least)
     for few in (True, False):
         during = list(peaks)
@@ -462,6 +449,11 @@ def moves_for(
             fewest = len(chosen)
             later = _ending_later(problem, link, steps, begins, chosen, during, budget_bytes)
             yield tuple(_starting_earlier(problem, link, begins, later, during, budget_bytes))
+
+
+def _sums(times: Iterable[float]) -> list[float]:
+    """Return when each of some steps begins, one after the other; then when the last one ends."""
+    return list(itertools.accumulate(times, initial=0.0))
 
 
 def _in_order(moves: Sequence[Move]) -> list[Move]:

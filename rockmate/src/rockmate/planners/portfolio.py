@@ -25,7 +25,7 @@ from rockmate.planners.effort import effort_of, ladder
 from rockmate.planners.moving import plan_with_moves
 from rockmate.planners.search import Progress, Search
 from rockmate.planners.smallest_budget import low_memory_plan, minimum_peak
-from rockmate.planners.windows import explore, improve
+from rockmate.planners.windows import explore, improve, suited
 from rockmate.problems.blocks import find_cuts, largest_block, make_blocks, pinned_candidates
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import best_segments, chen, no_recomputation, recompute_all
@@ -48,7 +48,6 @@ GRAINS = (("half blocks", 0), ("blocks", SMALL_BLOCK_NODES), ("double blocks", 2
 
 _LEAST_BATCH_PERCENT = 5  # below this, a smaller batch is no useful advice
 _NEAR_BOUND = 1.002  # from here on a longer search may find a plan within less
-_FEW_WINDOWS = 100  # nodes; up to here two windows at a time would mostly be equal
 _LONG_CHAIN = 600  # nodes; from here on segments take a second, and lose to chains
 _LONG_PLAN = 3000  # steps; from here on the background makes each window slow
 _FOUND_WITHOUT = 50  # nodes; up to here the solver finds plans without a hint
@@ -202,8 +201,9 @@ def _go_on(run: Search) -> None:
             limit = 2 * limit
             # Proven: a longer search finds nothing in this class of plans.
             limit = 0.0 if _solve_whole(run, run.best, limit, 0.0) else limit
-        search = improve if len(run.problem.nodes) > _FEW_WINDOWS else explore
-        _search(run, search, run.effort.windows, 0.9, 0.95, seed=run.seed + 2 + 2 * attempt)
+        _search(
+            run, suited(run.problem), run.effort.windows, 0.9, 0.95, seed=run.seed + 2 + 2 * attempt
+        )
         idle = 0 if run.best_ms < before else idle + 1
 
 
@@ -230,8 +230,7 @@ def _portfolio(run: Search) -> None:
     if run.best is None:
         _simple(run)
     if not run.is_over():
-        search = improve if len(problem.nodes) > _FEW_WINDOWS else explore
-        _search(run, search, effort.windows, 0.6, 0.9, seed=run.seed + 2)
+        _search(run, suited(problem), effort.windows, 0.6, 0.9, seed=run.seed + 2)
     if not whole_first and len(problem.nodes) <= effort.hinted_nodes and not run.is_over():
         # The last improvements of a good plan are often small changes in many places at once.
         run.report(0.9, "whole graph")

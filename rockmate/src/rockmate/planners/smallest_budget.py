@@ -18,8 +18,9 @@ from rockmate.planners.chain import LARGE_BLOCK_NODES, chain_model
 from rockmate.planners.squeeze import squeeze
 from rockmate.planners.windows import in_node_order
 from rockmate.problems.blocks import find_cuts, largest_block, pinned_candidates
-from rockmate.problems.problem import Problem
+from rockmate.problems.problem import Problem, indices_of
 from rockmate.schedules.baselines import checkpoint_segments, no_recomputation
+from rockmate.schedules.liveness import liveness
 from rockmate.schedules.prune import prune
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Steps
@@ -154,20 +155,14 @@ def _improve_peak(problem: Problem, steps: Steps, peak: int, floor: int) -> tupl
 
 def _peak_window(problem: Problem, steps: Steps, *, wide: bool) -> Window:
     """Return the window of the producers of storages alive at the peak, and of nearby nodes."""
-    from rockmate.schedules.liveness import live_after
-
     timeline = simulate(problem, steps)
     t = timeline.peak_step
-    alive = live_after(problem, steps)[t - 1] if t else 0
+    alive = liveness(problem, steps).after[t - 1] if t else 0
     stage = stages_of(problem)
     here = steps[t].node
     nodes = {here}
-    by_size = sorted(
-        (i for i in range(len(problem.storages)) if alive >> i & 1),
-        key=lambda i: (-problem.sizes[i], i),
-    )
     limit = _WINDOW_NODES if wide else _WINDOW_NODES // 2
-    for index in by_size:
+    for index in sorted(indices_of(alive), key=lambda i: (-problem.sizes[i], i)):
         if len(nodes) < limit:
             nodes.add(problem.storages[index].producer)
     reach = 1

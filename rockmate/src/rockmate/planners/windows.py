@@ -3,10 +3,9 @@
 A window frees some nodes in some stages. The rest of the plan is a fixed background, so a window of
 a network of any length is a small program. A seeded generator draws the windows: one group of
 nodes, or two, between which memory can be exchanged. A group is neighbours in the node order, or in
-the graph: nodes that make or read the same storages, whatever their places in the order.
-Windows around recomputed
-nodes were tried and are no better. Two windows of the same plan are solved at a time; if both help,
-their changes are combined.
+the graph: nodes that make or read the same storages, whatever their places in the order. Windows
+around recomputed nodes were tried and are no better. Two windows of the same plan are solved at a
+time; if both help, their changes are combined.
 """
 
 from __future__ import annotations
@@ -31,7 +30,13 @@ _ONE_GROUP = 0.4  # share of windows with one group of nodes
 _IN_GRAPH = 0.5  # share of groups that are neighbours in the graph
 _FIRST_WINDOWS = 12  # the search ends if these gain almost nothing, as on chains of equal blocks
 _LEAST_GAIN = 1e-4  # of the step
+FEW_NODES = 100  # up to here two windows at a time would mostly be equal
 _AT_ONCE = 2  # windows solved at the same time; fixed, so that every machine finds the same plan
+
+
+def suited(problem: Problem) -> Callable[..., Steps]:
+    """Return the search for a graph of this size: `explore`, or `improve` for a larger one."""
+    return explore if len(problem.nodes) <= FEW_NODES else improve
 
 
 def in_node_order(problem: Problem, steps: Steps) -> Steps:

@@ -7,6 +7,7 @@ device that is not here.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 PAGE_BYTES = 4096
@@ -38,6 +39,10 @@ class Link:
     def host_taken(self, size_bytes: int) -> int:
         """Return what a storage takes on the other side: whole pages."""
         return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    def holds(self, sizes: Iterable[int]) -> bool:
+        """Return whether storages of these sizes fit on the other side together."""
+        return self.host_bytes is None or sum(map(self.host_taken, sizes)) <= self.host_bytes
 
     def out_ms(self, size_bytes: int) -> float:
         """Return the time of a copy out."""

@@ -58,7 +58,7 @@ class Node:
     bwd_time_ms: float = 0.0
     has_backward: bool = True
     fwd_peak_bytes: int = 0  # of a forward that keeps its phantoms ("records")
-    fwd_peak_nograd_bytes: int = 0  # of any other forward (see `recording_steps`)
+    fwd_peak_nograd_bytes: int = 0  # of any other forward (see `liveness`)
     bwd_peak_bytes: int = 0
     grads_before_bytes: int = 0  # activation gradients alive when the backward step starts
     rerun_state_bytes: int = 0  # random state and buffer copies kept from first to last forward
@@ -192,6 +192,15 @@ class Problem:
             )
             for k, node in enumerate(self.nodes)
         )
+
+    def reads(self, kind: str, node: int) -> tuple[int, ...]:
+        """Return the storages that a step reads: a node's forward ("F") or backward ("B")."""
+        return (self.fwd_inputs if kind == "F" else self.bwd_inputs)[node]
+
+    def time_ms(self, kind: str, node: int) -> float:
+        """Return the time of a step."""
+        row = self.nodes[node]
+        return row.fwd_time_ms if kind == "F" else row.bwd_time_ms
 
     def bytes_of(self, mask: int) -> int:
         """Return the bytes of a set of storages."""

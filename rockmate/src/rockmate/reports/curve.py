@@ -8,9 +8,8 @@ from rockmate.errors import InfeasibleBudgetError, SolverError
 from rockmate.planners import plan
 from rockmate.planners.smallest_budget import low_memory_plan
 from rockmate.problems.problem import Problem
-from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.baselines import keeping_all_bytes
 from rockmate.schedules.plan import Plan
-from rockmate.schedules.simulate import simulate
 
 _QUICK = "segments"  # takes tenths of a second
 
@@ -34,7 +33,7 @@ def overhead_curve(problem: Problem, found: Plan, *, points: int = 7) -> list[Cu
     serves for more, and a bound for more memory also holds for less. A point takes about half a
     second for 150 nodes.
     """
-    everything = simulate(problem, no_recomputation(problem)).peak_bytes
+    everything = keeping_all_bytes(problem)
     least = min(low_memory_plan(problem)[1], found.peak_bytes)
     wanted = {least + (everything - least) * k // max(1, points - 1) for k in range(points)}
     plans = {budget: _quick(problem, budget) for budget in wanted - {found.budget_bytes}}

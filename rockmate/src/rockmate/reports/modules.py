@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.folding import fold, spell
-from rockmate.schedules.liveness import live_after
+from rockmate.schedules.liveness import liveness
 from rockmate.schedules.moves import Moves, clocks_of, comings_of
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.simulate import recompute_counts, simulate
@@ -36,8 +36,8 @@ def module_rows(problem: Problem, steps: Steps, moves: Moves = ()) -> list[Modul
     turn = end_of_forward(steps, len(problem.nodes)) - 1
     if turn < 0:
         return []
-    kept = live_after(problem, steps)[turn] & ~comings_of(len(steps), moves).away[turn]
-    plain = live_after(problem, no_recomputation(problem))[len(problem.nodes) - 1]
+    kept = liveness(problem, steps).after[turn] & ~comings_of(len(steps), moves).away[turn]
+    plain = liveness(problem, no_recomputation(problem)).after[len(problem.nodes) - 1]
     runs = recompute_counts(problem, steps)
     places: dict[str, list[int]] = {}
     for k, node in enumerate(problem.nodes):
@@ -111,9 +111,7 @@ def moved_rows(problem: Problem, plan: Plan) -> list[MovedRow]:
     makers = {k: node for node, made in enumerate(problem.products) for k in made}
 
     def end(t: int) -> float:
-        kind, k = plan.steps[t]
-        node = problem.nodes[k]
-        return begins[t] + (node.fwd_time_ms if kind == "F" else node.bwd_time_ms)
+        return begins[t] + problem.time_ms(*plan.steps[t])
 
     rows = []
     for move in plan.moves:
@@ -127,8 +125,5 @@ def moved_rows(problem: Problem, plan: Plan) -> list[MovedRow]:
 def phases(problem: Problem, steps: Steps) -> Iterator[tuple[str, float]]:
     """Yield for each step its phase ("forward", "recomputation", "backward") and its ms."""
     for is_first, (kind, k) in zip(first_forwards(steps), steps, strict=True):
-        node = problem.nodes[k]
-        if kind == "B":
-            yield "backward", node.bwd_time_ms
-        else:
-            yield "forward" if is_first else "recomputation", node.fwd_time_ms
+        phase = "backward" if kind == "B" else "forward" if is_first else "recomputation"
+        yield phase, problem.time_ms(kind, k)

@@ -11,7 +11,7 @@ from rockmate.problems.problem import Problem
 from rockmate.reports.charts import Chart, byte_unit, thinned
 from rockmate.reports.curve import CurvePoint
 from rockmate.reports.modules import ModuleRow, columns, module_rows, moved_rows, phases
-from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.baselines import keeping_all_bytes, no_recomputation
 from rockmate.schedules.moves import clocks_of
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.report import certificate, format_bytes, format_ms, round_up
@@ -141,13 +141,12 @@ def _parts(
 
 
 def _facts(problem: Problem, plan: Plan, facts: Facts) -> str:
-    everything = simulate(problem, no_recomputation(problem)).peak_bytes
     measured = facts.measured_peak_bytes
     shown = [
         (format_bytes(plan.budget_bytes), "budget"),
         (format_bytes(plan.peak_bytes), "predicted peak"),
         (format_bytes(measured) if measured is not None else "not run", "peak of the self-test"),
-        (format_bytes(everything), "peak without recomputation"),
+        (format_bytes(keeping_all_bytes(problem)), "peak without recomputation"),
         (f"{100 * plan.overhead:.2f} %", "extra time"),
         (_distance(plan), "above the optimum"),
     ]
@@ -172,10 +171,9 @@ def _made_with(facts: Facts) -> str:
 def memory_section(problem: Problem, plan: Plan, is_timed: bool = True) -> str:
     """Return memory over the step as a section, against the budget."""
     found = columns(problem, plan)
-    plain, now = simulate(problem, no_recomputation(problem)), found.end_ms
+    now, steps = found.end_ms, no_recomputation(problem)
     # The plain step, on the same time axis; it ends earlier.
-    line, then = [], 0.0
-    steps = no_recomputation(problem)
+    plain, line, then = simulate(problem, steps), [], 0.0
     for (_, ms), peak in zip(phases(problem, steps), plain.peak_during, strict=True):
         line += [(then, float(peak)), (then + ms, float(peak))]
         then += ms

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rockmate.problems.problem import Problem
+from rockmate.schedules.baselines import keeping_all_bytes
 from rockmate.schedules.opaque_piece import OpaquePiece
 from rockmate.schedules.plan import Plan
+from rockmate.schedules.report import format_bytes, format_plan
 
 if TYPE_CHECKING:
     from rockmate.reports.page import Facts
@@ -87,14 +89,9 @@ class PlanReport:
             >>> print(rk.plan.summary())
             peak 60.43 MiB within 60.61 MiB, without recomputation 121.22 MiB; 16.67 % more time
         """
-        from rockmate.schedules.baselines import no_recomputation
-        from rockmate.schedules.report import format_bytes
-        from rockmate.schedules.simulate import simulate
-
-        peak = (
-            self.plan.peak_bytes if self.measured_peak_bytes is None else self.measured_peak_bytes
-        )
-        everything = simulate(self.problem, no_recomputation(self.problem)).peak_bytes
+        measured = self.measured_peak_bytes
+        peak = self.plan.peak_bytes if measured is None else measured
+        everything = keeping_all_bytes(self.problem)
         return (
             f"peak {format_bytes(peak)} within {format_bytes(self.plan.budget_bytes)}, without "
             f"recomputation {format_bytes(everything)}; {self.overhead_percent:.2f} % more time"
@@ -151,8 +148,6 @@ class PlanReport:
         return f"<plan of {self.name}: {self.summary()}>"
 
     def __str__(self) -> str:
-        from rockmate.schedules.report import format_plan
-
         text = format_plan(self.problem, self.plan, is_timed=self.is_timed)
         compiled = [] if self.compiled is None else [str(self.compiled)]
         return "\n".join([text, *map(str, self.pieces), *compiled, *self.cut])

@@ -33,7 +33,7 @@ from rockmate.requests.identity import (
     recording_digest,
 )
 from rockmate.requests.request import Request, lowered, tested
-from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.baselines import keeping_all_bytes
 from rockmate.schedules.plan import Plan, make_plan
 from rockmate.schedules.report import exact_bytes
 from rockmate.schedules.simulate import simulate
@@ -247,7 +247,7 @@ def _budget_for(saved: SavedPlan, network: Network, settings: Terms) -> int:
         assert fraction is not None
         whole = saved.eager_peak_bytes
         if whole is None:
-            whole = simulate(network.problem, no_recomputation(network.problem)).peak_bytes
+            whole = keeping_all_bytes(network.problem)
         budget_bytes = int(fraction * whole)
     aside = settings.reserve + saved.blocks_bytes
     try:

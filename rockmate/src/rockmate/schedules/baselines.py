@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rockmate.problems.blocks import find_cuts
 from rockmate.problems.problem import Problem
 from rockmate.schedules.prune import prune
+from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Step, Steps
 
 
@@ -15,6 +16,11 @@ def no_recomputation(problem: Problem) -> Steps:
     """Return the plan that keeps everything, as eager training does."""
     forwards = tuple(Step("F", k) for k in range(len(problem.nodes)))
     return forwards + tuple(Step("B", k) for k in problem.backward_order)
+
+
+def keeping_all_bytes(problem: Problem) -> int:
+    """Return the peak of a step that keeps everything."""
+    return simulate(problem, no_recomputation(problem)).peak_bytes
 
 
 def checkpoint_segments(problem: Problem, borders: Sequence[int]) -> Steps:
@@ -51,8 +57,6 @@ def chen(problem: Problem) -> Steps:
 
 def best_segments(problem: Problem, budget_bytes: int) -> Steps | None:
     """Return the cheapest pruned plan over all numbers of equal segments, or None if none fits."""
-    from rockmate.schedules.simulate import simulate
-
     borders = [0, *_borders(problem)]
     best: tuple[float, Steps] | None = None
     tried = set()

@@ -9,6 +9,7 @@ use.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from rockmate.errors import InvalidPlanError
 from rockmate.problems.problem import Problem
@@ -66,10 +67,20 @@ def check_order(problem: Problem, steps: Sequence[Step]) -> None:
         )
 
 
-def live_after(problem: Problem, steps: Sequence[Step]) -> list[int]:
-    """Return for each step the set of storages (bit mask) that are alive after it.
+class Liveness(NamedTuple):
+    """What follows from a sequence of steps, for each of them."""
 
-    The sequence must have passed `check_order`.
+    after: list[int]  # the set of storages (bit mask) that are alive after it
+    records: list[bool]  # whether it is a recording forward: one that keeps its node's phantoms
+    first: list[bool]  # whether it is the first forward of its node
+
+
+def liveness(problem: Problem, steps: Sequence[Step]) -> Liveness:
+    """Return the live ranges of a sequence of steps, which must have passed `check_order`.
+
+    The last forward of a node before its backward is the recording one; the others drop phantoms as
+    they run. For a node without phantoms the first forward counts as recording. Later ones do not,
+    because they restore the random state.
     """
     products = problem.product_masks
     kept_products = [mask & ~problem.output_mask for mask in products]
@@ -87,18 +98,7 @@ def live_after(problem: Problem, steps: Sequence[Step]) -> list[int]:
             need = (need & ~products[node]) | fwd_inputs[node]
         else:
             need = (need & ~kept_products[node]) | fwd_inputs[node]
-    return after
-
-
-def recording_steps(problem: Problem, steps: Sequence[Step], after: Sequence[int]) -> list[bool]:
-    """Return for each step whether it is a recording forward: one that keeps its node's phantoms.
-
-    That is the node's last forward before its backward; the others drop phantoms as they run. For a
-    node without phantoms the first forward counts as recording. Later ones do not, because they
-    restore the random state.
-    """
     phantoms = problem.phantom_masks
-    first = first_forwards(steps)
     records = []
     for t, (kind, node) in enumerate(steps):
         if kind == "B":
@@ -107,4 +107,4 @@ def recording_steps(problem: Problem, steps: Sequence[Step], after: Sequence[int
             records.append(bool(after[t] & phantoms[node]))
         else:
             records.append(first[t])
-    return records
+    return Liveness(after, records, first)

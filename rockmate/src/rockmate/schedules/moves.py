@@ -59,8 +59,7 @@ def uses_of_copies(problem: Problem, steps: Sequence[Step]) -> list[list[list[in
     """Return for each storage its copies, each as the steps that make and read it, in order."""
     found: list[list[list[int]]] = [[] for _ in problem.storages]
     for t, (kind, node) in enumerate(steps):
-        reads = problem.fwd_inputs[node] if kind == "F" else problem.bwd_inputs[node]
-        for index in reads:
+        for index in problem.reads(kind, node):
             if found[index]:
                 found[index][-1].append(t)
         if kind == "F":
@@ -145,8 +144,7 @@ def moves_among(moves: Sequence[Move], kept: Sequence[int]) -> Moves:
 def first_read(problem: Problem, steps: Sequence[Step], move: Move) -> int:
     """Return the first step that reads what a move has brought back; it waits for it."""
     for t in range(move.back_before, len(steps)):
-        kind, k = steps[t]
-        if move.storage in (problem.fwd_inputs[k] if kind == "F" else problem.bwd_inputs[k]):
+        if move.storage in problem.reads(*steps[t]):
             return t
     return len(steps)
 
@@ -225,15 +223,14 @@ def clocks_of(problem: Problem, steps: Sequence[Step], moves: Sequence[Move], li
             now = until
 
     sizes = problem.sizes
-    for t, (kind, k) in enumerate(steps):
+    for t, step in enumerate(steps):
         for move in back.get(t, ()):
             in_done[move.storage] = copy("in", link.in_ms(sizes[move.storage]))
-        for index in problem.fwd_inputs[k] if kind == "F" else problem.bwd_inputs[k]:
+        for index in problem.reads(*step):
             if index in in_done:
                 wait(t, in_done.pop(index))
         begins.append(now)
-        node = problem.nodes[k]
-        now += node.fwd_time_ms if kind == "F" else node.bwd_time_ms
+        now += problem.time_ms(*step)
         for move in gone.get(t, ()):
             if move in copied and move.out_after == t:  # it starts and must end here
                 out_done[move.storage] = copy("out", link.out_ms(sizes[move.storage]))
@@ -241,10 +238,7 @@ def clocks_of(problem: Problem, steps: Sequence[Step], moves: Sequence[Move], li
             wait(t, max(out_done[move.storage], in_done.pop(move.storage, 0.0)))
         for move in outs.get(t, ()):
             out_done[move.storage] = copy("out", link.out_ms(sizes[move.storage]))
-    computed = sum(
-        problem.nodes[k].fwd_time_ms if kind == "F" else problem.nodes[k].bwd_time_ms
-        for kind, k in steps
-    )
+    computed = sum(problem.time_ms(*step) for step in steps)
     return Clocks(
         now, max(0.0, now - computed), tuple(stalls), worked["out"], worked["in"], tuple(begins)
     )

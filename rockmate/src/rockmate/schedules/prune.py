@@ -30,12 +30,10 @@ class EditablePlan:
         for t, (kind, node) in enumerate(steps):
             if kind == "F":
                 self._runs[node].append(t)
-                for index in problem.fwd_inputs[node]:
-                    self._uses[index].append(t)
             else:
                 self._backward_at[node] = t
-                for index in problem.bwd_inputs[node]:
-                    self._uses[index].append(t)
+            for index in problem.reads(kind, node):
+                self._uses[index].append(t)
 
     @property
     def steps(self) -> Steps:

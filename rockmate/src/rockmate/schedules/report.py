@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rockmate.schedules.baselines import keeping_all_bytes
 from rockmate.schedules.folding import fold, spell
 from rockmate.schedules.moves import clocks_of
 from rockmate.schedules.simulate import recompute_counts, simulate
@@ -94,17 +95,14 @@ def format_plan(problem: Problem, plan: Plan, *, is_timed: bool = True) -> str:
 
     Milliseconds are left out if operations were counted instead of timed (`cost="flops"`).
     """
-    from rockmate.schedules.baselines import no_recomputation
-
     timeline = simulate(problem, plan.steps, plan.moves)
-    everything = simulate(problem, no_recomputation(problem)).peak_bytes
     used = 100 * plan.peak_bytes / plan.budget_bytes if plan.budget_bytes else 0.0
     lines = [
         _rule("Plan"),
         _field("budget", format_bytes(plan.budget_bytes)),
         _field("predicted peak", f"{format_bytes(plan.peak_bytes)}  ({used:.1f} % of the budget)"),
         _field("reached in", _where(problem, plan.steps, timeline.peak_step)),
-        _field("keeping all", format_bytes(everything)),
+        _field("keeping all", format_bytes(keeping_all_bytes(problem))),
         _field("step time", _step_time(plan) if is_timed else "not measured: FLOPs are counted"),
         _field("overhead", f"{100 * plan.overhead:.2f} %"),
         *_moved(problem, plan, is_timed=is_timed),

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from rockmate.errors import InvalidPlanError
 from rockmate.problems.problem import Problem
-from rockmate.schedules.liveness import check_order, live_after, recording_steps
+from rockmate.schedules.liveness import check_order, liveness
 from rockmate.schedules.moves import Move, check_moves, clocks_of, comings_of
-from rockmate.schedules.steps import Step, end_of_forward, first_forwards
+from rockmate.schedules.steps import Step, end_of_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,7 @@ def simulate(
             `budget_bytes`.
     """
     check_order(problem, steps)
-    after = live_after(problem, steps)
-    records = recording_steps(problem, steps, after)
+    after, records, first = liveness(problem, steps)
     stall_ms = 0.0
     back = [0] * len(steps)
     if moves:
@@ -69,7 +68,6 @@ def simulate(
     products = problem.product_masks
     peaks, peaks_nograd = problem.forward_peaks, problem.forward_peaks_nograd
     nodes = problem.nodes
-    first = first_forwards(steps)
     bytes_after: list[int] = []
     peak_during: list[int] = []
     alive = held = 0

@@ -52,22 +52,18 @@ def solve_intervals(
     deterministic_limit: float = 5.0,
     unhinted_limit: float | None = None,
     wall_limit_s: float | None = None,
-    workers: int = 1,
-    relative_gap: float = 0.0,
-    linearization: int = 0,
     seed: int = 0,
 ) -> SolverResult:
     """Return the best steps found whose peak is at most the budget.
 
-    The result is deterministic with one worker and no wall-clock limit; with more workers it can
-    differ between runs. `deterministic_limit` counts work, one unit being about a second.
-    `unhinted_limit` replaces it if the hint is no schedule of this class: a node runs too often, or
-    rounded sizes do not fit. `objective="peak"` minimises the peak instead of the time.
+    The result is deterministic without a wall-clock limit: there is one worker.
+    `deterministic_limit` counts work, one unit being about a second. `unhinted_limit` replaces it
+    if the hint is no schedule of this class: a node runs too often, or rounded sizes do not fit.
+    `objective="peak"` minimises the peak instead of the time.
 
-    `linearization` is CP-SAT's `linearization_level`. The planners leave it at 0, without a linear
-    relaxation. Level 2 costs more than its bounds gain: 2.6 to 7 times the seconds on whole graphs
-    of 26 to 56 nodes. Level 1 makes no difference there. Also for speed, probing and symmetry
-    detection are off, and presolve is one round.
+    For speed, there is no linear relaxation. Level 2 of it costs more than its bounds gain: 2.6 to
+    7 times the seconds on whole graphs of 26 to 56 nodes. Level 1 makes no difference there. Also
+    for speed, probing and symmetry detection are off, and presolve is one round.
     """
     from ortools.sat.python import cp_model
 
@@ -75,19 +71,15 @@ def solve_intervals(
     program = _IntervalProgram(problem, budget_bytes, max_runs, objective, window, hint)
     if program.hopeless:
         return SolverResult("infeasible", seconds=time.perf_counter() - begin)
-    solver = cp_model.CpSolver()
+    solver = _new_solver(seed)
     parameters = solver.parameters
-    parameters.num_workers = workers
-    parameters.catch_sigint_signal = False  # leaves Ctrl-C to Python
-    parameters.random_seed = seed
     # There are many small programs. Presolve took most of their time, and a linear relaxation slows
     # models with workspaces and phantoms down (blocks took 2.7 times and 4 times as long).
-    parameters.linearization_level = linearization
+    parameters.linearization_level = 0
     parameters.cp_model_probing_level = 0
     parameters.symmetry_level = 0
     parameters.max_presolve_iterations = 1
     parameters.max_deterministic_time = deterministic_limit
-    parameters.relative_gap_limit = relative_gap
     if wall_limit_s is not None:
         parameters.max_time_in_seconds = max(0.05, wall_limit_s)
     if unhinted_limit is not None and not _takes_hint(program.cp, seed):
@@ -110,14 +102,21 @@ def solve_intervals(
     return SolverResult(status, found, value, bound, seconds)
 
 
-def _takes_hint(program: Any, seed: int) -> bool:
-    """Return whether the hint of a program is a solution, or is quickly completed to one."""
+def _new_solver(seed: int) -> Any:
     from ortools.sat.python import cp_model
 
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
-    solver.parameters.catch_sigint_signal = False
+    solver.parameters.catch_sigint_signal = False  # leaves Ctrl-C to Python
+    return solver
+
+
+def _takes_hint(program: Any, seed: int) -> bool:
+    """Return whether the hint of a program is a solution, or is quickly completed to one."""
+    from ortools.sat.python import cp_model
+
+    solver = _new_solver(seed)
     solver.parameters.cp_model_presolve = False
     solver.parameters.fix_variables_to_their_hinted_value = True
     solver.parameters.stop_after_first_solution = True
