@@ -88,6 +88,13 @@ EVENTS = {
     "eval with gradients": EventForm(
         "model.eval()\nouts = journal.outputs(model(X))\nBACKWARD\nmodel.train()"
     ),
+    "forward mode": EventForm(
+        "x = batch(SIZE, SEED)\nwith fwAD.dual_level():\n"
+        "    x = fwAD.make_dual(x, torch.ones_like(x))\n"
+        "    outs = journal.outputs(model(INPUT))\n"
+        "    journal.add('tangents', [fwAD.unpack_dual(out).tangent for out in outs])\nBACKWARD",
+        0.7,
+    ),
     "inference": EventForm("with torch.inference_mode():\n    journal.outputs(model(X))"),
     "part in eval": EventForm(
         "list(model.modules())[-1].train(FLAG)\nouts = journal.outputs(model(X))\nBACKWARD"
@@ -198,6 +205,12 @@ EVENTS = {
         "    outs[0].sum().backward()\n\n"
         "journal.peak(step, model)",
         2,
+    ),
+    "bytes in another layout": EventForm(
+        "x = batch(SIZE, SEED)\ngrad = torch.randn_like(journal.outputs(model(INPUT))[0])\n"
+        "grad = grad.transpose(0, -1).contiguous().transpose(0, -1) if grad.dim() else grad\n\n"
+        "def step():\n    journal.held(model(INPUT))[0].backward(grad)\n\n"
+        "journal.peak(step, model)"
     ),
     "change": EventForm("CHANGE", 6),
     "change in between": EventForm("outs = journal.outputs(model(X))\nCHANGE\nBACKWARD", 1.5),

@@ -10,20 +10,26 @@ import random
 import traceback
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 
 import rockmate
+import rockmate.planners.portfolio as portfolio
 from fuzz.journal import MORE_STEPS, Fact, Journal, Page, same
 from rkgb import RkgbError
 from rockmate.errors import InfeasibleBudgetError, SolverError
 from rockmate.networks import offload
 from rockmate.problems.link import Link
+from rockmate.problems.problem import Problem
+from rockmate.schedules.baselines import checkpoint_segments, chen
+from rockmate.schedules.steps import Steps
 
 Kind = Literal[
     "equal", "refused", "both refuse", "lenient", "told", "silent", "raw error", "over budget"
@@ -81,7 +87,7 @@ def judge(source: str, choice: Choice, name: str = "case.py") -> Verdict:
 
 def _run(source: str, choice: Choice | None, name: str) -> Journal:
     """Run a script in a world of its own: its globals, its random numbers, its warnings."""
-    with _world() as said:
+    with _world() as said, _recomputing(choice):
         space: dict[str, Any] = {"__name__": "case"}
         linecache.cache[name] = len(source), None, source.splitlines(True), name
         exec(compile(source, name, "exec"), space)
@@ -121,6 +127,22 @@ def _planned(model: nn.Module, sample: Any, choice: Choice) -> nn.Module:
         else:
             break
     return model if made is None else made
+
+
+def _all_again(problem: Problem) -> Steps:
+    """Return the plan that computes everything again but the last node."""
+    return checkpoint_segments(problem, [0, max(1, len(problem.nodes) - 1)])
+
+
+_SCHEDULES = {"recompute_all": _all_again, "chen": chen}
+
+
+@contextlib.contextmanager
+def _recomputing(choice: Choice | None) -> Iterator[None]:
+    """For a budget in bytes, have what recomputes taken where all could be kept, too."""
+    make = _SCHEDULES.get(choice.planner) if choice and isinstance(choice.budget, int) else None
+    with mock.patch.object(portfolio, "no_recomputation", make) if make else nullcontext():
+        yield
 
 
 class _Said(logging.Handler):

@@ -243,18 +243,19 @@ STATE = {
         "self.register_buffer('mean_N', torch.ones(1))",
     ),
     "buffer written after": Form(
-        "x = x * self.last_N\nself.last_N.copy_(x.detach().mean().reshape(1))",
+        "x = x + self.last_N\nself.last_N.copy_(x.detach().mean().reshape(1))",
         "self.register_buffer('last_N', torch.ones(1))",
         weight=2,
     ),
     "codebook": Form(
-        "x = F.linear(x, self.code_N)\nwith torch.no_grad():\n    self.code_N.mul_(0.9)",
+        "x = x * F.embedding(x.detach().argmax(-1), self.code_N)\nwith torch.no_grad():\n"
+        "    self.code_N[:4].mul_(0.9)",
         "self.register_buffer('code_N', torch.randn(8, 8))",
         kinds=LAST,
         weight=2,
     ),
     "view of a buffer": Form(
-        "x = x * self.rows_N[0]\nself.rows_N[0].add_(0.1)",
+        "x = x + self.rows_N[0]\nself.rows_N[0].add_(0.1)",
         "self.register_buffer('rows_N', torch.ones(2, 1))",
     ),
     "weight of unit norm": Form(

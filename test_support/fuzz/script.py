@@ -39,6 +39,7 @@ import types
 
 import numpy as np
 import torch
+import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
@@ -57,15 +58,18 @@ def strided(x, *rest):
     "other_thread": '''\
 @contextlib.contextmanager
 def other_thread():
-    """Have a thread that prints, draws and computes beside."""
-    stop = threading.Event()
+    """Have a thread that prints, draws and computes beside; what is raised there counts."""
+    stop, failed = threading.Event(), []
 
     def work():
-        while not stop.is_set():
-            print("", end="")
-            random.random()
-            torch.sin(torch.ones(3, requires_grad=True)).sum().backward()
-            stop.wait(0.001)
+        try:
+            while not stop.is_set():
+                print("", end="")
+                random.random()
+                torch.sin(torch.ones(3, requires_grad=True)).sum().backward()
+                stop.wait(0.001)
+        except Exception as error:
+            failed.append(error)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -75,6 +79,7 @@ def other_thread():
         stop.set()
         thread.join()
         random.seed(0)
+        assert not failed, f"the other thread has failed: {failed[0]!r}"
 
 
 ''',
