@@ -6,6 +6,7 @@ cut along rows is compared bit by bit where kernels treat each row by itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.errors import NotByPiecesError
 from rkgb.rows.call import InPieces
-from rkgb.rows.cuts import piece_of, piece_shape, reshaped, spread, spread_from
+from rkgb.rows.cuts import EVEN, Runs, piece_of, piece_shape, reshaped, spread_from
 from rkgb.rows.pieces import Cutting
 
 aten = torch.ops.aten
@@ -64,9 +65,9 @@ def group_normed() -> tuple[Any, ...]:
 
 
 def attended() -> tuple[Any, ...]:
-    q, k, v = rows(4, 2, 5, 8), rows(4, 2, 5, 8), rows(4, 2, 5, 8)
+    q, k, v = rows(8, 8, 5, 2), rows(8, 8, 5, 2), rows(8, 8, 5, 2)
     out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-    return rows(4, 2, 5, 8), q, k, v, out, sums, 0.0, True
+    return rows(8, 8, 5, 2), q, k, v, out, sums, 0.0, True
 
 
 def convolved(*, transposed: bool = False) -> tuple[Any, ...]:
@@ -126,7 +127,7 @@ CASES: dict[str, Case] = {
     ),
     "embedding": (
         aten.embedding.default,
-        lambda: (rows(9, 3), torch.arange(8).view(2, 4)),
+        lambda: (rows(9, 3), torch.arange(16).view(2, 8) % 9),
         {1: (2, 2)},
     ),
     "embedding backward": (
@@ -168,13 +169,13 @@ CASES: dict[str, Case] = {
     "gelu": (aten.gelu.default, lambda: (rows(2, 8, 3),), {0: (2, 2, 1)}),
     "gelu_backward": (aten.gelu_backward.default, lambda: (rows(8, 3), rows(8, 3)), {1: (4, 1)}),
     "where": (aten.where.self, lambda: (rows(8, 3) > 0, rows(8, 3), rows(8, 3)), {0: (4, 1)}),
-    "view": (aten.view.default, lambda: (rows(2, 4, 3), [8, 3]), {0: (2, 2, 1)}),
+    "view": (aten.view.default, lambda: (rows(2, 8, 3), [16, 3]), {0: (2, 2, 1)}),
     "view of flat rows": (aten.view.default, lambda: (rows(8, 6), [2, 4, 6]), {0: (4, 1)}),
-    "transpose": (aten.transpose.int, lambda: (rows(4, 6, 3), 0, -1), {0: (4, 1, 1)}),
+    "transpose": (aten.transpose.int, lambda: (rows(8, 6, 3), 0, -1), {0: (4, 1, 1)}),
     "expand": (aten.expand.default, lambda: (rows(8, 1), [8, 5]), {0: (4, 1)}),
     "slice": (aten.slice.Tensor, lambda: (rows(8, 5), 1, 1, 3), {0: (4, 1)}),
     "mm by rows": (aten.mm.default, lambda: (rows(8, 3), rows(3, 5)), {0: (4, 1)}),
-    "mm by columns": (aten.mm.default, lambda: (rows(8, 3), rows(3, 4)), {1: (1, 4)}),
+    "mm by columns": (aten.mm.default, lambda: (rows(8, 3), rows(3, 8)), {1: (1, 4)}),
     "mm that adds up": (aten.mm.default, lambda: (rows(3, 8), rows(8, 5)), {0: (1, 4)}),
     "mm that adds up, both": (
         aten.mm.default,
@@ -185,10 +186,10 @@ CASES: dict[str, Case] = {
     "addmm": (aten.addmm.default, lambda: (rows(5), rows(8, 3), rows(3, 5)), {1: (4, 1)}),
     "addmm by columns": (
         aten.addmm.default,
-        lambda: (rows(4), rows(8, 3), rows(3, 4)),
+        lambda: (rows(8), rows(8, 3), rows(3, 8)),
         {2: (1, 4)},
     ),
-    "bmm by batch": (aten.bmm.default, lambda: (rows(4, 3, 5), rows(4, 5, 2)), {0: (4, 1, 1)}),
+    "bmm by batch": (aten.bmm.default, lambda: (rows(8, 3, 5), rows(8, 5, 2)), {0: (4, 1, 1)}),
     "bmm by rows": (aten.bmm.default, lambda: (rows(2, 8, 5), rows(2, 5, 3)), {0: (1, 4, 1)}),
     "bmm that adds up": (aten.bmm.default, lambda: (rows(2, 3, 8), rows(2, 8, 3)), {1: (1, 4, 1)}),
     "sum over rows": (aten.sum.dim_IntList, lambda: (rows(8, 3), [0], True), {0: (4, 1)}),
@@ -239,7 +240,7 @@ CASES: dict[str, Case] = {
 
 
 def laid_out(
-    target: Any, args: tuple[Any, ...], cuts: dict[int, tuple[int, ...]], count: int = 4
+    target: Any, args: tuple[Any, ...], cuts: dict[int, tuple[int, ...]], runs: Runs = EVEN
 ) -> tuple[Cutting, InPieces, dict[str, Tensor], list[Tensor]]:
     """Return an operation in pieces, what it takes by name, and what it makes as a whole."""
     given: dict[str, Tensor] = {}
@@ -270,17 +271,30 @@ def laid_out(
         results=tuple(names),
         returns_many=not isinstance(expected, Tensor),
     )
-    cutting = Cutting(infos, count, {f"in_{place}": cut for place, cut in cuts.items()})
+    seeds = {f"in_{place}": cut for place, cut in cuts.items()}
+    cutting = Cutting(infos, math.prod(next(iter(cuts.values()))), seeds, runs)
     cutting.add(op)
     return cutting, InPieces(cutting.pieces(names), "op", "forward"), given, made
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_pieces_make_the_whole(name: str) -> None:
+def in_threes(cuts: tuple[int, ...]) -> tuple[int, ...]:
+    """Return cuts with three parts in the last dimension that is cut."""
+    last = max(dim for dim, parts in enumerate(cuts) if parts > 1)
+    return (*cuts[:last], 3, *cuts[last + 1 :])
+
+
+EACH = [(name, EVEN) for name in CASES]
+EACH += [(name, Runs(8, 3)) for name in CASES if name != "view of flat rows"]  # are no boxes then
+
+
+@pytest.mark.parametrize(("name", "runs"), EACH)
+def test_pieces_make_the_whole(name: str, runs: Runs) -> None:
     """Whatever rows are cut, the results are those of the operation on the whole."""
     torch.manual_seed(0)
     target, make, cuts = CASES[name]
-    cutting, call, given, expected = laid_out(target, make(), cuts)
+    if runs != EVEN:  # 3 + 3 + 2 of 8 rows
+        cuts = {place: in_threes(cut) for place, cut in cuts.items()}
+    cutting, call, given, expected = laid_out(target, make(), cuts, runs)
     assert len(cutting.loop) == 1, "it must run on pieces"
     found = call(*(given[taken] for taken in call.pieces.takes))
     assert len(found) == len(expected)
@@ -294,7 +308,7 @@ def test_sums_of_short_types_are_rounded_once(dtype: torch.dtype) -> None:
     """Adding 4096 rows up in the type itself would stop at 256."""
     ones = torch.ones(4096, 2, dtype=dtype)
     args, cuts = (ones, [0]), {0: (2048, 1)}
-    _, call, given, (expected,) = laid_out(aten.sum.dim_IntList, args, cuts, 2048)
+    _, call, given, (expected,) = laid_out(aten.sum.dim_IntList, args, cuts)
     (found,) = call(*(given[taken] for taken in call.pieces.takes))
     assert found.dtype == dtype
     assert torch.equal(found, expected)
@@ -311,6 +325,9 @@ def test_sums_of_short_types_are_rounded_once(dtype: torch.dtype) -> None:
         (aten.mm.default, (rows(4, 4), rows(4, 4)), {0: (2, 2)}),
         (aten.addmm.default, (rows(4), rows(3, 8), rows(8, 4)), {1: (1, 4)}),
         (aten.view.default, (rows(2, 4, 3), [8, 3]), {0: (1, 4, 1)}),
+        (aten.view.default, (rows(8, 0, 3), [0, 8]), {0: (4, 1, 1)}),
+        (aten.transpose.int, (rows(4, 4), 0, 1), {0: (2, 2)}),  # pieces in another order
+        (aten.permute.default, (rows(4, 3, 4), [2, 1, -3]), {0: (2, 1, 2)}),
         (aten.mean.dim, (rows(8, 4), [0]), {0: (4, 1)}),
         (aten.cumsum.default, (rows(8, 4), 1), {0: (4, 1)}),  # has no rule yet
         (aten.mean.default, (torch.ones(8, 4, dtype=torch.bfloat16),), {0: (4, 1)}),
@@ -325,20 +342,38 @@ def test_what_pieces_cannot_make_is_refused(
         laid_out(target, args, cuts)
 
 
+@pytest.mark.parametrize("rows", [(8,), (31,), (2, 8), (3, 31), (7, 9), (8, 1, 3), (5, 1, 7)])
+@pytest.mark.parametrize("count", [2, 3, 4, 8, 16])
+def test_pieces_are_runs_of_rows_however_they_are_seen(rows: tuple[int, ...], count: int) -> None:
+    """Nothing twice, nothing left out, about as many as asked, and the same in another shape."""
+    found = spread_from(rows, count)
+    if found is None:
+        assert math.prod(rows) < count
+        return
+    cuts, runs = (*found[0], 1), found[1]
+    assert count / 2 < math.prod(cuts) < 2 * count
+    whole = torch.arange(math.prod(rows) * 3).view(*rows, 3)
+    flat = whole.view(-1, 3)
+    pieces = [piece_of(whole, cuts, i, runs) for i in range(math.prod(cuts))]
+    assert torch.equal(torch.cat([piece.reshape(-1, 3) for piece in pieces]), flat)
+    there = reshaped(whole.shape, cuts, flat.shape, runs)
+    assert there is not None
+    back = reshaped(flat.shape, there, whole.shape, runs)
+    assert back is not None
+    for index, piece in enumerate(pieces):
+        seen = piece_of(flat, there, index, runs)
+        assert seen.shape == piece_shape(flat.shape, there, runs, index)
+        assert torch.equal(seen, piece.reshape(-1, 3))
+        assert torch.equal(piece_of(whole, back, index, runs), piece)
+
+
 @pytest.mark.parametrize(
-    ("shape", "cuts", "new"),
-    [
-        ((2, 4, 3), (2, 2, 1), (8, 3)),
-        ((8, 3), (4, 1), (2, 4, 3)),
-        ((1, 8, 3), (1, 4, 1), (8, 3)),
-        ((8, 6), (4, 1), (8, 2, 3)),
-        ((6, 8), (1, 4), (2, 3, 8, 1)),
-    ],
+    ("shape", "cuts", "new"), [((8, 6), (4, 1), (8, 2, 3)), ((6, 8), (1, 4), (2, 3, 8, 1))]
 )
-def test_a_piece_seen_otherwise_is_the_piece_of_the_whole_seen_otherwise(
+def test_what_is_not_cut_may_be_reshaped(
     shape: tuple[int, ...], cuts: tuple[int, ...], new: tuple[int, ...]
 ) -> None:
-    """Cutting and reshaping may change places."""
+    """Pieces are the same rows then."""
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     there = reshaped(shape, cuts, new)
     assert there is not None
@@ -347,17 +382,11 @@ def test_a_piece_seen_otherwise_is_the_piece_of_the_whole_seen_otherwise(
         assert torch.equal(piece, piece_of(whole.view(new), there, index))
 
 
-def test_rows_are_cut_in_runs() -> None:
-    """Of rows in several dimensions, a piece has those that follow each other."""
-    assert spread((2, 8), 4) == (2, 2)
-    assert spread((1, 8), 4) == (1, 4)
-    assert spread((3, 8), 4) is None
-    assert spread((7,), 2) is None
-
-
-def test_rows_are_cut_in_the_next_number_that_divides_them() -> None:
-    """From so many to less than twice as many."""
-    assert spread_from((7, 511), 0, 4) == (7, 1)
-    assert spread_from((2, 511), 0, 8) == (2, 7)
-    assert spread_from((1, 31), 0, 16) == (1, 31)
-    assert spread_from((5, 31), 1, 4) is None
+def test_the_next_number_that_divides_the_rows_is_taken() -> None:
+    """From so many to less than twice as many; where there is none, the last piece is shorter."""
+    assert spread_from((7, 511), 4) == ((7, 1), EVEN)
+    assert spread_from((2, 511), 8) == ((2, 7), EVEN)
+    assert spread_from((1, 31), 16) == ((1, 31), EVEN)
+    assert spread_from((5, 31), 8) == ((5, 2), Runs(31, 2))
+    assert spread_from((2, 3), 8) is None
+    assert spread_from((2, 0), 2) is None

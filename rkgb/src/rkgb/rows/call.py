@@ -50,6 +50,7 @@ class InPieces(Target):
         made = {n for op in pieces.loop for n in op.results} | {*pieces.slices}
         stay = {n for op in pieces.loop for n in op.inputs} - made
         self._loop = _lines(pieces.loop, pieces.slices, stay | outside)
+        self._short = _lines(pieces.short, pieces.slices, stay | outside)
         self._after = _lines(pieces.after, {}, kept | outside)
         self._done = tuple(
             (in_loop & {n for op in pieces.before for n in op.results}) - in_after - kept - sums
@@ -76,10 +77,10 @@ class InPieces(Target):
                 values.pop(name, None)
         wholes: dict[str, Tensor] = {}
         for index in range(pieces.count):
-            for line in self._loop:
+            for line in self._short if pieces.runs.is_short(index) else self._loop:
                 for name in line.slices:
                     part = pieces.slices[name]
-                    values[name] = piece_of(values[part.source], part.cuts, index)
+                    values[name] = piece_of(values[part.source], part.cuts, index, pieces.runs)
                 if (
                     line.op.target is _MM
                     and line.op.results[0] in wholes
@@ -148,7 +149,7 @@ def _rounded(whole: Tensor, info: TensorInfo | None) -> Tensor:
 def _put(name: str, piece: Tensor, wholes: dict[str, Tensor], pieces: Pieces, index: int) -> None:
     if name not in wholes:
         wholes[name] = _empty(name, pieces, piece)
-    piece_of(wholes[name], pieces.gathered[name], index).copy_(piece)
+    piece_of(wholes[name], pieces.gathered[name], index, pieces.runs).copy_(piece)
 
 
 def _empty(name: str, pieces: Pieces, like: Tensor, *, sums: bool = False) -> Tensor:

@@ -1,14 +1,18 @@
-"""How a tensor is cut: the number of parts along each dimension. All pieces have one size.
+"""How a tensor is cut: the number of parts along each dimension.
 
     cuts (4, 2, 1) of shape (4, 6, 5): 8 pieces of shape (1, 3, 5), the last cut running fastest
 
-So a tensor with dimensions for batch and length is cut like its flattened rows.
+So a tensor with dimensions for batch and length is cut like its flattened rows. Where no number of
+parts divides the rows, the last part is shorter (`Runs`):
+
+    cuts (2, 3) of shape (2, 8) in Runs(8, 3): 3 + 3 + 2 rows, twice; flattened, (6,) of shape (16,)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -16,56 +20,133 @@ Cuts = tuple[int, ...]
 Shape = tuple[int, ...]
 
 
-def piece_shape(shape: Sequence[int], cuts: Cuts) -> Shape:
-    """Return the shape of one piece."""
-    return tuple(size // parts for size, parts in zip(shape, cuts, strict=True))
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """So many parts of so many rows, of which the last is shorter, over and over.
+
+    It holds for the last dimension that is cut, where a row stands for `rows / size` of them.
+    """
+
+    size: int = 1
+    parts: int = 1
+
+    @property
+    def length(self) -> int:
+        return -(-self.size // self.parts)
+
+    def is_short(self, index: int) -> bool:
+        """Return whether a piece is shorter than others."""
+        return self.parts > 1 and index % self.parts == self.parts - 1
+
+    def divide(self, size: int, parts: int) -> bool:
+        """Return whether these rows can be cut like this."""
+        times, rest = divmod(parts, self.parts)
+        return not rest and size % (times * self.size) == 0
+
+    def within(self, size: int, parts: int, index: int) -> tuple[int, int]:
+        """Return the first row of a piece, and its number of rows."""
+        one = size // (parts // self.parts * self.size)
+        times, at = divmod(index, self.parts)
+        start = at * self.length
+        length = min(self.length, self.size - start)
+        return (times * self.size + start) * one, length * one
 
 
-def piece_of(tensor: Tensor, cuts: Cuts, index: int) -> Tensor:
+EVEN = Runs()
+
+
+def fit(shape: Sequence[int], cuts: Cuts, runs: Runs) -> bool:
+    """Return whether a shape can be cut like this."""
+    last = _last(cuts)
+    pairs = enumerate(zip(shape, cuts, strict=True))
+    return all((runs if dim == last else EVEN).divide(*pair) for dim, pair in pairs)
+
+
+def piece_shape(shape: Sequence[int], cuts: Cuts, runs: Runs = EVEN, index: int = 0) -> Shape:
+    """Return the shape of a piece."""
+    found = list(shape)
+    for dim, _, length in _box(shape, cuts, runs, index):
+        found[dim] = length
+    return tuple(found)
+
+
+def piece_of(tensor: Tensor, cuts: Cuts, index: int, runs: Runs = EVEN) -> Tensor:
     """Return one piece of a tensor, as a view."""
-    for dim in range(len(cuts) - 1, -1, -1):
-        if cuts[dim] > 1:
-            index, at = divmod(index, cuts[dim])
-            length = tensor.shape[dim] // cuts[dim]
-            tensor = tensor.narrow(dim, at * length, length)
+    for dim, start, length in _box(tensor.shape, cuts, runs, index):
+        tensor = tensor.narrow(dim, start, length)
     return tensor
 
 
-def spread(shape: Sequence[int], count: int) -> Cuts | None:
+def _box(
+    shape: Sequence[int], cuts: Cuts, runs: Runs, index: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the dimensions that are cut, each with the first row of a piece and its length."""
+    for dim in range(len(cuts) - 1, -1, -1):
+        if cuts[dim] > 1:
+            index, at = divmod(index, cuts[dim])
+            yield dim, *runs.within(shape[dim], cuts[dim], at)
+            runs = EVEN
+
+
+def _last(cuts: Cuts) -> int:
+    """Return the last dimension that is cut, or -1."""
+    return max((dim for dim, parts in enumerate(cuts) if parts > 1), default=-1)
+
+
+def spread(shape: Sequence[int], count: int, runs: Runs = EVEN) -> Cuts | None:
     """Return the cuts into `count` runs of consecutive rows, or None if the sizes do not divide."""
     cuts = []
     for size in shape:
-        if size and count % size == 0:
+        if count == 1:
+            cuts.append(1)
+        elif size and count % size == 0 and count // size % runs.parts == 0:
             cuts.append(size)
             count //= size
-        elif size % count == 0:
+        elif runs.divide(size, count):
             cuts.append(count)
-            count = 1
+            count, runs = 1, EVEN
         else:
             return None
-    return tuple(cuts) if count == 1 else None
+    return tuple(cuts) if count == runs.parts == 1 else None
 
 
-def spread_from(shape: Sequence[int], dim: int, count: int) -> Cuts | None:
-    """Return the cuts along a dimension and the ones after it, into at least `count` runs.
+def spread_from(shape: Sequence[int], count: int) -> tuple[Cuts, Runs] | None:
+    """Return the cuts into at least `count` runs of consecutive rows.
 
-    It is the smallest number that divides the rows; None if that is not below `2 * count`.
+    It is the smallest number below `2 * count` that divides the rows, or else about `count` runs
+    of which the last is shorter; None if there are not so many rows.
     """
+    if 0 in shape:
+        return None
     for parts in range(count, 2 * count):
-        found = spread(shape[dim:], parts)
+        found = spread(shape, parts)
         if found is not None:
-            return (*(1,) * dim, *found)
+            return found, EVEN
+    times = 1
+    for size in shape:
+        if times * size >= count:
+            length = -(-size // -(-count // times))
+            runs = Runs(size, -(-size // length))
+            found = spread(shape, times * runs.parts, runs)
+            return None if found is None else (found, runs)
+        times *= size
     return None
 
 
-def reshaped(shape: Sequence[int], cuts: Cuts, new: Sequence[int]) -> Cuts | None:
+def reshaped(
+    shape: Sequence[int], cuts: Cuts, new: Sequence[int], runs: Runs = EVEN
+) -> Cuts | None:
     """Return the cuts of a reshaped tensor, or None if its pieces are no boxes in the new shape."""
+    if 0 in shape:
+        return None
     found: list[int] = []
-    at = 0
+    at, last = 0, _last(cuts)
     for own, others in _groups(shape, new):
         parts = _consecutive(shape[at : at + own], cuts[at : at + own])
+        theirs = new[len(found) : len(found) + others]
+        own_runs = runs if at <= last < at + own else EVEN
         at += own
-        there = None if parts is None else spread(new[len(found) : len(found) + others], parts)
+        there = None if parts is None else spread(theirs, parts, own_runs)
         if there is None:
             return None
         found += there

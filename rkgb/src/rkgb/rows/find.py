@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from rkgb.rows import layer_rules, rules
+from rkgb.rows.cuts import fit
 from rkgb.rows.rules import Asked, Found, Rule, Value
 
 _aten = torch.ops.aten
@@ -33,7 +33,9 @@ def find(asked: Asked) -> Found | None:
             read = found.reads.get(place, (1,) * len(value.shape))
             if value.cuts is not None and value.cuts != read:
                 return None
-            if math.prod(read) not in (1, asked.count) or any(map(operator.mod, value.shape, read)):
+            if math.prod(read) == 1:
+                continue
+            if math.prod(read) != asked.count or not fit(value.shape, read, asked.runs):
                 return None
     cut = (c for c in found.results if c is not None)
     return found if all(math.prod(c) == asked.count for c in cut) else None

@@ -4,6 +4,7 @@
     loop     runs for each piece, on pieces of the inputs and of results of the loop
     after    operations that depend on sums over all pieces
 
+Where rows do not divide, the loop's last piece, or each k-th, runs operations for fewer rows.
 A value that is not cut exists as a whole, and the loop may read any piece of it. The loop makes
 pieces and terms of sums. Nothing in the loop reads a sum.
 
@@ -24,9 +25,9 @@ import torch
 from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.errors import NotByPiecesError
-from rkgb.rows.cuts import Cuts
+from rkgb.rows.cuts import EVEN, Cuts, Runs
 from rkgb.rows.find import find
-from rkgb.rows.rules import Asked, Value
+from rkgb.rows.rules import Asked, Found, Value
 
 _aten = torch.ops.aten
 _SUMMED = (torch.float32, torch.float64)
@@ -41,9 +42,9 @@ class Slice:
     cuts: Cuts
 
 
-# Gets an operation as recorded and as it runs on pieces, its inputs by name, the cuts of its
-# results, and the number of pieces; returns whether the bits are those of the whole.
-SameBits = Callable[[Op, Op, Mapping[str, Slice], Sequence[Cuts | None], int], bool]
+# Gets an operation as recorded and as it runs on each piece, its inputs by name, the cuts of its
+# results, and the runs of rows; returns whether the bits are those of the whole.
+SameBits = Callable[[Op, Sequence[Op], Mapping[str, Slice], Sequence[Cuts | None], Runs], bool]
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Pieces:
     takes: tuple[str, ...]  # values that come from outside
     before: tuple[Op, ...]
     loop: tuple[Op, ...]
+    short: tuple[Op, ...]  # the loop of shorter pieces
+    runs: Runs
     slices: Mapping[str, Slice]  # by name in the loop
     after: tuple[Op, ...]
     gathered: Mapping[str, Cuts]  # results of the loop whose pieces are written into a whole
@@ -70,8 +73,8 @@ class Pieces:
         def number(name: str) -> str:
             return f"#{numbers.setdefault(name, len(numbers))}" if name else "_"
 
-        lines = [f"{self.count} pieces of {', '.join(map(number, self.takes))}"]
-        for part in (self.before, self.loop, self.after):
+        lines = [f"{self.count} pieces of {', '.join(map(number, self.takes))} in {self.runs}"]
+        for part in (self.before, self.loop, self.short, self.after):
             for op in part:
                 options = map_refs(dict(op.kwargs), number)
                 made = ", ".join(map(number, op.results))
@@ -92,6 +95,7 @@ class Cutting:
     infos: Mapping[str, TensorInfo]
     count: int
     seeds: Mapping[str, Cuts]  # inputs that are cut to begin with
+    runs: Runs = EVEN
     # If bits must be those of the whole: tells whether an operation has them in pieces.
     same_bits: SameBits | None = None
     # Results that are inputs although an operation here makes them: sums over all pieces.
@@ -101,6 +105,7 @@ class Cutting:
     summed: set[str] = field(default_factory=set)
     before: list[Op] = field(default_factory=list)
     loop: list[Op] = field(default_factory=list)
+    short: list[Op] = field(default_factory=list)  # the same, for shorter pieces
     after: list[Op] = field(default_factory=list)
     slices: dict[str, Slice] = field(default_factory=dict)
     added: list[Op] = field(default_factory=list)
@@ -201,28 +206,27 @@ class Cutting:
             why = f"reads {late[0]}, a sum over all pieces" if late else "takes tensors by keyword"
             raise NotByPiecesError(f"{op.target_name} {why}")
         made = tuple(self.infos[name].shape if name else () for name in op.results)
-        found = find(Asked(op, [value(arg) for arg in op.args], made, self.count))
+        asked = Asked(op, [value(arg) for arg in op.args], made, self.count, self.runs)
+        found = find(asked)
         if found is None:
             given = [self._cuts_of(name) for name in op.inputs]
             raise NotByPiecesError(f"no rule for {op.target_name} of pieces {given}")
         if self.same_bits is not None and None in found.results:
             return self._add_on_wholes(recorded)
-        run = found.op or op
-        args = [
-            Ref(self._piece(arg.name, found.reads.get(place))) if isinstance(arg, Ref) else arg
-            for place, arg in enumerate(run.args)
-        ]
-        if listed:
-            args = [args[:listed], *args[listed:]]
-        run = replace(run, args=tuple(args))
+        run = self._on_pieces(found, op, listed)
+        last = found if self.runs == EVEN else find(replace(asked, index=self.runs.parts - 1))
+        assert last is not None
+        short = self._on_pieces(last, op, listed)
         if self.same_bits is not None:
             read = {
                 name: self.slices.get(name, Slice(name, self._cuts_of(name) or ()))
                 for name in run.inputs
             }
-            if not self.same_bits(recorded, run, read, found.results, self.count):
+            each = [short if self.runs.is_short(i) else run for i in range(self.count)]
+            if not self.same_bits(recorded, each, read, found.results, self.runs):
                 return self._add_on_wholes(recorded)
         self.loop.append(run)
+        self.short.append(short)
         for name, known_as, own in zip(run.results, op.results, found.results, strict=True):
             if not name or not known_as:
                 continue
@@ -237,6 +241,17 @@ class Cutting:
         for late_op in found.after:
             self._add_after(late_op)
         return None
+
+    def _on_pieces(self, found: Found, op: Op, listed: int) -> Op:
+        """Return the operation that reads pieces."""
+        run = found.op or op
+        args = [
+            Ref(self._piece(arg.name, found.reads.get(place))) if isinstance(arg, Ref) else arg
+            for place, arg in enumerate(run.args)
+        ]
+        if listed:
+            args = [args[:listed], *args[listed:]]
+        return replace(run, args=tuple(args))
 
     def _piece(self, name: str, cuts: Cuts | None) -> str:
         """Return the name that the loop reads: a piece of its own, a slice, or a whole value."""
@@ -265,6 +280,7 @@ class Cutting:
             if not own or info.storage_bytes != info.size_bytes:
                 raise NotByPiecesError(f"{name} does not lie in memory of its own")
         loop, before = (_needed(part, needed, self.slices) for part in (self.loop, self.before))
+        short = () if self.runs == EVEN else _needed(self.short, needed, self.slices)
         used = {name for op in loop for name in op.inputs}
         slices = {name: s for name, s in self.slices.items() if name in used}
         made = {name for part in (before, loop, after) for op in part for name in op.results}
@@ -279,7 +295,7 @@ class Cutting:
         infos = {name: self.infos[name] for name in kept if name in self.infos}
         put = {name: self.cut[name] for name in sorted(gathered)}
         return Pieces(
-            *(self.count, takes, before, loop, slices, after),
+            *(self.count, takes, before, loop, short, self.runs, slices, after),
             *(put, summed, tuple(results), infos, ()),
         )
 

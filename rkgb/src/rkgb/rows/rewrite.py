@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -17,7 +17,7 @@ from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.passes import PLANNED_PASSES
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, SimplifiedNode, merging
 from rkgb.rows.call import InPieces
-from rkgb.rows.cuts import Cuts, spread_from
+from rkgb.rows.cuts import EVEN, Cuts, Runs, Shape, spread, spread_from
 from rkgb.rows.losses import Scaled, counted, one_like
 from rkgb.rows.pieces import Cutting, Pieces, SameBits
 from rkgb.rows.regions import wide_runs
@@ -38,6 +38,9 @@ class Cut:
     is_exact: bool = False  # only in pieces that have the bits of the whole
 
 
+Rows = tuple[str, Cuts, Runs]  # an input, and how it is cut
+
+
 @dataclass(frozen=True)
 class CutNode:
     """A node that runs piece by piece."""
@@ -46,7 +49,7 @@ class CutNode:
     count: int
     module_path: str
     name: str  # of the operations
-    rows: tuple[str, Cuts]  # the input that is cut first, and its cuts
+    rows: Rows  # what is cut first
     makes_gradients: bool = False  # of a loss, along with the forward
 
     def __str__(self) -> str:
@@ -54,7 +57,8 @@ class CutNode:
         how = "each computed again in the backward"
         if self.makes_gradients:
             how = "each with its gradients, which the backward scales"
-        return f"{self.name} ({where}): {self.count} pieces of rows, {how}"
+        rest = "" if self.rows[2] == EVEN else ", the last with fewer"
+        return f"{self.name} ({where}): {self.count} pieces of rows{rest}, {how}"
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,7 @@ def _first_cut(
     raise NotByPiecesError(why)
 
 
-def _rows(sg: SimplifiedGraph, node: SimplifiedNode, count: int) -> Iterator[tuple[str, Cuts]]:
+def _rows(sg: SimplifiedGraph, node: SimplifiedNode, count: int) -> Iterator[Rows]:
     """Yield the inputs of a node, each with every way to cut it in rows."""
     infos, basic = sg.dataflow.infos, sg.dataflow.basic
     held = {*basic.parameters, *basic.buffers, *basic.constants}
@@ -178,12 +182,27 @@ def _rows(sg: SimplifiedGraph, node: SimplifiedNode, count: int) -> Iterator[tup
     read = dict.fromkeys(name for op in node.ops for name in op.inputs)
     names = [name for name in read if name not in made and infos[name].alias_of not in held]
     names.sort(key=lambda name: not infos[name].requires_grad)
+    # Rows that are flat here may be those of a batch and a length, and cut along both there.
+    shapes = dict.fromkeys(infos[name].shape for name in (*read, *made) if name)
     for name in names:
         shape = infos[name].shape
         for dim in range(len(shape)):
-            cuts = spread_from(shape, dim, count)
-            if cuts is not None and (not dim or shape[dim - 1] > 1) and cuts not in ((), None):
-                yield name, cuts
+            if not dim or shape[dim - 1] > 1:
+                for cuts, runs in _ways(shape[dim:], count, shapes if not dim else ()):
+                    yield name, (*(1,) * dim, *cuts), runs
+
+
+def _ways(shape: Shape, count: int, shapes: Iterable[Shape]) -> Iterator[tuple[Cuts, Runs]]:
+    """Yield the cuts of a shape, and those that values of other shapes are cut in."""
+    tried = []
+    for other in (shape, *shapes):
+        found = spread_from(other, count)
+        if found is not None:
+            parts, runs = math.prod(found[0]), found[1]
+            cuts = spread(shape, parts, runs)
+            if cuts is not None and (cuts, runs) not in tried:
+                tried.append((cuts, runs))
+                yield cuts, runs
 
 
 class _Node:
@@ -191,16 +210,22 @@ class _Node:
         self,
         sg: SimplifiedGraph,
         index: int,
-        rows: tuple[str, Cuts],
+        rows: Rows,
         same_bits: SameBits | None,
     ) -> None:
-        self.sg, self.count, self.index = sg, math.prod(rows[1]), index
+        name, cuts, self.runs = rows
+        self.sg, self.count, self.index = sg, math.prod(cuts), index
         self.node, self.infos = sg.nodes[index], sg.dataflow.infos
-        self.forward = Cutting(self.infos, self.count, dict([rows]), same_bits)
+        self.forward = self._cutting(self.infos, {name: cuts}, same_bits)
         for op in self.node.ops:
             self.forward.add(op)
         self.made = {name for op in self.node.ops for name in op.results if name}
         self.added: dict[str, TensorInfo] = {}  # values that the recording does not have
+
+    def _cutting(
+        self, infos: Mapping[str, TensorInfo], seeds: Mapping[str, Cuts], same_bits: SameBits | None
+    ) -> Cutting:
+        return Cutting(infos, self.count, seeds, self.runs, same_bits)
 
     def replaced(self, wide: str = "") -> SimplifiedNode:
         """Return the node with a forward and a backward of one call each.
@@ -251,7 +276,7 @@ class _Node:
             before += counts
             instead[total] = counts[-1].name
         own_infos = {new: replace(infos[old], alias_of=new) for old, new in instead.items()}
-        cutting = Cutting({**infos, **own_infos}, self.count, dict(self.forward.seeds))
+        cutting = self._cutting({**infos, **own_infos}, self.forward.seeds, None)
         cutting.before += before
         for op in node.ops:
             cutting.add(op)
@@ -296,7 +321,8 @@ class _Node:
         own = self._made_behind()
         roots, views = self._roots(self._left_by_backward(own), ops)
         seeds, same_bits = self._gradients(own), self.forward.same_bits
-        cutting = Cutting(self.infos, self.count, seeds, same_bits, self.forward.late)
+        cutting = self._cutting(self.infos, seeds, same_bits)
+        cutting.known = self.forward.late
         for op in (*node.ops, *ops):
             cutting.add(op)
         pieces = cutting.pieces(roots)

@@ -8,6 +8,7 @@ returns None if the operation cannot run on these pieces.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from rkgb.elements.op import Op, Ref
-from rkgb.rows.cuts import Cuts, Shape, piece_shape, reshaped
+from rkgb.rows.cuts import EVEN, Cuts, Runs, Shape, piece_shape, reshaped
 
 _aten = torch.ops.aten
 _TO_THE_END = 1 << 40
@@ -31,12 +32,17 @@ class Value:
 
 @dataclass(frozen=True)
 class Asked:
-    """An operation with a `Value` for each tensor, to be run in `count` pieces."""
+    """An operation with a `Value` for each tensor, to be run in `count` pieces.
+
+    The operation in answers is that of one piece (`index`), which may be a shorter one.
+    """
 
     op: Op
     args: Sequence[Any]
     made: tuple[Shape, ...]  # shapes of the results
     count: int
+    runs: Runs = EVEN
+    index: int = 0
 
     def cuts(self, place: int) -> Cuts:
         """Return the cuts of an argument; ones for a whole value."""
@@ -45,6 +51,9 @@ class Asked:
 
     def is_cut(self, place: int) -> bool:
         return isinstance(self.args[place], Value) and self.args[place].cuts is not None
+
+    def piece_shape(self, shape: Sequence[int], cuts: Cuts) -> Shape:
+        return piece_shape(shape, cuts, self.runs, self.index)
 
 
 @dataclass(frozen=True)
@@ -90,11 +99,11 @@ def over(place_of_dim: int) -> Rule:
 
 
 def seen_as(asked: Asked) -> Found | None:
-    cuts = reshaped(asked.args[0].shape, asked.cuts(0), asked.made[0])
+    cuts = reshaped(asked.args[0].shape, asked.cuts(0), asked.made[0], asked.runs)
     if cuts is None:
         return None
     # The strides of a piece may not allow a view although those of the whole do.
-    size = list(piece_shape(asked.made[0], cuts))
+    size = list(asked.piece_shape(asked.made[0], cuts))
     op = replace(asked.op, target=_aten.reshape.default, args=(asked.op.args[0], size))
     return Found({0: asked.cuts(0)}, (cuts,), op)
 
@@ -109,6 +118,9 @@ def permuted(asked: Asked) -> Found | None:
         dims[a], dims[b] = dims[b], dims[a]
     else:
         dims = list(asked.args[1])
+    cut = [dim % len(cuts) for dim in dims if cuts[dim] > 1]
+    if cut != sorted(cut):  # pieces would come in another order
+        return None
     return Found({0: cuts}, (tuple(cuts[dim] for dim in dims),))
 
 
@@ -137,7 +149,7 @@ def with_size(rule: Rule, place: int) -> Rule:
         args = list(asked.op.args)
         is_number = isinstance(size, int)
         whole = (size,) if is_number else asked.made[0]
-        fewer = list(piece_shape(whole, there.results[0][: len(whole)]))
+        fewer = list(asked.piece_shape(whole, there.results[0][: len(whole)]))
         args[place] = fewer[0] if is_number else fewer
         return replace(there, op=replace(asked.op, args=tuple(args)))
 
@@ -239,11 +251,13 @@ def summed(asked: Asked) -> Found | None:
 
 
 def averaged(asked: Asked) -> Found | None:
-    """A mean over dimensions that are not cut, or over all: then the mean of the pieces' means."""
+    """A mean over dimensions that are not cut, or over all: then a sum that is divided."""
     found = summed(asked)
     if found is None or found.results[0] is not None:
         return found
-    return divided(asked, found, asked.op, asked.count) if len(asked.args) == 1 else None
+    op = replace(asked.op, target=_aten.sum.default)
+    number = math.prod(asked.args[0].shape)
+    return divided(asked, found, op, number) if len(asked.args) == 1 else None
 
 
 def divided(asked: Asked, found: Found, op: Op, by: Any) -> Found:

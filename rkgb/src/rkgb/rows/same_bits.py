@@ -14,7 +14,7 @@ from rkgb.device.rng import drawing_nothing
 from rkgb.elements.op import Op, run_op
 from rkgb.elements.tensor_info import same_values
 from rkgb.graphs.basic import BasicGraph
-from rkgb.rows.cuts import Cuts, piece_of
+from rkgb.rows.cuts import Cuts, Runs, piece_of
 from rkgb.rows.pieces import Slice
 from rkgb.run.stand_ins import Drawn, StandIns
 from rkgb.torch_api.torch_private import straight_to_kernels
@@ -35,34 +35,40 @@ class BitsOfPieces:
     def __call__(
         self,
         recorded: Op,
-        run: Op,
+        each: Sequence[Op],
         read: Mapping[str, Slice],
         made: Sequence[Cuts | None],
-        count: int,
+        runs: Runs,
     ) -> bool:
-        """Return whether `run` on pieces gives what `recorded` gives."""
+        """Return whether the operations on each piece give what `recorded` gives."""
         cuts = tuple(s.cuts for s in read.values())
-        key = (op_key(recorded, self.basic.infos), run.target, cuts, tuple(made), count)
+        how = (each[0].target, cuts, tuple(made), len(each), runs)
+        key = (op_key(recorded, self.basic.infos), how)
         if key not in self._known:
             with drawing_nothing(self.basic.device), torch.no_grad(), straight_to_kernels():
-                self._known[key] = all(self._compared(recorded, run, read, made, count))
+                self._known[key] = all(self._compared(recorded, each, read, made, runs))
         return self._known[key]
 
     def _compared(
-        self, recorded: Op, run: Op, read: Mapping[str, Slice], made: Sequence[Any], count: int
+        self,
+        recorded: Op,
+        each: Sequence[Op],
+        read: Mapping[str, Slice],
+        made: Sequence[Any],
+        runs: Runs,
     ) -> Iterator[bool]:
         """Yield for each result of each piece whether its bits are those of the whole."""
         values = StandIns(self.basic.infos, self.basic.device, self.external, drawn=Drawn())
         whole = {name: values[name] for name in recorded.inputs}
         run_op(recorded, whole, getattr(recorded.target, "_op", None))
-        for index in range(count):
-            ours = {name: _piece(values[s.source], s.cuts, index) for name, s in read.items()}
+        for index, run in enumerate(each):
+            ours = {name: _piece(values[s.source], s.cuts, index, runs) for name, s in read.items()}
             run_op(run, ours, getattr(run.target, "_op", None))
             for own, theirs, cut in zip(run.results, recorded.results, made, strict=True):
                 if own and theirs:
-                    yield same_values(ours[own], piece_of(whole[theirs], cut, index))
+                    yield same_values(ours[own], piece_of(whole[theirs], cut, index, runs))
 
 
-def _piece(tensor: Tensor, cuts: Cuts, index: int) -> Tensor:
+def _piece(tensor: Tensor, cuts: Cuts, index: int, runs: Runs) -> Tensor:
     # Most pieces are made in the loop, in separate memory.
-    return piece_of(tensor, cuts, index).contiguous() if cuts else tensor
+    return piece_of(tensor, cuts, index, runs).contiguous() if cuts else tensor
