@@ -171,7 +171,7 @@ def test_the_largest_batch_is_larger_in_pieces() -> None:
     model, optimizer = head(), torch.optim.SGD(head().parameters(), 0.1)
 
     def batch(rows: int) -> tuple[Tensor, ...]:
-        return words(2 * rows)
+        return words(2, rows)
 
     whole, cut = (
         largest_batch(model, batch, "400kB", optimizer=optimizer, split=split, at_most=64)
