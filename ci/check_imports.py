@@ -9,7 +9,7 @@ and the line:
   what their `__all__` names;
 * no tensors: what plans (`TORCH_FREE`) imports neither torch nor a file that may import it;
 * private names: no `_name` is imported from another file of ours, and the private modules of torch
-  are imported by one file only;
+  are imported by one folder only;
 * declared: what a package imports, its pyproject.toml declares, as a dependency or in an extra:
   that another dependency happens to bring it along is no promise;
 * light: `import rockmate` (which loads all three) loads no optional or slow library.
@@ -149,7 +149,7 @@ TORCH_FREE = {
         "planning",
     ),
 }
-TORCH_PRIVATE = "rkgb/src/rkgb/torch_api/torch_private.py"  # the one file that may import torch._x
+TORCH_PRIVATE = "rkgb/src/rkgb/torch_api/private"  # the one folder that may import torch._x
 DISTRIBUTIONS = {"rotor": "rk-rotor"}  # where the import has another name
 LAZY = (
     *("graphviz", "gurobipy", "highspy", "lightning", "matplotlib", "ortools", "pulp"),
@@ -342,7 +342,7 @@ def private_names(file: File, root: Path) -> Iterator[tuple[File, int, str]]:
         torchs = made.package == "torch" and any(
             part.startswith("_") and not part.startswith("__") for part in parts
         )
-        if torchs and in_a_package and file.path != root / TORCH_PRIVATE:
+        if torchs and in_a_package and file.path.parent != root / TORCH_PRIVATE:
             yield file, made.line, f"torch's {made.module}.{name} belongs in {TORCH_PRIVATE}"
 
 

@@ -37,7 +37,8 @@ from rkgb.device.profiled import PREFIX, profiled
 from rkgb.device.trace import Mark, MemoryTrace, Span, replay
 from rkgb.device.warm_up import warm_up_threads
 from rkgb.graphs.basic import ambient_autocast, autocast_as
-from rkgb.torch_api.torch_private import DispatchMode, current_dispatch_modes, pytree
+from rkgb.torch_api.private.modes import DispatchMode, current_dispatch_modes
+from rkgb.torch_api.private.tables import pytree
 
 WORKSPACE_BYTES = 32 << 20  # of cuBLAS on a Hopper GPU
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")

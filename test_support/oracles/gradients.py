@@ -22,7 +22,7 @@ from rkgb.run.program.lowering import lower_step
 from rkgb.run.program.places import Step
 from rkgb.run.program.source import Callee, CompiledStep, compile_step, plain_callee
 from rkgb.run.program.statements import Give, StepProgram
-from rkgb.torch_api.torch_private import straight_to_kernels
+from rkgb.torch_api.private.autograd import straight_to_kernels
 
 
 def gradients_of_module(

@@ -20,7 +20,7 @@ from rkgb.elements.op import Ref, run_op
 from rkgb.elements.sample import Sample
 from rkgb.graphs.basic import external_values
 from rkgb.graphs.simplified import SimplifiedGraph
-from rkgb.torch_api.torch_private import set_grad_mode, straight_to_kernels
+from rkgb.torch_api.private.autograd import set_grad_mode, straight_to_kernels
 
 
 def assert_k_gives_gradients(

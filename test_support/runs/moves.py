@@ -24,7 +24,7 @@ from rkgb.run import Move, StepProgram, movable_roots
 from rkgb.run.graph.node_storages import NodeStorage, storages_of
 from rkgb.run.graph.views import runnable
 from rkgb.run.program.places import Step
-from rkgb.torch_api.torch_private import straight_to_kernels
+from rkgb.torch_api.private.autograd import straight_to_kernels
 
 
 def steps_of(graph: SimplifiedGraph, draw: random.Random | None = None) -> list[Step]:

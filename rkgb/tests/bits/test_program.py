@@ -42,7 +42,7 @@ from rkgb.run.program.lowering import lower_step
 from rkgb.run.program.places import Step
 from rkgb.run.program.source import compile_step, plain_callee
 from rkgb.run.program.statements import Begin, Call, Copy, Draw, Drop, Give, Statement, StepProgram
-from rkgb.torch_api.torch_private import straight_to_kernels
+from rkgb.torch_api.private.autograd import straight_to_kernels
 from zoo.examples import EXAMPLES, example
 
 CPU = torch.device("cpu")

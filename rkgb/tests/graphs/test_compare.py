@@ -25,7 +25,9 @@ from rkgb.engine import (
     runnable,
 )
 from rkgb.graphs import same_but_for_numbers, same_but_for_sizes
-from rkgb.torch_api.torch_private import keeps_graph, kernel_flags, same_kinds
+from rkgb.torch_api.private.autograd import keeps_graph
+from rkgb.torch_api.private.flags import kernel_flags
+from rkgb.torch_api.private.tables import same_kinds
 from zoo.examples import EXAMPLES, example
 
 

@@ -15,7 +15,7 @@ from rkgb.copies import Pinned, measured_link
 from rkgb.device.chosen import device_of, trace_memory
 from rkgb.device.queues import CudaQueues, Queue
 from rkgb.run.program.lowering import lower_step
-from rkgb.torch_api.torch_private import keep_cuda_busy
+from rkgb.torch_api.private.memory import keep_cuda_busy
 from runs.moves import Layers, MovingStep, drawn_moves, moves_to_the_backward, steps_of
 
 pytestmark = [

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from oracles.training import assert_same_gradients
-from rkgb.torch_api.torch_private import fp32_precision, set_fp32_precision, unfrozen_flags
+from rkgb.torch_api.private.flags import fp32_precision, set_fp32_precision, unfrozen_flags
 from runs.planned import wrap
 
 _backends: Any = torch.backends

@@ -19,7 +19,7 @@ from rkgb.recording.recorder import Recorder
 from rkgb.recording.watch import no_backward_inside, tensors_of
 from rkgb.safeguards.explain import explained
 from rkgb.torch_api.placed import placed_parameters
-from rkgb.torch_api.torch_private import run_backward
+from rkgb.torch_api.private.autograd import run_backward
 
 # A kind of backward, or a function that changes the usual kind; None is the usual kind.
 AskedKind = BackwardKind | Callable[[BackwardKind], BackwardKind] | None

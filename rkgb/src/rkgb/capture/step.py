@@ -55,8 +55,8 @@ from rkgb.safeguards.explain import explained
 from rkgb.safeguards.settling import Setting, SettlesError, all_settings, settings_of
 from rkgb.safeguards.side_effects import KeptState, Printed
 from rkgb.torch_api.placed import placed_parameters
+from rkgb.torch_api.private.autograd import current_autograd_node
 from rkgb.torch_api.quiet import printing_to, without_warnings
-from rkgb.torch_api.torch_private import current_autograd_node
 
 if TYPE_CHECKING:
     from rkgb.opaque import PieceRecorder

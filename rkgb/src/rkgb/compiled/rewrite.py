@@ -19,7 +19,7 @@ from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.passes import PLANNED_PASSES
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, merging
-from rkgb.torch_api.torch_private import refuse_missing_compiler
+from rkgb.torch_api.private.inductor import refuse_missing_compiler
 
 _log = logging.getLogger("rkgb")
 Note = Callable[[str, float], None]  # what is being done, and the completed fraction

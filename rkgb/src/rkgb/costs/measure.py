@@ -33,7 +33,7 @@ from rkgb.elements.tensor_info import same_values
 from rkgb.graphs.basic import BasicGraph
 from rkgb.run.bindings import choose_callee
 from rkgb.run.stand_ins import Drawn
-from rkgb.torch_api.torch_private import set_grad_mode, straight_to_kernels
+from rkgb.torch_api.private.autograd import set_grad_mode, straight_to_kernels
 
 _log = logging.getLogger("rkgb")
 _NOTHING = CallTime(0.0, 0.0)

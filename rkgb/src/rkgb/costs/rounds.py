@@ -21,7 +21,7 @@ from rkgb.device.base import CallTime, Device
 from rkgb.elements.op import Op, map_refs
 from rkgb.graphs.basic import BasicGraph
 from rkgb.run.stand_ins import Drawn, StandIns
-from rkgb.torch_api.torch_private import set_grad_mode
+from rkgb.torch_api.private.autograd import set_grad_mode
 
 _log = logging.getLogger("rkgb")
 # If calls wait for a core for more than this share of their time, other programs use the machine.

@@ -19,7 +19,7 @@ from rkgb.elements.op import Op
 from rkgb.elements.target import OpCost
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
-from rkgb.torch_api.torch_private import profiler_is_on
+from rkgb.torch_api.private.memory import profiler_is_on
 
 
 def measure_resized(

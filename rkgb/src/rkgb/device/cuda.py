@@ -22,11 +22,7 @@ from rkgb.device.queues import CopyQueues, CudaQueues
 from rkgb.device.trace import MemoryTrace, Span, SpanMemory
 from rkgb.device.warm_up import warm_up_threads
 from rkgb.errors import UnsupportedDeviceError
-from rkgb.torch_api.torch_private import (
-    allocator_settings,
-    current_cuda_stream,
-    keep_cuda_busy,
-)
+from rkgb.torch_api.private.memory import allocator_settings, current_cuda_stream, keep_cuda_busy
 
 # The allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 BLOCK_BYTES = 512

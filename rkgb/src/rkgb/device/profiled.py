@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from rkgb.device.trace import Change, Mark, MemoryTrace, Span, replay
-from rkgb.torch_api.torch_private import memory_profile, profiler_is_on
+from rkgb.torch_api.private.memory import memory_profile, profiler_is_on
 
 _log = logging.getLogger("rkgb")
 PREFIX = "rkgb::"

@@ -13,7 +13,7 @@ from rkgb.device.chosen import device_of
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 from rkgb.errors import TraceError
 from rkgb.torch_api.placed import placed_parameters
-from rkgb.torch_api.torch_private import is_cast_anew
+from rkgb.torch_api.private.flags import is_cast_anew
 
 _ATTRIBUTE = "~"  # first character of keywords that no forward can have
 

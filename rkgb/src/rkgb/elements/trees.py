@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.torch_api.torch_private import pytree
+from rkgb.torch_api.private.tables import pytree
 
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes),

@@ -23,7 +23,7 @@ from rkgb.elements.tensor_info import TensorInfo
 from rkgb.elements.trees import Structure
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.basic import BackwardKind, BasicGraph, Flow, HandOver
-from rkgb.torch_api.torch_private import pytree
+from rkgb.torch_api.private.tables import pytree
 
 FORMAT = "rkgb graphs 4"
 

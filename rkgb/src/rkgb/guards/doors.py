@@ -23,7 +23,7 @@ import torch
 
 from rkgb.guards.holding import PLAIN
 from rkgb.guards.owners import hands_on, is_users
-from rkgb.torch_api.torch_private import named_kernel_flags
+from rkgb.torch_api.private.flags import named_kernel_flags
 
 _TORCHS = "torch._C"
 # Of the module that asks the system, what gives the same at every call, or changes nothing seen.

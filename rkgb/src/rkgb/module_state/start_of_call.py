@@ -15,7 +15,7 @@ from rkgb.device.rng import KeptGenerators
 from rkgb.elements.tensor_info import same_values
 from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content, is_used_up
 from rkgb.guards.outside import OutsideState
-from rkgb.torch_api.torch_private import set_version
+from rkgb.torch_api.private.autograd import set_version
 
 
 class PythonRandom:

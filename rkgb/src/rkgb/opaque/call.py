@@ -19,7 +19,7 @@ from rkgb.graphs.basic import Region, autocast_as
 from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.recording.watch import as_written
 from rkgb.torch_api.placed import leaf_of_kind, share_attributes
-from rkgb.torch_api.torch_private import back_to_autograd
+from rkgb.torch_api.private.autograd import back_to_autograd
 
 
 @dataclass(frozen=True, slots=True)

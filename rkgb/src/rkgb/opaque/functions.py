@@ -21,7 +21,7 @@ from rkgb.guards.entries import cell_content
 from rkgb.opaque.call import Place
 from rkgb.opaque.recording import Link, PieceRecorder
 from rkgb.torch_api.patches import ForAll
-from rkgb.torch_api.torch_private import latest_sequence_nr
+from rkgb.torch_api.private.autograd import latest_sequence_nr
 
 Function = torch.autograd.Function
 

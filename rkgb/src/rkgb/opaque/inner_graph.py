@@ -21,7 +21,7 @@ from rkgb.elements.spread import memory_of, settled, wrapper_of
 from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.errors import OpaquePieceError
 from rkgb.torch_api.patches import Patches
-from rkgb.torch_api.torch_private import back_to_autograd, saved_hooks, without_saved_hooks
+from rkgb.torch_api.private.autograd import back_to_autograd, saved_hooks, without_saved_hooks
 
 _CAST_BACKWARD = "ToCopyBackward0"
 

@@ -36,8 +36,8 @@ from rkgb.module_state.start_of_call import BufferContents, ModuleState
 from rkgb.opaque.call import Call, Kind, Place, run_call, same_plain_value, taken_apart
 from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.opaque.memory import apart, span
+from rkgb.torch_api.private.autograd import back_to_autograd
 from rkgb.torch_api.quiet import printing_to
-from rkgb.torch_api.torch_private import back_to_autograd
 
 # Strides of the gradients of a call's differentiable results; None if they do not matter.
 Tangents = tuple[tuple[int, ...] | None, ...]

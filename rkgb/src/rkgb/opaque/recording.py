@@ -25,7 +25,7 @@ from rkgb.opaque.piece import Piece, RunPiece, RunPieceBackward, Tangents, strid
 from rkgb.opaque.trial import Trials
 from rkgb.recording.recorder import Recorder
 from rkgb.torch_api.placed import placed_parameters
-from rkgb.torch_api.torch_private import (
+from rkgb.torch_api.private.autograd import (
     current_autograd_node,
     latest_sequence_nr,
     without_saved_hooks,

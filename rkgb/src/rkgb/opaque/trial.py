@@ -27,7 +27,8 @@ from rkgb.opaque.piece import Piece, Tangents, added, gradients_of, strides_of
 from rkgb.torch_api.compiled_code import BRANCHES
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.placed import placed_parameters
-from rkgb.torch_api.torch_private import weak_storage, without_cast_cache
+from rkgb.torch_api.private.flags import without_cast_cache
+from rkgb.torch_api.private.memory import weak_storage
 
 
 @dataclass

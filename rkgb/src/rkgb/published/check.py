@@ -18,7 +18,7 @@ from rkgb.graphs.basic import BasicGraph, external_values
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.module_state.start_of_call import StartOfCall
-from rkgb.torch_api.torch_private import straight_to_kernels
+from rkgb.torch_api.private.autograd import straight_to_kernels
 
 Graph = BasicGraph | DataFlowGraph | SimplifiedGraph
 

@@ -40,12 +40,8 @@ from rkgb.recording.repeated import Blanks, RepeatedKernels
 from rkgb.recording.values import Values
 from rkgb.torch_api.kernel_choice import Flags, FlagWatch, UnknownFlagError
 from rkgb.torch_api.patches import Patches
-from rkgb.torch_api.torch_private import (
-    DispatchMode,
-    current_autograd_node,
-    latest_sequence_nr,
-    unwatched,
-)
+from rkgb.torch_api.private.autograd import current_autograd_node, latest_sequence_nr
+from rkgb.torch_api.private.modes import DispatchMode, unwatched
 
 _aten = torch.ops.aten
 # Views that the tensor itself becomes.

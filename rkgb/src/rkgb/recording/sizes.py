@@ -20,13 +20,8 @@ from rkgb.errors import RkgbError
 from rkgb.graphs.basic import BasicGraph
 from rkgb.recording.kernels import tensors_returned
 from rkgb.recording.recorder import Recorder
-from rkgb.torch_api.torch_private import (
-    ASKS_GEOMETRY,
-    DispatchMode,
-    asks_content,
-    pytree,
-    with_content,
-)
+from rkgb.torch_api.private.modes import ASKS_GEOMETRY, DispatchMode, asks_content, with_content
+from rkgb.torch_api.private.tables import pytree
 
 _MOST_BYTES = 64 << 20  # limit of the arguments of a kernel that is called for its results' sizes
 

@@ -27,8 +27,8 @@ from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.recorder import Recorder
 from rkgb.torch_api.compiled_code import BRANCHES, uncompiled
 from rkgb.torch_api.patches import Patches
+from rkgb.torch_api.private.tables import pytree
 from rkgb.torch_api.private_names import called_of
-from rkgb.torch_api.torch_private import pytree
 
 called_of(
     *(torch.autograd, ["backward"], torch.ones((), requires_grad=True, device="cpu").backward),

@@ -17,7 +17,7 @@ from rkgb.graphs.basic import BasicGraph
 from rkgb.rows.cuts import Cuts, Runs, piece_of
 from rkgb.rows.pieces import Slice
 from rkgb.run.stand_ins import Drawn, StandIns
-from rkgb.torch_api.torch_private import straight_to_kernels
+from rkgb.torch_api.private.autograd import straight_to_kernels
 
 
 @dataclass

@@ -16,7 +16,8 @@ from torch import Tensor
 from rkgb.elements.numbers import is_unspecialised
 from rkgb.elements.op import Op
 from rkgb.torch_api.kernel_choice import calling_with
-from rkgb.torch_api.torch_private import DispatchMode, binding_places
+from rkgb.torch_api.private.modes import DispatchMode
+from rkgb.torch_api.private.tables import binding_places
 
 _FILLED_IN = {"layout": torch.strided, "pin_memory": False}
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

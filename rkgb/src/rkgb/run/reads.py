@@ -18,7 +18,7 @@ from torch import Tensor
 from rkgb.elements.op import Op, call_op, run_op
 from rkgb.graphs.basic import BasicGraph, Read
 from rkgb.graphs.uses import live_ops
-from rkgb.torch_api.torch_private import straight_to_kernels
+from rkgb.torch_api.private.autograd import straight_to_kernels
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ Gets nothing from the rest of the package; gives torch's private functions under
 flags by which kernels are chosen, functions of torch replaced for a while, prints and warnings of
 one thread, the code that compiled functions were made from, and FLOP formulas that torch has none
 for. When torch changes, read private_names.py, which proves that each name is there and that torch
-calls what is replaced, and torch_private.py, which alone imports private modules (so it is one
-file, though a long one); then kernel_choice.py and global_hooks.py.
+calls what is replaced, and private/, which alone imports private modules; then kernel_choice.py and
+global_hooks.py.
 """
 
 from rkgb.torch_api.compiled_code import compiled_modules, is_in_compiled_code, is_optimized
@@ -19,37 +19,35 @@ from rkgb.torch_api.kernel_choice import (
 )
 from rkgb.torch_api.object_heads import has_in_head, heads_of
 from rkgb.torch_api.placed import placed_parameters
-from rkgb.torch_api.private_names import refuse_unused
-from rkgb.torch_api.torch_private import (
+from rkgb.torch_api.private.autograd import (
     apply_function,
     asked_of_backwards,
     at_end_of_backward,
-    changing_modes,
     current_backward,
-    current_dispatch_modes,
-    dict_versions,
-    dispatch_mode_stack,
-    group_store,
     has_saved_hooks,
-    is_abstract,
-    is_cast_anew,
     is_in_checkpoint,
     is_to_run,
-    is_transforming,
     keeps_graph,
-    kernel_flags,
     latest_sequence_nr,
     may_change_saved,
-    named_kernel_flags,
     nodes_outlive_tensors,
     run_backward,
-    same_kinds,
     set_sequence_nr,
     straight_to_kernels,
-    unwatched,
     without_hooks_after_gradients,
     without_saved_hooks,
 )
+from rkgb.torch_api.private.flags import is_cast_anew, kernel_flags, named_kernel_flags
+from rkgb.torch_api.private.modes import (
+    changing_modes,
+    current_dispatch_modes,
+    dispatch_mode_stack,
+    is_abstract,
+    is_transforming,
+    unwatched,
+)
+from rkgb.torch_api.private.tables import dict_versions, group_store, same_kinds
+from rkgb.torch_api.private_names import refuse_unused
 
 __all__ = [
     "EXTRA_FLOP_FORMULAS",

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from rkgb.torch_api.torch_private import (
+from rkgb.torch_api.private.autograd import set_grad_mode
+from rkgb.torch_api.private.flags import (
     backend_flags,
     fp32_precision,
     sdpa_priority_order,
     set_fp32_precision,
-    set_grad_mode,
     set_sdpa_priority_order,
     unfrozen_flags,
 )

@@ -21,7 +21,8 @@ from rkgb.compiled.pieces.joint import Joint
 from rkgb.elements.target import Boxed
 from rkgb.elements.tensor_info import TensorInfo, storage_bytes, storage_id
 from rkgb.run.stand_ins import Drawn, StandIns
-from rkgb.torch_api.torch_private import AnySize, straight_to_kernels
+from rkgb.torch_api.private.autograd import straight_to_kernels
+from rkgb.torch_api.private.inductor import AnySize
 
 
 class NotCompiledError(Exception):

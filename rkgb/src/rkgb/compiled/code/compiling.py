@@ -26,8 +26,7 @@ from rkgb.compiled.code.halves import Halves, Place, inputs_of
 from rkgb.compiled.code.sizes import SizeRule
 from rkgb.compiled.pieces.joint import Joint
 from rkgb.graphs.basic import autocast_as
-from rkgb.torch_api.quiet import without_warnings
-from rkgb.torch_api.torch_private import (
+from rkgb.torch_api.private.inductor import (
     AnySize,
     compiled_by_inductor,
     fake_tensors,
@@ -35,6 +34,7 @@ from rkgb.torch_api.torch_private import (
     traced_for_inductor,
     under_inductor,
 )
+from rkgb.torch_api.quiet import without_warnings
 
 # Settings of inductor, whatever the process has set: checks on, strides kept, no CUDA graphs.
 _OPTIONS = {

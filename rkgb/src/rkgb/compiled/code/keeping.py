@@ -16,7 +16,7 @@ from rkgb.compiled.code.classes import CompiledClass, NotCompiledError
 from rkgb.compiled.pieces.joint import Joint
 from rkgb.elements.tensor_info import same_values, storage_id
 from rkgb.run.stand_ins import Drawn, StandIns
-from rkgb.torch_api.torch_private import straight_to_kernels
+from rkgb.torch_api.private.autograd import straight_to_kernels
 
 
 def check_bits(

@@ -16,7 +16,7 @@ from rkgb.compiled.code.classes import CompiledClass, CompiledCode, NotCompiledE
 from rkgb.compiled.code.compiling import compile_code, refusals
 from rkgb.compiled.code.sizes import SizeRule
 from rkgb.compiled.pieces.joint import Joint
-from rkgb.torch_api.torch_private import kernel_flags
+from rkgb.torch_api.private.flags import kernel_flags
 
 _MOST_KNOWN = 1024  # classes
 _MOST_TRIES = 2  # to compile one form for all sizes

@@ -17,7 +17,7 @@ import torch
 from rkgb.elements.op import Op
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.simplified import SimplifiedGraph
-from rkgb.torch_api.torch_private import convolves_in_onednn
+from rkgb.torch_api.private.flags import convolves_in_onednn
 
 _CONVOLUTIONS = frozenset(("convolution", "convolution_backward"))
 
