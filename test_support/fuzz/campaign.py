@@ -22,7 +22,7 @@ from fuzz.script import script_of, source_of
 from fuzz.shrinking import shrink
 
 MOST_SECONDS = 30.0  # for making a case small; three times as much processor time for an answer
-_HANGS_SECONDS = 300.0  # without an answer, however slow the machine is
+_HANGS_SECONDS = 300.0  # without an answer, and without work or a wish for it
 
 
 @dataclass
@@ -104,8 +104,10 @@ def found_small(case: Case, verdict: Verdict, seed: int, *, seconds: float = MOS
         return found.kind == verdict.kind and found.signature == verdict.signature
 
     small = shrink(case, shows, seconds=seconds)
-    final = verdict_of(small)
-    return Found(final, seed, small, script_of(small, f"{final}\n\nFound by seed {seed}."))
+    final, again = verdict_of(small), ""
+    if not final.is_wrong:
+        final, again = verdict, " Another run did not show it."
+    return Found(final, seed, small, script_of(small, f"{final}\n\nFound by seed {seed}.{again}"))
 
 
 def search(
@@ -182,24 +184,30 @@ class _Worker:
 
     def give(self, task: Task) -> None:
         self.task, self.is_busy = task, True
-        self.began, self.began_processor = time.monotonic(), self._processor_seconds()
+        self.began_processor, _ = self._at_work()
+        self.worked, self.worked_until = self.began_processor, time.monotonic()
         self.pipe.send(task)
 
     @property
     def is_late(self) -> bool:
         """Whether it hangs, or has worked too long: a busy machine makes it slow, and not late."""
-        if time.monotonic() - self.began > _HANGS_SECONDS:
-            return True
-        return self._processor_seconds() - self.began_processor > 3 * MOST_SECONDS
+        worked, waits_for_processor = self._at_work()
+        if waits_for_processor or worked > self.worked:
+            self.worked, self.worked_until = worked, time.monotonic()
+        hangs = time.monotonic() - self.worked_until > _HANGS_SECONDS
+        return hangs or worked - self.began_processor > 3 * MOST_SECONDS
 
-    def _processor_seconds(self) -> float:
-        """Return what the process has worked so far; 0 where the system does not say."""
+    def _at_work(self) -> tuple[float, bool]:
+        """Return the seconds that the process has worked so far, and whether it would if it could.
+
+        Where the system does not say, it has not, and would not.
+        """
         try:
             text = Path(f"/proc/{self.process.pid}/stat").read_text()
         except OSError:
-            return 0.0
+            return 0.0, False
         fields = text.rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), fields[0] == "R"
 
     def take(self) -> Answer:
         """Return the answer; of a process that has died or is late, that it has."""
