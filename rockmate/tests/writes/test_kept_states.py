@@ -137,13 +137,15 @@ class Decayed(nn.Module):
         return self.outer((x + self.state).softmax(-1))
 
 
-def test_a_backward_into_an_earlier_forward_is_refused_with_what_to_do():
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_backward_into_an_earlier_forward_is_refused_with_what_to_do(is_held):
     model = nn.Sequential(nn.Linear(8, 8), Decayed())
     planned = Rockmate(model, torch.randn(4, 8), 2**20, self_test=False)
     model[1].state = torch.zeros(())
     earlier, later = planned(torch.randn(4, 8)), planned(torch.randn(4, 8))
+    assert earlier.requires_grad
+    earlier = earlier if is_held else None
     with pytest.raises(OpaquePieceError, match=r"into an earlier forward.*state\.detach"):
         later.sum().backward()
-    assert earlier.requires_grad
     model[1].state = model[1].state.detach()
     planned(torch.randn(4, 8)).sum().backward()  # and the next step is as ever

@@ -56,6 +56,17 @@ class _Saved:
         return unpack(packed)
 
 
+def _is_earlier(path: str) -> OpaquePieceError:
+    return OpaquePieceError(
+        f"the backward of module '{path or '(root)'}', which is run whole, goes on into "
+        "an earlier forward, whose inputs are held no longer: the module keeps a tensor with "
+        "history from one call to the next. Detach what it keeps (self.state = "
+        "state.detach()), run the backward of each forward before the next one, or run them "
+        "under `with rockmate.plain():`.",
+        module_path=path,
+    )
+
+
 @dataclass
 class InnerGraph:
     """The graph of a run: its differentiable results, its leaves, and its saved tensors."""
@@ -145,7 +156,7 @@ class InnerGraph:
 
     def _hooks(self) -> saved_tensors_hooks:
         """Return the hooks, which do not hold the graph: autograd holds hooks in its nodes."""
-        mine, hooks = weakref.ref(self), saved_hooks()
+        mine, hooks, path = weakref.ref(self), saved_hooks(), self.path
 
         def pack(tensor: Tensor) -> _Saved:
             graph = mine()
@@ -160,7 +171,8 @@ class InnerGraph:
 
         def unpack(entry: _Saved) -> Tensor:
             graph = mine()
-            assert graph is not None
+            if graph is None:
+                raise _is_earlier(path)
             return graph.unpack(entry)
 
         return saved_tensors_hooks(pack, unpack)
@@ -196,20 +208,10 @@ class InnerGraph:
         size, stride, offset, dtype = entry.geometry
         tensor = self.given.get(entry.place)
         if tensor is None:
-            raise self._is_earlier()
+            raise _is_earlier(self.path)
         whole = tensor if tensor.dtype == dtype else tensor.view(dtype)
         found = whole.as_strided(size, stride, offset)
         return found if entry.shell is None else entry.shell(found)
-
-    def _is_earlier(self) -> OpaquePieceError:
-        return OpaquePieceError(
-            f"the backward of module '{self.path or '(root)'}', which is run whole, goes on into "
-            "an earlier forward, whose inputs are held no longer: the module keeps a tensor with "
-            "history from one call to the next. Detach what it keeps (self.state = "
-            "state.detach()), run the backward of each forward before the next one, or run them "
-            "under `with rockmate.plain():`.",
-            module_path=self.path,
-        )
 
     def close(self) -> None:
         """Drop all references of this object; autograd frees its own during the backward."""
