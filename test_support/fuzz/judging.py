@@ -10,26 +10,22 @@ import random
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 
 import rockmate
-import rockmate.planners.portfolio as portfolio
 from fuzz.journal import MORE_STEPS, Fact, Journal, Page, same
 from rkgb import RkgbError
 from rockmate.errors import InfeasibleBudgetError, SolverError
 from rockmate.networks import offload
 from rockmate.problems.link import Link
-from rockmate.problems.problem import Problem
-from rockmate.schedules.baselines import checkpoint_segments, chen
-from rockmate.schedules.steps import Steps
+from runs.planned import computing_again
 
 Kind = Literal[
     "equal", "refused", "both refuse", "lenient", "told", "silent", "raw error", "over budget"
@@ -129,20 +125,11 @@ def _planned(model: nn.Module, sample: Any, choice: Choice) -> nn.Module:
     return model if made is None else made
 
 
-def _all_again(problem: Problem) -> Steps:
-    """Return the plan that computes everything again but the last node."""
-    return checkpoint_segments(problem, [0, max(1, len(problem.nodes) - 1)])
-
-
-_SCHEDULES = {"recompute_all": _all_again, "chen": chen}
-
-
-@contextlib.contextmanager
-def _recomputing(choice: Choice | None) -> Iterator[None]:
-    """For a budget in bytes, have what recomputes taken where all could be kept, too."""
-    make = _SCHEDULES.get(choice.planner) if choice and isinstance(choice.budget, int) else None
-    with mock.patch.object(portfolio, "no_recomputation", make) if make else nullcontext():
-        yield
+def _recomputing(choice: Choice | None) -> AbstractContextManager[None]:
+    """For a budget in bytes, with room for everything, have what recomputes taken though."""
+    if choice is None or not isinstance(choice.budget, int):
+        return nullcontext()
+    return computing_again(choice.planner)
 
 
 class _Said(logging.Handler):
