@@ -50,7 +50,7 @@ class RkgbResult(Drawn):
     @property
     def costs(self) -> RecordedCosts:
         """The cost of each kind of operation, which can be saved and used as `cost=` elsewhere."""
-        return RecordedCosts.of(self.inspection)
+        return RecordedCosts.of(self.inspection.costs, self.inspection.device)
 
     def save(self, path: str | Path) -> None:
         """Write the graphs and their costs into a JSON file.

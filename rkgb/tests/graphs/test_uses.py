@@ -168,7 +168,6 @@ def test_the_table_says_who_uses_what(seed: int) -> None:
         assert uses.reads.get(root, []) == [at for at, read, _, _ in lines if read & lying]
         assert uses.writes.get(root, []) == [at for at, _, wrote, _ in lines if wrote & lying]
         touching = [at for at, *names in lines if lying.intersection(*[set().union(*names)])]
-        assert uses.first.get(root) == (touching[0] if touching else None)
         assert uses.last.get(root) == (touching[-1] if touching else None)
         assert uses.maker.get(name) == next((at.part for at, *_, m in lines if name in m), None)
         assert [*uses.parts_reading(root)] == [

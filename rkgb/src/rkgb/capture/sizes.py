@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from rkgb.capture.backward import AskedKind
 from rkgb.capture.record import record
-from rkgb.capture.twin import cannot_copy, copy_attributes, copying_histories, uncopied
+from rkgb.capture.twin import deep_copy, uncopied
 from rkgb.device.chosen import device_of
 from rkgb.elements.op import Op, map_refs
 from rkgb.elements.sample import Sample, bind_inputs
@@ -185,12 +184,7 @@ def _bare_call(
         for tensor in (*model.parameters(), *model.buffers()):
             bare(tensor)
         made.update(uncopied(model))
-        try:
-            with copying_histories(lambda tensor: bare(tensor).detach()):
-                copy_attributes(model, made)
-                twin = copy.deepcopy(model, made)
-        except Exception as error:
-            raise cannot_copy(model, made, error) from error
+        twin = deep_copy(model, made, lambda tensor: bare(tensor).detach())
         leaves, structure = flatten(bind_inputs(inputs, kwargs))
         args, keywords = structure.unflatten([bare(leaf) for leaf in leaves])
         yield twin, Sample.of(twin, args, keywords)

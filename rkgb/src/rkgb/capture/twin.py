@@ -57,12 +57,7 @@ def twin_of(model: nn.Module, own: Collection[str] = ()) -> Twin:
     def without_history(tensor: Tensor) -> Tensor:
         return tensor.detach().clone() if id(tensor) in buffers else tensor.detach()
 
-    try:
-        with copying_histories(without_history):
-            copy_attributes(model, memo)
-            twin = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise cannot_copy(model, memo, error) from error
+    twin = deep_copy(model, memo, without_history)
     hold_copies(twin, memo)
     kept_alive = memo.get(id(memo), [])  # deepcopy's own list of everything copied
     pairs = [(memo[id(old)], old) for old in kept_alive if id(old) in memo]
@@ -89,14 +84,30 @@ def _memo(model: nn.Module) -> dict[int, Any]:
     return memo
 
 
-def copy_attributes(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Give the copies of parameters copies of their attributes: a step may set them."""
-    for parameter in model.parameters():
-        if attributes := attributes_of(parameter):
-            vars(memo[id(parameter)]).update(copy.deepcopy(attributes, memo))
+def deep_copy(
+    model: nn.Module, memo: dict[int, Any], copy_of: Callable[[Tensor], Tensor]
+) -> nn.Module:
+    """Return a deep copy; `copy_of` copies tensors with a history.
+
+    `memo` has the copies of parameters. These get copies of their attributes: a step may set them.
+
+    Raises:
+        TraceError: the module cannot be copied.
+    """
+    try:
+        with _copying_histories(copy_of):
+            for parameter in model.parameters():
+                if attributes := attributes_of(parameter):
+                    vars(memo[id(parameter)]).update(copy.deepcopy(attributes, memo))
+            return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise TraceError(
+            f"{type(model).__name__} cannot be deep-copied{_culprit(model, memo)} ({error}), which "
+            "recording a step of it needs. Make the module copyable."
+        ) from error
 
 
-def copying_histories(copy_of: Callable[[Tensor], Tensor]) -> Patches:
+def _copying_histories(copy_of: Callable[[Tensor], Tensor]) -> Patches:
     """While active, `copy_of` copies tensors with a history, which an earlier step has left."""
     plain: Any = Tensor.__deepcopy__
 
@@ -111,14 +122,6 @@ def copying_histories(copy_of: Callable[[Tensor], Tensor]) -> Patches:
 
 # Objects that can be read or written once: a recording would consume them.
 _ONCE: tuple[type, ...] = (io.IOBase, types.GeneratorType)
-
-
-def cannot_copy(model: nn.Module, memo: Mapping[int, Any], error: Exception) -> TraceError:
-    """Return the error for a module that cannot be copied."""
-    return TraceError(
-        f"{type(model).__name__} cannot be deep-copied{_culprit(model, memo)} ({error}), which "
-        "recording a step of it needs. Make the module copyable."
-    )
 
 
 def _shared_types() -> tuple[type, ...]:

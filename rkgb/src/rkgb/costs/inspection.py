@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from rkgb.costs.measure import measure
 from rkgb.costs.node_facts import NodeFacts, node_facts
 from rkgb.costs.op_costs import FlopCost, kinds_of, named
+from rkgb.costs.recorded_costs import RecordedCosts
 from rkgb.elements.op import Op
 from rkgb.elements.sample import Sample
 from rkgb.elements.target import OpCost
@@ -20,16 +21,7 @@ from rkgb.graphs.anonymize import equivalence_classes, node_key
 from rkgb.graphs.basic import external_values
 from rkgb.graphs.simplified import SimplifiedGraph, operations
 
-
-@runtime_checkable
-class KnownCosts(Protocol):
-    """A source of known costs by kind of operation (see `RecordedCosts`); it runs nothing."""
-
-    def lookup(self, key: str, where: str) -> OpCost:
-        """Return the cost of a kind; `where` names one of its operations in an error."""
-
-
-CostChoice = Literal["measured", "flops"] | KnownCosts
+CostChoice = Literal["measured", "flops"] | RecordedCosts
 
 
 @dataclass(frozen=True)
@@ -84,7 +76,7 @@ def _costs(
     cost: CostChoice,
 ) -> Mapping[str, OpCost]:
     basic = sg.dataflow.basic
-    if isinstance(cost, KnownCosts):
+    if isinstance(cost, RecordedCosts):
         return {key: cost.lookup(key, named(op)) for key, op in kinds_of(basic, ops).items()}
     if cost not in ("measured", "flops"):
         raise ValueError(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from rkgb.costs.inspection import Inspection
 from rkgb.device.chosen import device_of
 from rkgb.elements.target import OpCost
 from rkgb.errors import InvalidGraphError
@@ -33,10 +32,10 @@ class RecordedCosts:
         return f"<costs of {len(self.costs)} kinds of operation on {self.device}>"
 
     @classmethod
-    def of(cls, inspection: Inspection) -> RecordedCosts:
-        """Return the costs that an inspection found."""
-        costs = {_digest(key): cost for key, cost in inspection.costs.items()}
-        return cls(costs, device_of(inspection.device).name, torch.__version__)
+    def of(cls, costs: Mapping[str, OpCost], device: str) -> RecordedCosts:
+        """Return the costs of kinds of operation that were found on a device."""
+        found = {_digest(key): cost for key, cost in costs.items()}
+        return cls(found, device_of(device).name, torch.__version__)
 
     def find(self, key: str) -> OpCost | None:
         """Return the cost of the kind with this key, or None."""

@@ -16,11 +16,21 @@ from rkgb.elements.target import OpCost, Target
 
 
 @dataclass(frozen=True)
-class GradientPart(Target):
-    """Passes a part of an output's gradient to autograd."""
+class ThroughAutograd(Target):
+    """What a backward passes to autograd, or takes from it, of the gradient of an output."""
 
     root: str  # the output
-    from_outside: bool  # whether this is the first part and is added to one from outside
+    from_outside: bool
+
+    def cost(self, op: Op) -> OpCost:
+        return OpCost(0.0)
+
+
+class GradientPart(ThroughAutograd):
+    """Passes a part of an output's gradient to autograd.
+
+    It comes `from_outside` if it is the first part and is added to a gradient from outside.
+    """
 
     __name__ = "part"
 
@@ -28,22 +38,15 @@ class GradientPart(Target):
         """Return what autograd then holds: the part, added to the sum so far if there is one."""
         return parts[0] + parts[1] if len(parts) > 1 else parts[0]
 
-    def cost(self, op: Op) -> OpCost:
-        return OpCost(0.0)
 
+class GradientCut(ThroughAutograd):
+    """Takes the whole gradient of an output from autograd.
 
-@dataclass(frozen=True)
-class GradientCut(Target):
-    """Takes the whole gradient of an output from autograd."""
-
-    root: str
-    from_outside: bool  # whether autograd also holds one from outside, from the beginning on
+    It comes `from_outside` if autograd also holds one from outside, from the beginning on.
+    """
 
     __name__ = "cut"
 
     def __call__(self, held: Tensor) -> Tensor:
         """Return the gradient as it is, the case in which no hook changes it."""
         return held
-
-    def cost(self, op: Op) -> OpCost:
-        return OpCost(0.0)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from rkgb.elements.cut import GradientCut, GradientPart
+from rkgb.elements.cut import ThroughAutograd
 from rkgb.elements.op import Op
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph, HandOver
@@ -70,7 +70,7 @@ def slice_backward(basic: BasicGraph, count: int, node_of: Mapping[int, int]) ->
 
 
 def _stays(op: Op) -> bool:
-    return op.is_random or isinstance(op.target, (GradientCut, GradientPart))
+    return op.is_random or isinstance(op.target, ThroughAutograd)
 
 
 def is_gradient_sum(op: Op) -> bool:

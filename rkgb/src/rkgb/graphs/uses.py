@@ -91,31 +91,19 @@ class Uses:
                 _append(found, self.infos[name].alias_of, at)
         return found
 
-    @property
-    def first(self) -> Mapping[str, At]:
-        """The first use of each storage."""
-        return self._ends[0]
-
-    @property
+    @cached_property
     def last(self) -> Mapping[str, At]:
         """The last use of each storage. Making or reading a view of it is a use."""
-        return self._ends[1]
+        found: dict[str, At] = {}
+        for at, read, op in self._steps:
+            for name in (*read, *op.writes, *op.results) if op is not None else read:
+                if name:
+                    found[self.infos[name].alias_of] = at
+        return found
 
     def parts_reading(self, root: str) -> dict[int, None]:
         """Return the parts that read a storage, in the order in which they run."""
         return dict.fromkeys([at.part for at in self.reads.get(root, ())])
-
-    @cached_property
-    def _ends(self) -> tuple[Mapping[str, At], Mapping[str, At]]:
-        first: dict[str, At] = {}
-        last: dict[str, At] = {}
-        for at, read, op in self._steps:
-            for name in (*read, *op.writes, *op.results) if op is not None else read:
-                if name:
-                    root = self.infos[name].alias_of
-                    first.setdefault(root, at)
-                    last[root] = at
-        return first, last
 
     @cached_property
     def _steps(self) -> Sequence[tuple[At, Sequence[str], Op | None]]:

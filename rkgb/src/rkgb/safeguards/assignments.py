@@ -59,13 +59,11 @@ def _is_set(value: Any, old: Any, name: str) -> bool:
         return True
     if name.startswith("_"):
         return False  # libraries' own
-    if isinstance(value, _PLAIN):
-        return bool(type(value) is not type(old) or value != old)
-    return isinstance(value, CONTAINERS) and _differ(value, old)
+    return isinstance(value, (*_PLAIN, *CONTAINERS)) and _differ(value, old)
 
 
 def _differ(value: Any, old: Any) -> bool:
-    """Return whether a container differs from the old one; contents are compared elsewhere."""
+    """Return whether a value differs from the old one; contents are compared elsewhere."""
     try:
         return bool(type(value) is not type(old) or value != old)
     except Exception:  # `__eq__` may raise anything

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rkgb.elements.cut import GradientCut, GradientPart
+from rkgb.elements.cut import ThroughAutograd
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
@@ -74,7 +74,7 @@ class _Rewriting:
         for node in nodes:  # the owner of a leaf may read its gradient at any time
             self.own -= roots_of(infos, (hand_over.value for hand_over in node.hand_overs))
             for op in node.backward:
-                if isinstance(op.target, (GradientCut, GradientPart)):  # hooks may keep it
+                if isinstance(op.target, ThroughAutograd):  # hooks may keep it
                     self.own -= roots_of(infos, (*op.inputs, op.name))
 
     def root(self, storage: str) -> str:

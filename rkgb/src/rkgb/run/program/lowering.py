@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rkgb.elements.cut import GradientCut, GradientPart
+from rkgb.elements.cut import GradientPart, ThroughAutograd
 from rkgb.elements.op import renamed
 from rkgb.elements.target import target_of
 from rkgb.errors import InvalidGraphError
@@ -338,9 +338,7 @@ def _freeing(statement: Call, dead: Sequence[str]) -> tuple[Call, tuple[str, ...
 
 
 def _hands_over(statement: Statement) -> bool:
-    return isinstance(statement, Call) and isinstance(
-        statement.op.target, (GradientCut, GradientPart)
-    )
+    return isinstance(statement, Call) and isinstance(statement.op.target, ThroughAutograd)
 
 
 def _with_gives(node: int, lines: Sequence[Statement]) -> list[Statement]:
@@ -350,12 +348,11 @@ def _with_gives(node: int, lines: Sequence[Statement]) -> list[Statement]:
     """
     found: list[Statement] = []
     for statement in lines:
-        if not isinstance(statement, Call) or not isinstance(
-            statement.op.target, (GradientCut, GradientPart)
-        ):
+        target = statement.op.target if isinstance(statement, Call) else None
+        if not isinstance(statement, Call) or not isinstance(target, ThroughAutograd):
             found.append(statement)
             continue
-        op, target = statement.op, statement.op.target
+        op = statement.op
         last = found[-1] if found else None
         if isinstance(last, Give) and last.output == target.root and not last.receives:
             found.pop()
