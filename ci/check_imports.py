@@ -56,6 +56,7 @@ LAYERS = {
         "compiled",
         "costs",
         "rows",
+        "atlas",
         "pictures",
         "api engine",
         "published",

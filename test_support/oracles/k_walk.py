@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from oracles.gradients import assert_autograds_gradients, leaves_that_want
-from rkgb.costs.forward_backward import KGraph
+from rkgb.atlas.forward_backward import KGraph
 from rkgb.elements.op import Ref, run_op
 from rkgb.elements.sample import Sample
 from rkgb.graphs.basic import external_values

@@ -1,7 +1,7 @@
 """rkgb: graphs of PyTorch modules, from the captured forward to forward-backward with costs."""
 
 from rkgb.api import RkgbResult, make_all_graphs
-from rkgb.costs.forward_backward import KGraph
+from rkgb.atlas.forward_backward import KGraph
 from rkgb.costs.op_costs import FlopCost
 from rkgb.costs.recorded_costs import RecordedCosts
 from rkgb.errors import (

@@ -10,16 +10,16 @@ from typing import Any
 
 from torch import nn
 
+from rkgb.atlas import serialize
+from rkgb.atlas.anonymize import AnonymousGraph, anonymize, equivalence_classes
+from rkgb.atlas.forward_backward import KGraph, k_graph
+from rkgb.atlas.inspection import CostChoice, Inspection, inspect_model
 from rkgb.capture.record import record
-from rkgb.costs.forward_backward import KGraph, k_graph
-from rkgb.costs.inspection import CostChoice, Inspection, inspect_model
 from rkgb.costs.node_facts import node_facts
 from rkgb.costs.recorded_costs import RecordedCosts
 from rkgb.elements.sample import Sample
 from rkgb.elements.target import OpCost
 from rkgb.errors import InvalidGraphError
-from rkgb.graphs import serialize
-from rkgb.graphs.anonymize import AnonymousGraph, anonymize, equivalence_classes
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.dataflow import B_to_D, DataFlowGraph
 from rkgb.graphs.drawn import Drawn

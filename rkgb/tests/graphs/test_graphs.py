@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rkgb
-from rkgb.graphs.anonymize import anonymize, equivalence_classes
+from rkgb.atlas.anonymize import anonymize, equivalence_classes
 from rkgb.graphs.dataflow import B_to_D, DataFlowGraph
 from rkgb.graphs.simplified import PASSES, D_to_S, cut
 from rkgb.pictures.render import dot_source

@@ -14,7 +14,7 @@ from torch import nn
 
 import rkgb
 from oracles.gradients import assert_same_gradients
-from rkgb.graphs.serialize import decode, encode
+from rkgb.atlas.serialize import decode, encode
 from rkgb.pictures.render import dot_source
 from rkgb.published.check import assert_same_as_module
 from zoo.examples import EXAMPLES, example

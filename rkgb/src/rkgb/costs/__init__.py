@@ -1,9 +1,9 @@
 """What operations and nodes cost: time, FLOPs, workspace, and the peaks that follow.
 
-Gets a simplified graph and the module's tensors; gives the facts of each node, and K. Read
-op_costs.py (one kind of operation), measure.py and rounds.py (how it is measured), node_facts.py
-(sums and exact memory of every node), inspection.py (all of it for a module), forward_backward.py
-(K), then recorded_costs.py (costs in a file) and estimated.py (costs without a run).
+Gets a simplified graph and the module's tensors; gives the facts of each node. Read op_costs.py
+(one kind of operation), measure.py and rounds.py (how it is measured), node_facts.py (sums and
+exact memory of every node), then recorded_costs.py (costs in a file) and estimated.py (costs
+without a run).
 """
 
 from rkgb.costs.estimated import EstimatedCosts, estimate_as_recorded, estimate_costs

@@ -1,10 +1,9 @@
-"""The graphs as data: B (the recording), D (data flow), S (what is planned), A (without names).
+"""The graphs as data: B (the recording), D (data flow), S (what is planned).
 
-Gets a recorded step made of `elements`, or a file; gives frozen graphs that can be printed, cut,
-compared and saved. Read basic.py, uses.py (hazards, last uses, dead code), dataflow.py,
-simplified.py with passes.py and backward_slices.py, then anonymize.py; serialize.py writes files.
-The blocks of `cut` are for pictures and follow only the forward. rockmate cuts its problem, which
-also has the backward and the live ranges.
+Gets a recorded step made of `elements`; gives frozen graphs that can be printed, cut and compared.
+Read basic.py, uses.py (hazards, last uses, dead code), dataflow.py, then simplified.py with
+passes.py and backward_slices.py. The blocks of `cut` are for pictures and follow only the forward.
+rockmate cuts its problem, which also has the backward and the live ranges.
 """
 
 from rkgb.graphs.basic import (

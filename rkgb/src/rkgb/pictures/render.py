@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from rkgb.costs.forward_backward import KGraph
+from rkgb.atlas.forward_backward import KGraph
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.drawn import draw_by

@@ -10,11 +10,11 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rkgb.costs.forward_backward import KComputeNode, KGraph
+from rkgb.atlas.anonymize import anonymize, equivalence_classes, node_key
+from rkgb.atlas.forward_backward import KComputeNode, KGraph
 from rkgb.elements.module_paths import around
 from rkgb.elements.op import Ref
 from rkgb.elements.tensor_info import TensorInfo
-from rkgb.graphs.anonymize import anonymize, equivalence_classes, node_key
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 

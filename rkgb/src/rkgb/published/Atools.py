@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rkgb.costs.forward_backward import KGraph, S_to_K
-from rkgb.costs.inspection import CostChoice
-from rkgb.graphs.anonymize import AnonymousGraph, anonymize, equivalence_classes, node_key
+from rkgb.atlas.anonymize import AnonymousGraph, anonymize, equivalence_classes, node_key
+from rkgb.atlas.forward_backward import KGraph, S_to_K
+from rkgb.atlas.inspection import CostChoice
 from rkgb.graphs.simplified import SimplifiedGraph
 
 __all__ = [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rkgb.costs.forward_backward import KComputeNode, KDataNode, KGraph, S_to_K, k_graph
-from rkgb.costs.inspection import Inspection, inspect_model
+from rkgb.atlas.forward_backward import KComputeNode, KDataNode, KGraph, S_to_K, k_graph
+from rkgb.atlas.inspection import Inspection, inspect_model
 from rkgb.pictures.render import print_graph as print_K_graph
 from rkgb.pictures.render import print_graph_list as print_K_graph_list
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rkgb.atlas.anonymize import equivalence_classes, node_key
 from rkgb.costs.measure import measure
 from rkgb.costs.node_facts import NodeFacts, node_facts
 from rkgb.costs.op_costs import FlopCost, kinds_of, named
@@ -17,7 +18,6 @@ from rkgb.costs.recorded_costs import RecordedCosts
 from rkgb.elements.op import Op
 from rkgb.elements.sample import Sample
 from rkgb.elements.target import OpCost
-from rkgb.graphs.anonymize import equivalence_classes, node_key
 from rkgb.graphs.basic import external_values
 from rkgb.graphs.simplified import SimplifiedGraph, operations
 

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from rkgb.costs.inspection import CostChoice, inspect_model
+from rkgb.atlas.anonymize import node_key
+from rkgb.atlas.inspection import CostChoice, inspect_model
 from rkgb.costs.node_facts import NodeFacts
-from rkgb.graphs.anonymize import node_key
 from rkgb.graphs.backward_slices import order_of
 from rkgb.graphs.drawn import Drawn
 from rkgb.graphs.simplified import SimplifiedGraph
