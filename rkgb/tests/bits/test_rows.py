@@ -240,7 +240,11 @@ CASES: dict[str, Case] = {
 
 
 def laid_out(
-    target: Any, args: tuple[Any, ...], cuts: dict[int, tuple[int, ...]], runs: Runs = EVEN
+    target: Any,
+    args: tuple[Any, ...],
+    cuts: dict[int, tuple[int, ...]],
+    runs: Runs = EVEN,
+    same_bits: Any = None,
 ) -> tuple[Cutting, InPieces, dict[str, Tensor], list[Tensor]]:
     """Return an operation in pieces, what it takes by name, and what it makes as a whole."""
     given: dict[str, Tensor] = {}
@@ -272,7 +276,7 @@ def laid_out(
         returns_many=not isinstance(expected, Tensor),
     )
     seeds = {f"in_{place}": cut for place, cut in cuts.items()}
-    cutting = Cutting(infos, math.prod(next(iter(cuts.values()))), seeds, runs)
+    cutting = Cutting(infos, math.prod(next(iter(cuts.values()))), seeds, runs, same_bits)
     cutting.add(op)
     return cutting, InPieces(cutting.pieces(names), "op", "forward"), given, made
 
@@ -390,3 +394,19 @@ def test_the_next_number_that_divides_the_rows_is_taken() -> None:
     assert spread_from((5, 31), 8) == ((5, 2), Runs(31, 2))
     assert spread_from((2, 3), 8) is None
     assert spread_from((2, 0), 2) is None
+
+
+@pytest.mark.parametrize("reduction", [1, 2])
+def test_an_exact_loss_keeps_a_number_for_each_row(reduction: int) -> None:
+    """It is added up as the whole is, and no row of classes has to be there as a whole."""
+    torch.manual_seed(0)
+    values, named = torch.randn(1000, 7).log_softmax(1), torch.randint(7, (1000,))
+    named[::3] = 2  # is ignored, though it is a class
+    args = (values, named, None, reduction, 2)
+    _, call, given, expected = laid_out(
+        aten.nll_loss_forward.default, args, {0: (4, 1)}, same_bits=lambda *_: True
+    )
+    (gathered,) = call.pieces.gathered.values()
+    assert gathered == (4,)
+    found = call(*(given[taken] for taken in call.pieces.takes))
+    assert all(map(torch.equal, found, expected))

@@ -24,6 +24,8 @@ from rkgb.errors import NotByPiecesError
 _aten = torch.ops.aten
 _OWN = 2  # references to an object that only one name holds, while they are counted
 _SUMMED_OVER = (1, 2)  # reductions of a loss: mean, sum
+_ROWS, _CLASSES = 0, 1  # dimensions
+_IGNORED = -100  # no class
 
 
 class Scaled(Target):
@@ -88,6 +90,47 @@ def counted(ops: Sequence[Op], infos: Mapping[str, TensorInfo]) -> Iterator[tupl
         dtype = infos[total].dtype
         last = _op(_aten._to_copy.default, (Ref(number.name),), f"{total} before", dtype=dtype)
         yield total, [*found, is_asked, number, last]
+
+
+def of_rows(op: Op, infos: Mapping[str, TensorInfo]) -> tuple[Op, Sequence[Op], TensorInfo] | None:
+    """Return a loss as losses of rows, what adds these up, and the facts about them.
+
+    The sum is made by the same kernel in the same order, of one class that has all of them: so it
+    has the bits of the whole, and nothing but a number for each row has to be there as a whole.
+    """
+    if op.target is not _aten.nll_loss_forward.default or op.args[3] not in _SUMMED_OVER:
+        return None
+    values, targets, weights, reduction, ignored = op.args
+    info = infos[values.name]
+    if weights is not None or len(info.shape) != len((_ROWS, _CLASSES)):
+        return None
+    rows, size = info.shape[_ROWS], info.size_bytes // max(info.shape[_CLASSES], 1)
+    each, zero, out = (f"{op.name} {what}" for what in ("of rows", "zeros", "ignored"))
+    facts = replace(
+        info,
+        shape=(rows,),
+        stride=(1,),
+        offset=0,
+        alias_of=each,
+        size_bytes=size,
+        storage_bytes=size,
+    )
+    first = replace(op, name=each, args=(values, targets, None, 0, ignored), results=(each, ""))
+    summed = (
+        _op(_aten.neg.default, (Ref(each),), f"{each}, negative"),
+        _op(_aten.unsqueeze.default, (Ref(f"{each}, negative"), _CLASSES), f"{each}, as one class"),
+        _op(_aten.zeros_like.default, (targets,), zero),
+        _op(_aten.eq.Scalar, (targets, ignored), out),
+        _op(_aten.masked_fill.Scalar, (Ref(zero), Ref(out), _IGNORED), f"{op.name} targets"),
+        replace(
+            op,
+            args=(
+                *(Ref(f"{each}, as one class"), Ref(f"{op.name} targets")),
+                *(None, reduction, _IGNORED),
+            ),
+        ),
+    )
+    return first, summed, facts
 
 
 def _as_a_whole(name: str, maker: Mapping[str, Op], found: list[Op]) -> str:

@@ -27,6 +27,7 @@ from rkgb.elements.tensor_info import TensorInfo
 from rkgb.errors import NotByPiecesError
 from rkgb.rows.cuts import EVEN, Cuts, Runs
 from rkgb.rows.find import find
+from rkgb.rows.losses import of_rows
 from rkgb.rows.rules import Asked, Found, Value
 
 _aten = torch.ops.aten
@@ -175,6 +176,18 @@ class Cutting:
         wholes = {name: self._whole(name) for name in op.inputs}
         self._add_after(replace(op, args=map_refs(op.args, lambda name: Ref(wholes[name]))))
 
+    def _add_summed(self, op: Op) -> None:
+        """Add an operation whose result is a sum over all rows, made after the loop."""
+        there = of_rows(op, self.infos)
+        if there is None:
+            return self._add_on_wholes(op)
+        first, summed, facts = there
+        self.infos = {**self.infos, first.name: facts}
+        self._add_to_loop(first)
+        for after in summed:
+            self._add_on_wholes(after)
+        return None
+
     def _whole(self, name: str) -> str:
         """Return the whole value into which the pieces of a value are written, or a view of it."""
         if name not in self.cut or name in self.known:
@@ -211,8 +224,10 @@ class Cutting:
         if found is None:
             given = [self._cuts_of(name) for name in op.inputs]
             raise NotByPiecesError(f"no rule for {op.target_name} of pieces {given}")
-        if self.same_bits is not None and None in found.results:
-            return self._add_on_wholes(recorded)
+        if self.same_bits is not None and any(
+            name and own is None for name, own in zip(op.results, found.results, strict=True)
+        ):
+            return self._add_summed(recorded)
         run = self._on_pieces(found, op, listed)
         last = found if self.runs == EVEN else find(replace(asked, index=self.runs.parts - 1))
         assert last is not None
