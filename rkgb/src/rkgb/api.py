@@ -129,7 +129,7 @@ def _assemble(sg: SimplifiedGraph, inspection: Inspection) -> RkgbResult:
     anonymous = [anonymize(block) for block in blocks]
     classes = equivalence_classes([graph.key for graph in anonymous])
     return RkgbResult(
-        B_graph=sg.dataflow.basic,
+        B_graph=sg.basic,
         D_graph=sg.dataflow,
         S_graph=sg,
         K_graph=k_graph(sg, inspection.facts),

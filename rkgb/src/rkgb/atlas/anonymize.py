@@ -53,8 +53,8 @@ def equivalence_classes(keys: Sequence[str]) -> list[list[int]]:
 
 def _key(sg: SimplifiedGraph, nodes: Sequence[SimplifiedNode], outputs: Sequence[str]) -> str:
     numbers: dict[str, int] = {}
-    basic = sg.dataflow.basic
-    infos = sg.dataflow.infos
+    basic = sg.basic
+    infos = sg.infos
     lines: list[str] = []
 
     def number(name: str) -> str:

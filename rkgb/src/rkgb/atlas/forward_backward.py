@@ -124,7 +124,7 @@ def k_graph(sg: SimplifiedGraph, facts: Sequence[NodeFacts]) -> KGraph:
     """Assemble the graph from the facts of its nodes; nothing is run."""
     keys = [hashlib.sha1(node_key(sg, node).encode()).hexdigest()[:12] for node in sg.nodes]
     compute = [_forward(sg, index, fact, keys[index]) for index, fact in enumerate(facts)]
-    after = order_of([node.backward for node in sg.nodes], sg.dataflow.infos)
+    after = order_of([node.backward for node in sg.nodes], sg.infos)
     gradients = _gradients(sg)
     single = [data for data in gradients if len(data.producers) == 1]
     flowing = {(user, data.producers[0]) for data in single for user in data.users}
@@ -161,8 +161,8 @@ def k_graph(sg: SimplifiedGraph, facts: Sequence[NodeFacts]) -> KGraph:
 
 def _gradients(sg: SimplifiedGraph) -> list[KDataNode]:
     """Return the gradients that a backward reads from another one or from outside."""
-    infos, behind = sg.dataflow.infos, sg.uses_behind
-    known = {*sg.producer, *sg.dataflow.basic.externals}
+    infos, behind = sg.infos, sg.uses_behind
+    known = {*sg.producer, *sg.basic.externals}
     found = []
     for root, reads in behind.reads.items():
         if root in known:
@@ -178,7 +178,7 @@ def _gradients(sg: SimplifiedGraph) -> list[KDataNode]:
 
 
 def _forward(sg: SimplifiedGraph, index: int, fact: NodeFacts, key: str) -> KComputeNode:
-    node, infos, home = sg.nodes[index], sg.dataflow.infos, sg.producer
+    node, infos, home = sg.nodes[index], sg.infos, sg.producer
     read = roots_of(infos, node.read_by_backward)
     saved = {root for root in read if root in home or root in sg.input_names}
     flowing = {home[name] for name in node.inputs if name in home}

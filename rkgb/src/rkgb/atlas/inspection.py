@@ -62,7 +62,7 @@ def inspect_model(
         facts=node_facts(sg, costs),
         costs=costs,
         classes=tuple(map(tuple, equivalence_classes(keys))),
-        device=str(sg.dataflow.basic.device if device is None else device),
+        device=str(sg.basic.device if device is None else device),
         seconds=time.perf_counter() - began,
     )
 
@@ -75,7 +75,7 @@ def _costs(
     kwargs: Mapping[str, Any] | None,
     cost: CostChoice,
 ) -> Mapping[str, OpCost]:
-    basic = sg.dataflow.basic
+    basic = sg.basic
     if isinstance(cost, RecordedCosts):
         return {key: cost.lookup(key, named(op)) for key, op in kinds_of(basic, ops).items()}
     if cost not in ("measured", "flops"):

@@ -32,7 +32,7 @@ def replaced(
             facts.follow(nodes[index].backward)
             continue
         nodes[index] = facts.backward(nodes[index], *compiled[index])
-    basic = replace(sg.dataflow.basic, infos=facts.infos)
+    basic = replace(sg.basic, infos=facts.infos)
     return replace(sg.with_basic(basic), nodes=tuple(nodes))
 
 
@@ -40,7 +40,7 @@ class _Facts:
     """Facts about values while operations are replaced; views follow values that move."""
 
     def __init__(self, sg: SimplifiedGraph) -> None:
-        self.recorded: Mapping[str, TensorInfo] = sg.dataflow.infos
+        self.recorded: Mapping[str, TensorInfo] = sg.infos
         self.infos = dict(self.recorded)
         self.made: dict[str, tuple[str, ...]] = {}  # results by the name of the operation
 

@@ -181,7 +181,7 @@ class _Compiling:
             return "reads a buffer that it updates"
 
         note = functools.partial(self._note, index, "compiling")
-        known = _known.get(joint, self.sg.dataflow.basic.device, note=note)
+        known = _known.get(joint, self.sg.basic.device, note=note)
         if isinstance(known, str):
             return known
         self.compiled[index] = (joint, known)
@@ -189,7 +189,7 @@ class _Compiling:
 
     def keeping(self) -> dict[int, CompiledClass]:
         """Compile the other partition of the compiled nodes, as far as there is one."""
-        device = self.sg.dataflow.basic.device
+        device = self.sg.basic.device
         found = {}
         for index, (joint, code) in self.compiled.items():
             known = _known_keeping.get(

@@ -70,9 +70,9 @@ def node_facts(
 
 class _Facts:
     def __init__(self, sg: SimplifiedGraph, costs: Mapping[str, OpCost], in_blocks: bool) -> None:
-        self.sg, self.costs, self.infos = sg, costs, sg.dataflow.infos
+        self.sg, self.costs, self.infos = sg, costs, sg.infos
         self._cost_of: dict[int, OpCost] = {}  # by identity, because making a key is slow
-        device = device_of(sg.dataflow.basic.device)
+        device = device_of(sg.basic.device)
         # Each storage is rounded by itself: two of 8 bytes take two blocks.
         self.rounded = device.block_bytes if in_blocks else int
         self.random_bytes = device.random_state_bytes
@@ -81,7 +81,7 @@ class _Facts:
             for made in storages_of(sg)
         )
         self.dying = dying_in_backward(self.storages)
-        self.known = {*sg.producer, *sg.dataflow.basic.externals}  # what is no gradient
+        self.known = {*sg.producer, *sg.basic.externals}  # what is no gradient
         count = len(sg.nodes)
         forward: list[Step] = [("F", index) for index in range(count)]
         plain = lowered_parts(sg, [*forward, *(("B", i) for i in reversed(range(count)))])
@@ -174,7 +174,7 @@ class _Facts:
 
     def _backward_peaks(self, parts: Sequence[Sequence[Statement]]) -> dict[int, _Peak]:
         """Return what each backward of a program without recomputation takes, by its node."""
-        basic, count = self.sg.dataflow.basic, len(self.sg.nodes)
+        basic, count = self.sg.basic, len(self.sg.nodes)
         held = _Held(self.infos)
         for statement in itertools.chain(*parts[:count]):
             held.after(statement)

@@ -73,17 +73,27 @@ class SimplifiedGraph(Drawn):
     outputs: tuple[Any, ...]  # the forward's results: Ref or constant
 
     def __repr__(self) -> str:
-        return f"<S graph of {self.dataflow.basic.model_name}: {len(self.nodes)} nodes>"
+        return f"<S graph of {self.basic.model_name}: {len(self.nodes)} nodes>"
+
+    @property
+    def basic(self) -> BasicGraph:
+        """The recorded step."""
+        return self.dataflow.basic
+
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Facts about every value."""
+        return self.dataflow.basic.infos
 
     @cached_property
     def uses(self) -> Uses:
         """The uses of values in the forward; its parts are the nodes."""
-        return forward_uses(self.nodes, self.dataflow.infos)
+        return forward_uses(self.nodes, self.infos)
 
     @cached_property
     def uses_behind(self) -> Uses:
         """The uses of values in the backward; its parts are the nodes', the last node first."""
-        return backward_uses(self.nodes, self.dataflow.infos)
+        return backward_uses(self.nodes, self.infos)
 
     @property
     def producer(self) -> Mapping[str, int]:
@@ -93,12 +103,12 @@ class SimplifiedGraph(Drawn):
     @property
     def written_roots(self) -> frozenset[str]:
         """Storages from before the step that it writes to."""
-        return self.dataflow.basic.written_roots
+        return self.basic.written_roots
 
     @cached_property
     def output_roots(self) -> frozenset[str]:
         """Storages of values that leave the graph and live to the end of the step."""
-        basic = self.dataflow.basic
+        basic = self.basic
         return frozenset(roots_of(basic.infos, self.output_names) - basic.leaving_roots)
 
     def with_backward(self, basic: BasicGraph) -> SimplifiedGraph:
@@ -212,7 +222,7 @@ def cut(sg: SimplifiedGraph) -> list[SimplifiedGraph]:
     Concatenating the nodes of the blocks gives the nodes of `sg`. Values without gradient (masks,
     positions) may be read across a cut.
     """
-    infos = sg.dataflow.infos
+    infos = sg.infos
     last_reader = {name: i for i, node in enumerate(sg.nodes) for name in node.inputs}
     returned = set(sg.output_names)
     crossing: set[str] = set()

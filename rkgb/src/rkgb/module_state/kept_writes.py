@@ -36,7 +36,7 @@ class KeptWrites(DispatchMode):
         for name, tensor in tensors:
             if tensor.layout is torch.strided and memory_of(tensor) is tensor:
                 self._named.setdefault(storage_id(tensor), []).append((name, tensor))
-        self._kept: dict[int, Contents] = {}
+        self._kept: dict[int, KeptTensors] = {}
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ class KeptWrites(DispatchMode):
                 if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
                     key = storage_id(memory_of(tensor))
                     if key in self._named and key not in self._kept:
-                        self._kept[key] = Contents(tensor for _, tensor in self._named[key])
+                        self._kept[key] = KeptTensors(tensor for _, tensor in self._named[key])
 
     def restore(self) -> None:
         """Restore the written tensors."""
@@ -67,7 +67,7 @@ class KeptWrites(DispatchMode):
         self.restore()
 
 
-class Contents:
+class KeptTensors:
     """Contents, memory and versions of some tensors, for restoring them."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

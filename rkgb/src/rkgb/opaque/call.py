@@ -23,7 +23,7 @@ from rkgb.torch_api.private.autograd import back_to_autograd
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TensorKind:
     """The layout of a tensor."""
 
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class Kind:
     is_on_cpu: bool = True  # as one may be beside a step on CUDA
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Kind:
+    def of(cls, tensor: Tensor) -> TensorKind:
         shape, is_on_cpu = tuple(tensor.shape), tensor.device.type == "cpu"
         if tensor.is_sparse:
             entries = (tensor.sparse_dim(), tensor._nnz())

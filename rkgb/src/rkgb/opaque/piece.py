@@ -33,7 +33,7 @@ from rkgb.elements.trees import Structure
 from rkgb.errors import OpaquePieceError, shown
 from rkgb.graphs.basic import autocast_as
 from rkgb.module_state.start_of_call import BufferContents, ModuleState
-from rkgb.opaque.call import Call, Kind, Place, run_call, same_plain_value, taken_apart
+from rkgb.opaque.call import Call, Place, TensorKind, run_call, same_plain_value, taken_apart
 from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.opaque.memory import apart, span
 from rkgb.torch_api.private.autograd import back_to_autograd
@@ -58,7 +58,7 @@ class Piece:
     call: Call
     results: Structure
     plain: tuple[Any, ...]  # leaves of the result: plain values, or a `Place` for a tensor
-    kinds: tuple[Kind, ...]  # of the tensors among the results
+    kinds: tuple[TensorKind, ...]  # of the tensors among the results
     lies_in: tuple[int, ...]  # the input whose memory a result shares, or -1
     # Results of which others are computed inside, or that are arguments: who asks for the gradient
     # of one by its tensor outside would get a part of it.
@@ -66,7 +66,7 @@ class Piece:
     differentiable: tuple[bool, ...]
     tangents: Tangents  # with which the gradients were seen
     # Of inputs, then of parameters, part by part; None if there was none.
-    gradients: tuple[Kind | None, ...]
+    gradients: tuple[TensorKind | None, ...]
     parts: tuple[int, ...]  # number of parts of each gradient; one for inputs
     needs: tuple[tuple[str, int], ...]  # inputs and results that the backward reads
     buffer_bytes: int  # of copies for a recomputation; 0 if the call writes to no buffer
@@ -139,7 +139,7 @@ class Piece:
         for result, kind, place in zip(results, self.kinds, self.lies_in, strict=True):
             tensor = settled(result.detach())
             if not kind.is_of(tensor):  # operations that follow compute otherwise
-                raise self._differs(f"a tensor of {Kind.of(result)}, not of {kind}")
+                raise self._differs(f"a tensor of {TensorKind.of(result)}, not of {kind}")
             if taken.get(storage_id(tensor), -1) != place:  # and may write to it, or to its base
                 own = "memory of its own" if place >= 0 else "the memory of one of its inputs"
                 raise self._differs(f"a tensor in {own}")
@@ -413,4 +413,4 @@ class _Before:
 
 def _trail(made: Sequence[Tensor], inner: InnerGraph) -> Any:
     """Return a value that is equal for two runs that took the same branches."""
-    return [Kind.of(t) for t in made], inner.trail
+    return [TensorKind.of(t) for t in made], inner.trail

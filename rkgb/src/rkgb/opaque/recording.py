@@ -17,10 +17,10 @@ from rkgb.elements.trees import flatten
 from rkgb.errors import BrokenPieceError, OtherTangentsError, RkgbError, SideEffectError
 from rkgb.graphs.basic import BasicGraph, ambient_autocast
 from rkgb.guards.code_watch import CodeWatch, Seen
-from rkgb.module_state.kept_writes import Contents
+from rkgb.module_state.kept_writes import KeptTensors
 from rkgb.module_state.start_of_call import Lent, ModuleState
 from rkgb.opaque.adding import add_in_parts
-from rkgb.opaque.call import Call, Kind
+from rkgb.opaque.call import Call, TensorKind
 from rkgb.opaque.piece import Piece, RunPiece, RunPieceBackward, Tangents, strides_of
 from rkgb.opaque.trial import Trials
 from rkgb.recording.recorder import Recorder
@@ -287,7 +287,7 @@ class PieceRecorder:
             piece = self.tried.note(replace(piece, runs_once=runs_once))
             return piece, made
         state, lent = ModuleState(module), Lent(module)
-        contents = Contents(map(self.twin.get_parameter, known.written))
+        contents = KeptTensors(map(self.twin.get_parameter, known.written))
         try:
             with running_on(self.twin), self.codes.resting():
                 made, _ = known.run((*tensors, *call.own_numbers()))
@@ -427,7 +427,7 @@ class Link:
         )
         return found
 
-    def _stand_in(self, place: int, kind: Kind | None) -> Tensor | None:
+    def _stand_in(self, place: int, kind: TensorKind | None) -> Tensor | None:
         count, device = len(self.piece.call.places), self.owner.recorder.device
         if place >= count:
             name = self.piece.call.parameters[place - count]

@@ -18,9 +18,9 @@ from rkgb.elements.spread import settled
 from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import SideEffectError
-from rkgb.module_state.kept_writes import Contents, KeptWrites, ParameterPlaces
+from rkgb.module_state.kept_writes import KeptTensors, KeptWrites, ParameterPlaces
 from rkgb.module_state.start_of_call import BufferContents, Lent, ModuleState
-from rkgb.opaque.call import Call, Kind, run_call, taken_apart
+from rkgb.opaque.call import Call, TensorKind, run_call, taken_apart
 from rkgb.opaque.inner_graph import is_entry, nodes_from
 from rkgb.opaque.left_behind import Attributes, LeftBehind
 from rkgb.opaque.piece import Piece, Tangents, added, gradients_of, strides_of
@@ -41,7 +41,8 @@ class _Trial:
     differentiable: tuple[bool, ...]
     inner: tuple[int, ...]  # results of which others are made, in order
     tangents: Tangents
-    gradients: tuple[tuple[Kind, ...], ...]  # of inputs in one part, of parameters in all parts
+    # Of inputs in one part, of parameters in all parts.
+    gradients: tuple[tuple[TensorKind, ...], ...]
     needs: tuple[tuple[str, int], ...]
     held_bytes: int
     made_bytes: tuple[int, int]
@@ -140,7 +141,7 @@ class Trials:
                 not take; only a larger submodule can be an opaque call.
         """
         parameters = [self.twin.get_parameter(name) for name in written]
-        before = Contents(parameters)
+        before = KeptTensors(parameters)
         try:
             return self._explored(call, module, tensors, written, parameters, before, tangents)
         finally:
@@ -153,7 +154,7 @@ class Trials:
         tensors: Sequence[Tensor],
         written: tuple[str, ...],
         parameters: Sequence[Tensor],
-        before: Contents,
+        before: KeptTensors,
         tangents: Tangents | None,
         *,
         is_in_order: bool = False,
@@ -234,7 +235,7 @@ class Trials:
             call=call,
             results=one.results,
             plain=one.plain,
-            kinds=tuple(map(Kind.of, one.made)),
+            kinds=tuple(map(TensorKind.of, one.made)),
             inner=one.inner,
             lies_in=tuple(taken.get(storage_id(t), -1) for t in one.made),
             differentiable=one.differentiable,
@@ -358,7 +359,7 @@ class Trials:
             differentiable=differentiable,
             inner=nested,
             tangents=layouts,
-            gradients=tuple(tuple(map(Kind.of, own)) for own in parts),
+            gradients=tuple(tuple(map(TensorKind.of, own)) for own in parts),
             needs=needs,
             held_bytes=held,
             made_bytes=(_bytes_of(made, tensors), _bytes_of([t for own in parts for t in own])),

@@ -150,7 +150,7 @@ def _file_name(g: Any) -> str:
     if isinstance(g, DataFlowGraph):
         return f"{g.basic.model_name}_D_graph"
     if isinstance(g, SimplifiedGraph):
-        return f"{g.dataflow.basic.model_name}_S_graph"
+        return f"{g.basic.model_name}_S_graph"
     if isinstance(g, KGraph):
         return "K_graph"
     return f"{g.B_graph.model_name}_blocks" if hasattr(g, "B_graph") else "blocks"

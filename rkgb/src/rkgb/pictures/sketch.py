@@ -100,7 +100,7 @@ def sketch_simplified(sg: SimplifiedGraph, *, piece: bool = False) -> Sketch:
         _add_inputs(cells, place, sg.dataflow)
     base = len(cells)
     arrows: list[Arrow] = []
-    infos = sg.dataflow.infos
+    infos = sg.infos
     for index, node in enumerate(sg.nodes):
         made = _made_by(node, infos)
         marks = ["random"] if node.is_random else []
@@ -127,7 +127,7 @@ def sketch_simplified(sg: SimplifiedGraph, *, piece: bool = False) -> Sketch:
         ]
     if not piece:
         _add_output(cells, arrows, place, sg.outputs)
-    name = sg.dataflow.basic.model_name
+    name = sg.basic.model_name
     return Sketch(f"{name}: simplified", tuple(cells), tuple(arrows), "bytes of the result")
 
 

@@ -66,7 +66,7 @@ def _parts(graph: Graph) -> tuple[BasicGraph, list[tuple[Op, ...]], Sequence[Any
         return graph, [(op,) for op in graph.ops], graph.outputs
     if isinstance(graph, DataFlowGraph):
         return graph.basic, [(node.op,) for node in graph.nodes], graph.basic.outputs
-    return graph.dataflow.basic, [node.ops for node in graph.nodes], graph.outputs
+    return graph.basic, [node.ops for node in graph.nodes], graph.outputs
 
 
 def assert_same_as_module(

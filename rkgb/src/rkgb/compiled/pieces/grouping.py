@@ -63,8 +63,8 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 def is_effect(op: Op, sg: SimplifiedGraph) -> bool:
     """Return whether an operation only updates a buffer from resident values, like a counter."""
-    externals = sg.dataflow.basic.externals
-    infos = sg.dataflow.infos
+    externals = sg.basic.externals
+    infos = sg.infos
     return (
         bool(op.writes)
         and op.target_name not in BATCH_NORMS
@@ -76,7 +76,7 @@ def is_effect(op: Op, sg: SimplifiedGraph) -> bool:
 
 def refusal(node: SimplifiedNode, sg: SimplifiedGraph) -> str:
     """Return why a node is not compiled; '' if it may be."""
-    infos = sg.dataflow.infos
+    infos = sg.infos
     if not any(infos[name].requires_grad for op in node.ops for name in op.results if name):
         return "makes nothing that a gradient reaches"
     for op in (*node.ops, *node.backward):
@@ -89,7 +89,7 @@ def refusal(node: SimplifiedNode, sg: SimplifiedGraph) -> str:
 
 
 def _refusal_of(op: Op, sg: SimplifiedGraph) -> str:
-    infos = sg.dataflow.infos
+    infos = sg.infos
     if getattr(op.target, "namespace", "") != "aten":
         return "is no operation of torch's own"
     if op.is_random:
@@ -105,7 +105,7 @@ def _refusal_of(op: Op, sg: SimplifiedGraph) -> str:
         return f"takes windows of more than {_LARGEST_WINDOW} elements, or with gaps"
     if name in _OVER_CLASSES and _has_few_classes(op, sg):
         return f"is faster as it is, over {_FEW_CLASSES} classes or less of many pixels"
-    basic = sg.dataflow.basic
+    basic = sg.basic
     for value in (*op.inputs, *filter(None, op.results)):
         info = infos[value]
         if info.is_conj or info.dtype not in (*_TYPES, *_INTEGERS):
@@ -132,7 +132,7 @@ def _takes_small_windows(op: Op) -> bool:
 
 def _has_few_classes(op: Op, sg: SimplifiedGraph) -> bool:
     """Return whether an operation runs over a short axis that is not the innermost."""
-    info = sg.dataflow.infos[op.args[_OVER_CLASSES[op.target_name]].name]
+    info = sg.infos[op.args[_OVER_CLASSES[op.target_name]].name]
     place = {"_softmax": 1, "_log_softmax": 1}.get(op.target_name, 2)
     axis = 1 if op.target_name.startswith("nll") else op.args[place] % len(info.shape)
     return 1 < info.shape[axis] <= _FEW_CLASSES and math.prod(info.shape[axis + 1 :]) > 1
@@ -212,7 +212,7 @@ class _Runs:
 
     def _reads_alone(self, index: int) -> bool:
         """Return whether a node is the only reader of the products that it reads."""
-        infos, nodes, readers = self.sg.dataflow.infos, self.sg.nodes, self.sg.uses.readers
+        infos, nodes, readers = self.sg.infos, self.sg.nodes, self.sg.uses.readers
         read = roots_of(infos, nodes[index].inputs)
         return all(
             at.part in (maker, index)
@@ -241,7 +241,7 @@ def _is_epilogue(node: SimplifiedNode, sg: SimplifiedGraph) -> bool:
 
     A product of two activations cannot: its backward saves both, and recomputes the product.
     """
-    infos, outside = sg.dataflow.infos, sg.dataflow.basic.externals
+    infos, outside = sg.infos, sg.basic.externals
 
     def is_gated(op: Op) -> bool:
         wanting = [n for n in op.inputs if infos[n].requires_grad and n not in outside]

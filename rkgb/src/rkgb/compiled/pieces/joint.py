@@ -195,7 +195,7 @@ def _with_integers(tree: Any, given: Iterator[Any], found: list[int] | None = No
 
 def joint_of(sg: SimplifiedGraph, index: int) -> Joint:
     """Return what node `index` of `sg` computes."""
-    node, infos = sg.nodes[index], sg.dataflow.infos
+    node, infos = sg.nodes[index], sg.infos
     effects = tuple(op for op in node.ops if is_effect(op, sg))
     forward = tuple(op for op in node.ops if op not in effects)
     made = {name for op in forward for name in op.results if name}
@@ -205,7 +205,7 @@ def joint_of(sg: SimplifiedGraph, index: int) -> Joint:
     tangents = (n for n in behind if n not in made and n not in made_behind and n not in primals)
     own = [name for op in forward for name in op.results if name]
     gradients = [name for op in node.backward for name in op.results if name]
-    basic = sg.dataflow.basic
+    basic = sg.basic
     resident = {*basic.parameters, *basic.buffers, *basic.constants}
 
     def is_read_outside(name: str) -> bool:
@@ -231,9 +231,9 @@ def joint_of(sg: SimplifiedGraph, index: int) -> Joint:
 
 def _written(sg: SimplifiedGraph, index: int) -> frozenset[str]:
     """Return the storages that other nodes write to or that the user may write to."""
-    infos = sg.dataflow.infos
+    infos = sg.infos
     roots = Counter(infos[name].alias_of for name in sg.output_names)
-    outside = sg.dataflow.basic.externals
+    outside = sg.basic.externals
     shared = (root for root, count in roots.items() if count > 1 or root in outside)
     writes = (*sg.uses.writes.items(), *sg.uses_behind.writes.items())
     others = (root for root, found in writes if any(at.part != index for at in found))

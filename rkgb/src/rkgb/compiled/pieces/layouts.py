@@ -29,9 +29,9 @@ def channels_last(sg: SimplifiedGraph, compiled: Collection[int]) -> dict[str, T
     reads. Besides them, their storages may contain only slices of their channels (parts of a
     `cat`).
     """
-    if not _convolves_channels_last(sg.dataflow.basic.device):
+    if not _convolves_channels_last(sg.basic.device):
         return {}
-    infos, basic = sg.dataflow.infos, sg.dataflow.basic
+    infos, basic = sg.infos, sg.basic
     outside = {*basic.externals, *filter(None, basic.tangent_names), *sg.output_names}
     outside |= {h.value for node in sg.nodes for h in node.hand_overs}
     fixed = {infos[name].alias_of for name in outside}
@@ -63,7 +63,7 @@ def channels_last(sg: SimplifiedGraph, compiled: Collection[int]) -> dict[str, T
 
 def laid_out(sg: SimplifiedGraph, infos: Mapping[str, TensorInfo]) -> SimplifiedGraph:
     """Return a graph with these facts about some of its values."""
-    basic = sg.dataflow.basic
+    basic = sg.basic
     return sg.with_basic(replace(basic, infos={**basic.infos, **infos}))
 
 

@@ -20,10 +20,10 @@ def freeing(sg: SimplifiedGraph) -> SimplifiedGraph:
     """Return the graph in which backwards of several kernels take donated arguments."""
     if not any(target_of(op).run for node in sg.nodes for op in node.backward):
         return sg
-    infos, home, last = sg.dataflow.infos, sg.producer, sg.uses_behind.last
-    outside = set(sg.dataflow.basic.externals)
+    infos, home, last = sg.infos, sg.producer, sg.uses_behind.last
+    outside = set(sg.basic.externals)
     dying = dying_in_backward(storages_of(sg))
-    tangents = filter(None, sg.dataflow.basic.tangent_names)
+    tangents = filter(None, sg.basic.tangent_names)
     # Autograd holds those of losses to the end.
     held = {name for name in tangents if not infos[name].shape}
 

@@ -47,7 +47,7 @@ def storages_of(sg: SimplifiedGraph) -> tuple[tuple[NodeStorage, ...], ...]:
 
     Memory of parameters, buffers, constants and inputs is left out.
     """
-    infos, uses, behind = sg.dataflow.infos, sg.uses, sg.uses_behind
+    infos, uses, behind = sg.infos, sg.uses, sg.uses_behind
     outputs, end = sg.output_roots, len(sg.nodes) - 1
     leaving = roots_of(infos, sg.output_names) - outputs  # alive until the forward returns
     found = []

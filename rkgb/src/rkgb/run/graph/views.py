@@ -46,8 +46,8 @@ class RunnableGraph:
 
 def runnable(sg: SimplifiedGraph) -> RunnableGraph:
     """Return the graph that is run for `sg`: the same nodes and results, with fewer calls."""
-    views = _Views(sg.dataflow.basic, {}, {}, frozenset(sg.output_names))
-    views.note(sg.dataflow.basic.externals)
+    views = _Views(sg.basic, {}, {}, frozenset(sg.output_names))
+    views.note(sg.basic.externals)
     forward = [views.merged(node.ops) for node in sg.nodes]
     reads = (views.current(n) for node in sg.nodes for n in node.read_by_backward)
     uses = Counter(name for part in forward for op in part for name in dict.fromkeys(op.inputs))
@@ -60,7 +60,7 @@ def runnable(sg: SimplifiedGraph) -> RunnableGraph:
     graph = replace(sg, nodes=tuple(nodes))
     bare = RunnableGraph(graph, dict(views.same), dict(views.sources))
     slices = [(node.backward, node.hand_overs) for node in sg.nodes]
-    return replace(bare, graph=_with_backward(bare, sg.dataflow.basic, slices))
+    return replace(bare, graph=_with_backward(bare, sg.basic, slices))
 
 
 def _with_backward(

@@ -155,7 +155,7 @@ class _Lowering:
         self, sg: SimplifiedGraph, steps: Sequence[Step], places: Places, moves: Sequence[Move]
     ) -> None:
         self.sg, self.steps, self.places, self.moves = sg, steps, places, moves
-        basic = sg.dataflow.basic
+        basic = sg.basic
         self.infos = basic.infos
         self.last_forward = {node: t for t, (kind, node) in enumerate(steps) if kind == "F"}
         self.outputs = tuple(sg.output_names)
@@ -182,7 +182,7 @@ class _Lowering:
         unknown = (free_variables(forward) - set(externals)) | (read - set(made))
         if unknown:
             raise InvalidGraphError(
-                f"the plan of {self.sg.dataflow.basic.model_name} reads '{min(unknown)}', which no "
+                f"the plan of {self.sg.basic.model_name} reads '{min(unknown)}', which no "
                 "step of it has made or kept."
             )
         return StepProgram(
@@ -209,7 +209,7 @@ class _Lowering:
         node = self.sg.nodes[index]
         if kind == "F" and not self.is_first[t] and runs_once(self.sg, node):
             raise InvalidGraphError(
-                f"the plan of {self.sg.dataflow.basic.model_name} runs '{node.name}' again, which "
+                f"the plan of {self.sg.basic.model_name} runs '{node.name}' again, which "
                 "reads memory that the forward writes to and that no copy can stand for."
             )
         if kind == "B":
@@ -252,7 +252,7 @@ class _Lowering:
 
     def _externals(self, parts: Sequence[Sequence[Statement]]) -> tuple[str, ...]:
         read = free_variables([s for part in parts for s in part])
-        return tuple(n for n in self.sg.dataflow.basic.externals if n in read)
+        return tuple(n for n in self.sg.basic.externals if n in read)
 
     def _hand_over(self, parts: list[list[Statement]]) -> None:
         """Add a hand-over for each place, once its gradients are complete."""
@@ -260,7 +260,7 @@ class _Lowering:
         if not given:
             return
         values = {part.edge: part.value for part in given}
-        edges = self.sg.dataflow.basic.edges
+        edges = self.sg.basic.edges
         for place, end in zip(self.places, ends_of(given, self.places), strict=True):
             gradients = tuple((edges[edge][0], values.get(edge, "")) for edge in place)
             parts[end].append(Give(self.steps[end][1], gradients, ()))

@@ -53,7 +53,7 @@ def movable_roots(sg: SimplifiedGraph) -> frozenset[str]:
     The user holds outputs, autograd holds gradients, and calls of the user's Python may hold what
     they take and return.
     """
-    infos = sg.dataflow.infos
+    infos = sg.infos
     held = roots_of(infos, sg.output_names)
     for node in sg.nodes:
         held |= roots_of(infos, (hand_over.value for hand_over in node.hand_overs))
@@ -73,7 +73,7 @@ def movable_roots(sg: SimplifiedGraph) -> frozenset[str]:
 
 
 def _is_strided(sg: SimplifiedGraph, root: str) -> bool:
-    info = sg.dataflow.infos[root]
+    info = sg.infos[root]
     return len(info.stride) == len(info.shape)
 
 
@@ -176,7 +176,7 @@ def with_moves(
     for one, offset in zip(placed, offsets, strict=True):
         move, name = one.move, f"moved_{one.move.root}"
         if one.is_copied:
-            size_bytes = sg.dataflow.infos[move.root].storage_bytes
+            size_bytes = sg.infos[move.root].storage_bytes
             after[move.out_after].append(MoveOut(name, sources[move], offset, size_bytes))
             if move.out_after == move.gone_after:
                 after[move.gone_after].append(Moving(name, "leave"))
@@ -223,7 +223,7 @@ def _placed(sg: SimplifiedGraph, steps: Sequence[Step], moves: Sequence[Move]) -
 
 def _expect(sg: SimplifiedGraph, fact: bool, otherwise: str) -> None:
     if not fact:
-        name = sg.dataflow.basic.model_name
+        name = sg.basic.model_name
         raise InvalidGraphError(f"the plan of {name} moves {otherwise}.")
 
 
@@ -240,7 +240,7 @@ def _layout(sg: SimplifiedGraph, placed: Sequence[_Placed]) -> tuple[list[int], 
         root = one.move.root
         if one.is_copied:
             latest[root] = len(lives)
-            size_bytes = in_pages(sg.dataflow.infos[root].storage_bytes)
+            size_bytes = in_pages(sg.infos[root].storage_bytes)
             lives.append((size_bytes, one.move.out_after, one.arrival))
         at = latest[root]
         life_of.append(at)
@@ -269,7 +269,7 @@ def _sources(
     for one in placed:
         if one.is_copied:
             wanted[one.move.out_after].append(one.move)
-    infos = sg.dataflow.infos
+    infos = sg.infos
     live: dict[str, dict[str, None]] = {one.move.root: {} for one in placed}
     found = {}
     for t in range(len(parts) - 1, -1, -1):

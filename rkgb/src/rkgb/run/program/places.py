@@ -46,7 +46,7 @@ class Given:
 def given_by(sg: SimplifiedGraph, steps: Sequence[Step]) -> list[Given]:
     """Return the parts of gradients that the steps of a plan make, in order."""
     numbers: dict[tuple[str, int], deque[int]] = defaultdict(deque)
-    for edge, key in enumerate(sg.dataflow.basic.edges):
+    for edge, key in enumerate(sg.basic.edges):
         numbers[key].append(edge)
     return [
         Given(t, numbers[h.leaf, h.sequence_nr].popleft(), h.leaf, h.value)
@@ -90,7 +90,7 @@ def waiting_places(
         found.append(waiting)
         room = _MOST_WAITING_BYTES
     places = [tuple(sorted(given.edge for given in part)) for part in found]
-    rest = set(range(len(sg.dataflow.basic.edges))).difference(*places)
+    rest = set(range(len(sg.basic.edges))).difference(*places)
     for edge in sorted(rest):
         later = (i for i, place in enumerate(places) if min(place) > edge)
         places.insert(next(later, len(places)), (edge,))
@@ -101,7 +101,7 @@ def single_places(
     sg: SimplifiedGraph, steps: Sequence[Step], spare_bytes: Sequence[int] = ()
 ) -> Places:
     """Return a place for each edge, in eager's order as far as the headroom allows waiting."""
-    places = tuple((edge,) for edge in range(len(sg.dataflow.basic.edges)))
+    places = tuple((edge,) for edge in range(len(sg.basic.edges)))
     held = held_bytes(sg, steps, places)
     if all(more <= spare for more, spare in zip(held, spare_bytes or [0] * len(held), strict=True)):
         return places
@@ -136,8 +136,8 @@ def held_bytes(sg: SimplifiedGraph, steps: Sequence[Step], places: Places) -> li
 
 def _bytes(sg: SimplifiedGraph, waiting: Sequence[Given], known: set[str]) -> int:
     """Return the bytes of waiting gradients; sums in autograd also wait for their last part."""
-    infos = sg.dataflow.infos
+    infos = sg.infos
     roots = {infos[part.value].alias_of for part in waiting}
     sums = {infos[part.leaf].alias_of for part in waiting if part.leaf in known}
-    block_bytes = device_of(sg.dataflow.basic.device).block_bytes
+    block_bytes = device_of(sg.basic.device).block_bytes
     return sum(block_bytes(infos[root].counted_bytes) for root in (*roots, *sums))

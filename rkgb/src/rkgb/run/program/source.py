@@ -128,7 +128,7 @@ def compile_step(
     """
     if program.arena_bytes and copies is None:
         raise InvalidGraphError(
-            f"the plan of {sg.dataflow.basic.model_name} moves storages, and nothing was given "
+            f"the plan of {sg.basic.model_name} moves storages, and nothing was given "
             "that takes them. Give compile_step what does, such as Host()."
         )
     plain, source = _functions(sg, program, callee, copies)
@@ -159,7 +159,7 @@ def _functions(
 ) -> tuple[dict[str, Any], str]:
     writer = _Writer(sg, callee, copies, with_spans=with_spans)
     head = _unpack("externals", program.externals)
-    more = "" if sg.dataflow.basic.numbers is None else ", numbers"
+    more = "" if sg.basic.numbers is None else ", numbers"
     lines = [f"def forward(externals{more}):", *_indented(head)]
     lines += _indented(line for s in program.forward for line in writer.forward_lines(s))
     outputs, saved = writer.names(program.outputs), writer.names(program.saved)
@@ -170,7 +170,7 @@ def _functions(
     lines += _indented(line for s in program.backward for line in writer.backward_lines(s))
     lines += _indented([*writer.end_of_span(), *([] if program.gives else ["return", "yield"])])
     source = "\n".join([*lines, ""])
-    name = f"<rkgb step {next(_numbers)} of {sg.dataflow.basic.model_name}>"
+    name = f"<rkgb step {next(_numbers)} of {sg.basic.model_name}>"
     code = compile(source, name, "exec")
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     space = dict(writer.scope)
@@ -208,7 +208,7 @@ class _Writer:
         with_spans: bool = False,
     ) -> None:
         self.sg, self.callee, self.with_spans = sg, callee, with_spans
-        self.device = sg.dataflow.basic.device
+        self.device = sg.basic.device
         self.scope: dict[str, Any] = {
             "keep_random": lambda: RngState.save(self.device),
             "put_back_random": RngState.restore,

@@ -28,7 +28,7 @@ def copied_for_rerun(sg: SimplifiedGraph, node: SimplifiedNode) -> Mapping[str, 
     """
     if not sg.written_roots:
         return _NO_NAMES
-    infos = sg.dataflow.infos
+    infos = sg.infos
     made = {name for op in node.ops for name in op.results}
     first: dict[object, str] = {}
     found: dict[str, str] = {}
@@ -50,10 +50,10 @@ def runs_once(sg: SimplifiedGraph, node: SimplifiedNode) -> bool:
     This is so if it writes to memory of which it reads several values, or reads a part that is not
     dense.
     """
-    copied = [sg.dataflow.infos[name] for name in rerun_state(sg, node)]
+    copied = [sg.infos[name] for name in rerun_state(sg, node)]
     if not copied:
         return False
-    changed = roots_of(sg.dataflow.infos, (n for op in rerun_ops(sg, node) for n in op.writes))
+    changed = roots_of(sg.infos, (n for op in rerun_ops(sg, node) for n in op.writes))
     many = Counter(info.alias_of for info in copied)
     return any(not i.is_dense or (i.alias_of in changed and many[i.alias_of] > 1) for i in copied)
 
@@ -64,7 +64,7 @@ def rerun_ops(sg: SimplifiedGraph, node: SimplifiedNode) -> tuple[Op, ...]:
         node = replace(node, ops=tuple(target_of(op).again(op) for op in node.ops))
     if not node.written_buffers:
         return node.ops
-    infos, written = sg.dataflow.infos, set(node.written_buffers)
+    infos, written = sg.infos, set(node.written_buffers)
     read = [name for name in node.outputs if infos[name].alias_of not in written]
 
     def only_updates(op: Op) -> bool:
