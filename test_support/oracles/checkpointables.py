@@ -11,6 +11,7 @@ from torch import nn
 
 from rotor.checkpointable import Checkpointable
 from rotor.errors import InfeasibleBudgetError
+from rotor.runtime.memory import MemoryMeter
 from rotor.runtime.rng import RngState
 
 
@@ -90,3 +91,10 @@ def at_fraction(chk: Checkpointable, fraction: float) -> int:
     limit = int(least + fraction * (most - least))
     chk.compute_sequence(limit)
     return limit
+
+
+def peak_of(call: Callable[[], object], device: torch.device) -> int:
+    """Return the peak of `call` on the device, in bytes above the start."""
+    with MemoryMeter(device) as meter:
+        meter.run("call", call)
+    return meter.usage("call").peak_bytes

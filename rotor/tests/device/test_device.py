@@ -8,10 +8,16 @@ from torch import nn
 
 import rotor
 from fake_cuda.of_rotor import fake_cuda
-from oracles.checkpointables import assert_trains_like, least_limit, one_millisecond, plain_peak
+from oracles.checkpointables import (
+    assert_trains_like,
+    least_limit,
+    one_millisecond,
+    peak_of,
+    plain_peak,
+)
 from rotor import Checkpointable
 from rotor.runtime.device import Cuda, device_of, is_known
-from rotor.runtime.memory import OPTIMIZER_BYTES_PER_NUMBER, peak_of
+from rotor.runtime.memory import OPTIMIZER_BYTES_PER_NUMBER
 from zoo.chains import images, residual_net
 
 CPU = torch.device("cpu")

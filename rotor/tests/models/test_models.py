@@ -18,12 +18,11 @@ import torch
 from torch import nn
 
 import rotor
-from oracles.checkpointables import assert_trains_like, one_millisecond
+from oracles.checkpointables import assert_trains_like, one_millisecond, peak_of
 from rotor import Checkpointable
 from rotor.models import inception
 from rotor.models.inception import InceptionOutputs
 from rotor.models.utils import ReLUAtEnd
-from rotor.runtime.memory import peak_of
 
 SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 FUNCTIONS = [

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 import rotor
-from oracles.checkpointables import assert_trains_like, at_fraction, one_millisecond
+from oracles.checkpointables import assert_trains_like, at_fraction, one_millisecond, peak_of
 from rotor import Checkpointable, InfeasibleBudgetError
-from rotor.runtime.memory import peak_of
 from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad
 from zoo.chains import Squashed, images, in_place_net, mlp, residual_net
 

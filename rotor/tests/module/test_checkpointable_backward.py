@@ -11,9 +11,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 import rotor
-from oracles.checkpointables import at_fraction, least_limit, one_millisecond
+from oracles.checkpointables import at_fraction, least_limit, one_millisecond, peak_of
 from rotor import Checkpointable, InfeasibleBudgetError
-from rotor.runtime.memory import peak_of
 from zoo.chains import images, in_place_net, mlp, residual_net
 
 CPU = torch.device("cpu")

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from oracles.checkpointables import assert_trains_like, at_fraction, one_millisecond
+from oracles.checkpointables import assert_trains_like, at_fraction, one_millisecond, peak_of
 from rotor import Checkpointable
-from rotor.runtime.memory import peak_of
 from zoo.chains import Squashed
 
 CPU = torch.device("cpu")

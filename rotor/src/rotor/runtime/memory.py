@@ -122,13 +122,6 @@ class MemoryMeter:
             self._usage[label] = Usage(peak, held)
 
 
-def peak_of(call: Callable[[], object], device: torch.device) -> int:
-    """Return the peak of `call` on the device, in bytes above the start."""
-    with MemoryMeter(device) as meter:
-        meter.run("call", call)
-    return meter.usage("call").peak_bytes
-
-
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the distinct storages behind the tensors."""
     sizes = {t.untyped_storage().data_ptr() or id(t): t.untyped_storage().nbytes() for t in tensors}
