@@ -104,8 +104,9 @@ def _planned(model: nn.Module, sample: Any, choice: Choice) -> nn.Module:
     beside = BESIDE.get(choice.beside, {})
     if "offload" in beside:
         here = torch.device("cpu")
-        copies = offload.offload_of("host", here, None, _LINK).copies
-        offload._made["host", here] = offload.Offload("host", copies, _LINK)
+        given = offload.offload_of("host", here, None, _LINK)
+        assert given is not None
+        offload._made["host", here] = offload.Offload("host", given.copies, _LINK)
     for left in (3, 2, 1, 0):
         try:
             options = {"planner": planner, "self_test": choice.self_test, **beside}
