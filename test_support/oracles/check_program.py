@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from oracles.check_pieces import check_pieces
 from oracles.moved_memory import MovedMemory
 from oracles.numbered_memory import (
     AS_STRIDED,
@@ -25,6 +26,7 @@ from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op, Ref
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph
+from rkgb.rows.call import InPieces
 from rkgb.run.program.statements import (
     Begin,
     Call,
@@ -244,6 +246,9 @@ class _Check:
             self._expect(owner is None, f"'{name}' was handed over as the gradient of '{owner}'")
             outside = self.memory.variables[name].storage in self.outside
             self._expect(not (outside and self.again), f"it writes '{name}' once more")
+        if isinstance(op.target, InPieces):
+            self._call_in_pieces(op, op.target)
+            return
         recorded = self.recording.ops.get(op.name)
         if recorded is None or (op.target is AS_STRIDED and recorded.target is not AS_STRIDED):
             self._expect(op.target is AS_STRIDED and not op.writes, "it was not recorded")
@@ -259,6 +264,20 @@ class _Check:
             "it does not compute what it did when it was recorded: it reads something else, or "
             "something that has been overwritten",
         )
+
+    def _call_in_pieces(self, op: Op, call: InPieces) -> None:
+        """Follow the operations that a call runs piece by piece, as if they were whole."""
+        right = op.inputs == call.pieces.takes and op.results == call.pieces.results
+        self._expect(right, "it gets or makes other values than its pieces do")
+        check_pieces(call)
+        before = {*self.memory.variables}
+        for each in call.recorded:
+            unknown = [name for name in each.inputs if name not in self.memory.variables]
+            self._expect(not unknown, f"{each.target_name} reads {', '.join(unknown)}")
+            same = self.memory.call(each, each) == self.recording.computes[each.name]
+            self._expect(same, f"{each.target_name} does not compute what it did")
+        for name in self.memory.variables.keys() - before - {*op.results}:
+            del self.memory.variables[name]
 
     def _with_zeros(self, op: Op, recorded: Op) -> Op:
         """Return the sum over a whole of which only a part is added, and make the other term."""

@@ -21,7 +21,7 @@ _MM = torch.ops.aten.mm.default
 
 
 @dataclass(frozen=True)
-class _Line:
+class Line:
     """One call, and the values whose last use it is."""
 
     op: Op
@@ -46,13 +46,13 @@ class InPieces(Target):
         in_loop = {n for op in pieces.loop for n in op.inputs} | wholes
         in_after = {n for op in pieces.after for n in op.inputs}
         sums = {*pieces.summed}
-        self._before = _lines(pieces.before, {}, kept | outside | in_loop | in_after)
+        self.before = _lines(pieces.before, {}, kept | outside | in_loop | in_after)
         made = {n for op in pieces.loop for n in op.results} | {*pieces.slices}
         stay = {n for op in pieces.loop for n in op.inputs} - made
-        self._loop = _lines(pieces.loop, pieces.slices, stay | outside)
-        self._short = _lines(pieces.short, pieces.slices, stay | outside)
-        self._after = _lines(pieces.after, {}, kept | outside)
-        self._done = tuple(
+        self.loop = _lines(pieces.loop, pieces.slices, stay | outside)
+        self.short = _lines(pieces.short, pieces.slices, stay | outside)
+        self.after = _lines(pieces.after, {}, kept | outside)
+        self.done = tuple(
             (in_loop & {n for op in pieces.before for n in op.results}) - in_after - kept - sums
         )
 
@@ -71,13 +71,13 @@ class InPieces(Target):
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         pieces = self.pieces
         values: dict[str, Tensor] = dict(zip(pieces.takes, tensors, strict=True))
-        for line in self._before:
+        for line in self.before:
             run_op(line.op, values, line.run)
             for name in line.frees:
                 values.pop(name, None)
         wholes: dict[str, Tensor] = {}
         for index in range(pieces.count):
-            for line in self._short if pieces.runs.is_short(index) else self._loop:
+            for line in self.short if pieces.runs.is_short(index) else self.loop:
                 for name in line.slices:
                     part = pieces.slices[name]
                     values[name] = piece_of(values[part.source], part.cuts, index, pieces.runs)
@@ -100,18 +100,18 @@ class InPieces(Target):
                             _put(name, values[name], wholes, pieces, index)
                 for name in line.frees:
                     values.pop(name, None)
-        for name in self._done:
+        for name in self.done:
             del values[name]
         for name in tuple(wholes):
             values[name] = _rounded(wholes.pop(name), pieces.infos.get(name))
-        for line in self._after:
+        for line in self.after:
             run_op(line.op, values, line.run)
             for name in line.frees:
                 values.pop(name, None)
         return tuple([values[name] for name in pieces.results])
 
 
-def _lines(ops: Sequence[Op], slices: Any, stay: set[str]) -> tuple[_Line, ...]:
+def _lines(ops: Sequence[Op], slices: Any, stay: set[str]) -> tuple[Line, ...]:
     """Return the calls of some operations, each with the values that it frees."""
     seen: set[str] = set()
     lines = []
@@ -126,7 +126,7 @@ def _lines(ops: Sequence[Op], slices: Any, stay: set[str]) -> tuple[_Line, ...]:
     for op, frees in lines:
         first = tuple(n for n in dict.fromkeys(op.inputs) if n in slices and n not in had)
         had.update(first)
-        found.append(_Line(op, getattr(op.target, "_op", op.target), first, frees))
+        found.append(Line(op, getattr(op.target, "_op", op.target), first, frees))
     return tuple(found)
 
 
