@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rkgb.capture.record import make_B
 from rkgb.errors import SideEffectError
+from rkgb.guards.contents import Contents
 from rkgb.torch_api.patches import Patches, meant
 
 
@@ -188,3 +189,26 @@ def test_its_own_warnings_are_not_heard_and_its_prints_are_refused() -> None:
     make_B(Loud(warnings.warn), torch.randn(2, 4))
     with pytest.raises(SideEffectError, match="prints"):
         make_B(Loud(print), torch.randn(2, 4))
+
+
+def test_a_class_is_held_as_it_is_without_replacements() -> None:
+    """What is put back after a recording is no function of ours, and nothing that was inherited."""
+
+    class Base:
+        def named(self) -> int:
+            return 1
+
+    class Derived(Base):
+        pass
+
+    before = vars(Base)["named"]
+    held = Contents()
+    with Patches([(Base, "named", lambda _: 2), (Derived, "named", lambda _: 3)]):
+        held.add(Base)
+        held.add(Derived)
+        assert Derived().named() == 3
+        assert not [*held.changed()]
+    assert not [*held.changed()]
+    held.restore()
+    assert vars(Base)["named"] is before
+    assert "named" not in vars(Derived)

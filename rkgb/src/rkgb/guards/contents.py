@@ -31,7 +31,8 @@ from rkgb.guards.holding import (
     too_long,
     write,
 )
-from rkgb.guards.owners import is_ours, is_users
+from rkgb.guards.owners import is_users
+from rkgb.torch_api.patches import meant
 from rkgb.torch_api.quiet import without_warnings
 
 CONTAINERS = (list, dict, set, deque)
@@ -281,7 +282,9 @@ def _content(owner: Any, name: str | None) -> Any:
     if has_content(owner):
         return content_of(owner)
     if isinstance(owner, (type, ModuleType)):
-        return {key: value for key, value in vars(owner).items() if not key.startswith("__")}
+        # While a step is recorded, functions of ours stand in some places.
+        found = {n: meant(v, ABSENT) for n, v in vars(owner).items() if not n.startswith("__")}
+        return {name: value for name, value in found.items() if value is not ABSENT}
     return _attributes_of(owner)
 
 
@@ -295,15 +298,7 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
     return found
 
 
-def _is_patch(value: Any) -> bool:
-    """Whether a function is one of ours, in the place of another while a step is recorded."""
-    return isinstance(value, FunctionType) and is_ours(value.__module__)
-
-
 def _alike(owner: Any, now: Any, content: Any) -> bool:
-    if isinstance(owner, type):
-        patched = {k for held in (now, content) for k, value in held.items() if _is_patch(value)}
-        now, content = ({k: held[k] for k in held.keys() - patched} for held in (now, content))
     if not isinstance(content, dict):
         return len(now) == len(content) and all(
             is_same(a, b) or is_used_up(b) for a, b in zip(now, content, strict=True)
