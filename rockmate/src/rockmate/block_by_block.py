@@ -19,7 +19,7 @@ from rockmate.arguments import (
     called_with,
     refuse_no_module,
 )
-from rockmate.blockwise.blocks import AUTO, class_name, device_of_parameters, find_blocks
+from rockmate.blockwise.blocks import AUTO, find_blocks
 from rockmate.blockwise.loss_outside import LossOfBlocks, Within
 from rockmate.blockwise.planning import Chosen, Planner
 from rockmate.blockwise.rehearsal import largest_first
@@ -36,7 +36,7 @@ from rockmate.errors import (
 from rockmate.files.cache_folder import CacheFolder
 from rockmate.files.plan_file import PlanFile, SavedBlocks, SeenLoss
 from rockmate.guards.module_watch import without_hooks
-from rockmate.guards.sharded import own_class, refuse_engines
+from rockmate.guards.sharded import class_name, device_of_parameters, own_class, refuse_engines
 from rockmate.in_place import remove
 from rockmate.module import Rockmate, dressed, plain_view
 from rockmate.progress import Phases
@@ -147,7 +147,7 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
     """
     model = given.model
     _refuse_model(model)
-    name = class_name(model)
+    name, device = class_name(model), device_of_parameters(model)
     team = Team.of(model, given.process_group)
     with team.together():
         given.check(team)
@@ -166,7 +166,6 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
     with team.together():
         found = find_blocks(model, given.blocks)
     found = {p: b for p, b in found.items() if not any(is_inside(p, o) for o in terms.opaque)}
-    device = device_of_parameters(model)
     calls = largest_first(model, calls, team, device)
     with team.together():
         given, within = _within(given, calls)

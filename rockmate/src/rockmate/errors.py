@@ -62,6 +62,15 @@ class InfeasibleBudgetError(RockmateError, ValueError, RuntimeError):
         self.bound_bytes = bound_bytes
         self.whole: tuple[str, ...] = ()  # opaque calls in the plan
 
+    def reworded(self, message: str, **instead: int) -> InfeasibleBudgetError:
+        """Return the same refusal in other words, perhaps with other bytes."""
+        names = ("asked_bytes", "minimum_bytes", "bound_bytes")
+        made = InfeasibleBudgetError(
+            message, **{name: vars(self)[name] for name in names} | instead
+        )
+        made.whole = self.whole
+        return made
+
 
 class InvalidPlanError(RockmateError, ValueError):
     """A sequence of steps is invalid, or does not belong to the problem."""

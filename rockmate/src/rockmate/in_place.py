@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rockmate.arguments import Arguments, called_with, maker
-from rockmate.blockwise.loss_outside import watch_of
+from rockmate.blockwise.loss_outside import stop_watching
 from rockmate.decisions import DecidingModule
 from rockmate.errors import ArgumentsError, RockmateError
 from rockmate.module import (
@@ -107,11 +107,10 @@ def remove(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, Rockmate):
         for block in list(model.modules()):
-            if (watch := watch_of(block)) is not None:
-                watch.take_off()
             planned = vars(block).get("_rockmate")
             if planned is not None and planned.settings.most_kept_bytes is not None:
                 remove(block)
+        stop_watching(model)
         return model
     if not is_applied(model):
         return model.original

@@ -24,8 +24,9 @@ from rockmate.decisions import DecidingModule
 from rockmate.decisions.report import DecidedPlan
 from rockmate.errors import UnsupportedModuleError
 from rockmate.files.plan_file import PlanFile
+from rockmate.guards.module_watch import view_of
 from rockmate.guards.sharded import own_class, refuse_engines
-from rockmate.networks import compiled_part, cut_parts
+from rockmate.networks import Planned, compiled_part, cut_parts
 from rockmate.reports.plan_report import PlanReport
 from rockmate.requests.identity import in_short, input_texts, made_with
 from rockmate.settings import Terms
@@ -105,9 +106,7 @@ class Rockmate(nn.Module):
         if model is None:  # a replica, which shares the plans
             return object.__new__(cls)
         model = plain_of(model)
-        wrapper: Rockmate = object.__new__(_class_of(cls, type(model), wraps=True))
-        object.__setattr__(wrapper, "__dict__", vars(model))
-        return wrapper
+        return view_of(model, _class_of(cls, type(model), wraps=True))  # type: ignore[return-value]
 
     @method_called_with(Arguments)
     def __init__(self, given: Arguments) -> None:
@@ -169,7 +168,7 @@ class Rockmate(nn.Module):
         if by_blocks is not None:
             return by_blocks.report
         first = self._rockmate.planned
-        basic = first.network.graph.dataflow.basic
+        basic = first.network.basic
         return PlanReport(
             first.problem,
             first.plan,
@@ -185,6 +184,11 @@ class Rockmate(nn.Module):
         )
 
     @property
+    def _shown(self) -> DecidedPlan | Planned:
+        by_blocks = self._rockmate.by_blocks
+        return by_blocks.report if by_blocks else self._rockmate.planned
+
+    @property
     def plans(self) -> PlanRows:
         """All plans, with reason and planning time; printing it shows a line for each plan."""
         return self._rockmate.rows()
@@ -192,14 +196,12 @@ class Rockmate(nn.Module):
     @property
     def budget_bytes(self) -> int:
         """The budget in bytes; a fraction is resolved."""
-        by_blocks = self._rockmate.by_blocks
-        return (by_blocks.report if by_blocks else self._rockmate.planned).budget_bytes
+        return self._shown.budget_bytes
 
     @property
     def planning_seconds(self) -> Mapping[str, float]:
         """Seconds that each phase of planning took."""
-        by_blocks = self._rockmate.by_blocks
-        return (by_blocks.report if by_blocks else self._rockmate.planned).seconds
+        return self._shown.seconds
 
     @property
     def eager_peak_bytes(self) -> int | None:
@@ -209,8 +211,7 @@ class Rockmate(nn.Module):
     @property
     def measured_peak_bytes(self) -> int | None:
         """Peak that the allocator counted in the self-test, or None without a self-test."""
-        by_blocks = self._rockmate.by_blocks
-        return (by_blocks.report if by_blocks else self._rockmate.planned).measured_peak_bytes
+        return self._shown.measured_peak_bytes
 
     def extra_repr(self) -> str:
         """Return the model's own text, and the state of planning."""
@@ -318,10 +319,7 @@ def plain_view(model: nn.Module) -> nn.Module:
     """Return the plain module of an applied one: another object that shares its state."""
     if isinstance(model, Rockmate):
         return model.original
-    kind = own_class(type(model))
-    view: nn.Module = object.__new__(kind)
-    object.__setattr__(view, "__dict__", vars(model))
-    return view
+    return view_of(model, own_class(type(model)))
 
 
 def plain_of(model: Any) -> nn.Module:
@@ -355,7 +353,7 @@ def refuse_no_output(planned: DecidingModule) -> None:
     """
     if planned.first is None:
         return
-    basic = planned.first.network.graph.dataflow.basic
+    basic = planned.first.network.basic
     if basic.roots or basic.effects or any(isinstance(out, Ref) for out in basic.outputs):
         return
     kind = type(planned.model)

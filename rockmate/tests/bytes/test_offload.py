@@ -202,7 +202,7 @@ def test_the_cache_keeps_plans_that_move(tmp_path: Path, monkeypatch: pytest.Mon
     model, x = blocks(3)
     made = Rockmate(model, x, 0.5, **how)
     assert made.plan.plan.moves
-    monkeypatch.setattr("rockmate.requests.sources.Anew.find", lambda *_: pytest.fail("planned"))
+    monkeypatch.setattr("rockmate.requests.sources.anew", lambda *_: pytest.fail("planned"))
     model, x = blocks(3)
     twin = eager_copy(model)
     rk = Rockmate(model, x, 0.5, **how)

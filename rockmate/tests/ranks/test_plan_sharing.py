@@ -105,15 +105,10 @@ def test_rank_0_plans_for_both() -> None:
     run_in_processes(__file__, "_two_ranks")
 
 
-class _Beyond:
-    """Finds what is asked for."""
-
-    def find(self, request: Any) -> Any:
-        return request.key
-
-
 def _among(rank: int, store: Any) -> Any:
-    return AmongRanks(Exchange(rank, 4, store, "z/", patience_s=60.0), (_Beyond(),))
+    return AmongRanks(
+        Exchange(rank, 4, store, "z/", patience_s=60.0), (lambda request: request.key,)
+    )
 
 
 def test_who_has_the_same_step_follows_and_others_do_not_wait(
@@ -127,12 +122,12 @@ def test_who_has_the_same_step_follows_and_others_do_not_wait(
     sources = [_among(rank, store) for rank in range(4)]
     first, second = (SimpleNamespace(key=f"{name} stage", model=None) for name in ("one", "other"))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(sources[1].find, first)
+        waiting = pool.submit(sources[1], first)
         assert not waiting.done(), "rank 0 comes first"
-        assert sources[0].find(first) == "one stage"  # it plans
+        assert sources[0](first) == "one stage"  # it plans
         assert waiting.result() == 0
-    assert sources[2].find(second) == "other stage"
-    assert sources[3].find(second) == 2
+    assert sources[2](second) == "other stage"
+    assert sources[3](second) == 2
     assert [source.exchange.published for source in sources[:3:2]] == [
         ["plan/one stage"],
         ["plan/other stage"],

@@ -16,7 +16,7 @@ from rkgb.elements.effect import (
     InputMutation,
     ObserverHook,
 )
-from rkgb.elements.module_paths import is_inside
+from rkgb.elements.module_paths import is_inside, outermost
 from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import BATCH_NORMS, CAST, Op, Ref
 from rkgb.elements.sample import attribute_keyword, attribute_of
@@ -47,6 +47,7 @@ __all__ = [
     "flatten",
     "is_inside",
     "is_running",
+    "outermost",
     "running_on",
     "settled",
     "storage_id",

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 
 def is_inside(path: str, around: str) -> bool:
     """Return whether a module is another one, or inside it, by their paths."""
     return not around or path == around or path.startswith(f"{around}.")
+
+
+def outermost(paths: Iterable[str]) -> tuple[str, ...]:
+    """Return the modules, by their paths, that are inside none of the others; each once."""
+    kept = dict.fromkeys(paths)
+    return tuple(p for p in kept if not any(p != other and is_inside(p, other) for other in kept))
 
 
 def around(paths: Sequence[str]) -> str:

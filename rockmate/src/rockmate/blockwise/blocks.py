@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import nn
 
 from rockmate.errors import UnsupportedModuleError
-from rockmate.guards.sharded import own_class
+from rockmate.guards.sharded import class_name
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 AUTO = "auto"
@@ -52,16 +51,6 @@ def find_blocks(model: nn.Module, asked: str | Sequence[str]) -> Mapping[str, nn
                 f"the block '{path}' lies inside the block '{outer[0]}'. Name one of the two."
             )
     return {path: module for path, module in modules.items() if path in found}
-
-
-def device_of_parameters(model: nn.Module) -> torch.device:
-    """Return the device of the first parameter, or the host if there is none."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
-def class_name(module: nn.Module) -> str:
-    """Return the name of a module's class as it was before FSDP replaced it."""
-    return own_class(type(module)).__name__
 
 
 def _repeated(model: nn.Module, least: int) -> dict[str, nn.Module]:

@@ -197,10 +197,13 @@ def _pass(*_: Any) -> None:
     pass
 
 
-def watch_of(model: nn.Module) -> LossOfBlocks | None:
-    """Return what watches the loss of a model, if anything does."""
-    hooks = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _Hook))
-    return next((getattr(hook.call, "__self__", None) for hook in hooks), None)
+def stop_watching(model: nn.Module) -> None:
+    """Watch no losses of a model and of the modules inside it any more."""
+    tables = [module._forward_pre_hooks.values() for module in model.modules()]
+    hooks = [hook for table in tables for hook in table if isinstance(hook, _Hook)]
+    for watch in [getattr(hook.call, "__self__", None) for hook in hooks]:
+        if isinstance(watch, LossOfBlocks):
+            watch.take_off()
 
 
 def _is_step(model: nn.Module) -> bool:

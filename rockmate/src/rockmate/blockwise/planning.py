@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from rkgb.engine import Sample
 from rkgb.torch_api import placed_parameters
 from rockmate.arguments import Call
-from rockmate.blockwise.blocks import device_of_parameters
 from rockmate.blockwise.kinds import (
     Kind,
     call_of,
@@ -48,7 +47,14 @@ from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
 from rockmate.files.plan_file import SavedBlocks
 from rockmate.guards.input_signature import ambient, in_order, key_of
 from rockmate.guards.module_watch import without_hooks
-from rockmate.guards.sharded import is_sharded, local_part, own_class, settled_call, whole_parts
+from rockmate.guards.sharded import (
+    device_of_parameters,
+    is_sharded,
+    local_part,
+    own_class,
+    settled_call,
+    whole_parts,
+)
 from rockmate.networks.network import Network
 from rockmate.networks.self_test import eager_step, self_test
 from rockmate.options.module_choice import (
@@ -188,11 +194,9 @@ class Planner:
         """Return a choice whose step was within the budget, its peak, and what was measured."""
         for _ in range(_MOST_TRIES):
             choice = self._choose(memory, budget)
-            self._take(self._numbers(choice))
+            self._take(self._numbers(choice.options))
             self._test_once(call)
-            self.note("measuring a step")
-            peak, found = self._measure(call)
-            measured = max(self.team.gather(peak + (self.in_flight - 1) * found.held_bytes))
+            measured, found = self._measured_peak(call)
             if measured <= budget:
                 return memory, choice, measured
             _log.info("%d bytes over the budget: choosing again", measured - budget)
@@ -204,8 +208,14 @@ class Planner:
             minimum_bytes=measured,
         )
 
-    def _numbers(self, choice: Choice) -> dict[str, int]:
-        return dict(zip(self.order, choice.options, strict=True))
+    def _measured_peak(self, call: Call) -> tuple[int, StepMemory]:
+        """Return the peak of a step, the largest of all processes, and its memory."""
+        self.note("measuring a step")
+        peak, found = self._measure(call)
+        return max(self.team.gather(peak + (self.in_flight - 1) * found.held_bytes)), found
+
+    def _numbers(self, options: Sequence[int]) -> dict[str, int]:
+        return dict(zip(self.order, options, strict=True))
 
     def _tested(self, calls: Sequence[Call], chosen: Chosen, most_bytes: int) -> StepMemory | None:
         """Test and measure what budgets up to `most_bytes` choose; None if other calls exceed them.
@@ -218,7 +228,7 @@ class Planner:
         found = [choose(chosen.memory, budget) for budget in budgets]
         tested = dict.fromkeys(c.options for c in (*found, chosen.choice) if c is not None)
         for options in tested:
-            self._take(dict(zip(self.order, options, strict=True)))
+            self._take(self._numbers(options))
             self._test_once(calls[0])
         try:
             memory, largest_choice, _ = self._fitting(calls[0], chosen.memory, most_bytes)
@@ -228,7 +238,7 @@ class Planner:
             _log.info("the estimate of what a loss takes will stay: %s", error)
             return None
         finally:
-            self._take(self._numbers(chosen.choice))
+            self._take(self._numbers(chosen.choice.options))
         rows = zip(*(*tested, largest_choice.options), strict=True)
         return only(memory, [set(row) for row in rows])
 
@@ -240,7 +250,7 @@ class Planner:
         choice = choose(tested, budget)
         if choice is None:
             return None
-        self._take(self._numbers(choice))
+        self._take(self._numbers(choice.options))
         measured, keeping_all = chosen.measured_peak_bytes, chosen.keeping_all_bytes
         again = self._chosen(chosen.memory, choice, measured, keeping_all, budget)
         return replace(again, tested=chosen.tested)
@@ -266,8 +276,7 @@ class Planner:
             numbers = numbers_for(saved, kinds, self.in_flight)
         self._take(numbers)
         self._test_once(call)
-        peak, memory = self._measure(call)
-        measured = max(self.team.gather(peak + (self.in_flight - 1) * memory.held_bytes))
+        measured, memory = self._measured_peak(call)
         keeping_all = peak_of(memory, [0] * len(memory.calls))
         budget = min(self.team.gather(room(keeping_all)))
         if measured > budget:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rockmate.guards.input_signature import for_any_number, other_ints, told, unlike
+from rockmate.guards.input_signature import for_any_number, other_ints, unlike
 from rockmate.guards.module_state import ModuleState, Place
 from rockmate.reports.in_full import InFull
 
@@ -220,8 +220,3 @@ class PlanStore:
     def __iter__(self) -> Iterator[Planned]:
         for family in self.families.values():
             yield from family.variants
-
-
-def what(key: Key) -> str:
-    """Return the calls of a key in words."""
-    return told(key.inputs)

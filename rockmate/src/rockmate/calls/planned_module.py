@@ -223,7 +223,7 @@ class PlannedModule(PlansOfModule):
     def _values(self, snapshot: Snapshot, planned: Planned) -> ExternalValues:
         values = snapshot.values.get(planned.executor)
         if values is None:
-            basic = planned.network.graph.dataflow.basic
+            basic = planned.network.basic
             kept = snapshot.kept(planned.executor)
             values = snapshot.values[planned.executor] = ExternalValues(basic, self.model, kept)
         return values

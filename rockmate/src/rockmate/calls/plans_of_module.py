@@ -18,11 +18,11 @@ from rkgb.safeguards import refuse_lazy_modules
 from rkgb.torch_api import changing_modes, placed_parameters, unwatched
 from rockmate.arguments import Call
 from rockmate.calls.any_number import AnyNumber
-from rockmate.calls.plan_store import Family, Key, PlanRow, PlanRows, what
+from rockmate.calls.plan_store import Family, Key, PlanRow, PlanRows
 from rockmate.calls.requester import Requester, planning, with_whole
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
 from rockmate.guards.changing_places import ChangingPlaces, readers
-from rockmate.guards.input_signature import ambient, in_order, key_of
+from rockmate.guards.input_signature import ambient, in_order, key_of, told
 from rockmate.guards.module_state import ModuleState, Place
 from rockmate.guards.module_watch import without_hooks
 from rockmate.networks import Planned, with_least_peak
@@ -143,7 +143,7 @@ class PlansOfModule(Requester):
             planned = self._without_readers(key, last, call, why)
             if planned is None:
                 planned = self._planned(call, why, any_number=any_number)
-            self.watch.read(planned.network.graph.dataflow.basic.sources)
+            self.watch.read(planned.network.basic.sources)
             key = replace(key, inputs=key_of(*call, self.watch.asked)[1])
             if any_number is not None:
                 key, why = self._for_any_number(key, any_number, why, planned)
@@ -195,7 +195,7 @@ class PlansOfModule(Requester):
         snapshot = self.watch.now(ambient()[0])
         for one in (planned, planned.accumulating):
             if one is not None:
-                snapshot.locate(one.executor, one.network.graph.dataflow.basic.constants)
+                snapshot.locate(one.executor, one.network.basic.constants)
         return snapshot.state
 
     def _try_any_attribute(self, key: Key, call: Call) -> None:
@@ -225,7 +225,7 @@ class PlansOfModule(Requester):
         except BaseException:
             self.watch.hand_over(before)
             raise
-        self.watch.read(planned.network.graph.dataflow.basic.sources)
+        self.watch.read(planned.network.basic.sources)
         state, inputs = self._locate(planned), key_of(*call, self.watch.asked)[1]
         general = replace(key, state=state, inputs=inputs).for_any_number(whole)
         if planned.numbers is None or general is None:
@@ -269,7 +269,7 @@ class PlansOfModule(Requester):
             guards = len(family.variants) < _MOST_WAYS
             planned = self._planned(call, why, guards=guards)
             _log.info("planned for other %s: %s", why, "; ".join(planned.outcomes.texts[:3]))
-            self.watch.read(planned.network.graph.dataflow.basic.sources)
+            self.watch.read(planned.network.basic.sources)
             self._locate(planned)
             family.variants.insert(0, planned)
             family.looks += 1
@@ -283,7 +283,7 @@ class PlansOfModule(Requester):
 
 def _row(key: Key, why: str, planned: Planned, seconds: float) -> PlanRow:
     peak, budget = planned.plan.peak_bytes, planned.budget_bytes
-    row = PlanRow(what(key), why, planned.how, seconds, peak, budget, planned.plan.overhead)
+    row = PlanRow(told(key.inputs), why, planned.how, seconds, peak, budget, planned.plan.overhead)
     _log.info("%s", row)
     return row
 

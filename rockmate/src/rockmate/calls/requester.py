@@ -161,14 +161,9 @@ class Requester:
         except InfeasibleBudgetError as error:
             if self.first is None:
                 raise
-            other = InfeasibleBudgetError(
-                f"for a call of another kind than before ({why}): {error}",
-                asked_bytes=error.asked_bytes,
-                minimum_bytes=error.minimum_bytes,
-            )
-            other.whole = error.whole
-            raise other from None
-        self._first_call.note(planned.network.graph.dataflow.basic.sources.settings)
+            text = f"for a call of another kind than before ({why}): {error}"
+            raise error.reworded(text) from None
+        self._first_call.note(planned.network.basic.sources.settings)
         if self.first is None:
             self.first = planned
             # Later plans get the same bytes, not a fraction of their own eager peaks.

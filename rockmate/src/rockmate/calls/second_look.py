@@ -19,7 +19,7 @@ from torch import Tensor
 from rkgb.capture import look_again
 from rkgb.costs import made_bytes, op_key
 from rkgb.device import no_collection
-from rkgb.elements import Op, TensorInfo, target_of
+from rkgb.elements import Op, TensorInfo, outermost, target_of
 from rkgb.engine import Sample
 from rkgb.graphs import Difference, ambient_autocast
 from rkgb.torch_api import current_dispatch_modes, has_saved_hooks
@@ -122,7 +122,7 @@ class SecondLook:
         if not found:
             return Differences()
         model = self.plans.model
-        paths = _outermost([called_path(model, difference.module_path) for difference in found])
+        paths = outermost(called_path(model, difference.module_path) for difference in found)
         more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
         _log.warning(
             "%s was recorded otherwise than it is called now, though nothing differs that a plan "
@@ -152,7 +152,7 @@ class SecondLook:
     def _recorded_again(
         self, planned: Planned, external: Mapping[str, Tensor], leaves: Sequence[Any], call: Call
     ) -> list[Difference] | None:
-        basic = planned.network.graph.dataflow.basic
+        basic = planned.network.basic
         basic = replace(basic, constants={name: external[name] for name in basic.constants})
         spaces = {getattr(op.target, "namespace", "") for op in basic.ops}
         if not self.plans.plans_alone or not spaces.isdisjoint(_COLLECTIVES):
@@ -171,7 +171,7 @@ class SecondLook:
 
 def _needs_bytes(network: Network) -> list[int]:
     """Return the bytes that each operation of a step makes, with its workspace."""
-    basic, costs = network.graph.dataflow.basic, network.measured.costs
+    basic, costs = network.basic, network.measured.costs
     most = max((cost.workspace_bytes for cost in costs.values()), default=0)
     needs: list[int] = []
     for op in (*basic.ops, *basic.backward):
@@ -192,8 +192,3 @@ def _overwriting_bytes(op: Op, infos: Mapping[str, TensorInfo]) -> int:
     return sum(
         infos[name].size_bytes for name in op.results if name and infos[name].alias_of != name
     )
-
-
-def _outermost(paths: Sequence[str]) -> list[str]:
-    kept = dict.fromkeys(paths)
-    return [p for p in kept if not any(p != q and (not q or p.startswith(f"{q}.")) for q in kept)]

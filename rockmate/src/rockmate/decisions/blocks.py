@@ -29,9 +29,10 @@ from rockmate.calls.plan_store import Family, Key
 from rockmate.calls.planned_module import PlannedModule
 from rockmate.calls.plans_of_module import NotPlannedError
 from rockmate.comparison.fingerprint import Fingerprints
-from rockmate.decisions.dressing import Dressing, undressed, view_of
+from rockmate.decisions.dressing import Dressing, undressed
 from rockmate.decisions.recomputed import tensors_read
 from rockmate.errors import InfeasibleBudgetError, RockmateError
+from rockmate.guards.module_watch import view_of
 from rockmate.networks import Planned
 from rockmate.networks.network import Network
 from rockmate.options.options import BlockOption
@@ -209,7 +210,7 @@ class SeenCall:
         view, planned = self.block.view, self.kind.recorded
         own: dict[str, Tensor] = dict(placed_parameters(view, remove_duplicate=False))
         own.update(view.named_buffers(remove_duplicate=False))
-        basic = planned.network.graph.dataflow.basic
+        basic = planned.network.basic
         names = {**basic.parameters, **basic.buffers}
         read = {names.get(name) for name in planned.executor.expected.program.externals}
         whole = bool(planned.network.opaque)  # an opaque call may read any of them

@@ -70,13 +70,6 @@ def _dressed(base: Any) -> type:
     return known
 
 
-def view_of(module: nn.Module) -> nn.Module:
-    """Return another object that shares a module's state, of its original class."""
-    view: nn.Module = object.__new__(type(module))
-    object.__setattr__(view, "__dict__", vars(module))
-    return view
-
-
 class Dressing:
     """Submodules of a model whose calls can be redirected, by path."""
 

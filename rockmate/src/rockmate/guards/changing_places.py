@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from rkgb.elements import is_inside
+from rkgb.elements import outermost
 from rkgb.guards import Sources
 from rockmate.guards.module_state import ModuleState
 
@@ -40,4 +40,4 @@ def readers(facts: Collection[Fact], sources: Sources) -> tuple[str, ...]:
     """Return the outermost submodules whose Python reads these places."""
     keys = list(sources.places)
     paths = {path for _, _, number in facts for path in sources.paths[keys[int(number)]]}
-    return tuple(p for p in sorted(paths) if not any(p != q and is_inside(p, q) for q in paths))
+    return outermost(sorted(paths))

@@ -93,6 +93,13 @@ class ModuleWatch:
             snapshot.values.clear()
 
 
+def view_of(model: nn.Module, kind: type[nn.Module] | None = None) -> nn.Module:
+    """Return another object that shares a module's state, of its class or another one."""
+    view: nn.Module = object.__new__(kind or type(model))
+    object.__setattr__(view, "__dict__", vars(model))
+    return view
+
+
 def without_hooks(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
     """Return a copy of `model` that shares everything but its own hooks, which a call runs."""
     bare: nn.Module = object.__new__(kind)

@@ -1,4 +1,4 @@
-"""Modules that torch has sharded: they have another class, and own a part of each parameter."""
+"""What a module is to torch: its class before sharding, its device, this process's part of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from rkgb.elements import flatten, is_inside, is_running, settled
+from rkgb.elements import flatten, is_running, outermost, settled
 from rockmate.errors import UnsupportedModuleError
 
 
@@ -24,6 +25,16 @@ def own_class(kind: type[nn.Module]) -> type[nn.Module]:
     order = kind.__mro__
     own: type[nn.Module] = order[order.index(sharded) + 1]
     return own
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's class as it was before FSDP replaced it."""
+    return own_class(type(module)).__name__
+
+
+def device_of_parameters(model: nn.Module) -> torch.device:
+    """Return the device of the first parameter, or the host if there is none."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 # Wrappers of torch with collectives of their own. Steps that planning runs would start these too.
@@ -71,11 +82,7 @@ def spread_parts(model: nn.Module) -> tuple[str, ...]:
 
 def whole_parts(model: nn.Module) -> tuple[str, ...]:
     """Return the outermost of `spread_parts`, which become opaque calls."""
-    found: list[str] = []
-    for path in spread_parts(model):  # a module comes before its submodules
-        if not any(is_inside(path, other) for other in found):
-            found.append(path)
-    return tuple(found)
+    return outermost(spread_parts(model))
 
 
 def settled_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

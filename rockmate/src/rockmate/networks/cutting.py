@@ -215,16 +215,10 @@ def _refused(
     whole: InfeasibleBudgetError, cut: InfeasibleBudgetError | None
 ) -> InfeasibleBudgetError:
     if cut is None:
-        return InfeasibleBudgetError(
-            f"{_sentence(whole)} Nothing of it can be cut in pieces of rows.",
-            asked_bytes=whole.asked_bytes,
-            minimum_bytes=whole.minimum_bytes,
-            bound_bytes=whole.bound_bytes,
-        )
-    return InfeasibleBudgetError(
+        return whole.reworded(f"{_sentence(whole)} Nothing of it can be cut in pieces of rows.")
+    return whole.reworded(
         f"{_sentence(cut)} That is with its widest parts in pieces of rows; without, the smallest "
         f"budget is {format_bytes(whole.minimum_bytes)} ({whole.minimum_bytes} bytes).",
-        asked_bytes=whole.asked_bytes,
         minimum_bytes=min(whole.minimum_bytes, cut.minimum_bytes),
         bound_bytes=min(whole.bound_bytes, cut.bound_bytes),
     )

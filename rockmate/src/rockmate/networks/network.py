@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rkgb.costs import FlopCost, Measured, NodeFacts, OpCost, measure_resized, op_key
 from rkgb.elements import InputMutation, target_of
 from rkgb.engine import Sample, device_of, external_values, measure, node_facts, operations
-from rkgb.graphs import SimplifiedGraph
+from rkgb.graphs import BasicGraph, SimplifiedGraph
 from rkgb.run import RunnableGraph, movable_roots, runs_once
 from rockmate.networks.network_problem import problem_of
 from rockmate.networks.offload import Offload, offload_of, with_link
@@ -45,6 +45,11 @@ class Network:
     coming: Coming | None = None  # gradients that the backward allocates, and the budget includes
 
     @property
+    def basic(self) -> BasicGraph:
+        """The recorded step."""
+        return self.graph.dataflow.basic
+
+    @property
     def has_pieces(self) -> bool:
         """Whether it has compiled parts, or parts in pieces of rows."""
         return self.compiled is not None or self.cut is not None
@@ -57,14 +62,14 @@ class Network:
     @property
     def opaque(self) -> tuple[str, ...]:
         """Paths of submodules that are opaque calls."""
-        return self.graph.dataflow.basic.opaque
+        return self.basic.opaque
 
     @property
     def pieces(self) -> tuple[OpaquePiece, ...]:
         """Memory and time on the sample of each opaque call."""
         return tuple(
             OpaquePiece(whole.path, whole.kind, whole.held_bytes, whole.time_ms[0])
-            for whole in self.graph.dataflow.basic.whole_calls
+            for whole in self.basic.whole_calls
             if whole.function is None
         )
 

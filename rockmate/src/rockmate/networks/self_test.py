@@ -180,7 +180,7 @@ def _planned_step(planned: Planned, model: nn.Module, sample: Sample, keep: Keep
 
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves = tuple(flatten((args, {**kwargs, **sample.attributes}))[0])
-        basic = planned.network.graph.dataflow.basic
+        basic = planned.network.basic
         return planned.run(twin, external_values(basic, twin, leaves), leaves, looks=False)
 
     own = _own_copies(sample, planned.effects)

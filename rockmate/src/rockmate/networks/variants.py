@@ -112,7 +112,7 @@ def variant_of(
         contextlib.ExitStack() as stack,
     ):
         bare = without_hooks(model, type(model))
-        known = planned.network.graph.dataflow.basic
+        known = planned.network.basic
         if in_a_step:  # otherwise nothing can have changed
             stack.enter_context(_wanting_as(known, bare))
         is_tight = in_a_step and not fits_into_a_step(planned, kind)
@@ -203,7 +203,7 @@ def fits_into_a_step(planned: PlannedFor, kind: BackwardKind) -> bool:
 
     What a forward has saved is beside it, if that forward cannot run again.
     """
-    basic = planned.network.graph.dataflow.basic
+    basic = planned.network.basic
     saved_bytes = 0 if planned.executor.planned.can_repeat else planned.plan.peak_bytes
     return _recording_bytes(basic, kind) + saved_bytes <= planned.budget_bytes
 
@@ -247,7 +247,7 @@ def _within_budget(
     )
     like = _hands_over_like(planned, basic.kind)
     steps, moves = steps_of(network, graph, planned.plan)
-    lies_otherwise = basic.kind.asks_no_more_than(old.graph.dataflow.basic.kind)
+    lies_otherwise = basic.kind.asks_no_more_than(old.basic.kind)
     is_apart, beyond = not _fits(network, planned.plan, steps, moves, like), ""
     if is_apart and lies_otherwise and not planned.executor.planned.can_repeat:
         is_apart, beyond = False, _told(network, planned, steps, moves)
@@ -276,6 +276,14 @@ def _within_budget(
     return replace(made, is_apart=is_apart, beyond=beyond, instead=instead)
 
 
+def _peak_of(network: Network, steps: Sequence[Step], moves: Sequence[Move]) -> int | None:
+    """Return the peak of these steps, or None if a step is missing, or what is moved."""
+    try:
+        return timeline_of(network.problem, steps, moves).peak_bytes
+    except (RockmateError, KeyError):
+        return None
+
+
 def _told(
     network: Network,
     planned: PlannedFor,
@@ -284,12 +292,8 @@ def _told(
     minimum_bytes: int = 0,
 ) -> str:
     """Return what these steps take above the budget, in words; '' if they are none at all."""
-    basic = network.graph.dataflow.basic
-    try:
-        peak_bytes = timeline_of(network.problem, steps, moves).peak_bytes
-    except (RockmateError, KeyError):  # a step is missing, or what is moved
-        return ""
-    if peak_bytes <= planned.plan.budget_bytes:  # but gradients wait in another order
+    basic, peak_bytes = network.basic, _peak_of(network, steps, moves)
+    if peak_bytes is None or peak_bytes <= planned.plan.budget_bytes:  # gradients wait otherwise
         return ""
     names = zip(basic.roots, basic.kind.tangents, strict=True)
     autocast = "; within autocast" if basic.kind.autocast is not None else ""
@@ -323,11 +327,8 @@ def _fits(
     like: Executable | None,
 ) -> bool:
     """Return whether these steps fit the budget, with waiting gradients as in `like`."""
-    try:
-        peak_bytes = timeline_of(network.problem, steps, moves).peak_bytes
-    except (RockmateError, KeyError):  # a step is missing, or what is moved
-        return False
-    if peak_bytes > plan.budget_bytes:
+    peak_bytes = _peak_of(network, steps, moves)
+    if peak_bytes is None or peak_bytes > plan.budget_bytes:
         return False
     if like is None:
         return True

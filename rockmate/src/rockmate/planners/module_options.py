@@ -75,12 +75,9 @@ def plan_keeping(problem: Problem, budget_bytes: int, most_kept_bytes: int, **op
         limited = _limited(problem, budget_bytes, most_kept_bytes)
         plan = plan_within(limited, budget_bytes, **options)
     except InfeasibleBudgetError as error:
-        raise InfeasibleBudgetError(
+        raise error.reworded(
             f"a module that may hold {budget_bytes} bytes at its peak, and {most_kept_bytes} from "
-            f"its forward to its backward, cannot be run for a call of this kind ({error})",
-            asked_bytes=error.asked_bytes,
-            minimum_bytes=error.minimum_bytes,
-            bound_bytes=error.bound_bytes,
+            f"its forward to its backward, cannot be run for a call of this kind ({error})"
         ) from None
     return _plan_of(problem, budget_bytes, plan)
 

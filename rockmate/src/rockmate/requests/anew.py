@@ -51,17 +51,15 @@ _FOR_BLOCKS = (
 )
 
 
-class Anew:
-    """Measures, searches and tests a new plan."""
-
-    def find(self, request: Request) -> Planned | None:
-        try:
-            planned = _planned_anew(request)
-        except InfeasibleBudgetError as error:
-            error.whole = request.basic.opaque
-            raise
-        request.phases.close("planned")
-        return planned
+def anew(request: Request) -> Planned:
+    """Measure, search and test a new plan."""
+    try:
+        planned = _planned_anew(request)
+    except InfeasibleBudgetError as error:
+        error.whole = request.basic.opaque
+        raise
+    request.phases.close("planned")
+    return planned
 
 
 def _planned_anew(request: Request) -> Planned:
@@ -88,12 +86,12 @@ def _planned_anew(request: Request) -> Planned:
     eager: StepResult | None = None
     if settings.self_test or fraction is not None:
         with phases.phase("eager"), no_collection():
-            effects = network.graph.dataflow.basic.effects
+            effects = network.basic.effects
             keep: Keep = "nothing"
             if settings.self_test:  # compiled pieces are compared by values
                 keep = "values" if settings.compile else "fingerprints"
-            written = network.graph.dataflow.basic.written_parameters
-            losses = network.graph.dataflow.basic.kind.is_of_losses
+            written = network.basic.written_parameters
+            losses = network.basic.kind.is_of_losses
             eager = eager_step(
                 *(model, given, network.problem, keep, effects), written=written, losses=losses
             )
@@ -190,7 +188,7 @@ def _plan_within(request: Request, problem: Problem, budget_bytes: int, blocks_b
             if not aside:
                 raise
             minimum = error.minimum_bytes + aside
-            raise InfeasibleBudgetError(
+            raise error.reworded(
                 f"of the budget of {budget_bytes} bytes, {aside} are set aside as reserve"
                 f"{_FOR_BLOCKS if blocks_bytes else ''}, and in the rest {error}. "
                 f"With what is set aside that makes {minimum} bytes",

@@ -12,45 +12,39 @@ from rockmate.requests.resized import can_be_resized, resized
 from rockmate.requests.versions import ExpectedKind, has_same_nodes, versions_like
 
 
-class OtherNumbers:
-    """Uses the steps of a known plan for a recording that differs only in numbers."""
-
-    def find(self, request: Request) -> Planned | None:
-        basic = request.recorded.graph.dataflow.basic
-        for version in versions_like(request.known, basic):
-            if version.is_apart:
-                continue
-            known, cut = version.graph, version.planned.network.cut
-            cut, recorded = request.cut(None if cut is None else cut.how)
-            same = same_but_for_numbers(recorded.graph.dataflow.basic, known.dataflow.basic)
-            if same and has_same_nodes(recorded.graph, known):
-                planned = with_other_numbers(
-                    *(version.planned, known, recorded, request.sample, request.phases), cut=cut
-                )
-                request.phases.close("planned before")
-                return planned
-        return None
-
-
-class OtherSizes:
-    """Derives a plan from known ones for a recording that differs only in sizes."""
-
-    def find(self, request: Request) -> Planned | None:
-        with no_collection():
-            planned = resized(request)
-        if planned is not None:
+def other_numbers(request: Request) -> Planned | None:
+    """Use the steps of a known plan for a recording that differs only in numbers."""
+    basic = request.recorded.graph.dataflow.basic
+    for version in versions_like(request.known, basic):
+        if version.is_apart:
+            continue
+        known, cut = version.graph, version.planned.network.cut
+        cut, recorded = request.cut(None if cut is None else cut.how)
+        same = same_but_for_numbers(recorded.graph.dataflow.basic, known.dataflow.basic)
+        if same and has_same_nodes(recorded.graph, known):
+            planned = with_other_numbers(
+                *(version.planned, known, recorded, request.sample, request.phases), cut=cut
+            )
             request.phases.close("planned before")
-        return planned
+            return planned
+    return None
 
 
-class ExpectedGradients:
-    """Derives a plan from known ones for the unusual gradients that arrived last."""
+def other_sizes(request: Request) -> Planned | None:
+    """Derive a plan from known ones for a recording that differs only in sizes."""
+    with no_collection():
+        planned = resized(request)
+    if planned is not None:
+        request.phases.close("planned before")
+    return planned
 
-    def find(self, request: Request) -> Planned | None:
-        if not can_be_resized(request.settings):
-            return None
-        expected = ExpectedKind.after(request.known)
-        if expected is None or expected.is_usual(losses=request.losses):
-            return None
-        with no_collection():
-            return first_of((OtherNumbers(), OtherSizes()), replace(request, kind=expected))
+
+def expected_gradients(request: Request) -> Planned | None:
+    """Derive a plan from known ones for the unusual gradients that arrived last."""
+    if not can_be_resized(request.settings):
+        return None
+    expected = ExpectedKind.after(request.known)
+    if expected is None or expected.is_usual(losses=request.losses):
+        return None
+    with no_collection():
+        return first_of((other_numbers, other_sizes), replace(request, kind=expected))

@@ -42,7 +42,7 @@ class AmongRanks:
         self.exchange, self.beyond = exchange, beyond
         self._round = 0
 
-    def find(self, request: Request) -> Planned | None:
+    def __call__(self, request: Request) -> Planned | None:
         if _talks(request):
             return first_of(self.beyond, request)
         key, exchange = request.key, self.exchange

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -134,7 +134,7 @@ class Request:
     def _recorded(self, kind: AskedKind) -> BasicGraph:
         """Record; opaque calls of a known plan are not tried again."""
         for other in () if isinstance(kind, ExpectedKind) else self.known:
-            basic = other.network.graph.dataflow.basic
+            basic = other.network.basic
             whole = all(
                 any(is_inside(path, around) for around in basic.opaque)
                 for path in self.settings.opaque
@@ -164,16 +164,12 @@ class Request:
         )
 
 
-class Source(Protocol):
-    """A source of plans."""
-
-    def find(self, request: Request) -> Planned | None:
-        """Return the plan for a request, or None if this source has none."""
+Source = Callable[[Request], Planned | None]  # returns None if it has no plan for a request
 
 
 def first_of(sources: Sequence[Source], request: Request) -> Planned | None:
     """Return the plan of the first source that has one."""
-    found = (source.find(request) for source in sources)
+    found = (source(request) for source in sources)
     return next((planned for planned in found if planned is not None), None)
 
 

@@ -112,7 +112,7 @@ def _planned_anew(
 
 def ready_for_others(planned: Planned, request: Request) -> Planned:
     """Return a plan that is extended so that other gradients may also arrive."""
-    kind, settings = planned.network.graph.dataflow.basic.kind, request.settings
+    kind, settings = planned.network.basic.kind, request.settings
     in_pieces = planned.network.has_pieces and not kind.is_of_losses_alone
     if planned.other_gradients is not None or in_pieces:
         return planned

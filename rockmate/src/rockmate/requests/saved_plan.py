@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 def saved_of(planned: Planned) -> SavedPlan:
     """Return a planned call in the form for a file."""
     network, plan, recorded = planned.network, planned.plan, planned.network.recorded
-    basic, measured = network.graph.dataflow.basic, network.measured
+    basic, measured = network.basic, network.measured
     cut = whole_ms = None
     if network.cut is not None:
         cut, whole_ms = saved_cut(network.cut.how), plan.base_time_ms
@@ -95,7 +95,7 @@ def plan_file_of(plans: list[Planned], model: nn.Module, loss: SeenLoss | None =
         if planned.how != "recorded":  # a recording with another plan's steps is quickly made again
             saved = saved_of(planned)
             found.setdefault(saved.recording, saved)
-    device = plans[0].network.graph.dataflow.basic.device
+    device = plans[0].network.basic.device
     return PlanFile(type(model).__name__, made_with(device), tuple(found.values()), loss=loss)
 
 

@@ -1,12 +1,12 @@
 """The sources of plans, in the order in which they are asked.
 
-ExpectedGradients   derived from known plans, for the unusual gradients that arrived last
-OtherNumbers        the steps of a known plan whose program differs only in numbers
+expected_gradients  derived from known plans, for the unusual gradients that arrived last
+other_numbers       the steps of a known plan whose program differs only in numbers
 AmongRanks          another rank's plan; plans from the sources below are shared
 GivenFile           a file that the user names
-OtherSizes          derived from known plans for other sizes
+other_sizes         derived from known plans for other sizes
 Cache               the folder of plans between two starts
-Anew                a new plan
+anew                a new plan
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rockmate.errors import InfeasibleBudgetError, PlanFileError, PlanMismatchEr
 from rockmate.files.cache_folder import CacheFolder
 from rockmate.files.plan_file import PlanFile
 from rockmate.networks.planned import Planned
-from rockmate.requests.anew import Anew
+from rockmate.requests.anew import anew
 from rockmate.requests.exchange import Exchange
-from rockmate.requests.follow import ExpectedGradients, OtherNumbers, OtherSizes
+from rockmate.requests.follow import expected_gradients, other_numbers, other_sizes
 from rockmate.requests.ranks import AmongRanks
 from rockmate.requests.request import Request, Source, first_of
 from rockmate.requests.resized import ready_for_others
@@ -38,7 +38,7 @@ class GivenFile:
     def __init__(self, file: PlanFile) -> None:
         self.file, self._is_first = file, True
 
-    def find(self, request: Request) -> Planned | None:
+    def __call__(self, request: Request) -> Planned | None:
         first, self._is_first = self._is_first, False
         if first:
             refuse_elsewhere(self.file, request)
@@ -57,7 +57,7 @@ class Cache:
     folder: CacheFolder
     beyond: Source
 
-    def find(self, request: Request) -> Planned | None:
+    def __call__(self, request: Request) -> Planned | None:
         found = self.folder.get(request.key)
         if found is not None and found.plans[0].recording == request.digest:
             try:
@@ -67,7 +67,7 @@ class Cache:
             else:
                 _log.info("a plan from %s serves", self.folder.path)
                 return kept
-        planned = self.beyond.find(request)
+        planned = self.beyond(request)
         if planned is not None:
             try:
                 self.folder.put(request.key, plan_file_of([planned], request.model))
@@ -102,21 +102,21 @@ def sources_of(
     A file has plans for usual gradients. Ranks exchange plans at every call, or at none.
     """
     if settings.compile:  # a file knows no compiled code
-        return (Anew(),)
+        return (anew,)
     folder = CacheFolder.chosen(settings.cache)
-    made: Source = Anew() if folder is None else Cache(folder, Anew())
+    made: Source = anew if folder is None else Cache(folder, anew)
     if settings.stands_alone:  # it is for these numbers and sizes
         return (made,) if given is None else (given, made)
-    sources: tuple[Source, ...] = (OtherSizes(), made)
+    sources: tuple[Source, ...] = (other_sizes, made)
     if given is not None:
         sources = (given, *sources)
     if ranks is not None:
         sources = (AmongRanks(ranks, sources),)
-    sources = (OtherNumbers(), *sources)
-    return sources if given or ranks else (ExpectedGradients(), *sources)
+    sources = (other_numbers, *sources)
+    return sources if given or ranks else (expected_gradients, *sources)
 
 
-def planned_for(request: Request, sources: Sequence[Source] = (Anew(),)) -> Planned:
+def planned_for(request: Request, sources: Sequence[Source] = (anew,)) -> Planned:
     """Return the plan of the first source that has one.
 
     The module, its buffers and gradients, and the random state are restored.

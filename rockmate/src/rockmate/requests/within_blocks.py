@@ -76,11 +76,10 @@ def _least(
     if peak_bytes <= budget_bytes and least_bytes <= budget_bytes:
         return planned
     minimum_bytes = max(peak_bytes, least_bytes)
-    raise InfeasibleBudgetError(
+    raise refusal.reworded(
         f"{refusal}. Tried out, the plan of least bytes takes {minimum_bytes} bytes in whole "
         "blocks of the allocator, which are larger than what lies in them (less with "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True): that is the smallest budget",
         asked_bytes=budget_bytes,
         minimum_bytes=minimum_bytes,
-        bound_bytes=refusal.bound_bytes,
     ) from None

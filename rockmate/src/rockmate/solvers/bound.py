@@ -37,7 +37,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rockmate.parallel import map_in_parallel
@@ -45,7 +44,7 @@ from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.simulate import simulate
 from rockmate.solvers.interrupts import heard_interrupts
-from rockmate.solvers.link_rows import LinkRows
+from rockmate.solvers.link_rows import LinkRows, droppable
 from rockmate.solvers.result import stages_of
 
 _TIME_LIMIT_MS = 8000
@@ -186,27 +185,6 @@ def _solve(
     return _Program(problem, budget_bytes, cut_stages, integer=integer).bound_ms()
 
 
-@dataclass(frozen=True)
-class _Droppable:
-    """A storage that a plan may drop, or all phantoms of a node as one."""
-
-    producer: int
-    size_bytes: int
-    fwd_users: tuple[int, ...]
-    bwd_users: tuple[int, ...]
-    index: int = -1  # of the storage; -1 for phantoms
-
-
-def _droppable(problem: Problem) -> Iterator[_Droppable]:
-    for k, mask in enumerate(problem.phantom_masks):
-        if mask:
-            yield _Droppable(k, problem.bytes_of(mask), (), (k,))
-        for index in problem.products[k]:
-            row = problem.storages[index]
-            if not row.is_output and not row.is_phantom:
-                yield _Droppable(k, row.size_bytes, row.fwd_users, row.bwd_users, index)
-
-
 class _Program:
     """The linear program for some cuts, with S, R and A of the module's docstring."""
 
@@ -228,7 +206,7 @@ class _Program:
         solver = self.solver
         self.variable = solver.BoolVar if integer else functools.partial(solver.NumVar, 0, 1)
         self.phases = len(cut_stages) + 1
-        self.storages = list(_droppable(problem))
+        self.storages = list(droppable(problem))
         count = len(problem.nodes)
         self.held = [self._variables(len(self.storages)) for _ in range(self.phases)]  # S[c]
         self.again = [self._variables(count) for _ in range(self.phases)]  # R[c]

@@ -24,8 +24,9 @@ first cut. Waiting is time beyond the plain step, as recomputation is: slow link
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from rockmate.problems.link import Link
 from rockmate.problems.problem import Problem
@@ -34,17 +35,26 @@ from rockmate.solvers.result import stages_of
 _PREFIXES = 12  # rows for what is made from some node on, and for what is read up to some stage
 
 
-class Droppable(Protocol):
-    """A storage of the program."""
+@dataclass(frozen=True)
+class Droppable:
+    """A storage that a plan may drop, or all phantoms of a node as one."""
 
-    @property
-    def index(self) -> int: ...  # in the problem; -1 for phantoms
-    @property
-    def producer(self) -> int: ...
-    @property
-    def size_bytes(self) -> int: ...
-    @property
-    def bwd_users(self) -> tuple[int, ...]: ...
+    producer: int
+    size_bytes: int
+    fwd_users: tuple[int, ...]
+    bwd_users: tuple[int, ...]
+    index: int = -1  # of the storage; -1 for phantoms
+
+
+def droppable(problem: Problem) -> Iterator[Droppable]:
+    """Yield what a plan may drop, in the order of the nodes that make it."""
+    for k, mask in enumerate(problem.phantom_masks):
+        if mask:
+            yield Droppable(k, problem.bytes_of(mask), (), (k,))
+        for index in problem.products[k]:
+            row = problem.storages[index]
+            if not row.is_output and not row.is_phantom:
+                yield Droppable(k, row.size_bytes, row.fwd_users, row.bwd_users, index)
 
 
 class LinkRows:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rockmate.errors import ArgumentsError
+from rockmate.guards.module_watch import view_of
 
 Loss = Callable[..., Tensor]
 _OWN = "_rockmate_plain_class"  # in a class with a loss: the model's own
@@ -46,21 +47,13 @@ def with_loss(model: nn.Module, loss: Loss | None) -> nn.Module:
     named = {n: getattr(kind, n) for n in ("__module__", "__qualname__", "__doc__")}
     space = {**named, "forward": forward, "__reduce_ex__": reduced, _OWN: kind}
     make: Any = type(kind)
-    found: nn.Module = _view(make(kind.__name__, (kind,), space), model)
-    return found
+    return view_of(model, make(kind.__name__, (kind,), space))
 
 
 def without_loss(model: nn.Module) -> nn.Module:
     """Return the model that a loss was put behind."""
     kind = vars(type(model)).get(_OWN)
-    found: nn.Module = model if kind is None else _view(kind, model)
-    return found
-
-
-def _view(kind: Any, model: nn.Module) -> Any:
-    view = object.__new__(kind)
-    object.__setattr__(view, "__dict__", vars(model))
-    return view
+    return model if kind is None else view_of(model, kind)
 
 
 def _targets(loss: Loss) -> list[str]:

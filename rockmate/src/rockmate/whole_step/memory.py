@@ -99,7 +99,7 @@ class Memory:
         """Return what to say where no plan fits into what is left."""
         least_bytes = self.least_bytes(error.minimum_bytes)
         bound_bytes = self.least_bytes(error.bound_bytes) if error.bound_bytes else 0
-        refused = InfeasibleBudgetError(
+        return error.reworded(
             f"memory of {exact_bytes(self.asked_bytes)} is too little "
             f"for a whole step, which takes at least {exact_bytes(least_bytes)}: "
             f"{error.minimum_bytes} of them for forward and "
@@ -109,8 +109,6 @@ class Memory:
             minimum_bytes=least_bytes,
             bound_bytes=bound_bytes,
         )
-        refused.whole = error.whole
-        return refused
 
     def to_dict(self) -> dict[str, Any]:
         """Return every figure, for JSON."""

@@ -21,6 +21,7 @@ from rkgb.elements import flatten
 from rkgb.engine import device_of
 from rkgb.recording import LiveBytes
 from rockmate.errors import UnknownChoiceError, UnsupportedModuleError
+from rockmate.guards.sharded import local_part
 
 # By name, for steps that nobody has made an optimizer for yet. Lion's step is taken for RMSprop's.
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer] | None] = {
@@ -130,7 +131,7 @@ def _by_name(name: str, parameters: Sequence[nn.Parameter], device: torch.device
     make = OPTIMIZERS[name]
     if make is None or not parameters:
         return OptimizerBytes(name, 0, 0)
-    like = [nn.Parameter(torch.empty_like(p, device="meta")) for p in map(_local, parameters)]
+    like = [nn.Parameter(torch.empty_like(p, device="meta")) for p in map(local_part, parameters)]
     found = _bytes_of(make(like, lr=1e-3), device)
     return OptimizerBytes(name, found.state_bytes, found.temporary_bytes)
 
@@ -171,7 +172,7 @@ class _Rehearsal:
             for parameter in group["params"]:
                 if not parameter.requires_grad:
                     continue
-                local = _local(parameter)
+                local = local_part(parameter)
                 key = place, local.shape, local.stride(), local.dtype
                 copies = copies_of.setdefault(key, [])
                 numbers[key] = numbers.get(key, 0) + 1
@@ -242,18 +243,13 @@ def _on(device: torch.device, state: Any) -> Iterator[Tensor]:
     """Yield the tensors of some state that lie on a device, or would."""
     for leaf in flatten(state)[0]:
         if isinstance(leaf, Tensor):
-            leaf = _local(leaf)
+            leaf = local_part(leaf)
             if leaf.is_meta or leaf.device.type == device.type:
                 yield leaf
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Return the part of a distributed tensor that lies here."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _size(tensor: Tensor, block_bytes: Callable[[int], int]) -> int:
-    local = _local(tensor)
+    local = local_part(tensor)
     return block_bytes(local.numel() * local.element_size())
 
 
@@ -263,7 +259,7 @@ def tensors_bytes(tensors: Iterable[Tensor], device: torch.device, *, to_come: b
     Those that lie elsewhere are left out, unless they are `to_come`.
     """
     block_bytes, found = device_of(device).block_bytes, dict[Any, int]()
-    for tensor in map(_local, tensors):
+    for tensor in map(local_part, tensors):
         if tensor.is_meta:
             found[id(tensor)] = _size(tensor, block_bytes)
         elif to_come or tensor.device.type == device.type:

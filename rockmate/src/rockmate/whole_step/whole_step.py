@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rockmate.files.plan_file import SeenLoss
+from rockmate.guards.sharded import device_of_parameters
 from rockmate.whole_step.device import (
     context_bytes,
     fragments_bytes,
@@ -60,7 +61,7 @@ class WholeStep:
         device: torch.device | None = None,
     ) -> CallBytes:
         """Return what a call brings and hands out, and what a loss outside may take."""
-        where = device or _device(model)
+        where = device or device_of_parameters(model)
         return CallBytes.of(model, sample, kwargs, where, to_come=device is not None)
 
     def settled(self, memory: Memory) -> WholeStep:
@@ -81,7 +82,7 @@ class WholeStep:
         Raises:
             UnsupportedModuleError: what the optimizer will keep cannot be known.
         """
-        to_come, device = device is not None, device or _device(model)
+        to_come, device = device is not None, device or device_of_parameters(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = optimizer_bytes(self.optimizer, trained, device)
         parameters = tensors_bytes(model.parameters(), device, to_come=to_come)
@@ -157,7 +158,3 @@ def _buckets_bytes(trained: list[nn.Parameter], gradients_bytes: int) -> int:
     shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     is_sharded = any(hasattr(parameter, "device_mesh") for parameter in trained)
     return gradients_bytes if shared and not is_sharded else 0
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
