@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from rkgb.graphs import BackwardKind, BasicGraph
-from rockmate.runtime.executable import plain_strides
+from rockmate.runtime.outputs import plain_strides
 
 _FEW = 3  # up to here the backward of each single output is recorded in advance
 

@@ -92,27 +92,27 @@ class Planned:
     @cached_property
     def outcomes(self) -> Outcomes:
         """The guards of the recorded forward."""
-        return Outcomes(self.network.graph.dataflow.basic)
+        return Outcomes(self.network.basic)
 
     @property
     def is_for_losses(self) -> bool:
         """Whether it was planned for gradients of losses only."""
-        return self.network.graph.dataflow.basic.kind.is_of_losses
+        return self.network.basic.kind.is_of_losses
 
     @property
     def numbers(self) -> Numbers | None:
         """The unspecialised numbers of a call, if the plan has any."""
-        return self.network.graph.dataflow.basic.numbers
+        return self.network.basic.numbers
 
     @property
     def effects(self) -> tuple[Effect, ...]:
         """The side effects of a step."""
-        return self.network.graph.dataflow.basic.effects
+        return self.network.basic.effects
 
     @property
     def written(self) -> tuple[str, ...]:
         """The parameters that the forward writes to."""
-        return self.network.graph.dataflow.basic.written_parameters
+        return self.network.basic.written_parameters
 
     def writes_buffer(self, name: str) -> bool:
         """Return whether the forward writes to a buffer; an opaque call may write to all of its."""
@@ -121,7 +121,7 @@ class Planned:
 
     @cached_property
     def _written_buffers(self) -> tuple[frozenset[str], tuple[str, ...]]:
-        basic, executable = self.network.graph.dataflow.basic, self.executor.planned
+        basic, executable = self.network.basic, self.executor.planned
         found = {basic.buffers[name] for name in executable.written if name in basic.buffers}
         return frozenset(found), tuple(w.path for w in basic.whole_calls if w.buffer_bytes)
 
@@ -129,7 +129,7 @@ class Planned:
     def may_go_another_way(self) -> bool:
         """Whether a step may find that a guard fails."""
         checks = any(isinstance(effect, (Assertion, InputMutation)) for effect in self.effects)
-        return checks or bool(self.network.graph.dataflow.basic.whole_calls)
+        return checks or bool(self.network.basic.whole_calls)
 
     @cached_property
     def runs_parts_again(self) -> bool:
@@ -140,7 +140,7 @@ class Planned:
     @cached_property
     def is_plain(self) -> bool:
         """Whether the root runs whole: its step is plain PyTorch's, and takes as much memory."""
-        return self.network.graph.dataflow.basic.opaque == ("",)
+        return self.network.basic.opaque == ("",)
 
     @property
     def assigned(self) -> tuple[tuple[str, str], ...]:
@@ -158,7 +158,7 @@ class Planned:
         """
         if self.network.compiled is not None:  # slow; such a step recomputes its forward instead
             return
-        basic = self.network.graph.dataflow.basic
+        basic = self.network.basic
         variants = self.executor.variants
         # The gradient of a sum or mean is recorded when it arrives, if that fits into the budget.
         sums = (kind for kind in kinds_of_sums(basic) if not fits_into_a_step(self, kind))
@@ -270,7 +270,7 @@ def compiled_plan(
         executor=_executor(network, plan, budget_bytes),
         plan=plan,
         signature=InputSignature.of(sample),
-        outputs=network.graph.dataflow.basic.output_spec,
+        outputs=network.basic.output_spec,
         seconds=phases.seconds,
         budget_bytes=budget_bytes,
         eager_peak_bytes=None,
@@ -294,7 +294,7 @@ def with_least_peak(planned: Planned) -> Planned:
 
 def _executor(network: Network, plan: Plan, budget_bytes: int) -> Executor:
     program, room_bytes = planned_executable(network, plan), 0
-    if program.leaving_outputs:
+    if program.outputs.leaving:
         during = simulate(network.problem, plan.steps, plan.moves).peak_during
         in_backward = during[end_of_forward(plan.steps, len(network.problem.nodes)) :]
         room_bytes = budget_bytes - max(in_backward, default=0)

@@ -15,7 +15,8 @@ import torch
 from rkgb.graphs import BackwardKind, BasicGraph, SimplifiedGraph, Tangent
 from rkgb.run import rerun_state
 from rockmate.networks.planned import Planned
-from rockmate.runtime.executable import Executable, plain_strides
+from rockmate.runtime.executable import Executable
+from rockmate.runtime.outputs import plain_strides
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def versions_like(known: Sequence[Planned], basic: BasicGraph) -> Iterator[Versi
     ours = _counts(basic)
     for planned in reversed(known):
         for executable in planned.executor.variants.values():
-            if _counts(executable.graph.dataflow.basic) == ours:
+            if _counts(executable.basic) == ours:
                 yield Version(planned, executable.graph, executable.is_apart)
 
 
@@ -64,7 +65,7 @@ class ExpectedKind:
     """Turns the usual kind of backward into the one that came last."""
 
     def __init__(self, executable: Executable) -> None:
-        basic, kind = executable.graph.dataflow.basic, executable.kind
+        basic, kind = executable.basic, executable.kind
         infos = [basic.infos[name] for name in basic.roots]
         self._forms = [
             _form(i.shape, i.stride, t) for i, t in zip(infos, kind.tangents, strict=True)

@@ -80,7 +80,7 @@ class Backwards:
 
     def python_of(self, executable: Executable) -> PythonOfBackward | None:
         """Return what Python of a backward reads now; None if it reads nothing."""
-        sources = executable.graph.dataflow.basic.sources.of_backward
+        sources = executable.basic.sources.of_backward
         if sources is None:
             return None
         if self._python is None or not self._python.holds():

@@ -48,10 +48,10 @@ class Executor(Backwards):
         """
         executable = self.expected
         kind: type[RunningStep] = RunningStep
-        if executable.flows:
+        if executable.outputs.flows:
             kind = SplitStep if executable.kind.is_split else JointStep
         step = kind(self, executable, external, variant, numbers)
-        if executable.cast_leaves:
+        if executable.casts.leaves:
             note_casts(step)
         step.python = self.python_of(executable)
         values = list(executable.read_externals(external))
@@ -67,14 +67,14 @@ class Executor(Backwards):
         step.remember_versions(external)
         if keep is not None and executable.runs_python:  # they may write to it
             step.contents = keep(executable, external)
-        if executable.leaving_outputs and not self.has_warned:
+        if executable.outputs.leaving and not self.has_warned:
             names = executable.program.outputs
             step.outputs_held = OutputsHeld(
-                {names[k]: outputs[k] for k in executable.leaving_outputs}
+                {names[k]: outputs[k] for k in executable.outputs.leaving}
             )
-        if aliased := executable.aliased_outputs:
+        if aliased := executable.outputs.aliased:
             step.remember_aliases(outputs, aliased)
-        if executable.shared_outputs:
+        if executable.outputs.shared:
             step.remember_shared(outputs)
         rail = step.rail = step.laid.rail(external)
         passed = step.pass_to_hooks() if has_saved_hooks() else ()
@@ -82,8 +82,8 @@ class Executor(Backwards):
             found = step.hang(outputs, passed)
         else:
             found = list(apply_function(_Outputs, step, outputs, passed, rail.token))
-        if places := executable.inner_outputs:
-            name = executable.graph.dataflow.basic.model_name
+        if places := executable.outputs.inner:
+            name = executable.basic.model_name
             step.inner = InnerResults(name, rail, [found[at] for at in places])
         return found
 
@@ -103,7 +103,7 @@ class _Outputs(torch.autograd.Function):
         # with it would keep the Function, and so the step, alive for ever.
         outputs = tuple([tensor.detach() for tensor in made])
         made.clear()
-        if plain := step.executable.plain_outputs:
+        if plain := step.executable.outputs.plain:
             ctx.mark_non_differentiable(*(outputs[place] for place in plain))
         return outputs
 

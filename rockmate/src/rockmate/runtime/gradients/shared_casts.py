@@ -122,7 +122,7 @@ def shared_casts(step: CastingStep) -> SharedCasts | None:
         return None
     for one, leaves in casts.items():
         for leaf, key in leaves.items():
-            if key in shared and leaf not in one.laid_for.casts_once:
+            if key in shared and leaf not in one.laid_for.casts.once:
                 raise _refusal(one.laid_for.told(leaf))
     made = SharedCasts(casts, shared)
     for one in casts:
@@ -176,7 +176,7 @@ class SharedCasts:
             if any(key in other.values() for other in self._waiting.values()):
                 self._sums[key] = total
             else:
-                given[slot] = total.to(step.laid_for.type_of(leaf))
+                given[slot] = total.to(step.laid_for.casts.type_of(leaf))
         return tuple(given)
 
     def finish(self, step: CastingStep) -> None:
@@ -189,5 +189,5 @@ class SharedCasts:
         left = self._waiting.pop(step, {})
         waiting = {key for other in self._waiting.values() for key in other.values()}
         for leaf, key in left.items():
-            if leaf in step.runs.given_leaves or (key in self._sums and key not in waiting):
+            if leaf in step.runs.casts.given_leaves or (key in self._sums and key not in waiting):
                 raise _refusal(step.laid_for.told(leaf))

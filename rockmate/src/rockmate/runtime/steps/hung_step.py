@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rkgb.graphs import Flow
 from rkgb.torch_api import apply_function, keeps_graph
 from rockmate.runtime.steps.running_step import RunningStep, refuse_create_graph
 
@@ -20,6 +21,11 @@ class HungStep(RunningStep):
     is_noted = False  # whether the Function of an output has a hook
     come: dict[int, Tensor]  # gradients of outputs that were not used yet, by position of the root
     nodes: dict[int, weakref.ref[Any]]
+
+    @property
+    def flows(self) -> tuple[Flow, ...]:
+        """The outputs from which each output was computed."""
+        return self.executable.outputs.flows
 
     def hang(self, outputs: list[Tensor], passed: Sequence[Tensor]) -> list[Tensor]:
         """Return the outputs, each connected to autograd separately."""

@@ -22,7 +22,7 @@ from rkgb.elements import settled
 from rkgb.graphs import BackwardKind, ambient_autocast
 from rkgb.torch_api import apply_function, current_backward, is_to_run
 from rockmate.errors import UnsupportedModuleError
-from rockmate.runtime.executable import plain_strides
+from rockmate.runtime.outputs import plain_strides
 from rockmate.runtime.steps.hung_step import HungStep, Output
 from rockmate.runtime.steps.split_step import SplitStep
 
@@ -39,8 +39,9 @@ class JointStep(HungStep):
         self.hidden = {}
         assert self.rail is not None
         token = self.rail.token
-        for place, output, used, is_hidden in self.executable.joints:
-            edges = [found[other] for other in (*used, *self.executable.inner_before(output))]
+        for place, output, used, is_hidden in self.executable.outputs.joints:
+            inner = self.executable.outputs.inner_before(output)
+            edges = [found[other] for other in (*used, *inner)]
             made = apply_function(Output, self, place, found[output], token, *edges)
             found[output] = made
             self.nodes[place] = weakref.ref(made.grad_fn)
@@ -57,7 +58,7 @@ class JointStep(HungStep):
         if number != self.number:
             self.number = number
             self.come.clear()
-        below = self.executable.below[place]
+        below = self.executable.outputs.below[place]
         if below and self._shows(below):
             return self._split(place, grad)
         if grad is not None:
@@ -76,8 +77,8 @@ class JointStep(HungStep):
         return False
 
     def _split(self, place: int, grad: Tensor | None) -> Sequence[Tensor | None]:
-        flows, come = self.executable.flows, self.come
-        passed = any(self.executable.below[other] for other in come)
+        flows, come = self.flows, self.come
+        passed = any(self.executable.outputs.below[other] for other in come)
         self.__class__ = LateSplitStep  # type: ignore[assignment]
         assert isinstance(self, LateSplitStep)
         self.early, self.parts, self.come = {}, {}, {}
@@ -93,7 +94,7 @@ class JointStep(HungStep):
         return super().advance(place)
 
     def _begin(self) -> None:
-        arrived = [self.come.get(place) for place in range(len(self.executable.flows))]
+        arrived = [self.come.get(place) for place in range(len(self.flows))]
         self.come.clear()
         self.number = -1
         self.take_back_kept()
@@ -112,10 +113,10 @@ class LateSplitStep(SplitStep):
     def arrive(self, place: int, grad: Tensor | None) -> Sequence[Tensor | None]:
         """Take the gradient of an output; return parts of those that it was computed from."""
         super().arrive(place, grad)
-        if grad is None and place in self.executable.inner_roots:
+        flows, inner = self.flows, self.executable.outputs.inner_roots
+        if grad is None and place in inner:
             return ()
-        flows = self.executable.flows
-        known = {*self.come, place, *self.executable.inner_roots}  # these run, but may get nothing
+        known = {*self.come, place, *inner}  # these run, but may get nothing
         waits = [node() for p, node in self.nodes.items() if not flows[p].uses and p not in known]
         if not flows[place].uses and any(node is not None and is_to_run(node) for node in waits):
             self.refuse_late()

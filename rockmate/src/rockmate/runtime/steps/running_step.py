@@ -36,10 +36,11 @@ from rockmate.errors import (
     UnsupportedModuleError,
 )
 from rockmate.runtime.backwards import Backwards, PythonOfBackward, Variant
-from rockmate.runtime.executable import Executable, plain_strides
+from rockmate.runtime.executable import Executable
 from rockmate.runtime.gradients.rails import OUT_OF_ORDER, Rail
 from rockmate.runtime.gradients.shared_casts import SharedCasts, shared_casts
 from rockmate.runtime.gradients.shared_uses import FirstsWatch
+from rockmate.runtime.outputs import plain_strides
 from rockmate.runtime.steps.inner_results import InnerResults
 from rockmate.runtime.steps.outputs_held import OutputsHeld
 
@@ -119,7 +120,7 @@ class RunningStep:
 
     @property
     def _device(self) -> torch.device:
-        return self.executable.graph.dataflow.basic.device
+        return self.executable.basic.device
 
     def remember_versions(self, external: Mapping[str, Tensor]) -> None:
         saved, executable = self.saved, self.executable
@@ -129,7 +130,7 @@ class RunningStep:
         else:
             self.versions = [*executable.pick_held(self.start_versions)]
         self.storages = [t.untyped_storage()._cdata for t in held]
-        self.output_versions = [saved[place]._version for place, _ in executable.saved_outputs]
+        self.output_versions = [saved[place]._version for place, _ in executable.outputs.saved]
 
     def remember_aliases(self, outputs: Sequence[Tensor], places: Sequence[int]) -> None:
         """Store versions of outputs that share memory with saved tensors.
@@ -144,7 +145,7 @@ class RunningStep:
         names = self.executable.program.outputs
         self.in_one_memory = [
             [(names[p], outputs[p].detach(), outputs[p]._version) for p in places]
-            for places in self.executable.shared_outputs
+            for places in self.executable.outputs.shared
         ]
 
     def pass_to_hooks(self) -> list[Tensor]:
@@ -155,7 +156,7 @@ class RunningStep:
         """
         executable, saved = self.executable, self.saved
         self.aliases = ()
-        basic = executable.graph.dataflow.basic
+        basic = executable.basic
         kept = {} if is_in_checkpoint() else basic.parameters
         self.passed = {
             place: saved[place].device if isinstance(saved[place], RngState) else None
@@ -184,7 +185,7 @@ class RunningStep:
         assert self.passed is not None
         *found, mark = tensors
         if mark.item() != self.mark:
-            name = self.executable.graph.dataflow.basic.model_name
+            name = self.executable.basic.model_name
             raise ChangedTensorError(
                 f"a checkpoint has run {name} again for the backward, and with another plan or "
                 "other numbers than in the forward: an attribute or what the forward reads has "
@@ -207,7 +208,7 @@ class RunningStep:
             if self.external is not None and names[place] in self.external:
                 self.external = {**self.external, names[place]: tensor}
         # They have the values at the time of saving, without later changes of outputs.
-        self.output_versions = [self.saved[p]._version for p, _ in executable.saved_outputs]
+        self.output_versions = [self.saved[p]._version for p, _ in executable.outputs.saved]
 
     def _check_storages(self) -> None:
         # Storages, not addresses: FSDP frees and refills the memory of a storage.
@@ -217,7 +218,7 @@ class RunningStep:
             self._changed(self.executable.held[differ.index(True)])
 
     def _check_outputs(self) -> None:
-        pairs = zip(self.executable.saved_outputs, self.output_versions, strict=True)
+        pairs = zip(self.executable.outputs.saved, self.output_versions, strict=True)
         for (place, name), version in pairs:
             if self.saved[place]._version != version:
                 self._output_changed(name)
@@ -231,7 +232,7 @@ class RunningStep:
 
         Plain PyTorch knows that one is a view of the other, and adds the change to its history.
         """
-        roots = self.executable.graph.dataflow.basic.roots
+        roots = self.executable.basic.roots
         given = {name for name, t in zip(roots, kind.tangents, strict=True) if t is not None}
         for group in self.in_one_memory:
             changed = [name for name, alias, version in group if alias._version != version]
@@ -270,7 +271,7 @@ class RunningStep:
 
     def start(self, grads: Sequence[Tensor | None]) -> None:
         """Begin the backward for these gradients of the outputs."""
-        basic = self.executable.graph.dataflow.basic
+        basic = self.executable.basic
         by_name = dict(zip(self.executable.program.outputs, grads, strict=True))
         arrived = [settled(by_name[name]) for name in basic.roots]
         strides = (None if g is None else plain_strides(g.shape, g.stride()) for g in arrived)
@@ -299,7 +300,7 @@ class RunningStep:
         if self.inner is not None:
             self.inner.refuse_asked()
         if self.python is not None:
-            self.python.refuse_changes(self.executable.graph.dataflow.basic.model_name)
+            self.python.refuse_changes(self.executable.basic.model_name)
         if again:
             assert self.kept is not None
             self._refuse_second(kind)
@@ -322,7 +323,7 @@ class RunningStep:
     def casts(self) -> dict[str, int]:
         """Return the weights that are cast, with their ids."""
         assert self.external is not None
-        return {name: id(self.external[name]) for name in self.laid_for.cast_leaves}
+        return {name: id(self.external[name]) for name in self.laid_for.casts.leaves}
 
     def refuse_twice(self) -> None:
         """Refuse a second backward if the first ran without retain_graph.
@@ -355,7 +356,7 @@ class RunningStep:
             self.watch = runs.watch()
 
     def _look_at_outputs(self, outputs: OutputsHeld) -> None:
-        name = self.executable.graph.dataflow.basic.model_name
+        name = self.executable.basic.model_name
         self.backwards.has_warned = outputs.warn_above(self.backwards.room_bytes, name)
         self.outputs_held = None
 
@@ -394,7 +395,7 @@ class RunningStep:
         assert self.external is not None
         is_known = kind in self.backwards.variants
         again = self.executable.keeps_by_backward or (not is_known and self._can_run_again())
-        outputs = {name: self.saved[place] for place, name in self.executable.saved_outputs}
+        outputs = {name: self.saved[place] for place, name in self.executable.outputs.saved}
         if again:
             self.saved.clear()
         expected = self.backwards.expected
@@ -517,7 +518,7 @@ class RunningStep:
         found = tuple(given)
         given.clear()  # autograd keeps gradients without a copy only if no one else holds them
         if self.shared is not None:
-            return self.shared.pass_on(self, self.runs.casts_given[give], found)
+            return self.shared.pass_on(self, self.runs.casts.given[give], found)
         return found
 
     def _check_reads(self, give: int) -> None:

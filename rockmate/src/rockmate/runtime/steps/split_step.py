@@ -22,8 +22,9 @@ from rkgb.elements import settled
 from rkgb.graphs import BackwardKind, Flow, Region, Tangent, ambient_autocast
 from rkgb.torch_api import apply_function, current_backward, is_to_run
 from rockmate.errors import BackwardTwiceError, UnsupportedModuleError
-from rockmate.runtime.executable import Executable, plain_strides
+from rockmate.runtime.executable import Executable
 from rockmate.runtime.gradients.rails import OUT_OF_ORDER
+from rockmate.runtime.outputs import plain_strides
 from rockmate.runtime.steps.hung_step import HungStep, Output
 
 
@@ -48,7 +49,7 @@ class SplitStep(HungStep):
         self.early, self.parts = {}, {}
         rail = self.rail
         assert rail is not None
-        knots: list[tuple[Tensor, ...]] = [()] * len(self.executable.flows)
+        knots: list[tuple[Tensor, ...]] = [()] * len(self.flows)
         end = len(rail.tokens)
 
         def come_to(place: int) -> None:  # the engine runs nodes that are made later first
@@ -57,12 +58,13 @@ class SplitStep(HungStep):
                 rail.renew(place, end)
                 end = place
 
-        for tie in self.laid.ties:
+        for tie in self.laid.outputs.ties:
             place = tie.place
             come_to(tie.after)
             edges = [rail.tokens[tie.after], *(knot for to in tie.reaches for knot in knots[to])]
             if not tie.knots:  # a hidden state must not wait for the program
-                edges += [found[other] for other in self.executable.inner_before(tie.output)]
+                inner = self.executable.outputs.inner_before(tie.output)
+                edges += [found[other] for other in inner]
             tensor = apply_function(Output, self, place, found[tie.output], *edges)
             found[tie.output] = tensor
             if tie.knots:
@@ -87,7 +89,7 @@ class SplitStep(HungStep):
     @property
     def is_over(self) -> bool:
         """Whether the program has made all hand-overs."""
-        return self.taken == len(self.runs.received)
+        return self.taken == len(self.runs.outputs.received)
 
     def reach(self, place: int, many: int, *, is_last: bool) -> Sequence[Tensor | None]:
         """Run the program to a hidden state; return `many` parts of its gradient, or the rest.
@@ -96,7 +98,7 @@ class SplitStep(HungStep):
         """
         self.go_on()
         found = self.parts.setdefault(place, [])
-        if self.program is not None and place in self.runs.received[self.taken :]:
+        if self.program is not None and place in self.runs.outputs.received[self.taken :]:
             while self.at != place and (is_last or len(found) < many) and self.may_take():
                 self.take()
         taken = tuple(found[:many])
@@ -123,13 +125,13 @@ class SplitStep(HungStep):
             return
         number = current_backward()
         if self.program is not None:
-            runs, waits = self.runs, {*self.runs.received[self.taken :], self.at}
+            runs, waits = self.runs, {*self.runs.outputs.received[self.taken :], self.at}
             is_same = number == self.backward
             if is_same and self.come.keys() <= waits:
                 self._compare()
                 return
             # The parts of a hidden state have been given, and a backward starts from there.
-            if self.come.keys() == {self.at} and runs.is_separated(self.taken - 1):
+            if self.come.keys() == {self.at} and runs.outputs.is_separated(self.taken - 1):
                 self.backward = number
                 self._compare()
                 return
@@ -142,20 +144,18 @@ class SplitStep(HungStep):
         self.parts.clear()
         strides = {p: plain_strides(g.shape, g.stride()) for p, g in self.come.items()}
         self.key, kind = self._expected(strides)
-        tops = [place for place in sorted(self.come) if not self.executable.flows[place].uses]
+        tops = [place for place in sorted(self.come) if not self.flows[place].uses]
         self.begin(kind, [self.come.pop(place) for place in tops])
         self.kind = self.executable.kind
 
     def _expected(self, strides: Mapping[int, Tangent]) -> tuple[Key, BackwardKind]:
         """Return the key and the expected kind of the backward that these gradients start."""
-        tops = {place for place, flow in enumerate(self.executable.flows) if not flow.uses}
+        tops = {place for place, flow in enumerate(self.flows) if not flow.uses}
         called = None  # hidden states that this backward reaches; None: all
         if not tops <= strides.keys():
             nodes = {place: node() for place, node in self.nodes.items()}
             called = frozenset(
-                p
-                for p, node in nodes.items()
-                if node and self.executable.flows[p].uses and is_to_run(node)
+                p for p, node in nodes.items() if node and self.flows[p].uses and is_to_run(node)
             )
         key = (ambient_autocast(), tuple(sorted(strides.items())), called)
         last = self.backwards.came.get(key)
@@ -177,7 +177,7 @@ class SplitStep(HungStep):
         self, strides: Mapping[int, Tangent], called: frozenset[int] | None
     ) -> BackwardKind:
         """Return a kind of backward that these gradients may start, preferably a known one."""
-        flows, autocast = self.executable.flows, ambient_autocast()
+        flows, autocast = self.flows, ambient_autocast()
         outside = {place for place in strides if flows[place].uses}
         gets = _reached(flows, strides) | (called or frozenset()) | strides.keys()
 
@@ -194,7 +194,7 @@ class SplitStep(HungStep):
             return known
         tangents = {**dict.fromkeys(range(len(flows))), **strides}
         for place in (called or frozenset()) - _reached(flows, strides) - strides.keys():
-            tangents[place] = self.executable.usual_tangent(place)
+            tangents[place] = self.executable.outputs.usual_tangent(place)
             outside.add(place)
         found = tuple(tangents[place] for place in range(len(flows)))
         return BackwardKind(found, autocast, tuple(sorted(outside)))
@@ -208,7 +208,7 @@ class SplitStep(HungStep):
             self.seen[place] = strides
             if strides == self.executable.kind.tangents[place]:
                 continue
-            if place != self.at or not self.runs.is_separated(self.taken - 1):
+            if place != self.at or not self.runs.outputs.is_separated(self.taken - 1):
                 self._refuse()
             self._begin_at(place, strides)
 
@@ -253,9 +253,9 @@ class SplitStep(HungStep):
         found = super().run(give)
         self.sent = None
         self.taken = give + 1
-        place = self.runs.outputs_given[give]
+        place = self.runs.outputs.given[give]
         if place is not None:
-            self.at = self.runs.received[give]
+            self.at = self.runs.outputs.received[give]
             storages = {part.untyped_storage()._cdata for part in found if part is not None}
             self.given.setdefault(place, set()).update(storages)
             self.parts.setdefault(place, []).extend(found)
@@ -279,9 +279,9 @@ class SplitStep(HungStep):
     def take(self) -> None:
         give = self.taken
         found = self.run(give)
-        if self.runs.outputs_given[give] is not None:
+        if self.runs.outputs.given[give] is not None:
             return
-        place = self.runs.rail_place(give)
+        place = self.runs.outputs.rail_place(give)
         if self.watch is not None:
             self.watch.look(place, found)
         if before := self.early.get(place):  # of a program that was abandoned
