@@ -2,7 +2,8 @@
 
 Gets a `Problem`, a budget in bytes and an effort; gives a `Plan`, or the smallest feasible budget.
 Read portfolio.py (the planners and their order), search.py (one run), chain.py (block by block),
-windows.py (parts of a plan), smallest_budget.py and squeeze.py, effort.py (limits of work); then
+windows.py (parts of a plan), smallest_budget.py and squeeze.py, effort.py (limits of work), then
+moving.py with arrivals.py and copy_times.py (storages that are elsewhere for a while),
 module_options.py (one module of several) and resized.py (a plan at other sizes).
 """
 

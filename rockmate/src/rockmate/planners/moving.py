@@ -14,32 +14,29 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import time
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from rockmate.errors import InfeasibleBudgetError
+from rockmate.planners.arrivals import Arrivals
+from rockmate.planners.copy_times import begins_of, moves_for
 from rockmate.planners.effort import Effort
 from rockmate.planners.smallest_budget import minimum_peak
 from rockmate.planners.windows import FEW_NODES, suited
-from rockmate.problems.link import Link
-from rockmate.problems.problem import Node, Problem
+from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import no_recomputation
-from rockmate.schedules.moves import Move, Moves, copied_out, uses_of_copies
 from rockmate.schedules.plan import Plan, Trial, make_plan
 from rockmate.schedules.prune import prune
 from rockmate.schedules.report import exact_bytes
 from rockmate.schedules.simulate import simulate
-from rockmate.schedules.steps import Step, Steps, end_of_forward, first_forwards
+from rockmate.schedules.steps import Steps
 from rockmate.solvers.bound import lower_bound, storages_to_move
 from rockmate.solvers.least_budget import QUICK_WORK, least_budget
 from rockmate.solvers.result import stages_of
 
 PlanWithin: TypeAlias = Callable[[Problem, int], Plan]  # plans without moves
 
-_ARRIVAL_PRICE = 0.02  # of the time of a copy: between equal plans the one with fewer copies
 _LITTLE = 1e-3  # extra time, as a part of the step, below which the search ends
 
 
@@ -254,9 +251,6 @@ def _best_of_each(tried: Sequence[Trial]) -> tuple[Trial, ...]:
     return tuple(found.values())
 
 
-# --- what to move ---------------------------------------------------------------------------------
-
-
 def _sets(problem: Problem, budget_bytes: int) -> list[Arrivals]:
     """Return different sets of storages to move, as problems in which they arrive."""
     sets = storages_to_move(problem, budget_bytes, _carrier(problem))
@@ -277,8 +271,9 @@ def _carrier(problem: Problem) -> Callable[[Sequence[int]], bool]:
     link = problem.link
     assert link is not None
     nodes, stage = problem.nodes, stages_of(problem)
-    rest = _sums(node.fwd_time_ms for node in reversed(nodes))[::-1]  # of the forward, from each on
-    done = _sums(nodes[k].bwd_time_ms for k in problem.backward_order)  # up to each stage
+    # Of the forward from each node on, and of the backward up to each stage.
+    rest = begins_of(node.fwd_time_ms for node in reversed(nodes))[::-1]
+    done = begins_of(nodes[k].bwd_time_ms for k in problem.backward_order)
     first = {
         i: min(stage[u] for u in storage.bwd_users)
         for i, storage in enumerate(problem.storages)
@@ -300,231 +295,3 @@ def _carrier(problem: Problem) -> Callable[[Sequence[int]], bool]:
         return not link.is_shared or out_ms + in_ms <= problem.base_time_ms
 
     return fits
-
-
-# --- the problem in which they arrive -------------------------------------------------------------
-
-
-class Arrivals:
-    """The problem in which each chosen storage is made by a node of its own.
-
-    That node comes just before the storage's producer, which then works in its memory. It reads
-    nothing and takes no time. So running it again stands for bringing the storage in. The backward
-    during which its copy must begin counts as a reader, because the memory is taken from there on;
-    not so if copies take no time.
-    """
-
-    def __init__(self, problem: Problem, chosen: Sequence[int], *, takes_time: bool = True) -> None:
-        assert problem.link is not None
-        self.original, self.chosen = problem, tuple(chosen)
-        by_producer: dict[int, list[int]] = {}
-        for index in chosen:
-            by_producer.setdefault(problem.storages[index].producer, []).append(index)
-        nodes: list[Node] = []
-        self._place: list[int] = []  # of each node of the original
-        self._arrival: dict[int, int] = {}  # by storage
-        for k, node in enumerate(problem.nodes):
-            own = by_producer.get(k, [])
-            for index in own:
-                self._arrival[index] = len(nodes)
-                nodes.append(self._arriving(problem.link, index, node))
-            self._place.append(len(nodes))
-            less = sum(problem.sizes[index] for index in own)
-            nodes.append(
-                dataclasses.replace(
-                    node,
-                    fwd_peak_bytes=problem.forward_peaks[k] - less,
-                    fwd_peak_nograd_bytes=problem.forward_peaks_nograd[k] - less,
-                )
-            )
-        self._made = by_producer
-        place, flights = self._place, _flights(problem, self.chosen) if takes_time else {}
-        storages = (
-            dataclasses.replace(
-                storage,
-                producer=self._arrival.get(index, place[storage.producer]),
-                fwd_users=tuple(place[user] for user in storage.fwd_users),
-                bwd_users=tuple(
-                    place[user] for user in (*storage.bwd_users, *flights.get(index, ()))
-                ),
-                is_movable=False,
-            )
-            for index, storage in enumerate(problem.storages)
-        )
-        self.problem = Problem(tuple(nodes), tuple(storages))
-
-    def _arriving(self, link: Link, index: int, producer: Node) -> Node:
-        storage = self.original.storages[index]
-        price_ms = _ARRIVAL_PRICE * link.in_ms(storage.size_bytes)
-        name, path = f"arrival of {storage.name}", producer.module_path
-        return Node(name, price_ms, has_backward=False, module_path=path, op="arrival")
-
-    def hint(self, steps: Sequence[Step]) -> Steps:
-        """Return steps of the original in which chosen storages arrive.
-
-        Each arrives where the steps make it again, and before its first use in the backward.
-        """
-        count, place = len(self.original.nodes), self._place
-        found = [Step("F", k) for k in range(len(self.problem.nodes))]
-        there: set[int] = set()
-        for kind, k in steps[end_of_forward(steps, count) :]:
-            made = self._made.get(k, ()) if kind == "F" else ()
-            for index in (*self.problem.reads(kind, place[k]), *made):
-                if index in self._arrival and (index not in there or index in made):
-                    found.append(Step("F", self._arrival[index]))
-                    there.add(index)
-            found.append(Step(kind, place[k]))
-        return tuple(found)
-
-    def split(self, steps: Sequence[Step]) -> tuple[Steps, dict[int, list[int]]]:
-        """Return the steps of the original, and before which of them each storage arrives."""
-        back = {place: k for k, place in enumerate(self._place)}
-        index_of = {node: index for index, node in self._arrival.items()}
-        found: list[Step] = []
-        places: dict[int, list[int]] = {index: [] for index in self.chosen}
-        for is_first, (kind, k) in zip(first_forwards(steps), steps, strict=True):
-            if k not in index_of:
-                found.append(Step(kind, back[k]))
-            elif not is_first:
-                places[index_of[k]].append(len(found))
-        return tuple(found), places
-
-
-def _flights(problem: Problem, chosen: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Return for storages the node in whose backward they must begin to come in.
-
-    Copies come one after the other, each as late as it can without a step that waits.
-    """
-    assert problem.link is not None
-    stage, order = stages_of(problem), problem.backward_order
-    begins = _sums(problem.nodes[k].bwd_time_ms for k in order)
-    first = {i: min(stage[user] for user in problem.storages[i].bwd_users) for i in chosen}
-    latest = math.inf
-    found: dict[int, tuple[int, ...]] = {}
-    for index in sorted(chosen, key=lambda i: (-first[i], i)):
-        latest = min(latest, begins[first[index] - 1]) - problem.link.in_ms(problem.sizes[index])
-        at = max(1, bisect_right(begins, latest))
-        if at < first[index]:
-            found[index] = (order[at - 1],)
-    return found
-
-
-# --- when to move ---------------------------------------------------------------------------------
-
-
-def moves_for(
-    problem: Problem, steps: Steps, arrivals: Mapping[int, Sequence[int]], budget_bytes: int
-) -> Iterator[Moves]:
-    """Yield moves for storages that arrive before some steps, if they fit: few of them, then all.
-
-    Copies out end as late, and copies in start as early, as memory allows, but no further than they
-    need for computing not to wait. Few: what may stay, stays. Then it takes memory that copies in
-    flight may need.
-    """
-    link = problem.link
-    assert link is not None
-    copies = uses_of_copies(problem, steps)
-    least: list[Move] = []  # elsewhere for as long as possible
-    for index, places in arrivals.items():
-        gaps: dict[tuple[int, int], int] = {}  # between two uses, and where the copy is made
-        for place in sorted(places):
-            uses = next((u for u in reversed(copies[index]) if u[0] < place), [])
-            at = bisect_left(uses, place)
-            if 0 < at < len(uses) and uses[at] - uses[at - 1] > 1:
-                gaps[uses[at - 1], uses[at]] = uses[0]
-        made = -1
-        for (before, behind), start in gaps.items():  # what has been copied only leaves
-            least.append(Move(index, start if start != made else before, before, behind))
-            made = start
-    least = _in_order(least)
-    peaks = simulate(problem, steps, least).peak_during
-    if max(peaks, default=0) > budget_bytes:
-        return
-    begins = _sums(problem.time_ms(*step) for step in steps)  # of each step, if nothing waits
-    fewest = len(least)
-    for few in (True, False):
-        during = list(peaks)
-        chosen = _needed(problem, least, during, budget_bytes) if few else least
-        if few or len(chosen) > fewest:
-            fewest = len(chosen)
-            later = _ending_later(problem, link, steps, begins, chosen, during, budget_bytes)
-            yield tuple(_starting_earlier(problem, link, begins, later, during, budget_bytes))
-
-
-def _sums(times: Iterable[float]) -> list[float]:
-    """Return when each of some steps begins, one after the other; then when the last one ends."""
-    return list(itertools.accumulate(times, initial=0.0))
-
-
-def _in_order(moves: Sequence[Move]) -> list[Move]:
-    return sorted(moves, key=lambda m: (m.out_after, m.gone_after, m.storage))
-
-
-def _needed(
-    problem: Problem, moves: Sequence[Move], during: list[int], budget_bytes: int
-) -> list[Move]:
-    """Return the moves without those of storages that may as well stay, the largest first."""
-    by_storage: dict[int, list[Move]] = {}
-    for move in moves:
-        by_storage.setdefault(move.storage, []).append(move)
-    for index in sorted(by_storage, key=lambda i: (-problem.sizes[i], i)):
-        size = problem.sizes[index]
-        away = [t for m in by_storage[index] for t in range(m.gone_after + 1, m.back_before)]
-        if all(during[t] + size <= budget_bytes for t in away):
-            for t in away:
-                during[t] += size
-            del by_storage[index]
-    return [move for move in moves if move.storage in by_storage]
-
-
-def _ending_later(
-    problem: Problem,
-    link: Link,
-    steps: Steps,
-    begins: Sequence[float],
-    moves: Sequence[Move],
-    during: list[int],
-    budget_bytes: int,
-) -> list[Move]:
-    """Return the moves with ends of copies out so late that nothing waits, where that fits."""
-    found: list[Move] = []
-    free_ms = 0.0  # when the link is free
-    copied = copied_out(problem, steps, moves)
-    for move in moves:
-        size, gone = problem.sizes[move.storage], move.gone_after
-        if move in copied:
-            free_ms = max(free_ms, begins[move.out_after + 1]) + link.out_ms(size)
-            while gone + 1 < move.back_before - 1 and begins[gone + 1] < free_ms:
-                if during[gone + 1] + size > budget_bytes:
-                    break
-                gone += 1
-                during[gone] += size
-        found.append(dataclasses.replace(move, gone_after=gone))
-    return found
-
-
-def _starting_earlier(
-    problem: Problem,
-    link: Link,
-    begins: Sequence[float],
-    moves: Sequence[Move],
-    during: list[int],
-    budget_bytes: int,
-) -> list[Move]:
-    """Return the moves with copies in that start early enough not to wait, where that fits."""
-    found: list[Move] = []
-    starts: dict[Move, float] = {}  # the latest start after which nothing waits
-    latest = float("inf")
-    for move in sorted(moves, key=lambda m: -m.back_before):
-        latest = min(latest, begins[move.back_before]) - link.in_ms(problem.sizes[move.storage])
-        starts[move] = latest
-    for move in sorted(moves, key=lambda m: m.back_before):
-        size, back = problem.sizes[move.storage], move.back_before
-        while back - 1 > move.gone_after and begins[back] > starts[move]:
-            if during[back - 1] + size > budget_bytes:
-                break
-            back -= 1
-            during[back] += size
-        if back - 1 > move.gone_after:
-            found.append(dataclasses.replace(move, back_before=back))
-    return _in_order(found)
