@@ -72,10 +72,7 @@ class Executor(Backwards):
             step.outputs_held = OutputsHeld(
                 {names[k]: outputs[k] for k in executable.outputs.leaving}
             )
-        if aliased := executable.outputs.aliased:
-            step.remember_aliases(outputs, aliased)
-        if executable.outputs.shared:
-            step.remember_shared(outputs)
+        step.remember_outputs(outputs)
         rail = step.rail = step.laid.rail(external)
         passed = step.pass_to_hooks() if has_saved_hooks() else ()
         if isinstance(step, HungStep):

@@ -19,10 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from rkgb.elements import settled
-from rkgb.graphs import BackwardKind, ambient_autocast
 from rkgb.torch_api import apply_function, current_backward, is_to_run
 from rockmate.errors import UnsupportedModuleError
-from rockmate.runtime.outputs import plain_strides
 from rockmate.runtime.steps.hung_step import HungStep, Output
 from rockmate.runtime.steps.split_step import SplitStep
 
@@ -98,9 +96,7 @@ class JointStep(HungStep):
         self.come.clear()
         self.number = -1
         self.take_back_kept()
-        strides = (None if g is None else plain_strides(g.shape, g.stride()) for g in arrived)
-        kind = BackwardKind(tuple(strides), ambient_autocast())
-        self.begin(kind, [grad for grad in arrived if grad is not None])
+        self.begin_with(arrived)
 
 
 class LateSplitStep(SplitStep):

@@ -7,16 +7,15 @@ recorded with the step; another kind of backward gets another recording.
 from __future__ import annotations
 
 import contextlib
-import operator
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rkgb.device import KeptGenerators, RngState
+from rkgb.device import KeptGenerators
 from rkgb.elements import running_on, settled
 from rkgb.graphs import BackwardKind, ambient_autocast
 from rkgb.torch_api import (
@@ -24,14 +23,12 @@ from rkgb.torch_api import (
     RecomputingAs,
     changing_modes,
     current_dispatch_modes,
-    is_in_checkpoint,
     keeps_graph,
     running_a_forward,
     straight_to_kernels,
 )
 from rockmate.errors import (
     BackwardTwiceError,
-    ChangedTensorError,
     DoubleBackwardError,
     UnsupportedModuleError,
 )
@@ -43,33 +40,21 @@ from rockmate.runtime.gradients.shared_uses import FirstsWatch
 from rockmate.runtime.outputs import plain_strides
 from rockmate.runtime.steps.inner_results import InnerResults
 from rockmate.runtime.steps.outputs_held import OutputsHeld
+from rockmate.runtime.steps.saved_tensors import SavedTensors
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
-class RunningStep:
+class RunningStep(SavedTensors):
     """One forward and its backward: the saved tensors and the state of the backward."""
 
-    # Initial values are class attributes: setting them in each step takes as long as a small
-    # operation.
     rail: Rail | None = None
-    started = False
     sent: list[Tensor] | None = None  # gradients that the program gets when it continues
     program: Generator[list[Tensor], list[Tensor] | None, None] | None = None
     place = 0  # the next place of the rail
-    held: Sequence[Tensor] = ()
     watch: FirstsWatch | None = None
     kept: Mapping[str, Tensor] | None = None  # for another backward, with retain_graph
-    aliases: Sequence[tuple[str, Tensor, int]] = ()  # outputs that share saved memory, and versions
-    in_one_memory: Sequence[Sequence[tuple[str, Tensor, int]]] = ()  # outputs, and versions
     outputs_held: OutputsHeld | None = None
-    # Positions in `saved` of what hooks on saved tensors hold, with the devices of random states.
-    passed: Mapping[int, torch.device | None] | None = None
-    mark = 0  # tells which program has saved them
-    # For another backward, with retain_graph: the rest of `saved`, and what belongs to it.
-    unpassed: tuple[list[Any], Sequence[Tensor], list[int], list[int]] | None = None
-    start_random: KeptGenerators | None = None
-    contents: Callable[[], str] | None = None  # names a tensor with changed content and old version
     choice: KernelChoice | None = None
     python: PythonOfBackward | None = None
     inner: InnerResults | None = None
@@ -77,11 +62,6 @@ class RunningStep:
     shared: SharedCasts | None = None
     rerunning: AbstractContextManager[None] = _NOTHING
     model: nn.Module | None = None  # for opaque calls of its submodules
-    saved: list[Any]
-    versions: list[int]
-    storages: list[int]
-    output_versions: list[int]
-    start_versions: list[int]
 
     def __init__(
         self,
@@ -108,172 +88,13 @@ class RunningStep:
         if self.rail is not None and not self.started:  # a forward without a backward
             self.laid.give_back(self.rail)
 
-    # ------------------------------------------------------------------ the user's own tensors
-
-    def remember_start(self, values: Sequence[Tensor]) -> None:
-        """Store what a second backward needs to run the forward again."""
-        self.start_versions = _versions(values)
-        for place in self.executable.written_places:  # results do not depend on them
-            self.start_versions[place] = -1
-        if self.executable.is_random:
-            self.start_random = KeptGenerators.keep(self._device)
-
-    @property
-    def _device(self) -> torch.device:
-        return self.executable.basic.device
-
-    def remember_versions(self, external: Mapping[str, Tensor]) -> None:
-        saved, executable = self.saved, self.executable
-        held = self.held = executable.read_held(external)
-        if executable.runs_python or executable.holds_written:  # opaque calls may write to them
-            self.versions = _versions(held)
-        else:
-            self.versions = [*executable.pick_held(self.start_versions)]
-        self.storages = [t.untyped_storage()._cdata for t in held]
-        self.output_versions = [saved[place]._version for place, _ in executable.outputs.saved]
-
-    def remember_aliases(self, outputs: Sequence[Tensor], places: Sequence[int]) -> None:
-        """Store versions of outputs that share memory with saved tensors.
-
-        Views have their own versions. The memory itself is saved anyway.
-        """
-        names = self.executable.program.outputs
-        self.aliases = [(names[p], outputs[p].detach(), outputs[p]._version) for p in places]
-
-    def remember_shared(self, outputs: Sequence[Tensor]) -> None:
-        """Store versions of outputs that share memory with each other."""
-        names = self.executable.program.outputs
-        self.in_one_memory = [
-            [(names[p], outputs[p].detach(), outputs[p]._version) for p in places]
-            for places in self.executable.outputs.shared
-        ]
-
-    def pass_to_hooks(self) -> list[Tensor]:
-        """Return the saved tensors for autograd to save, so that hooks on saved tensors get them.
-
-        Parameters stay here, and the backward checks whether they have changed; but a checkpoint
-        gets all. The last tensor tells which program has saved them, with which numbers.
-        """
-        executable, saved = self.executable, self.saved
-        self.aliases = ()
-        basic = executable.basic
-        kept = {} if is_in_checkpoint() else basic.parameters
-        self.passed = {
-            place: saved[place].device if isinstance(saved[place], RngState) else None
-            for place, name in enumerate(executable.program.saved)
-            if isinstance(saved[place], (Tensor, RngState)) and name not in kept
-        }
-        for place, name in enumerate(executable.held):
-            if name not in kept:
-                self.versions[place] = -1
-        found: list[Tensor] = []
-        for place, device in self.passed.items():
-            found += [saved[place]] if device is None else saved[place].tensors
-            saved[place] = None
-        self.mark = hash((id(self.backwards), executable.program.saved, *self.numbers))
-        return [*found, torch.tensor(self.mark, device="cpu")]
-
-    def take_back(self, tensors: Sequence[Tensor]) -> None:
-        """Continue with the tensors that the hooks return, at the beginning of each backward.
-
-        Those of a checkpoint come from a second run of the user's forward, with other inputs,
-        buffers and random numbers than this one perhaps. So this forward never runs again.
-
-        Raises:
-            ChangedTensorError: a second run has gone another way.
-        """
-        assert self.passed is not None
-        *found, mark = tensors
-        if mark.item() != self.mark:
-            name = self.executable.basic.model_name
-            raise ChangedTensorError(
-                f"a checkpoint has run {name} again for the backward, and with another plan or "
-                "other numbers than in the forward: an attribute or what the forward reads has "
-                "changed meanwhile. Change it after the backward."
-            )
-        executable = self.executable = self.laid_for
-        names = executable.program.saved
-        if not self.started and keeps_graph():
-            self.unpassed = [*self.saved], self.held, self.versions, self.storages
-        elif self.started:
-            assert self.unpassed is not None
-            saved, self.held, self.versions, self.storages = self.unpassed
-            self.saved = [*saved]
-        rest = iter(found)
-        for place, device in self.passed.items():
-            if device is not None:
-                self.saved[place] = RngState.of(rest, device)
-                continue
-            tensor = self.saved[place] = next(rest)
-            if self.external is not None and names[place] in self.external:
-                self.external = {**self.external, names[place]: tensor}
-        # They have the values at the time of saving, without later changes of outputs.
-        self.output_versions = [self.saved[p]._version for p, _ in executable.outputs.saved]
-
-    def _check_storages(self) -> None:
-        # Storages, not addresses: FSDP frees and refills the memory of a storage.
-        storages = [t.untyped_storage()._cdata for t in self.held]
-        if storages != self.storages:
-            differ = list(map(operator.ne, storages, self.storages))
-            self._changed(self.executable.held[differ.index(True)])
-
-    def _check_outputs(self) -> None:
-        pairs = zip(self.executable.outputs.saved, self.output_versions, strict=True)
-        for (place, name), version in pairs:
-            if self.saved[place]._version != version:
-                self._output_changed(name)
-        for name, alias, version in self.aliases:
-            if alias._version != version:
-                self._output_changed(name)
-        self.aliases = ()
-
-    def _check_shared(self, kind: BackwardKind) -> None:
-        """Refuse a gradient of an output that was changed through another one in its memory.
-
-        Plain PyTorch knows that one is a view of the other, and adds the change to its history.
-        """
-        roots = self.executable.basic.roots
-        given = {name for name, t in zip(roots, kind.tangents, strict=True) if t is not None}
-        for group in self.in_one_memory:
-            changed = [name for name, alias, version in group if alias._version != version]
-            others = given.intersection(name for name, _, _ in group).difference(changed[:1])
-            if changed and others:
-                raise ChangedTensorError(
-                    f"the output '{changed[0]}' of a Rockmate module was changed in place between "
-                    f"forward and backward, and the output '{min(others)}', which shares its "
-                    "memory, has a gradient. Work on a copy: y = y.clone()."
-                )
-        self.in_one_memory = ()
-
-    def _output_changed(self, name: str) -> None:
-        raise ChangedTensorError(
-            f"the output '{name}' of a Rockmate module was changed in place between "
-            "forward and backward, which reads it. Work on a copy: y = y.clone()."
-        )
-
-    def _changed(self, name: str) -> None:
-        raise ChangedTensorError(
-            f"'{self.executable.told(name)}' was changed in place between the forward and the "
-            "backward of a Rockmate module, and the backward needs its old content. Change "
-            "parameters and inputs after backward, or run the forward again."
-        )
-
-    def _check_contents(self, changed: Callable[[], str]) -> None:
-        if name := changed():
-            raise ChangedTensorError(
-                f"'{self.executable.told(name)}' was changed between the forward and the backward "
-                "of a Rockmate module in a way that PyTorch does not count (through .data, numpy "
-                "or shared memory), and the backward computes from its old content again. Change "
-                "it after backward, or plan with a larger budget."
-            )
-
-    # ------------------------------------------------------------------ backward
-
     def start(self, grads: Sequence[Tensor | None]) -> None:
         """Begin the backward for these gradients of the outputs."""
-        basic = self.executable.basic
         by_name = dict(zip(self.executable.program.outputs, grads, strict=True))
-        arrived = [settled(by_name[name]) for name in basic.roots]
+        self.begin_with([settled(by_name[name]) for name in self.executable.basic.roots])
+
+    def begin_with(self, arrived: Sequence[Tensor | None]) -> None:
+        """Begin the backward for the gradients of all roots, where they have one."""
         strides = (None if g is None else plain_strides(g.shape, g.stride()) for g in arrived)
         kind = BackwardKind(tuple(strides), ambient_autocast())
         self.begin(kind, [grad for grad in arrived if grad is not None])
@@ -295,8 +116,7 @@ class RunningStep:
         self.rerunning = _NOTHING
         if self.choice is not None and (now := KernelChoice.now()) != self.choice:
             self.rerunning = RecomputingAs(self.choice, now)
-        if self.contents is not None:
-            self._check_contents(self.contents)
+        self.check_contents()
         if self.inner is not None:
             self.inner.refuse_asked()
         if self.python is not None:
@@ -306,9 +126,7 @@ class RunningStep:
             self._refuse_second(kind)
             if self.passed is None:
                 self._run_again(kind, self.kept)
-        self._check_outputs()
-        self._check_shared(kind)
-        self._check_storages()
+        self.check(kind)
         executable = self.executable
         if kind != executable.kind:
             executable = self._go_on_as(kind)
@@ -426,34 +244,27 @@ class RunningStep:
         """
         assert self.external is not None
         if not executable.can_repeat or self.passed is not None:
-            raise UnsupportedModuleError(
-                "gradients have arrived at outputs of a Rockmate module in another way than "
-                "before, and its forward, which was compiled or planned for the other way, cannot "
-                "be run again. Run the step again: it is planned for such gradients from now on."
+            raise arrived_otherwise(
+                "its forward, which was compiled or planned for the other way, cannot be run again"
             )
         self.saved.clear()
         self._run_again(kind, self.external)
 
     def _can_run_again(self) -> bool:
         """Return whether a second forward gives the same: no opaque calls, and no changes since."""
-        assert self.external is not None
-        ran = self.executable
-        if not ran.can_repeat or self.passed is not None:
+        if not self.executable.can_repeat or self.passed is not None:
             return False
-        pairs = zip(ran.program.externals, self.start_versions, strict=True)
-        return all(version < 0 or self.external[n]._version == version for n, version in pairs)
+        assert self.external is not None
+        return not self.changed_since_start(self.external)
 
     def _run_again(self, kind: BackwardKind, external: Mapping[str, Tensor]) -> None:
         """Run the forward again for another backward: with equal results and no side effects."""
         assert self.variant is not None
         ran = self.laid_for
-        names = ran.program.externals
-        values = [external[name] for name in names]
-        for name, tensor, version in zip(names, values, self.start_versions, strict=True):
-            if version >= 0 and tensor._version != version:
-                self._changed(name)
+        if name := self.changed_since_start(external):
+            self.refuse_changed(name)
         executable = self.backwards.for_backward(kind, self.variant)
-        now = KeptGenerators.keep(self._device) if self.start_random is not None else None
+        now = KeptGenerators.keep(self.device) if self.start_random is not None else None
         if self.start_random is not None:
             self.start_random.restore()
         names = executable.program.externals
@@ -475,10 +286,8 @@ class RunningStep:
         assert self.external is not None
         values.update({n: t for n, t in self.external.items() if n not in values})
         if missing := self.executable.missing_for(executable):
-            raise UnsupportedModuleError(
-                "gradients have arrived at outputs of a Rockmate module in another way than "
-                f"before, and their backward needs '{missing[0]}', which this forward has not "
-                "kept. Run the step again: it is planned for such gradients from now on."
+            raise arrived_otherwise(
+                f"their backward needs '{missing[0]}', which this forward has not kept"
             )
         self.saved[:] = [values[name] for name in executable.program.saved]
         held = dict(zip(self.executable.held, self.versions, strict=True))
@@ -512,7 +321,7 @@ class RunningStep:
     def run(self, give: int) -> tuple[Tensor | None, ...]:
         """Run the program to its next hand-over; return its gradients."""
         assert self.program is not None
-        self._check_reads(give)
+        self.check_reads(self.runs.reads[give])
         with straight_to_kernels(), self.on_model(), self.rerunning:
             given = self.program.send(self.sent)
         found = tuple(given)
@@ -520,12 +329,6 @@ class RunningStep:
         if self.shared is not None:
             return self.shared.pass_on(self, self.runs.casts.given[give], found)
         return found
-
-    def _check_reads(self, give: int) -> None:
-        versions, held = self.versions, self.held
-        for index in self.runs.reads[give]:
-            if held[index]._version != versions[index] and versions[index] >= 0:
-                self._changed(self.executable.held[index])
 
     def finish(self) -> None:
         """End the step, after its last hand-over."""
@@ -541,6 +344,14 @@ class RunningStep:
         self.rail = None
 
 
+def arrived_otherwise(why: str) -> UnsupportedModuleError:
+    """Return the error for gradients that this step cannot go on with; `why` says why not."""
+    return UnsupportedModuleError(
+        "gradients have arrived at outputs of a Rockmate module in another way than before, and "
+        f"{why}. Run the step again: it is planned for such gradients from now on."
+    )
+
+
 def refuse_create_graph() -> None:
     """Refuse a backward with create_graph=True.
 
@@ -553,10 +364,3 @@ def refuse_create_graph() -> None:
             "cannot be differentiated again. Run the forward of that step under `with "
             "rockmate.plain():`, as plain PyTorch."
         )
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    try:
-        return [t._version for t in tensors]
-    except RuntimeError:  # of an inference tensor
-        return [-1 if t.is_inference() else t._version for t in tensors]

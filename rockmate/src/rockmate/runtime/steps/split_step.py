@@ -21,11 +21,12 @@ from torch import Tensor
 from rkgb.elements import settled
 from rkgb.graphs import BackwardKind, Flow, Region, Tangent, ambient_autocast
 from rkgb.torch_api import apply_function, current_backward, is_to_run
-from rockmate.errors import BackwardTwiceError, UnsupportedModuleError
+from rockmate.errors import BackwardTwiceError
 from rockmate.runtime.executable import Executable
 from rockmate.runtime.gradients.rails import OUT_OF_ORDER
 from rockmate.runtime.outputs import plain_strides
 from rockmate.runtime.steps.hung_step import HungStep, Output
+from rockmate.runtime.steps.running_step import arrived_otherwise
 
 
 class SplitStep(HungStep):
@@ -222,11 +223,7 @@ class SplitStep(HungStep):
 
     def _refuse(self) -> NoReturn:
         self._learn()
-        raise UnsupportedModuleError(
-            "gradients have arrived at outputs of a Rockmate module in another way than before, "
-            "and what was computed on the way does not serve for them. Run the step again: it is "
-            "planned for such gradients from now on."
-        )
+        raise arrived_otherwise("what was computed on the way does not serve for them")
 
     def _learn(self) -> None:
         """Expect the same kind of backward next time."""
