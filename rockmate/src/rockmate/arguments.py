@@ -23,7 +23,9 @@ from rkgb.engine import bind_inputs
 from rkgb.torch_api import is_optimized
 from rockmate.errors import ArgumentsError, UnsupportedModuleError
 from rockmate.settings import Budget, Settings, Terms, parse_budget, parse_memory
-from rockmate.whole_step import Loss, WholeStep, check_optimizer
+from rockmate.whole_step.loss import Loss
+from rockmate.whole_step.optimizers import check_optimizer
+from rockmate.whole_step.whole_step import WholeStep
 
 _PER_CALL = 1  # placeholder: each call gets its own budget
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]

@@ -21,7 +21,7 @@ from rockmate.arguments import (
 )
 from rockmate.blockwise.blocks import AUTO, find_blocks
 from rockmate.blockwise.loss_outside import LossOfBlocks, Within
-from rockmate.blockwise.planning import Chosen, Planner
+from rockmate.blockwise.planning import BlockPlanner, ChosenBlocks
 from rockmate.blockwise.rehearsal import largest_first
 from rockmate.blockwise.report import BlockRow, BlocksPlan
 from rockmate.blockwise.saved_blocks import blocks_key, file_of_blocks, shared_file
@@ -240,7 +240,7 @@ def _planned(
     amount, fraction = parse_budget(given.budget)
     views = {path: plain_view(block) for path, block in found.items()}
     phases = Phases({"blocks": 2, "free plan": 1}, show=given.progress)
-    planner = Planner(
+    planner = BlockPlanner(
         *(model, views, terms),
         team=team,
         in_flight=given.in_flight,
@@ -275,7 +275,7 @@ def _planned(
     made = replace(made, seconds=phases.seconds, memory=within.memory if within else None)
     if within is not None and chosen.tested is not None:
 
-        def show(again: Chosen, now: Within) -> None:
+        def show(again: ChosenBlocks, now: Within) -> None:
             shown = replace(_report(again, given), why_no_free_plan="for another budget")
             shown = replace(shown, seconds=made.seconds, memory=now.memory, is_measured=False)
             made.become(_with_file(shown, again, model, now.whole.seen))
@@ -284,7 +284,7 @@ def _planned(
     return made
 
 
-def _put_on(found: Mapping[str, nn.Module], choose: Callable[[], Chosen]) -> Chosen:
+def _put_on(found: Mapping[str, nn.Module], choose: Callable[[], ChosenBlocks]) -> ChosenBlocks:
     """Install the chosen forwards in the blocks; after an error, the blocks are restored."""
     with torch.inference_mode(False), torch.enable_grad():
         for block in found.values():
@@ -328,7 +328,7 @@ def _refuse_model(model: nn.Module) -> None:
     refuse_engines(model)
 
 
-def _report(chosen: Chosen, given: ToBlocks) -> BlocksPlan:
+def _report(chosen: ChosenBlocks, given: ToBlocks) -> BlocksPlan:
     rows = []
     for call, number in zip(chosen.memory.calls, chosen.choice.options, strict=True):
         time_ms = chosen.kinds[call.name].recorded.problem.base_time_ms
@@ -344,7 +344,7 @@ def _report(chosen: Chosen, given: ToBlocks) -> BlocksPlan:
 
 
 def _with_file(
-    plan: BlocksPlan, chosen: Chosen, model: nn.Module, loss: SeenLoss | None = None
+    plan: BlocksPlan, chosen: ChosenBlocks, model: nn.Module, loss: SeenLoss | None = None
 ) -> BlocksPlan:
     name, device = class_name(model), device_of_parameters(model)
     file = file_of_blocks(plan, chosen.kinds, chosen.choice.options, name, device, loss)

@@ -30,7 +30,7 @@ from rockmate.networks import Planned, compiled_part, cut_parts
 from rockmate.reports.plan_report import PlanReport
 from rockmate.requests.identity import in_short, input_texts, made_with
 from rockmate.settings import Terms
-from rockmate.whole_step import with_loss, without_loss
+from rockmate.whole_step.loss import with_loss, without_loss
 
 _log = logging.getLogger("rockmate")
 # Attributes of a Rockmate module; an attribute of the model with the same name takes precedence.

@@ -23,7 +23,9 @@ from fake_cuda.device import fake_cuda
 from oracles.training import assert_same_gradients
 from rkgb.device.cuda import Cuda
 from rkgb.engine import device_of, trace_memory
-from rockmate.whole_step import CallBytes, WholeStep, optimizer_bytes
+from rockmate.whole_step.optimizers import optimizer_bytes
+from rockmate.whole_step.outputs import CallBytes
+from rockmate.whole_step.whole_step import WholeStep
 
 HOST = torch.device("cpu")
 

@@ -16,8 +16,16 @@ from rockmate.schedules.liveness import liveness
 from rockmate.schedules.plan import Plan, make_plan
 from rockmate.schedules.prune import EditablePlan, prune
 from rockmate.schedules.simulate import simulate
-from rockmate.schedules.steps import Step, backward, forward, steps_from_text, steps_to_text
+from rockmate.schedules.steps import Step, steps_from_text, steps_to_text
 from zoo.problems import gpt_problem, random_problem, small_problems
+
+
+def forward(node: int) -> Step:
+    return Step("F", node)
+
+
+def backward(node: int) -> Step:
+    return Step("B", node)
 
 
 def two_nodes() -> Problem:

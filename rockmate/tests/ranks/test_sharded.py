@@ -174,15 +174,15 @@ def all_fail_together(rank: int) -> None:
             rockmate.apply_to_blocks(model, (ids, targets), enough, **options)
         assert_same_on_all(str(refused.value))
     # What is found while the memory of a step is looked at, which the others go on with.
-    order = planning.Planner._refuse_another_order
+    order = planning.BlockPlanner._refuse_another_order
     if rank:
-        planning.Planner._refuse_another_order = _refuses  # type: ignore[method-assign]
+        planning.BlockPlanner._refuse_another_order = _refuses  # type: ignore[method-assign]
     with pytest.raises(
         rockmate.RockmateError, match="on rank 1 of 2: ValueError: another order"
     ) as refused:
         rockmate.apply_to_blocks(model, (ids, targets), enough, cost="flops", compare=False)
     assert_same_on_all(str(refused.value))
-    planning.Planner._refuse_another_order = order  # type: ignore[method-assign]
+    planning.BlockPlanner._refuse_another_order = order  # type: ignore[method-assign]
     model(ids, targets).backward()  # still usable
     plan = rockmate.apply_to_blocks(model, (ids, targets), enough, cost="flops", compare=False)
     assert plan.measured_peak_bytes <= enough

@@ -17,13 +17,17 @@ from torch import nn
 
 from rkgb.torch_api import is_transforming
 from rockmate.arguments import Call
-from rockmate.blockwise.planning import Chosen, Planner
+from rockmate.blockwise.planning import BlockPlanner, ChosenBlocks
 from rockmate.calls.loss_outside import leaves_plenty, tell_no_room
 from rockmate.calls.planned_module import PlannedModule
 from rockmate.errors import InfeasibleBudgetError
+from rockmate.files.plan_file import SeenLoss
 from rockmate.options.module_choice import StepMemory, smallest_budget
 from rockmate.runtime.plain import is_plain
-from rockmate.whole_step import TRIES, CallBytes, LossWatch, Memory, SeenLoss, WholeStep
+from rockmate.whole_step.loss_seen import TRIES, LossWatch
+from rockmate.whole_step.memory import Memory
+from rockmate.whole_step.outputs import CallBytes
+from rockmate.whole_step.whole_step import WholeStep
 
 _WHY_CLOSED = "it looks at memory"
 _TOO_LITTLE = 1  # a budget whose refusal names the smallest one
@@ -70,9 +74,9 @@ class LossOfBlocks(LossWatch):
     def __init__(
         self,
         within: Within,
-        planner: Planner,
-        chosen: Chosen,
-        show: Callable[[Chosen, Within], None],
+        planner: BlockPlanner,
+        chosen: ChosenBlocks,
+        show: Callable[[ChosenBlocks, Within], None],
     ) -> None:
         super().__init__(is_awaited=True)
         self._within, self._planner, self._chosen = within, planner, chosen
@@ -153,7 +157,7 @@ class LossOfBlocks(LossWatch):
             self.follow(result)
 
 
-def _beside(chosen: Chosen, turn_bytes: int, kept_bytes: int) -> StepMemory:
+def _beside(chosen: ChosenBlocks, turn_bytes: int, kept_bytes: int) -> StepMemory:
     """Return what is tested with the bytes of a loss, at the turn and in the backward."""
     tested = chosen.tested
     assert tested is not None

@@ -78,7 +78,7 @@ _RUNGS = 8  # budgets whose choices are tested ahead
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenBlocks:
     """The result: planned forwards by path of the block, and the choice of options."""
 
     forwards: Mapping[str, PlannedModule]
@@ -102,7 +102,7 @@ class _Intercepted(PlannedModule):
         return self.call(self, *settled_call(args, kwargs))
 
 
-class Planner:
+class BlockPlanner:
     """Plans the blocks of one model on one call."""
 
     def __init__(
@@ -132,7 +132,7 @@ class Planner:
 
     def plan(
         self, calls: Sequence[Call], room: Callable[[int], int], loss_bytes: int = 0
-    ) -> Chosen:
+    ) -> ChosenBlocks:
         """Return a planned forward for every block; `room` maps the peak keeping all to the budget.
 
         The options are chosen for the first call, and checked with the others. With `loss_bytes`,
@@ -178,7 +178,7 @@ class Planner:
                 minimum_bytes=peak,
             )
 
-    def _searched(self, call: Call, room: Callable[[int], int]) -> Chosen:
+    def _searched(self, call: Call, room: Callable[[int], int]) -> ChosenBlocks:
         """Return options chosen for a call, after steps have shown that they fit."""
         self.note("measuring a step")
         self._take({path: self.kind_of[path].least for path in self.order})
@@ -217,7 +217,9 @@ class Planner:
     def _numbers(self, options: Sequence[int]) -> dict[str, int]:
         return dict(zip(self.order, options, strict=True))
 
-    def _tested(self, calls: Sequence[Call], chosen: Chosen, most_bytes: int) -> StepMemory | None:
+    def _tested(
+        self, calls: Sequence[Call], chosen: ChosenBlocks, most_bytes: int
+    ) -> StepMemory | None:
         """Test and measure what budgets up to `most_bytes` choose; None if other calls exceed them.
 
         The choice stays. The memory of such steps must be there.
@@ -242,7 +244,9 @@ class Planner:
         rows = zip(*(*tested, largest_choice.options), strict=True)
         return only(memory, [set(row) for row in rows])
 
-    def choose_again(self, chosen: Chosen, budget: int, tested: StepMemory) -> Chosen | None:
+    def choose_again(
+        self, chosen: ChosenBlocks, budget: int, tested: StepMemory
+    ) -> ChosenBlocks | None:
         """Choose for another budget among options that are `tested`; nothing is run.
 
         None means that nothing fits.
@@ -262,14 +266,14 @@ class Planner:
         measured: int,
         keeping_all: int,
         budget: int,
-    ) -> Chosen:
+    ) -> ChosenBlocks:
         for forward in self.forwards.values():
             if isinstance(forward, LockstepModule):
                 forward.is_sealed = True
         kinds = {path: self.kind_of[path] for path in self.order}
-        return Chosen(self.forwards, kinds, memory, choice, measured, keeping_all, budget)
+        return ChosenBlocks(self.forwards, kinds, memory, choice, measured, keeping_all, budget)
 
-    def _followed(self, saved: SavedBlocks, call: Call, room: Callable[[int], int]) -> Chosen:
+    def _followed(self, saved: SavedBlocks, call: Call, room: Callable[[int], int]) -> ChosenBlocks:
         """Return the choice of a file, after a step has shown that it fits on all processes."""
         with self.team.together():
             kinds = {path: self.kind_of[path] for path in self.order}

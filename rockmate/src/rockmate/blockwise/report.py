@@ -11,7 +11,7 @@ from rockmate.files.plan_file import PlanFile
 from rockmate.options.options import BlockOption
 from rockmate.reports.in_full import InFull
 from rockmate.schedules.report import format_bytes, format_ms
-from rockmate.whole_step import Memory
+from rockmate.whole_step.memory import Memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -19,8 +18,6 @@ from rockmate.guards.input_signature import ambient, in_order, key_of
 from rockmate.requests.identity import cache_key, elsewhere, made_with
 from rockmate.requests.saved_plan import cut_of, saved_cut
 from rockmate.settings import Terms
-
-_log = logging.getLogger("rockmate")
 
 
 def file_of_blocks(

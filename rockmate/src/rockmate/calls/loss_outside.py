@@ -14,10 +14,12 @@ from rockmate.calls.plan_store import Family, Key
 from rockmate.calls.plans_of_module import PlansOfModule
 from rockmate.calls.requester import planning
 from rockmate.errors import InfeasibleBudgetError
+from rockmate.files.plan_file import SeenLoss
 from rockmate.networks import Planned, with_least_peak
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import end_of_forward
-from rockmate.whole_step import LossWatch, Memory, SeenLoss
+from rockmate.whole_step.loss_seen import LossWatch
+from rockmate.whole_step.memory import Memory
 
 _log = logging.getLogger("rockmate")
 _PLENTY = 4  # times what a loss may take: no loss is assumed to take more

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from rockmate.guards.input_signature import for_any_number, other_ints, unlike
-from rockmate.guards.module_state import ModuleState, Place
+from rockmate.guards.module_state import Place, WatchedState
 from rockmate.reports.in_full import InFull
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _MOST_WHOLE = 4  # sets of open places of ints that are tried for an unknown key
 class Key:
     """The assumptions of a plan."""
 
-    state: ModuleState
+    state: WatchedState
     inputs: Hashable
     autocast: Hashable
     flags: Hashable
@@ -205,7 +205,7 @@ class PlanStore:
         recorded = [key for key, family in self.families.items() if family.row.how == "recorded"]
         return recorded[0] if len(recorded) > self.most // 2 else next(iter(self.families))
 
-    def states(self) -> list[ModuleState]:
+    def states(self) -> list[WatchedState]:
         """Return the states of the module that have plans."""
         return [key.state for key in self.families]
 

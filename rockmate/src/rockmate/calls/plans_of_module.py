@@ -23,7 +23,7 @@ from rockmate.calls.requester import Requester, planning, with_whole
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
 from rockmate.guards.changing_places import ChangingPlaces, readers
 from rockmate.guards.input_signature import ambient, in_order, key_of, told
-from rockmate.guards.module_state import ModuleState, Place
+from rockmate.guards.module_state import Place, WatchedState
 from rockmate.guards.module_watch import without_hooks
 from rockmate.networks import Planned, with_least_peak
 from rockmate.requests.anew import eager_peak_bytes
@@ -190,7 +190,7 @@ class PlansOfModule(Requester):
         _log.warning(_CHANGES, why, opaque)
         return planned
 
-    def _locate(self, planned: Planned) -> ModuleState:
+    def _locate(self, planned: Planned) -> WatchedState:
         """Return the state that a plan was made for, with the places of tensors that it keeps."""
         snapshot = self.watch.now(ambient()[0])
         for one in (planned, planned.accumulating):

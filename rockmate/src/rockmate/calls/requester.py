@@ -31,7 +31,8 @@ from rockmate.requests.saved_plan import plan_file_of
 from rockmate.requests.sources import given_file, planned_for, sources_of
 from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms
-from rockmate.whole_step import CallBytes, Memory
+from rockmate.whole_step.memory import Memory
+from rockmate.whole_step.outputs import CallBytes
 
 _TOO_LITTLE = 1  # a budget whose refusal names the smallest one
 planning = threading.RLock()  # one at a time, because a recording watches all of torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rockmate.whole_step import OPTIMIZERS
+from rockmate.whole_step.optimizers import OPTIMIZERS
 
 _FACTORY = (
     "module:factory, where the factory returns a model and a sample: `def gpt2(): return model, "

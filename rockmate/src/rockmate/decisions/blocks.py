@@ -35,6 +35,7 @@ from rockmate.errors import InfeasibleBudgetError, RockmateError
 from rockmate.guards.module_watch import view_of
 from rockmate.networks import Planned
 from rockmate.networks.network import Network
+from rockmate.networks.self_test import own_copy
 from rockmate.options.options import BlockOption
 from rockmate.runtime.plain import plain
 from rockmate.settings import Terms
@@ -141,11 +142,11 @@ def group_of(path: str) -> str:
     return _DIGITS.sub("#", path)
 
 
-Run = PlannedBlock | str  # or `KEEP`, or `AGAIN`
+HowToRun = PlannedBlock | str  # or `KEEP`, or `AGAIN`
 
 
 @dataclass(eq=False)
-class Block:
+class RootBlock:
     """One submodule, its recordings, and its observed writes."""
 
     path: str
@@ -166,7 +167,7 @@ class Block:
 class SeenCall:
     """One call of a block in the sample's step, with its options."""
 
-    block: Block
+    block: RootBlock
     shapes: tuple[Any, ...]
     key: Key
     kind: Kind
@@ -187,7 +188,7 @@ class SeenCall:
             most, saved_bytes=least.saved_bytes, overhead_ms=max(time_ms, most.overhead_ms)
         )
 
-    def run(self, number: int) -> Run:
+    def run(self, number: int) -> HowToRun:
         """Return what runs one of the options."""
         if self.runs_whole:
             return (KEEP, AGAIN)[number]
@@ -255,7 +256,7 @@ class Meeting:
         self.dressing = Dressing(self.modules)
         self.open = {p for p in self.modules if any(is_inside(w, p) for w in whole if w)}
         self.plain = {p for p in self.modules if group_of(p) in written}  # no options
-        self.blocks: dict[str, Block] = {}
+        self.blocks: dict[str, RootBlock] = {}
         self.calls: list[SeenCall] = []
         self.samples: dict[str, Call] = {}  # by group
         self.kinds: dict[str, list[Kind]] = {}  # by group
@@ -310,7 +311,9 @@ class Meeting:
         opaque = seen.kind.recorded.network.opaque
         return any(next(model.get_submodule(p).children(), None) is not None for p in opaque)
 
-    def _run(self, path: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run(
+        self, path: str, run: HowToRun, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         self._inside = True
         try:
             if isinstance(run, str):
@@ -344,7 +347,7 @@ class Meeting:
         block = self.blocks.get(path)
         if block is None:
             base = RecordedBlock(self.views[path], self.settings)
-            block = Block(path, self.modules[path], self.views[path], base)
+            block = RootBlock(path, self.modules[path], self.views[path], base)
         kinds = self.kinds.setdefault(block.group, [])
         block.base.known = tuple(kind.recorded for kind in kinds)
         try:
@@ -419,11 +422,4 @@ def _is_worth_it(view: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 def _detached(call: Any) -> Any:
     leaves, structure = flatten(call)
-    return structure.unflatten(
-        [
-            leaf.detach().clone().requires_grad_(leaf.requires_grad)
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in leaves
-        ]
-    )
+    return structure.unflatten([*map(own_copy, leaves)])

@@ -26,7 +26,7 @@ from rockmate.arguments import Call
 from rockmate.blockwise.rehearsal import TURN, Mark, Marker, kept_as_it_is, trace_step
 from rockmate.blockwise.rehearsal import run_step as rehearse
 from rockmate.comparison.eager import StepResult, differences, run_step
-from rockmate.decisions.blocks import EVERYTHING, Meeting, Run, WrittenOutsideError
+from rockmate.decisions.blocks import EVERYTHING, HowToRun, Meeting, WrittenOutsideError
 from rockmate.decisions.report import DecidedPlan, report
 from rockmate.decisions.step_plan import Nodes, StepPlan
 from rockmate.errors import InfeasibleBudgetError, RockmateError, SelfTestError
@@ -45,7 +45,7 @@ class NoBlocksError(RockmateError):
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen:
+class ChosenStep:
     """A step plan with its report."""
 
     step: StepPlan
@@ -60,7 +60,7 @@ def plan_step(
     budget_bytes: int,
     whole: Sequence[str],
     why: str,
-) -> Chosen:
+) -> ChosenStep:
     """Return a plan for a root whose submodules `whole` cannot be recorded.
 
     Raises:
@@ -170,7 +170,7 @@ class _Planner:
             self.unseen = meeting.unseen()
         self.blocks = meeting.blocks
 
-    def chosen(self, budget_bytes: int, why: str) -> Chosen:
+    def chosen(self, budget_bytes: int, why: str) -> ChosenStep:
         """Return the fastest plan that was found within the budget.
 
         Raises:
@@ -220,7 +220,7 @@ class _Planner:
         if self.own is not None:
             around = self.own.most_between * len(self.unseen)  # has room, or has been told
             plan.most_nodes = self.own.total + around
-        return Chosen(plan, made, eager_bytes)
+        return ChosenStep(plan, made, eager_bytes)
 
     def _search(
         self, memory: StepMemory, room: int, beyond: int, known: Sequence[Sequence[int]]
@@ -262,7 +262,7 @@ class _Planner:
         return sum(call.options[number].overhead_ms for call, number in pairs)
 
     def _step_plan(self, numbers: Sequence[int], budget_bytes: int = EVERYTHING) -> StepPlan:
-        ways: dict[str, list[Run]] = {}
+        ways: dict[str, list[HowToRun]] = {}
         for call, number in zip(self.calls, numbers, strict=True):
             ways.setdefault(call.block.path, []).append(call.run(number))
         for call in self.unseen:

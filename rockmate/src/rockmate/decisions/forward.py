@@ -24,7 +24,7 @@ from rockmate.calls.plan_store import PlanRow, PlanRows
 from rockmate.calls.planned_module import PlannedModule, wants
 from rockmate.calls.plans_of_module import HandedOverOtherwiseError
 from rockmate.calls.requester import planning
-from rockmate.decisions.choosing import Chosen, NoBlocksError, plan_step
+from rockmate.decisions.choosing import ChosenStep, NoBlocksError, plan_step
 from rockmate.decisions.report import DecidedPlan, no_file
 from rockmate.errors import InfeasibleBudgetError, RockmateError
 from rockmate.files.plan_file import PlanFile
@@ -34,7 +34,7 @@ from rockmate.guards.sharded import settled_call
 from rockmate.networks import Planned, has_sparse_gradients
 from rockmate.runtime.plain import unseen
 from rockmate.settings import Terms
-from rockmate.whole_step import Memory
+from rockmate.whole_step.memory import Memory
 
 _log = logging.getLogger("rockmate")
 
@@ -51,7 +51,7 @@ class DecidingModule(PlannedModule):
     def __init__(self, model: nn.Module, settings: Terms) -> None:
         super().__init__(model, settings)
         self.whole: tuple[str, ...] = ()  # submodules that cannot be recorded
-        self.steps = OrderedDict[Hashable, Chosen]()  # by kind of call
+        self.steps = OrderedDict[Hashable, ChosenStep]()  # by kind of call
         self._before_loss = set[Hashable]()  # kinds planned before a loss outside was seen
 
     def _run_by_blocks(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -151,7 +151,7 @@ class DecidingModule(PlannedModule):
             return without_advice(str(error))  # the advice is followed here
         return "parts of it are run whole: " + ", ".join(f"'{path}'" for path in self.whole) + "."
 
-    def _step_for(self, call: Call) -> Chosen:
+    def _step_for(self, call: Call) -> ChosenStep:
         key = _kind_of(self.model, call)
         known = self.steps.get(key)
         if known is not None and known.step.holds(self.model):
@@ -164,7 +164,7 @@ class DecidingModule(PlannedModule):
         with _told(memory):
             return self._plan_step(call, self.why, settings)
 
-    def _renewed(self, call: Call, known: Chosen) -> Chosen:
+    def _renewed(self, call: Call, known: ChosenStep) -> ChosenStep:
         """Return the plan of blocks for a loss that was seen: another one, if that is better."""
         settings, memory = self.for_call(call)
         assert memory is not None
@@ -180,7 +180,7 @@ class DecidingModule(PlannedModule):
             tell_no_room(self.model, error)
             return known
 
-    def _plan_step(self, call: Call, why: str, settings: Terms) -> Chosen:
+    def _plan_step(self, call: Call, why: str, settings: Terms) -> ChosenStep:
         """Plan the blocks for a kind of call."""
         with (
             planning,
@@ -208,7 +208,7 @@ class DecidingModule(PlannedModule):
     # ------------------------------------------------------------------ what was planned
 
     @property
-    def by_blocks(self) -> Chosen | None:
+    def by_blocks(self) -> ChosenStep | None:
         """The plan by blocks for the sample, if there is one."""
         return next(iter(self.steps.values()), None) if self.why else None
 

@@ -15,7 +15,7 @@ from rkgb.torch_api import at_end_of_backward, has_saved_hooks, keeps_graph, lat
 from rockmate.blockwise.rehearsal import Marker
 from rockmate.calls.plans_of_module import NotPlannedError
 from rockmate.comparison.eager import losses_among
-from rockmate.decisions.blocks import AGAIN, KEEP, Block, Run
+from rockmate.decisions.blocks import AGAIN, KEEP, HowToRun, RootBlock
 from rockmate.decisions.dressing import Dressing
 from rockmate.decisions.recomputed import run_recomputed
 from rockmate.guards.snapshot import HOOKS
@@ -31,8 +31,8 @@ class StepPlan:
     """
 
     name: str
-    blocks: Mapping[str, Block]
-    ways: Mapping[str, tuple[Run, ...]]  # for the calls of each block, in order
+    blocks: Mapping[str, RootBlock]
+    ways: Mapping[str, tuple[HowToRun, ...]]  # for the calls of each block, in order
     budget_bytes: int
     room_bytes: int | None = None  # what the sample's step left of the budget
     marker: Marker | None = None
@@ -196,7 +196,9 @@ class _Step:
             self._end = latest_sequence_nr()
             self.nodes += self._end - begin
 
-    def _run(self, block: Block, way: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run(
+        self, block: RootBlock, way: HowToRun, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         if not isinstance(way, str):
             try:
                 return way(args, kwargs)

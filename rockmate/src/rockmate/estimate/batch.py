@@ -21,7 +21,10 @@ from rockmate.reports.in_full import InFull
 from rockmate.runtime.plain import plain
 from rockmate.schedules.report import exact_bytes, format_bytes
 from rockmate.settings import Budget, Settings, parse_memory
-from rockmate.whole_step import Loss, Memory, WholeStep, check_optimizer, with_loss
+from rockmate.whole_step.loss import Loss, with_loss
+from rockmate.whole_step.memory import Memory
+from rockmate.whole_step.optimizers import check_optimizer
+from rockmate.whole_step.whole_step import WholeStep
 
 _log = logging.getLogger("rockmate")
 

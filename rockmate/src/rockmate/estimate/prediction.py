@@ -21,7 +21,8 @@ from rockmate.schedules.baselines import keeping_all_bytes
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.report import format_bytes
 from rockmate.settings import Budget, Settings, parse_budget
-from rockmate.whole_step import check_optimizer, with_loss
+from rockmate.whole_step.loss import with_loss
+from rockmate.whole_step.optimizers import check_optimizer
 
 # Above this number of operations only the fastest planner makes the curve.
 _MOST_NODES = 400

@@ -26,7 +26,7 @@ from rockmate.problems.link import Link
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
 from rockmate.runtime.plain import plain
-from rockmate.whole_step import OptimizerBytes, optimizer_bytes
+from rockmate.whole_step.optimizers import OptimizerBytes, optimizer_bytes
 
 if TYPE_CHECKING:
     from rkgb.rows import CutGraph

@@ -27,8 +27,7 @@ from rockmate.errors import InvalidPlanError, PlanFileError
 from rockmate.files.rows import all_finite, from_row, parse, row_of
 from rockmate.files.whole import load_text, save_text
 from rockmate.problems.problem import Problem
-from rockmate.schedules.opaque_piece import OpaquePiece
-from rockmate.schedules.plan import Plan
+from rockmate.schedules.plan import OpaquePiece, Plan
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Step
 

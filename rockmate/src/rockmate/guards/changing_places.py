@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from rkgb.elements import outermost
 from rkgb.guards import Sources
-from rockmate.guards.module_state import ModuleState
+from rockmate.guards.module_state import WatchedState
 
 _MOST_VALUES = 4  # of one place, in successive recordings
 Fact = tuple[str, str, str]
@@ -19,7 +19,7 @@ class ChangingPlaces:
         self._values: dict[Fact, int] = {}
         self._left: set[str] = set()  # places, in words, whose readers cannot be opaque calls
 
-    def note(self, now: ModuleState, then: ModuleState | None) -> list[Fact]:
+    def note(self, now: WatchedState, then: WatchedState | None) -> list[Fact]:
         """Note a recording for the state `now` after one for `then`.
 
         `then` is None if more than the state differs. Returns the places with too many values.

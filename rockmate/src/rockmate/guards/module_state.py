@@ -14,7 +14,7 @@ Place = tuple[str, str]  # of an attribute: the path of its module, and its name
 
 
 @dataclass(frozen=True, eq=False)
-class ModuleState:
+class WatchedState:
     """One state of a module; equal states of one `ModuleWatch` are one object.
 
     `facts` is the content of the key, by (path, what, name). Messages are made of it too.
@@ -26,7 +26,7 @@ class ModuleState:
     # For each executor, the tensors of the state that its recording has read as constants.
     kept: MutableMapping[object, Mapping[str, int]] = field(default_factory=WeakKeyDictionary)
 
-    def unlike(self, other: ModuleState) -> list[str]:
+    def unlike(self, other: WatchedState) -> list[str]:
         """Return the differences from `other`, in words."""
         found = []
         for where in dict.fromkeys((*self.facts, *other.facts)):
@@ -35,7 +35,7 @@ class ModuleState:
                 found.append(_told(*where, now, then))
         return found
 
-    def numbers_unlike(self, other: ModuleState) -> tuple[Place, ...]:
+    def numbers_unlike(self, other: WatchedState) -> tuple[Place, ...]:
         """Return the attributes, by path and name, whose numbers differ from those in `other`.
 
         Returns none if anything else differs too.

@@ -9,7 +9,7 @@ from torch import nn
 
 from rkgb.elements import attribute_keyword
 from rkgb.guards import Sources
-from rockmate.guards.module_state import ModuleState, Place
+from rockmate.guards.module_state import Place, WatchedState
 from rockmate.guards.snapshot import HOOKS, Snapshot
 
 _MORE_OF_HOOKS = (
@@ -26,7 +26,7 @@ class ModuleWatch:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._recent: list[Snapshot] = []
-        self._states: dict[tuple[Any, ...], ModuleState] = {}
+        self._states: dict[tuple[Any, ...], WatchedState] = {}
         self._ignored: frozenset[str | Place] = frozenset()
         self.sources = Sources()  # what Python reads besides
         self.asked = frozenset[str]()  # attributes that it asks objects for
@@ -84,7 +84,7 @@ class ModuleWatch:
         self._recent = [taken, *others][:_MOST_SNAPSHOTS]
         return taken
 
-    def forget(self, used: Sequence[ModuleState]) -> None:
+    def forget(self, used: Sequence[WatchedState]) -> None:
         """Forget the states without plans, and the values that were looked up for plans."""
         kept = {*used, *(snapshot.state for snapshot in self._recent[:1])}
         self._states = {facts: s for facts, s in self._states.items() if s in kept}

@@ -1,7 +1,7 @@
 """Snapshots: a plan's guards on its module, found once and checked at every call.
 
 A recording specialises the modules, their train/eval flags, their attributes and the kind of each
-parameter and buffer. Together they are a `ModuleState`, a part of the key of a plan. A snapshot
+parameter and buffer. Together they are a `WatchedState`, a part of the key of a plan. A snapshot
 takes a walk through the whole module (10 µs per module). A call only checks, in loops that run in C
 (0.4 µs per parameter), that everything is the same object as in the walk. If not, it walks again.
 """
@@ -21,7 +21,7 @@ from rkgb.elements import is_inside, storage_id
 from rkgb.graphs import BasicGraph
 from rkgb.guards import Same, Sources, Watched, is_users
 from rkgb.torch_api import same_kinds
-from rockmate.guards.module_state import UNDRESSED, ModuleState, Place, module_in_words
+from rockmate.guards.module_state import UNDRESSED, Place, WatchedState, module_in_words
 from rockmate.guards.tables import Tables
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -39,7 +39,7 @@ class Snapshot:
     def __init__(
         self,
         model: nn.Module,
-        states: dict[tuple[Any, ...], ModuleState],
+        states: dict[tuple[Any, ...], WatchedState],
         ignored: frozenset[str | Place] = frozenset(),
         sources: Sources | None = None,
     ) -> None:
@@ -88,7 +88,7 @@ class Snapshot:
         self._same_kinds: dict[Hashable, Callable[[], bool]] = {}
         key = tuple(facts.items())
         if key not in states:
-            states[key] = ModuleState(facts, trains, wants)
+            states[key] = WatchedState(facts, trains, wants)
         self.state = states[key]
 
     def attribute(self, path: str, name: str) -> Any:

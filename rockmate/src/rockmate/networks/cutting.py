@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("rockmate")
 COUNTS = (2, 4, 8, 16, 32)
 _ONE_VISIT = Timing(min_rounds=1, max_rounds=1)
-Planner = Callable[[Problem], Plan]
+MakePlan = Callable[[Problem], Plan]
 
 
 @dataclass(frozen=True)
@@ -55,31 +55,31 @@ class OfProblem(Protocol):
     def problem(self) -> Problem: ...
 
 
-Step = TypeVar("Step", bound=OfProblem)
+AnyStep = TypeVar("AnyStep", bound=OfProblem)
 
 
 @dataclass
-class Cutting(Generic[Step]):
+class Cutting(Generic[AnyStep]):
     """A step, and versions of it with parts in pieces of rows, which `make` makes.
 
     Times of pieces are measured (`times`) only where bytes fit, or else never.
     """
 
-    whole: Step
+    whole: AnyStep
     basic: BasicGraph
-    make: Callable[[CutGraph, bool], Step]
+    make: Callable[[CutGraph, bool], AnyStep]
     times: bool
     same_bits: BitsOfPieces | None = None
-    _made: dict[tuple[int, _Part, bool], Step | None] = field(default_factory=dict)
+    _made: dict[tuple[int, _Part, bool], AnyStep | None] = field(default_factory=dict)
     _tried: set[tuple[int, tuple[CutNode, ...], bool]] = field(default_factory=set)
 
-    def chosen(self, planner: Planner) -> tuple[Step, Plan]:
+    def chosen(self, planner: MakePlan) -> tuple[AnyStep, Plan]:
         """Return the fastest plan with its step.
 
         Raises:
             InfeasibleBudgetError: no plan fits with or without pieces; the error names both minima.
         """
-        best: tuple[Step, Plan] | None = None
+        best: tuple[AnyStep, Plan] | None = None
         refusal: InfeasibleBudgetError | None = None
         try:
             best = self.whole, planner(self.whole.problem)
@@ -117,9 +117,9 @@ class Cutting(Generic[Step]):
         assert refusal is not None
         raise _refused(refusal, least)
 
-    def every(self) -> dict[Hashable, Step]:
+    def every(self) -> dict[Hashable, AnyStep]:
         """Return the step in each number of pieces, by how it is cut."""
-        found: dict[Hashable, Step] = {}
+        found: dict[Hashable, AnyStep] = {}
         for part in (_Part(None), _Part(None, steps=True)):
             for count in () if found else COUNTS:
                 step = self._step(count, part, times=self.times)
@@ -127,13 +127,13 @@ class Cutting(Generic[Step]):
                     found[self._how(count, part)] = step
         return found
 
-    def cut_as(self, how: Any) -> Step:
+    def cut_as(self, how: Any) -> AnyStep:
         """Return the step in these pieces; times are not measured."""
         from rkgb.rows import cut_in_rows
 
         return self.make(cut_in_rows(B_to_D(self.basic), how, self.same_bits), False)
 
-    def _step(self, count: int, part: _Part, *, times: bool) -> Step | None:
+    def _step(self, count: int, part: _Part, *, times: bool) -> AnyStep | None:
         """Return the step with `count` pieces, or None if nothing new can be cut like this."""
         key = (count, part, times)
         if key not in self._made:
@@ -146,7 +146,7 @@ class Cutting(Generic[Step]):
         alone = self._largest_steps if part.steps else ()
         return Cut(count, part.widest, alone, self.same_bits is not None)
 
-    def _cut(self, count: int, part: _Part, *, times: bool) -> Step | None:
+    def _cut(self, count: int, part: _Part, *, times: bool) -> AnyStep | None:
         from rkgb.rows import cut_in_rows
 
         cut = cut_in_rows(B_to_D(self.basic), self._how(count, part), self.same_bits)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,16 +41,7 @@ def without_reruns(network: Network, plan: Plan) -> Plan:
     if len(kept) == len(plan.steps):
         return plan
     steps = tuple(plan.steps[place] for place in kept)
-    moves = moves_among(plan.moves, kept)
-    timeline = simulate(network.problem, steps, moves)
-    return replace(
-        plan,
-        steps=steps,
-        moves=moves,
-        peak_bytes=timeline.peak_bytes,
-        overhead_ms=timeline.overhead_ms,
-        stall_ms=timeline.stall_ms,
-    )
+    return plan.with_steps(network.problem, steps, moves_among(plan.moves, kept))
 
 
 def planned_executable(network: Network, plan: Plan) -> Executable:

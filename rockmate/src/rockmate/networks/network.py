@@ -17,9 +17,9 @@ from rockmate.networks.network_problem import problem_of
 from rockmate.networks.offload import Offload, offload_of, with_link
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases
-from rockmate.schedules.opaque_piece import OpaquePiece
+from rockmate.schedules.plan import OpaquePiece
 from rockmate.settings import Terms
-from rockmate.whole_step import Coming
+from rockmate.whole_step.memory import Coming
 
 if TYPE_CHECKING:  # each of the two may be taken out of rkgb
     from rkgb.compiled import CompiledGraph

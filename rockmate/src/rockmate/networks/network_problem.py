@@ -12,7 +12,7 @@ from rkgb.elements import TensorInfo
 from rkgb.engine import device_of
 from rkgb.graphs import SimplifiedGraph, SimplifiedNode
 from rockmate.problems.problem import Node, Problem, Storage
-from rockmate.whole_step import Coming
+from rockmate.whole_step.memory import Coming
 
 _TRANSPOSED = 60 * 60  # elements of a block in which torch transposes
 _SPARSE = "_sparse_coo_tensor_with_dims_and_tensors"  # joins indices and values

@@ -284,10 +284,8 @@ def with_least_peak(planned: Planned) -> Planned:
     steps, peak_bytes = minimum_peak(network.problem)
     if peak_bytes >= before.peak_bytes:
         return planned
-    overhead_ms = simulate(network.problem, steps).overhead_ms
-    plan = replace(before, steps=steps, peak_bytes=peak_bytes, overhead_ms=overhead_ms)
-    plan = replace(plan, moves=(), stall_ms=0.0)
-    plan = without_reruns(network, replace(plan, planner="minimum peak"))
+    plan = replace(before.with_steps(network.problem, steps), planner="minimum peak")
+    plan = without_reruns(network, plan)
     executor = _executor(network, plan, planned.budget_bytes)
     return replace(planned, executor=executor, plan=plan, accumulating=None)
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 WIDTH, HEIGHT = 380, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 34
-Point = tuple[float, float]
 
 
 @dataclass
@@ -50,7 +49,7 @@ class Chart:
             for a, b, text in texts
         ]
 
-    def line(self, points: Sequence[Point], kind: str) -> None:
+    def line(self, points: Sequence[tuple[float, float]], kind: str) -> None:
         """Draw a line through points."""
         text = " ".join(f"{self._x(x):.2f},{self._y(y):.2f}" for x, y in points)
         self._parts.append(f'<polyline class="{kind}" points="{text}"/>')
@@ -63,7 +62,7 @@ class Chart:
             f'<text class="{kind}" x="{_LEFT + 4}" y="{place:.2f}">{html.escape(text)}</text>'
         )
 
-    def dot(self, point: Point, kind: str, text: str) -> None:
+    def dot(self, point: tuple[float, float], kind: str, text: str) -> None:
         """Mark a point, with a text beside it."""
         x, y = self._x(point[0]), self._y(point[1])
         left = x > 0.65 * WIDTH  # at the right end the text goes to the left

@@ -84,7 +84,7 @@ border:1px solid var(--line)}}
 
 
 @dataclass(frozen=True)
-class Facts:
+class PlanFacts:
     """Facts about a planned module beside its problem and plan."""
 
     name: str = "the module"
@@ -95,7 +95,7 @@ class Facts:
     is_timed: bool = True  # False with cost="flops": milliseconds are then FLOPs
 
 
-def page(problem: Problem, plan: Plan, facts: Facts, curve: Sequence[CurvePoint]) -> str:
+def page(problem: Problem, plan: Plan, facts: PlanFacts, curve: Sequence[CurvePoint]) -> str:
     """Return a whole HTML document."""
     title = html.escape(f"{facts.name} within {format_bytes(plan.budget_bytes)}")
     return (
@@ -108,7 +108,7 @@ def page(problem: Problem, plan: Plan, facts: Facts, curve: Sequence[CurvePoint]
     )
 
 
-def snippet(problem: Problem, plan: Plan, facts: Facts) -> str:
+def snippet(problem: Problem, plan: Plan, facts: PlanFacts) -> str:
     """Return the HTML for a notebook: the figures and memory over the step."""
     return (
         f'<style>{STYLE}</style><div class="rockmate"><main>{_facts(problem, plan, facts)}'
@@ -117,7 +117,7 @@ def snippet(problem: Problem, plan: Plan, facts: Facts) -> str:
 
 
 def _parts(
-    problem: Problem, plan: Plan, facts: Facts, curve: Sequence[CurvePoint]
+    problem: Problem, plan: Plan, facts: PlanFacts, curve: Sequence[CurvePoint]
 ) -> Iterator[str]:
     yield _facts(problem, plan, facts)
     memory = memory_section(problem, plan, facts.is_timed)
@@ -140,7 +140,7 @@ def _parts(
     yield _section("What the words mean", "", f"<dl>{words}</dl>")
 
 
-def _facts(problem: Problem, plan: Plan, facts: Facts) -> str:
+def _facts(problem: Problem, plan: Plan, facts: PlanFacts) -> str:
     measured = facts.measured_peak_bytes
     shown = [
         (format_bytes(plan.budget_bytes), "budget"),
@@ -162,7 +162,7 @@ def _distance(plan: Plan) -> str:
     return "0 %, proven" if plan.status == "optimal" else f"≤ {round_up(100 * plan.gap)} %"
 
 
-def _made_with(facts: Facts) -> str:
+def _made_with(facts: PlanFacts) -> str:
     told = ", ".join(f"{name} {value}" for name, value in facts.made_with.items())
     told = f" with {told}" if told else ""
     return f"<p>Written on {date.today().isoformat()}; planned{html.escape(told)}.</p>"

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import keeping_all_bytes
-from rockmate.schedules.opaque_piece import OpaquePiece
-from rockmate.schedules.plan import Plan
+from rockmate.schedules.plan import OpaquePiece, Plan
 from rockmate.schedules.report import format_bytes, format_plan
 
 if TYPE_CHECKING:
-    from rockmate.reports.page import Facts
+    from rockmate.reports.page import PlanFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +130,12 @@ class PlanReport:
 
         return snippet(self.problem, self.plan, self._facts())
 
-    def _facts(self) -> Facts:
-        from rockmate.reports.page import Facts
+    def _facts(self) -> PlanFacts:
+        from rockmate.reports.page import PlanFacts
 
         pieces = tuple((piece.path, str(piece)) for piece in self.pieces)
         measured = self.measured_peak_bytes
-        return Facts(self.name, self.seconds, measured, pieces, self.made_with, self.is_timed)
+        return PlanFacts(self.name, self.seconds, measured, pieces, self.made_with, self.is_timed)
 
     def __getattr__(self, name: str) -> Any:
         # copy.copy asks for special methods before there is a plan; the plan's would be wrong.

@@ -267,15 +267,12 @@ def _plan_for(saved: SavedPlan, network: Network, settings: Terms, budget_bytes:
     """Return the saved plan for this budget, without a bound that was for a smaller one."""
     within = budget_bytes - settings.reserve - saved.blocks_bytes
     plan, problem = saved.plan, network.problem
-    timeline = simulate(problem, plan.steps, plan.moves, budget_bytes=within)
+    here = plan.with_steps(problem, plan.steps, plan.moves)
     bound_ms = plan.bound_ms if within <= plan.budget_bytes else None
-    proven = timeline.overhead_ms == 0
+    proven = here.overhead_ms == 0
     here = replace(
-        plan,
+        here,
         budget_bytes=within,
-        peak_bytes=timeline.peak_bytes,
-        overhead_ms=timeline.overhead_ms,
-        stall_ms=timeline.stall_ms,
         base_time_ms=problem.base_time_ms,
         bound_ms=problem.base_time_ms if proven else bound_ms,
         status=plan.status if bound_ms is not None else "optimal" if proven else "feasible",

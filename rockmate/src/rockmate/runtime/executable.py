@@ -20,7 +20,12 @@ from rkgb.run import CompiledStep, Places, StepProgram, rerun_state
 from rkgb.torch_api import current_dispatch_modes, dispatch_mode_stack
 from rockmate.runtime.gradients.casts import Casts
 from rockmate.runtime.gradients.rails import Rail, RailPlaces, reader
-from rockmate.runtime.gradients.shared_uses import Arrivals, FirstsWatch, RunningSums, SharedUses
+from rockmate.runtime.gradients.shared_uses import (
+    ArrivalOrder,
+    FirstsWatch,
+    RunningSums,
+    SharedUses,
+)
 from rockmate.runtime.outputs import Outputs, plain_strides
 
 _SPARE_RAILS = 4  # for steps that are between forward and backward at the same time
@@ -49,7 +54,7 @@ class Executable:
     beyond: str = ""  # why it takes more than the budget, in words
     # If it is apart: with the saved tensors as they are, for a step whose forward cannot run again.
     instead: Callable[[], Executable] | None = None
-    arrivals: Arrivals = field(default_factory=Arrivals)
+    arrivals: ArrivalOrder = field(default_factory=ArrivalOrder)
     _rails: list[Rail] = field(default_factory=list)
     _waiting: dict[SharedUses, Executable] = field(default_factory=dict)
     _moved: dict[int, Executable] = field(default_factory=dict)  # by the identity of its places

@@ -26,7 +26,7 @@ from rockmate.runtime.steps.split_step import SplitStep
 
 # Gets the external values; gives a function that returns the name of one whose content has changed,
 # or ''.
-Keep = Callable[[Executable, Mapping[str, Tensor]], Callable[[], str] | None]
+KeepContents = Callable[[Executable, Mapping[str, Tensor]], Callable[[], str] | None]
 
 
 class Executor(Backwards):
@@ -38,7 +38,7 @@ class Executor(Backwards):
         variant: Variant,
         model: nn.Module | None = None,
         numbers: Sequence[Any] = (),
-        keep: Keep | None = None,
+        keep: KeepContents | None = None,
     ) -> list[Tensor]:
         """Run the forward and return the outputs, connected to autograd.
 

@@ -29,6 +29,22 @@ class Trial:
     note: str = ""  # "optimal", "time limit", why it was skipped, …
 
 
+@dataclass(frozen=True, slots=True)
+class OpaquePiece:
+    """A submodule that is an opaque call, with its memory and time on the sample."""
+
+    path: str
+    kind: str
+    held_bytes: int
+    time_ms: float
+
+    def __str__(self) -> str:
+        return (
+            f"opaque: '{self.path or '(root)'}' ({self.kind}) runs whole; the sample's run held "
+            f"{self.held_bytes} bytes for its backward and took {self.time_ms:.2f} ms"
+        )
+
+
 @dataclass(frozen=True)
 class Plan:
     """Steps that fit a budget, with their exact predicted peak and overhead.
@@ -73,6 +89,18 @@ class Plan:
         if self.bound_ms is None:
             return None
         return max(0.0, self.time_ms / self.bound_ms - 1) if self.bound_ms else 0.0
+
+    def with_steps(self, problem: Problem, steps: Steps, moves: Moves = ()) -> Plan:
+        """Return the same plan with other steps and moves, and what these take."""
+        timeline = simulate(problem, steps, moves)
+        return dataclasses.replace(
+            self,
+            steps=steps,
+            moves=moves,
+            peak_bytes=timeline.peak_bytes,
+            overhead_ms=timeline.overhead_ms,
+            stall_ms=timeline.stall_ms,
+        )
 
     def check(self, problem: Problem) -> None:
         """Check the plan against a problem, from its steps alone.

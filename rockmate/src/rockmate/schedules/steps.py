@@ -19,16 +19,6 @@ class Step(NamedTuple):
 Steps = tuple[Step, ...]
 
 
-def forward(node: int) -> Step:
-    """Return the step that runs the forward of `node`."""
-    return Step("F", node)
-
-
-def backward(node: int) -> Step:
-    """Return the step that runs the backward of `node`."""
-    return Step("B", node)
-
-
 def first_forwards(steps: Iterable[tuple[str, int]]) -> list[bool]:
     """Return for each step whether it is the first forward of its node."""
     seen: set[int] = set()

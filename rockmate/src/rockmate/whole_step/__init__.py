@@ -3,38 +3,10 @@
 Gets the memory that a step may take in all, an optimizer, a module and a call of it; gives a
 `Memory`. Read optimizers.py (what an optimizer keeps, and takes while it steps), outputs.py (what a
 call hands out, and a loss outside makes of it), loss_seen.py (what it has taken in a step), loss.py
-(one that is planned with the module),
-device.py (what is not tensors) and memory.py (the table, its least, its refusal); whole_step.py
-puts them together.
+(one that is planned with the module), device.py (what is not tensors) and memory.py (the table, its
+least, its refusal); whole_step.py puts them together.
 """
 
-from rockmate.files.plan_file import SeenLoss
-from rockmate.whole_step.loss import Loss, with_loss, without_loss
-from rockmate.whole_step.loss_seen import TRIES, LossWatch
-from rockmate.whole_step.memory import Coming, Memory, Part
-from rockmate.whole_step.optimizers import (
-    OPTIMIZERS,
-    OptimizerBytes,
-    check_optimizer,
-    optimizer_bytes,
-)
-from rockmate.whole_step.outputs import CallBytes
-from rockmate.whole_step.whole_step import WholeStep
+from rockmate.whole_step.optimizers import optimizer_bytes
 
-__all__ = [
-    "OPTIMIZERS",
-    "TRIES",
-    "CallBytes",
-    "Coming",
-    "Loss",
-    "LossWatch",
-    "Memory",
-    "OptimizerBytes",
-    "Part",
-    "SeenLoss",
-    "WholeStep",
-    "check_optimizer",
-    "optimizer_bytes",
-    "with_loss",
-    "without_loss",
-]
+__all__ = ["optimizer_bytes"]

@@ -34,7 +34,7 @@ from rkgb.torch_api import (
     set_sequence_nr,
 )
 from rockmate.errors import BackwardTwiceError, UnsupportedModuleError
-from rockmate.runtime.gradients.shared_uses import Arrivals
+from rockmate.runtime.gradients.shared_uses import ArrivalOrder
 
 OUT_OF_ORDER = (
     "a part of the backward of a Rockmate module was asked for out of order, or after what it "
@@ -90,7 +90,7 @@ class Rail:
         layout: RailPlaces,
         leaves: Sequence[Tensor],
         device: torch.device,
-        arrivals: Arrivals,
+        arrivals: ArrivalOrder,
         stream: int = 0,
     ) -> None:
         self.layout, self.leaves, self.arrivals = layout, leaves, arrivals

@@ -200,7 +200,7 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 @dataclass
-class Arrivals:
+class ArrivalOrder:
     """Observations whether gradients from outside arrive before those of a program."""
 
     quiet: int = 0
@@ -218,7 +218,7 @@ class FirstsWatch:
     """Observes, in a backward without sums, whether autograd keeps the first gradients."""
 
     uses: SharedUses
-    arrivals: Arrivals
+    arrivals: ArrivalOrder
     _first: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
     _found: set[str] = field(default_factory=set)
 
@@ -241,7 +241,7 @@ class FirstsWatch:
 class RunningSums:
     """The sums of one backward; `watched`: weak references show what autograd keeps."""
 
-    def __init__(self, arrivals: Arrivals, watched: bool) -> None:
+    def __init__(self, arrivals: ArrivalOrder, watched: bool) -> None:
         self.arrivals, self.watched = arrivals, watched
         self._late: dict[str, list[Tensor]] = {}
 

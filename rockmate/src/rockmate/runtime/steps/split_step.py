@@ -35,7 +35,7 @@ class SplitStep(HungStep):
     at: int | None = None  # the hidden state for whose gradient the program waits
     taken = 0  # number of completed hand-overs of the program
     backward = -1  # number of the backward of autograd's that has started it
-    key: Key  # the gradients that have started the backward
+    key: BackwardKey  # the gradients that have started the backward
     kind: BackwardKind  # the expected kind of this backward
     early: dict[int, tuple[Tensor | None, ...]]  # gradients for later places of the rail
     seen: dict[int, Tangent]  # strides of arrived gradients of hidden states
@@ -149,7 +149,7 @@ class SplitStep(HungStep):
         self.begin(kind, [self.come.pop(place) for place in tops])
         self.kind = self.executable.kind
 
-    def _expected(self, strides: Mapping[int, Tangent]) -> tuple[Key, BackwardKind]:
+    def _expected(self, strides: Mapping[int, Tangent]) -> tuple[BackwardKey, BackwardKind]:
         """Return the key and the expected kind of the backward that these gradients start."""
         tops = {place for place, flow in enumerate(self.flows) if not flow.uses}
         called = None  # hidden states that this backward reaches; None: all
@@ -296,7 +296,7 @@ class SplitStep(HungStep):
             super().let_go()
 
 
-Key = tuple[Region | None, tuple[tuple[int, Tangent], ...], frozenset[int] | None]
+BackwardKey = tuple[Region | None, tuple[tuple[int, Tangent], ...], frozenset[int] | None]
 
 
 def _reached(flows: Sequence[Flow], starts: Iterable[int]) -> set[int]:

@@ -11,7 +11,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from rockmate.solvers.intervals.memory import Memory
+from rockmate.solvers.intervals.memory import CumulativeMemory
 from rockmate.solvers.intervals.runs import Run, TimeAxis
 
 
@@ -28,7 +28,7 @@ class _Kept:
 class Demands:
     """Adds the memory demands of all runs and storages, family by family."""
 
-    def __init__(self, line: TimeAxis, memory: Memory) -> None:
+    def __init__(self, line: TimeAxis, memory: CumulativeMemory) -> None:
         self._line = line
         self._memory = memory
         self._problem = line.problem

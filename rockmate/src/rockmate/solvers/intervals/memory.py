@@ -16,7 +16,7 @@ from rockmate.solvers.intervals.runs import TimeAxis
 _UNITS = 1 << 20  # largest number of units in the budget
 
 
-class Memory:
+class CumulativeMemory:
     """All demands over time, and the capacity that bounds them."""
 
     def __init__(self, line: TimeAxis, budget_bytes: int) -> None:

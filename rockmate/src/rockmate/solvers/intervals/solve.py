@@ -31,7 +31,7 @@ from typing import Any
 from rockmate.problems.problem import Problem
 from rockmate.schedules.steps import Steps
 from rockmate.solvers.intervals.demands import Demands
-from rockmate.solvers.intervals.memory import Memory
+from rockmate.solvers.intervals.memory import CumulativeMemory
 from rockmate.solvers.intervals.runs import TimeAxis, Window
 from rockmate.solvers.result import SolverResult, Status, recomputed_ms
 
@@ -142,7 +142,7 @@ class _IntervalProgram:
         self.line = TimeAxis(problem, self.cp, max_runs, window, hint)
         self._problem = problem
         self._minimise_peak = objective == "peak"
-        self._memory = Memory(self.line, budget_bytes)
+        self._memory = CumulativeMemory(self.line, budget_bytes)
         demands = Demands(self.line, self._memory)
         demands.add_storages()
         demands.add_workspaces()
