@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from rockmate.problems.problem import Problem
-from rockmate.schedules.steps import Step, Steps, backward, forward
+from rockmate.schedules.steps import Step, Steps
 
 # forwards and backwards done; storages held; rerun states held; last node run again since the last
 # backward; runs per node (where they are limited); storages that are elsewhere
@@ -109,7 +109,7 @@ class _Moves:
             yield from self._runs_again(state, k)
         k = self.order[position - len(self.nodes)]
         if self._fits(state, held, states, self.nodes[k].bwd_peak_bytes) and self.bwd[k] <= held:
-            yield 0.0, (position + 1, held, states, -1, runs, away), backward(k)
+            yield 0.0, (position + 1, held, states, -1, runs, away), Step("B", k)
 
     def _first_runs(self, state: _State) -> Iterator[tuple[float, _State, Step | None]]:
         k, held, states, _, runs, away = state
@@ -120,7 +120,7 @@ class _Moves:
             peak = node.fwd_peak_bytes if recorded else node.fwd_peak_nograd_bytes
             for now in (states, states | {k}) if node.rerun_state_bytes else (states,):
                 if self._fits(state, held, now, peak):
-                    yield 0.0, (k + 1, new, now, -1, runs, away), forward(k)
+                    yield 0.0, (k + 1, new, now, -1, runs, away), Step("F", k)
 
     def _runs_again(self, state: _State, k: int) -> Iterator[tuple[float, _State, Step | None]]:
         position, held, states, last, runs, away = state
@@ -135,7 +135,7 @@ class _Moves:
             peak = node.fwd_peak_bytes if recorded else node.fwd_peak_nograd_bytes
             if self._fits(state, held, states, peak):
                 more = tuple(r + (i == k) for i, r in enumerate(runs))
-                yield node.fwd_time_ms, (position, new, states, k, more, away), forward(k)
+                yield node.fwd_time_ms, (position, new, states, k, more, away), Step("F", k)
 
     def _ways(
         self, k: int, held: frozenset[int], *, else_recorded: bool

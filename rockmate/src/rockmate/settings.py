@@ -50,21 +50,19 @@ class Settings:
         opaque: paths of submodules to run as opaque calls, as `torch.utils.checkpoint` would,
             instead of recording them.
         strict: refuse a module with a part that cannot be recorded. Otherwise the smallest
-        submodule
-            around that part becomes an opaque call; `plan.opaque` lists them.
+            submodule around that part becomes an opaque call; `plan.opaque` lists them.
         compile: compile runs of neighbouring operations with inductor. Results then have the same
             bits under every budget, and equal eager's up to rounding. `plan.compiled` shows what is
             compiled, and the difference that the self-test found. A compiled piece recomputes norms
             and the like in its backward, or saves them if that makes a step faster. Needs a C++
             compiler (CPU) or Triton (GPU), and some seconds for each kind of piece.
         split: run the largest parts of a step in pieces of rows, if the budget is too small for
-        them
-            as a whole, or if that is faster than recomputation. Examples are the head of a language
-            model with its loss, and blocks of linear layers. `print(plan)` shows what is cut, in
-            how many pieces. Gradients of weights are then sums over pieces, which have the same
-            bits under every budget with the same pieces, and equal eager's up to rounding. With
-            "exact", such sums are computed as a whole, which takes more memory, and only pieces are
-            used that have eager's bits in a test on this machine.
+            them as a whole, or if that is faster than recomputation. Examples are the head of a
+            language model with its loss, and blocks of linear layers. `print(plan)` shows what is
+            cut, in how many pieces. Gradients of weights are then sums over pieces, which have the
+            same bits under every budget with the same pieces, and equal eager's up to rounding.
+            With "exact", such sums are computed as a whole, which takes more memory, and only
+            pieces are used that have eager's bits in a test on this machine.
         offload: where storages may be while nothing reads them: "host" (on a GPU: memory of the
             host), or "disk:/path" (files in that folder). Rates are measured while planning, and
             each storage is then kept, recomputed or moved, whichever makes the step fastest within

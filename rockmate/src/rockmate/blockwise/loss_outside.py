@@ -56,9 +56,9 @@ class Within:
         return self.memory.budget_bytes if self.memory.holds() else _TOO_LITTLE
 
     def after(self, seen: SeenLoss) -> Within:
-        """Return the same memory now that the loss was seen.
+        """Return the same memory with what the loss took.
 
-        All else is as before: in the middle of a step an engine may have gathered parameters.
+        Nothing else is counted anew: amid a step an engine may have gathered parameters.
         """
         taken_bytes = seen.at(self.call.loss_bytes).taken_bytes
         whole = replace(self.whole, seen=seen)
@@ -158,7 +158,7 @@ class LossOfBlocks(LossWatch):
 
 
 def _beside(chosen: ChosenBlocks, turn_bytes: int, kept_bytes: int) -> StepMemory:
-    """Return what is tested with the bytes of a loss, at the turn and in the backward."""
+    """Return the tested step with the bytes of a loss added, at the turn and in the backward."""
     tested = chosen.tested
     assert tested is not None
     calls = (

@@ -28,10 +28,10 @@ _WHY = "what the loss outside of the module took"
 
 
 class LossOutside(LossWatch):
-    """Watches the loss of a first step, where `memory=` was given; plans that fit worse go then.
+    """Watches the loss of the first steps, if `memory=` was given, and replaces plans afterwards.
 
-    What it took replaces what it may take: a plan that has too little room is made anew, and one
-    that recomputes where there is more.
+    What the loss took replaces the estimate. A plan that leaves too little room is made anew. So is
+    a plan that recomputes although there is more room than was thought.
     """
 
     def __init__(self, module: PlansOfModule) -> None:
@@ -50,9 +50,9 @@ class LossOutside(LossWatch):
         return self.is_awaited and call_bytes is not None and call_bytes.loss_bytes > 0
 
     def cautious(self, planned: Planned, call: Call) -> Planned:
-        """Return what runs while nobody has seen the loss: what leaves it most, if that may matter.
+        """Return what runs before the loss was seen: the plan, if it leaves plenty to the loss.
 
-        If any plan leaves enough to it, this one does.
+        Otherwise it is the plan of least peak, which leaves most to it.
         """
         if self._cautious is None or self._cautious[0] is not planned:
             _, memory = self._module.for_call(call)

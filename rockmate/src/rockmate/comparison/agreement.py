@@ -140,7 +140,7 @@ def _unlike(some: Mapping[str, Any], others: Mapping[str, Any]) -> set[str]:
 
 
 def _of(step: StepResult, names: Collection[str]) -> dict[str, Any]:
-    """Return those results, in the order of the step: what it has not is infinitely far off."""
+    """Return these results of a step, in its order; a missing one is infinitely far off."""
     found = named_results(step)
     return {key: math.inf if found[key] is None else found[key] for key in found if key in names}
 

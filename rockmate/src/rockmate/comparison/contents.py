@@ -42,9 +42,9 @@ class Contents:
 
     @classmethod
     def kept_of_few(cls, tensors: Mapping[str, Tensor]) -> Callable[[], str] | None:
-        """Return the same for small ones, and for those in memory that others write, too.
+        """Return such a function for small tensors, and for those in memory that others write too.
 
-        It is numpy's, as in `torch.from_numpy(observation)`, which an environment writes anew.
+        That memory is numpy's: an environment writes `torch.from_numpy(observation)` anew.
         """
         few = {n: t for n, t in tensors.items() if is_small(t) or not _is_torchs_own(t)}
         return cls.kept(few) if few else None

@@ -1,9 +1,9 @@
 """Values of some results: those of a first step are kept, others are compared as they come.
 
 Fingerprints say that two results differ, and not by how much. Values of all gradients of several
-steps would take many times the memory of the parameters on the host. So one step's are there, of
-the results alone that differ; of any other step a result is compared where it is, piece by piece,
-and let go.
+steps would take many times the memory of the parameters on the host. So only the values of one step
+are kept, and only of the results that differ. A result of another step is compared where it lies,
+piece by piece, and then dropped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Values:
 
 
 def distance(known: Any, value: Any) -> float:
-    """Return the norm of the difference of two results; 0 where both are not a number alike."""
+    """Return the norm of the difference of two results; two NaN count as equal."""
     if not isinstance(known, Tensor) or not isinstance(value, Tensor):
         return 0.0 if type(known) is type(value) and known == value else math.inf
     value = _plain(value)

@@ -65,7 +65,7 @@ class Tables:
         self._known_heads = self._heads_now = self._heads and self._heads()
 
     def written(self) -> Sequence[Table] | None:
-        """Return those that were written to, if that is all that can be otherwise; else None."""
+        """Return the tables that were written to; None if something else may have changed."""
         self.is_untouched = False
         if self._heads is not None:
             self._heads_now = self._heads()
@@ -87,7 +87,7 @@ class Tables:
         return all(self._checks.get(id(table), _always)() for table in written)
 
     def pass_over(self) -> None:
-        """Take what was written since the last look for nothing that counts."""
+        """Ignore what was written since the last look: it has changed nothing that counts."""
         self._versions, self._known_heads = self._now, self._heads_now
 
 

@@ -157,9 +157,10 @@ def _start(found: _Found, arrivals: Arrivals, steps: Steps) -> _Start | None:
 
 
 def _one_more_or_less(found: _Found, best: _Start, steps: Steps) -> _Start:
-    """Move one storage more or less while that helps: parts of few storages tell little.
+    """Move one storage more, or one less, as long as that helps.
 
-    Waiting for a copy may take less time than recomputation, so any set may do that fits there.
+    On a small graph the linear program says little about which storages to move. Waiting for a copy
+    may take less time than recomputation, so every set is tried that fits on the other side.
     """
     problem, link = found.problem, found.problem.link
     assert link is not None

@@ -1,7 +1,7 @@
 """What an optimizer keeps between steps, and what it takes while it steps.
 
-Found by two steps of a copy on tensors without content: of every kind of parameter one, and then
-two. What a step takes either grows with their number (`foreach`), or it does not (a loop).
+Both are found by steps of a copy on tensors without content: first with one parameter of every
+kind, then with two. What a step takes grows with their number (`foreach`), or it does not (a loop).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def optimizer_bytes(
 
 
 def without_tensors(optimizer: Any) -> OptimizerBytes:
-    """Return what is to be known of optimizers where they are not."""
+    """Return what an optimizer takes, for copies and files, which do not hold the optimizer."""
     if isinstance(optimizer, OptimizerBytes):
         return optimizer
     groups = [group for one in _listed(optimizer)[0] for group in one.param_groups]

@@ -1,8 +1,8 @@
-"""Results of parts that run whole of which the parts compute others.
+"""Results of parts that run whole, from which these parts compute further results.
 
-A part that returns `x` and `sin(x)` has the gradient of `x` put together inside. Outside, `x` is
-another tensor, which gets the gradient of its other uses only. A step does not need to know; who
-asks for the gradient of that tensor would get a part of it, and is refused.
+A part that returns `x` and `sin(x)` adds up the gradient of `x` inside. Outside, `x` is another
+tensor, which gets the gradient of its other uses only. The step itself needs no more. But whoever
+asks for the gradient of that tensor would get only a part of it, and is refused.
 """
 
 from __future__ import annotations
