@@ -429,6 +429,22 @@ def test_backwards_for_some_leaves_twice() -> None:
         assert_same_gradients(model, twin)
 
 
+@pytest.mark.parametrize("converted", ["", "0", "4"])
+def test_gradients_add_up_at_the_nodes_that_a_conversion_has_made(converted: str) -> None:
+    """Hooks on these nodes are DDP's; and gradients of several steps are added there first."""
+    model = nn.Sequential(*(p for _ in range(3) for p in (nn.Linear(8, 8), nn.Tanh())))
+    planned, x = wrap(model, torch.randn(4, 8), 1.0), torch.randn(4, 8)
+    for _ in range(3):
+        planned(x).sum().backward()
+    model.get_submodule(converted).double().float()
+    nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]  # type: ignore[union-attr]
+    called: list[int] = []
+    for number, node in enumerate(nodes):
+        node.register_hook(lambda *_, n=number: called.append(n))
+    planned(x).sum().backward()
+    assert sorted(called) == [*range(len(nodes))]
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_the_step_after_an_error_in_a_hook(error: type[BaseException]) -> None:
     torch.manual_seed(0)

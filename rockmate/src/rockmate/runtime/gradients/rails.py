@@ -21,10 +21,11 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rkgb.run import Places
 from rkgb.torch_api import (
+    current_dispatch_modes,
     is_to_run,
     keeps_graph,
     latest_sequence_nr,
@@ -112,6 +113,8 @@ class Rail:
             refuse_unused("torch.autograd.Function._backward_cls", "to see hooks on its nodes")
         # Accumulates for the first token. Only backwards for all leaves reach it.
         self.end = self._nodes[-1].next_functions[0][0] if self._nodes else None
+        ends = [leaves[first] for first in {0, *self._firsts[-2:-1]} if first < len(leaves)]
+        self._added_at = [(leaf, _accumulator(leaf)) for leaf in ends if _is_own(leaf)]
 
     @property
     def start(self) -> Any:
@@ -119,8 +122,17 @@ class Rail:
         return self._nodes[0] if self._nodes else self.end
 
     def fits(self, leaves: Sequence[Tensor], stream: int) -> bool:
-        """Whether the rail leads to just these tensors, part after part, on a stream."""
-        return stream == self.stream and all(map(operator.is_, leaves, self.leaves))
+        """Whether the rail leads to just these tensors, part after part, on a stream.
+
+        Gradients of one that was converted (`model.double().float()`) add up elsewhere from then
+        on. One of the first place and one of the last are looked at: to ask all takes as long as
+        to make a rail.
+        """
+        if stream != self.stream or not all(map(operator.is_, leaves, self.leaves)):
+            return False
+        if current_dispatch_modes():  # which would see how this is asked
+            return True
+        return all(_accumulator(leaf) is node for leaf, node in self._added_at)
 
     def renew(self, first: int = 0, end: int | None = None) -> None:
         """Give places of the rail new sequence numbers: the engine runs later nodes first."""
@@ -215,6 +227,16 @@ class _PassedOverAfter(_PassedOver):
 def _gradient_of(leaf: Tensor) -> tuple[int, int]:
     grad = leaf.grad
     return (0, 0) if grad is None else (id(grad), grad._version)
+
+
+def _is_own(leaf: Tensor) -> bool:
+    return type(leaf) in (Tensor, nn.Parameter) and leaf.is_leaf and leaf.requires_grad
+
+
+def _accumulator(leaf: Tensor) -> Any:
+    """Return the node at which gradients of a leaf add up; None where it wants none."""
+    way: Any = leaf.view_as(leaf).grad_fn
+    return None if way is None else way.next_functions[0][0]
 
 
 class _HandOver(torch.autograd.Function):
