@@ -22,7 +22,7 @@ from rockmate.arguments import (
 from rockmate.blockwise.blocks import AUTO, find_blocks
 from rockmate.blockwise.loss_outside import LossOfBlocks, Within
 from rockmate.blockwise.planning import BlockPlanner, ChosenBlocks
-from rockmate.blockwise.rehearsal import largest_first
+from rockmate.blockwise.rehearsal import find_what_changes, largest_first
 from rockmate.blockwise.report import BlockRow, BlocksPlan
 from rockmate.blockwise.saved_blocks import blocks_key, file_of_blocks, shared_file
 from rockmate.blockwise.team import Team
@@ -166,6 +166,7 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
     with team.together():
         found = find_blocks(model, given.blocks)
     found = {p: b for p, b in found.items() if not any(is_inside(p, o) for o in terms.opaque)}
+    find_what_changes(model, calls, team, device)
     calls = largest_first(model, calls, team, device)
     with team.together():
         given, within = _within(given, calls)

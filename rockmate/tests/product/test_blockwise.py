@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import copy
 import importlib
-from typing import Any
+import itertools
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rockmate
-from oracles.training import assert_trains_like, eager_copy, loss_of, measured_peak_bytes
+from oracles.training import (
+    assert_same_gradients,
+    assert_trains_like,
+    eager_copy,
+    loss_of,
+    measured_peak_bytes,
+)
 from rockmate import BlocksPlan, InfeasibleBudgetError, Rockmate, UnsupportedModuleError
 from zoo.nets import network
 
@@ -226,18 +234,97 @@ def test_what_is_refused_leaves_the_model_plain() -> None:
         rockmate.apply_to_blocks(Rockmate(nn.Linear(4, 4), torch.ones(2, 4), "1MiB"), sample, 0.5)
 
 
+class Noting(nn.Module):
+    """A block that notes in a global what it was called with, so that it runs whole."""
+
+    seen: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.body()
+
+    @staticmethod
+    def body() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        Noting.seen.append(len(x))
+        made: Tensor = self.inner(x)
+        return made
+
+
+def test_a_block_that_runs_whole_is_code_between_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    parts = [Noting.body() for _ in range(3)]
+    model, x = nn.Sequential(parts[0], Noting(), *parts[1:]), torch.randn(64, 8)
+    twin = eager_copy(model)
+    plan = rockmate.apply_to_blocks(
+        *(model, x, 0.9), blocks=["0", "1", "2", "3"], cost="flops", compare=False
+    )
+    assert "'1' (Noting) runs whole" in caplog.text
+    assert [row.path for row in plan.rows] == ["0", "2", "3"]
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+    assert not Noting.seen, "planning leaves a trace"
+    for count in (64, 64, 16, 64):
+        for net in (model, twin):
+            net.zero_grad()
+            loss_of(net(x[:count])).backward()
+        assert_same_gradients(model, twin)
+    assert Noting.seen == [n for count in (64, 64, 16, 64) for n in (count, count)]
+    alone = nn.Sequential(nn.Linear(8, 8), Noting(), Noting())
+    with pytest.raises(UnsupportedModuleError, match=r"none of the 2 blocks .* can be recorded"):
+        rockmate.apply_to_blocks(alone, x, 0.9, blocks=["Noting"], cost="flops", compare=False)
+
+
+CALLS: list[int] = []
+COUNTS = {"calls": 0}
+NUMBERS = itertools.count()
+
+
+class Counting(nn.Module):
+    """Code between the blocks notes its calls, outside of the module and in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Noting.body() for _ in range(3)])
+        self.own, self.seen, self.numbers = 0, [0], iter(range(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS.append(len(x))
+        COUNTS["calls"] += 1
+        self.own += 1
+        self.seen.append(next(self.numbers) + next(NUMBERS))
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_planning_undoes_what_code_between_the_blocks_changes() -> None:
+    model, x = Counting(), torch.randn(64, 8)
+    rockmate.apply_to_blocks(model, x, 0.9, cost="flops", compare=False)
+    assert not CALLS
+    assert COUNTS == {"calls": 0}
+    assert (model.own, model.seen, next(model.numbers), next(NUMBERS)) == (0, [0], 0, 0)
+
+
 class Odd(nn.Module):
-    """Blocks that are called twice, or that write to their inputs."""
+    """Blocks that are called twice, or in a checkpoint, or that write to their inputs."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        part = nn.Sequential(nn.Linear(4, 4), nn.Tanh()) if kind == "twice" else Writing()
+        part = Writing() if kind == "writes" else nn.Sequential(nn.Linear(4, 4), nn.Tanh())
         self.layers = nn.ModuleList([part, copy.deepcopy(part)])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in (*self.layers, *(self.layers if self.kind == "twice" else ())):
-            x = layer(x)
+            if "checkpoint" in self.kind:
+                is_old = self.kind == "reentrant checkpoint"
+                x = checkpoint(layer, x, use_reentrant=is_old)
+            else:
+                x = layer(x)
         return x
 
 
@@ -251,10 +338,16 @@ class Writing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"), [("twice", "called more than once"), ("writes", "Writing")]
+    ("kind", "text"),
+    [
+        ("twice", "called more than once"),
+        ("writes", "Writing"),
+        ("checkpoint", "'layers.0' is called inside of a checkpoint"),
+        ("reentrant checkpoint", "outside of checkpoints"),
+    ],
 )
 def test_blocks_that_cannot_be_planned(kind: str, text: str) -> None:
-    model, x = Odd(kind), torch.ones(2, 4)
+    model, x = Odd(kind), torch.ones(2, 4, requires_grad=kind == "reentrant checkpoint")
     types = [type(m) for m in model.modules()]
     with pytest.raises(Exception, match=text):
         rockmate.apply_to_blocks(model, x, 0.5, cost="flops", compare=False)

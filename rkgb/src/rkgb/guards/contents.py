@@ -236,6 +236,15 @@ class Contents:
             elif now is not content and not is_used_up(content):
                 yield owner, name
 
+    def used_up(self) -> Iterator[tuple[Any, str | None]]:
+        """Yield the owners that hold something that changes by being used."""
+        for (_, name), (owner, content) in self._held.items():
+            values: Iterable[Any] = (content,)
+            if name is None and isinstance(content, (dict, list)):
+                values = content.values() if isinstance(content, dict) else content
+            if any(map(is_used_up, values)):
+                yield owner, name
+
     def restore(self) -> None:
         """Put everything back."""
         for (_, name), (owner, content) in self._held.items():

@@ -129,6 +129,11 @@ class Outside:
                 f"{type(value).__name__}, which a recording would use up",
             )
 
+    def remember(self) -> None:
+        """From now on, `OutsideState` puts back what has changed, or changes by being used."""
+        for owner, name in (*self.contents.changed(), *self.contents.used_up()):
+            _changing.setdefault((id(owner), name), (owner, name))
+
     def close(self) -> None:
         """Put everything back."""
         self.contents.restore()

@@ -12,6 +12,7 @@ from rkgb.module_state.start_of_call import (
     ModuleState,
     PythonRandom,
     StartOfCall,
+    finding_what_changes,
 )
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "ModuleState",
     "PythonRandom",
     "StartOfCall",
+    "finding_what_changes",
 ]

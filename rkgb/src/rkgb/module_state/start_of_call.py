@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 
 from rkgb.device.rng import KeptGenerators
 from rkgb.elements.tensor_info import same_values
+from rkgb.guards.code_watch import CodeWatch
 from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content, is_used_up
-from rkgb.guards.outside import OutsideState
+from rkgb.guards.outside import Outside, OutsideState
+from rkgb.torch_api.compiled_code import uncompiled
 from rkgb.torch_api.private.autograd import set_version
 
 
@@ -42,6 +45,18 @@ class PythonRandom:
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
+
+
+@contextlib.contextmanager
+def finding_what_changes(model: nn.Module) -> Iterator[None]:
+    """Put back what the functions that run change outside of modules; know it from now on."""
+    outside = Outside(model)
+    try:
+        with uncompiled(), CodeWatch(lambda: "", outside.note):
+            yield
+    finally:
+        outside.remember()
+        outside.close()
 
 
 class ModuleState:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.engine import Sample
-from rkgb.torch_api import placed_parameters
+from rkgb.torch_api import is_in_checkpoint, placed_parameters
 from rockmate.arguments import Call
 from rockmate.blockwise.kinds import (
     Kind,
@@ -122,6 +122,7 @@ class BlockPlanner:
         self.views, self.in_flight = views, in_flight
         self.kinds: dict[Hashable, Kind] = {}
         self.kind_of: dict[str, Kind] = {}
+        self.whole: set[str] = set()  # blocks that run as plain PyTorch's
         self.order: list[str] = []  # blocks in the order of their forwards
         self.numbers: dict[str, int] = {}  # of their options
         self.forwards: dict[str, PlannedModule] = {}
@@ -146,9 +147,11 @@ class BlockPlanner:
         self.note("recording blocks")
         self._run(call, self._meet)
         if not self.order:
+            found = "is called, and trained, in its forward. Name blocks that are"
+            if self.whole:
+                found = "can be recorded. Wrap the whole model, or mend what the log names"
             raise UnsupportedModuleError(
-                f"none of the {len(self.views)} blocks of {type(self.model).__name__} is called, "
-                "and trained, in its forward. Name blocks that are."
+                f"none of the {len(self.views)} blocks of {type(self.model).__name__} {found}."
             )
         self._share_options()
         if self.saved is not None:
@@ -300,7 +303,12 @@ class BlockPlanner:
 
     def _step(self, call: Call) -> None:
         with self.team.in_step():
-            run_step(self.model, call, self.device)
+            try:
+                run_step(self.model, call, self.device)
+            except Exception as error:
+                if self.error is None:
+                    raise
+                raise self.error from error  # what came first
 
     def _test_once(self, call: Call) -> None:
         """Compare the present options with plain PyTorch, if the user wants a self-test."""
@@ -348,9 +356,17 @@ class BlockPlanner:
 
     def _meet(self, block: _Intercepted, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Plan a block that is called for the first time, and run it."""
-        if self.error is not None or not _trains(block.model, args, kwargs):
+        runs_plain = block.path in self.whole or not _trains(block.model, args, kwargs)
+        if self.error is not None or runs_plain:
             return block.model.forward(*args, **kwargs)
         try:
+            if is_in_checkpoint():
+                raise UnsupportedModuleError(
+                    f"the block '{block.path}' is called inside of a checkpoint, which drops what "
+                    "its plan keeps. Plan without the checkpoint "
+                    "(model.gradient_checkpointing_disable() of transformers): the plan saves "
+                    "memory already, in less time."
+                )
             if block.path in self.kind_of:
                 raise UnsupportedModuleError(
                     f"the block '{block.path}' is called more than once in a step, and what its "
@@ -360,6 +376,9 @@ class BlockPlanner:
             kind = self._kind(block, args, kwargs, shards=shards)
         except Exception as error:  # others wait in the collectives of this step
             self._remember(error)
+        if self._all_are_well(block) and kind.recorded.is_plain:
+            self._leave_whole(block.path, kind)
+            return block.model.forward(*args, **kwargs)
         if self._all_are_well(block):
             try:
                 if kind.is_spread and not kind.is_shared:
@@ -374,6 +393,15 @@ class BlockPlanner:
             with self._meeting(block.model):
                 forward.prepare([(args, kwargs)])
         return self._go_on(block, args, kwargs)
+
+    def _leave_whole(self, path: str, kind: Kind) -> None:
+        """Run a block as plain PyTorch does, as code between the others."""
+        self.whole.add(path)
+        _log.warning(
+            "the block '%s' (%s) runs whole and keeps all, because something in its forward cannot "
+            "be recorded: Rockmate(block, its_input, strict=True) says what, and at which line",
+            *(path, kind.recorded.network.graph.dataflow.basic.model_name),
+        )
 
     def _all_are_well(self, block: _Intercepted) -> bool:
         """Return whether nothing has failed; for a block with collectives, in any process.
@@ -546,7 +574,7 @@ class BlockPlanner:
             raise UnsupportedModuleError(
                 f"the blocks of {type(self.model).__name__} do not run their backwards one by one "
                 "in the reverse order of their forwards, so that what they keep cannot be counted. "
-                "Name a chain of blocks."
+                "Name a chain of blocks, outside of checkpoints."
             )
 
     def _choose(self, memory: StepMemory, budget: int) -> Choice:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rkgb.device import Span
 from rkgb.elements import flatten
 from rkgb.engine import trace_memory
-from rkgb.module_state import KeptWrites, Lent, StartOfCall
+from rkgb.module_state import KeptWrites, Lent, StartOfCall, finding_what_changes
 from rkgb.torch_api import placed_parameters, without_hooks_after_gradients
 from rockmate.arguments import Call
 from rockmate.blockwise.team import Team
@@ -53,6 +53,16 @@ def run_step(model: nn.Module, call: Call, device: torch.device) -> None:
     """Run one step and restore what it changes; hooks on gradients of leaves are not called."""
     with kept_as_it_is(model, device):
         _run(model, call, Marker())
+
+
+def find_what_changes(
+    model: nn.Module, calls: Sequence[Call], team: Team, device: torch.device
+) -> None:
+    """Run a plain step of each call, after which others put back what they change outside, too."""
+    with torch.inference_mode(False), torch.enable_grad():
+        for call in calls:
+            with team.in_step(), finding_what_changes(model):
+                run_step(model, call, device)
 
 
 def trace_step(
