@@ -57,7 +57,7 @@ class Case:
         1.0  # a fraction; the smallest one that is accepted, where it is too small
     )
     planner: str = "recompute_all"
-    how: str = "Rockmate"  # or "apply"
+    how: str = "Rockmate"  # or "apply", "apply_to_blocks"
     self_test: bool = False
     beside: str = ""  # what else a plan may do: a name in `judging.BESIDE`
     size: int = 4  # of the sample

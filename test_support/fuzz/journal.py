@@ -117,7 +117,7 @@ class Journal:
         peak = Peak(
             self.pages[-1].name,
             memory.peak_bytes - made - LOSS_BYTES,
-            model.budget_bytes,
+            vars(model).get("_budget_bytes") or model.budget_bytes,  # of blocks, or of all
             tuple(self.said[said:]),
         )
         self.peaks.append(peak)

@@ -9,7 +9,7 @@ import logging
 import random
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import nn
 import rockmate
 from fuzz.journal import MORE_STEPS, Fact, Journal, Page, same
 from rkgb import RkgbError
+from rkgb.copies import copies_for
 from rockmate.errors import InfeasibleBudgetError, SolverError
 from rockmate.networks import offload
 from rockmate.problems.link import Link
@@ -34,6 +35,7 @@ WRONG: tuple[Kind, ...] = ("silent", "raw error", "over budget")
 _ORDER = "called in another order"
 # Settings that change no bit: storages that leave for a while, and pieces of rows.
 BESIDE: dict[str, dict[str, Any]] = {"moves": {"offload": "host"}, "cuts": {"split": "exact"}}
+_WRAPS: dict[str, Any] = {"Rockmate": rockmate.Rockmate, "apply": rockmate.apply}
 _LINK = Link(1e9, 1e9)  # over which everything can be moved, on every machine
 _OURS = (rockmate.RockmateError, RkgbError)
 
@@ -100,19 +102,19 @@ def _run(source: str, choice: Choice | None, name: str) -> Journal:
 def _planned(model: nn.Module, sample: Any, choice: Choice) -> nn.Module:
     """Plan a module; where the budget is too small, within the smallest that is accepted."""
     budget, planner = choice.budget, choice.planner
-    wrap: Any = rockmate.Rockmate if choice.how == "Rockmate" else rockmate.apply
     beside = BESIDE.get(choice.beside, {})
     if "offload" in beside:
         here = torch.device("cpu")
-        given = offload.offload_of("host", here, None, _LINK)
-        assert given is not None
-        offload._made["host", here] = offload.Offload("host", given.copies, _LINK)
+        offload._made["host", here] = offload.Offload("host", copies_for(here, None), _LINK)
     for left in (3, 2, 1, 0):
         try:
-            options = {"planner": planner, "self_test": choice.self_test, **beside}
+            options = {"self_test": choice.self_test, **beside}
             if "offload" not in beside:
                 options["cost"] = "flops"
-            made = wrap(model, sample, budget, cache=False, progress=False, **options)
+            if choice.how == "apply_to_blocks":
+                return _by_blocks(model, sample, budget, options)
+            options |= {"planner": planner, "cache": False, "progress": False}
+            made = _WRAPS[choice.how](model, sample, budget, **options)
         except InfeasibleBudgetError as error:
             budget = error.minimum_bytes
             if not left:
@@ -131,6 +133,16 @@ def _recomputing(choice: Choice | None) -> AbstractContextManager[None]:
     if choice is None or not isinstance(choice.budget, int):
         return nullcontext()
     return computing_again(choice.planner)
+
+
+def _by_blocks(
+    model: nn.Module, sample: Any, budget: int | float, options: Mapping[str, Any]
+) -> nn.Module:
+    names = {type(child).__name__ for child in model.children()}
+    options = {"blocks": [name for name in names if name.startswith("Block")], **options}
+    plan = rockmate.apply_to_blocks(model, sample, budget, compare=False, **options)
+    vars(model)["_budget_bytes"] = plan.budget_bytes
+    return model
 
 
 class _Said(logging.Handler):
@@ -185,7 +197,10 @@ def _compared(plain: Journal, planned: Journal) -> Verdict:
             both = theirs.error is not None and (
                 isinstance(ours.error, _OURS) or _is_earlier(theirs.error, ours.error)
             )
-            if both or (verdict.kind == "refused" and _is_planning(ours) and plain.failed()):
+            if _is_planning(ours):  # a plain step is run there, too
+                both = any(_is_earlier(page.error, ours.error) for page in plain.pages)
+                both |= verdict.kind == "refused" and plain.failed()
+            if both:
                 return replace(verdict, kind="both refuse", signature="both refuse")
             if is_told and verdict.kind == "silent":  # hooks draw random numbers
                 return replace(verdict, kind="told", signature="told")
@@ -254,7 +269,7 @@ def _of_facts(
     return Verdict("silent", ours.name, text, f"silent {subject} at {_form(ours.name)}")
 
 
-def _is_earlier(theirs: Exception, ours: Exception | None) -> bool:
+def _is_earlier(theirs: Exception | None, ours: Exception | None) -> bool:
     """Whether ours is plain PyTorch's own error, which may come earlier or later in a step."""
     if "modified by an inplace operation" in str(theirs):  # in other words inside of whole parts
         return "inplace operation" in str(ours) or "changed in place" in str(ours)
