@@ -20,7 +20,10 @@ from oracles.training import (
     loss_of,
     measured_peak_bytes,
 )
+from rkgb.engine import trace_memory
 from rockmate import BlocksPlan, InfeasibleBudgetError, Rockmate, UnsupportedModuleError
+from rockmate.blockwise.rehearsal import find_what_changes
+from rockmate.blockwise.team import Team
 from zoo.nets import network
 
 
@@ -286,13 +289,17 @@ NUMBERS = itertools.count()
 class Counting(nn.Module):
     """Code between the blocks notes its calls, outside of the module and in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, differentiates: bool = False) -> None:
         super().__init__()
+        self.differentiates = differentiates
         self.layers = nn.ModuleList([Noting.body() for _ in range(3)])
         self.own, self.seen, self.numbers = 0, [0], iter(range(9))
 
     def forward(self, x: Tensor) -> Tensor:
         CALLS.append(len(x))
+        if self.differentiates:
+            z = x.detach().requires_grad_()
+            x = x - torch.autograd.grad(z.square().sum(), z)[0]
         COUNTS["calls"] += 1
         self.own += 1
         self.seen.append(next(self.numbers) + next(NUMBERS))
@@ -301,12 +308,24 @@ class Counting(nn.Module):
         return x
 
 
-def test_planning_undoes_what_code_between_the_blocks_changes() -> None:
-    model, x = Counting(), torch.randn(64, 8)
+@pytest.mark.parametrize("differentiates", [False, True])
+def test_planning_undoes_what_code_between_the_blocks_changes(differentiates: bool) -> None:
+    model, x = Counting(differentiates=differentiates), torch.randn(64, 8)
+    before = next(NUMBERS)
     rockmate.apply_to_blocks(model, x, 0.9, cost="flops", compare=False)
     assert not CALLS
     assert COUNTS == {"calls": 0}
-    assert (model.own, model.seen, next(model.numbers), next(NUMBERS)) == (0, [0], 0, 0)
+    assert (model.own, model.seen, next(model.numbers)) == (0, [0], 0)
+    assert next(NUMBERS) == before + 1
+
+
+def test_a_first_look_at_the_code_saves_nothing() -> None:
+    """A plain step may not fit into the memory that there is."""
+    model, x = nn.Sequential(*(Noting.body() for _ in range(8))), torch.randn(512, 8)
+    call, cpu = ((x,), {}), torch.device("cpu")
+    plain = trace_memory(lambda _: loss_of(model(x)).backward(), cpu)
+    looked = trace_memory(lambda _: find_what_changes(model, [call], Team(), cpu), cpu)
+    assert looked.peak_bytes < plain.peak_bytes / 3
 
 
 class Odd(nn.Module):

@@ -58,11 +58,38 @@ def run_step(model: nn.Module, call: Call, device: torch.device) -> None:
 def find_what_changes(
     model: nn.Module, calls: Sequence[Call], team: Team, device: torch.device
 ) -> None:
-    """Run a plain step of each call, after which others put back what they change outside, too."""
+    """Run the forward of each call, so that steps put back what it changes outside of modules.
+
+    Nothing is saved for a backward, because a plain step may take more memory than there is; but
+    for a forward that runs a backward itself.
+    """
+    drops = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _dropped)
     with torch.inference_mode(False), torch.enable_grad():
         for call in calls:
-            with team.in_step(), finding_what_changes(model):
-                run_step(model, call, device)
+            with team.in_step():
+                try:
+                    _run_forward(model, call, device, drops)
+                except _DroppedError:
+                    _run_forward(model, call, device, contextlib.nullcontext())
+
+
+class _DroppedError(RuntimeError):
+    """A backward has asked for what was not saved."""
+
+
+def _dropped(_: Any) -> Tensor:
+    raise _DroppedError
+
+
+def _run_forward(
+    model: nn.Module,
+    call: Call,
+    device: torch.device,
+    saving: contextlib.AbstractContextManager[Any],
+) -> None:
+    args, kwargs = call
+    with finding_what_changes(model), kept_as_it_is(model, device), saving:
+        model(*args, **kwargs)
 
 
 def trace_step(
