@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rkgb.engine import trace_memory
 
+TOLD_ONCE = "were planned for it"  # a part that runs whole holds more than in the sample's step
 MORE_STEPS = 6
 LOSS_BYTES = 16  # a scalar that is no part of the module, and its gradient
 Fact = Any  # a tensor, a plain value, or a tuple of facts
@@ -118,7 +119,7 @@ class Journal:
             self.pages[-1].name,
             memory.peak_bytes - made - LOSS_BYTES,
             vars(model).get("_budget_bytes") or model.budget_bytes,  # of blocks, or of all
-            tuple(self.said[said:]),
+            (*(text for text in self.said[:said] if TOLD_ONCE in text), *self.said[said:]),
         )
         self.peaks.append(peak)
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import rockmate
-from fuzz.journal import MORE_STEPS, Fact, Journal, Page, same
+from fuzz.journal import MORE_STEPS, TOLD_ONCE, Fact, Journal, Page, same
 from rkgb import RkgbError
 from rkgb.copies import copies_for
 from rockmate.errors import InfeasibleBudgetError, SolverError
@@ -154,8 +154,9 @@ class _Said(logging.Handler):
         self.texts.append(record.getMessage())
 
     def warn(self, message: object, *_: Any, **__: Any) -> None:
-        if "budget" in str(message) or _ORDER in str(message):  # ours: torch says nothing of it
-            self.texts.append(str(message))
+        text = str(message)
+        if any(words in text for words in ("budget", _ORDER, TOLD_ONCE)):  # torch says none of it
+            self.texts.append(text)
 
 
 @contextlib.contextmanager
