@@ -25,7 +25,7 @@ from rkgb.module_state.kept_writes import KeptWrites
 from rkgb.opaque.call import Call
 from rockmate.guards.snapshot import Snapshot
 from rockmate.runtime.executable import Executable
-from rockmate.runtime.steps.running_step import RunningStep
+from rockmate.runtime.steps.saved_tensors import SavedTensors
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ _NEXT = "gelu, linear, gelu"  # behind a layer that is to be computed again
 _NO_SOURCES = (
     (Snapshot, "_add_sources", lambda self, sources, whole, facts: self._add_classes(facts)),
 )
-_NO_VERSIONS = ((RunningStep, "_check_reads", _gives(None)),)
+_NO_VERSIONS = ((SavedTensors, "check_reads", _gives(None)),)
 _NO_CONTENTS = (
     (rockmate.networks.planned, "_contents_of_few", _gives(None)),
     (rockmate.networks.planned, "_all_contents", _gives(None)),
@@ -114,7 +114,7 @@ FAULTS = {
     ),
     "an output changed through its view": Fault(
         _case("tanh", "step", Event("output written", loss="last"), result="with a view"),
-        ((RunningStep, "_check_shared", _gives(None)),),
+        ((SavedTensors, "_check_shared", _gives(None)),),
     ),
     # Tensors that leave early, and hooks.
     "the gradient of a hidden output": Fault(
