@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from rkgb.device import Span
 from rkgb.elements import flatten
@@ -61,16 +62,18 @@ def find_what_changes(
     """Run the forward of each call, so that steps put back what it changes outside of modules.
 
     Nothing is saved for a backward, because a plain step may take more memory than there is; but
-    for a forward that runs a backward itself.
+    for a forward that runs a backward itself. Sharded models and DDP's are not looked at: these
+    count on a backward after each forward.
     """
+    if team.groups or any(isinstance(part, DistributedDataParallel) for part in model.modules()):
+        return
     drops = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _dropped)
     with torch.inference_mode(False), torch.enable_grad():
         for call in calls:
-            with team.in_step():
-                try:
-                    _run_forward(model, call, device, drops)
-                except _DroppedError:
-                    _run_forward(model, call, device, contextlib.nullcontext())
+            try:
+                _run_forward(model, call, device, drops)
+            except _DroppedError:
+                _run_forward(model, call, device, contextlib.nullcontext())
 
 
 class _DroppedError(RuntimeError):
