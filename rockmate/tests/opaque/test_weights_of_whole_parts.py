@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from oracles.training import assert_same_gradients
 from rockmate import Rockmate
+from runs.planned import computing_again
 
 
 class Decides(nn.Module):
@@ -118,3 +119,20 @@ def test_parameters_that_are_frozen_or_unfrozen_after_planning(place: int, unfre
         ours.square().mean().backward()
         theirs.square().mean().backward()
         assert_same_gradients(model, plain)
+
+
+def test_a_parameter_that_is_frozen_before_its_part_is_computed_again() -> None:
+    """Plain PyTorch adds to it what the forward has asked for."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Decides(2), nn.Linear(8, 8))
+    plain = copy.deepcopy(model)
+    with computing_again():
+        planned = Rockmate(model, torch.randn(4, 8), 2**20, cost="flops", self_test=False)
+    assert planned.plan.overhead_ms > 0
+    x = torch.randn(4, 8)
+    outs = [planned(x), plain(x)]
+    for net in (model, plain):
+        net[1].inner.weight.requires_grad_(False)  # type: ignore[union-attr]
+    for out in outs:
+        out.square().mean().backward()
+    assert_same_gradients(model, plain)

@@ -212,7 +212,8 @@ def _own_parameters(
                         f"the memory of parameter '{name}' was made under torch.inference_mode().",
                         module_path=name.rpartition(".")[0],
                     )
-                made[name] = leaf_of_kind(parameter, parameter.detach())
+                # It may have been frozen between a forward and its recomputation.
+                made[name] = leaf_of_kind(parameter, parameter.detach()).requires_grad_()
                 share_attributes(made[name], parameter)
                 made[name].register_hook(hook)
             replaced.append((part._parameters, own, parameter))
