@@ -57,7 +57,7 @@ def check_program(graph: SimplifiedGraph, program: StepProgram) -> None:
 class _Check:
     def __init__(self, graph: SimplifiedGraph, program: StepProgram) -> None:
         self.graph, self.program = graph, program
-        basic = graph.dataflow.basic
+        basic = graph.basic
         numbers: dict[Hashable, int] = {}
         self.recording = FollowedRecording(basic, numbers)
         self.memory = NumberedMemory(basic.infos, numbers)
@@ -167,7 +167,7 @@ class _Check:
 
     def _move_out(self, statement: MoveOut, source: str, size_bytes: int) -> None:
         storage = self.memory.variables[source].storage
-        known = self.graph.dataflow.infos[self.memory.root(source)].storage_bytes
+        known = self.graph.infos[self.memory.root(source)].storage_bytes
         self._expect(size_bytes == known, f"it has {known} bytes")
         held = self.outside | self.given.keys()
         held |= {
@@ -299,7 +299,7 @@ class _Check:
         like = replace(op, args=(*op.args, True), results=recorded.results)
         same = self.memory.call(like, recorded) == self.recording.computes[recorded.name]
         self._expect(same, "it does not sum what was recorded")
-        kept, seen = (self.graph.dataflow.infos[o.results[0]] for o in (recorded, view))
+        kept, seen = (self.graph.infos[o.results[0]] for o in (recorded, view))
         dims = [d for d in range(len(kept.shape)) if d - len(kept.shape) not in op.args[1]]
         left = [d for d in dims if d not in op.args[1]]
         shape = tuple(kept.shape[d] for d in left)

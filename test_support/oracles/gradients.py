@@ -77,7 +77,7 @@ def run_program(
     The gradients are those of parameters, then of inputs.
     """
     compiled = compile_step(sg, program, callee, copies)
-    basic = sg.dataflow.basic
+    basic = sg.basic
     given = Sample.of(model, sample, kwargs)
     external = external_values(basic, model, given.leaves)
     found: dict[int, Tensor] = {}

@@ -49,12 +49,12 @@ def assert_k_gives_gradients(
 class _Walk:
     def __init__(self, kg: KGraph, sg: SimplifiedGraph, model: nn.Module, sample: Sample) -> None:
         self.kg, self.sg, self.model, self.sample = kg, sg, model, sample
-        self.external = external_values(sg.dataflow.basic, model, sample.leaves)
+        self.external = external_values(sg.basic, model, sample.leaves)
         self.values: dict[str, Any] = dict(self.external)
         self.seeded = False
 
     def run(self, seed: int | None) -> list[Tensor | None]:
-        infos, basic = self.sg.dataflow.infos, self.sg.dataflow.basic
+        infos, basic = self.sg.infos, self.sg.basic
         unread = {data.name: set(data.users) for data in self.kg.data}
         kept = {infos[name].alias_of for name in (*self.sg.output_names, *self.external)}
         parts: dict[str, list[tuple[int, Tensor]]] = {}
@@ -94,7 +94,7 @@ class _Walk:
         if self.seeded:
             return
         self.seeded = True
-        basic = self.sg.dataflow.basic
+        basic = self.sg.basic
         for root, name in zip(basic.roots, basic.tangent_names, strict=True):
             if name is not None:
                 self.values[name] = torch.ones_like(self.values[root])

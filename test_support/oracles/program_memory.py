@@ -12,7 +12,7 @@ class SaidMemory:
     """The storages that a step has made, with the variables that hold each."""
 
     def __init__(self, graph: SimplifiedGraph, program: StepProgram) -> None:
-        self._infos, self._program = graph.dataflow.infos, program
+        self._infos, self._program = graph.infos, program
         self._holders: list[set[str]] = []  # by the number of the storage
         self._sizes: list[int] = []
         self._latest: dict[str, int] = {}  # by the value that makes it

@@ -180,7 +180,7 @@ class MovingStep:
 
     def forward(self, *, again: bool = False) -> tuple[list[Tensor], list[Any]]:
         """Return the results, and what the backward takes."""
-        external = external_values(self.graph.dataflow.basic, self.model, (self.x,))
+        external = external_values(self.graph.basic, self.model, (self.x,))
         run = self.compiled.forward_again if again else self.compiled.forward
         with straight_to_kernels(), torch.enable_grad():
             return run([external[name] for name in self.compiled.program.externals])

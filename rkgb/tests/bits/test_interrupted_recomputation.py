@@ -40,7 +40,7 @@ def test_random_numbers_go_on_where_the_forward_has_ended(error: type[BaseExcept
 
     program = lower_step(graph, [*forwards, *forwards, *backwards])
     compiled = compile_step(graph, program, callee)
-    external = external_values(graph.dataflow.basic, model, (x,))
+    external = external_values(graph.basic, model, (x,))
     with straight_to_kernels(), torch.no_grad():
         (y,), saved = compiled.forward([external[name] for name in program.externals])
         after_forward = torch.get_rng_state()

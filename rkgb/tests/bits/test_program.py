@@ -115,7 +115,7 @@ class Driven:
         sample: tuple[Any, ...],
         callee: Callable[[Op], Callable[..., Any]] = plain_callee,
     ) -> None:
-        self.basic = graph.dataflow.basic
+        self.basic = graph.basic
         self.compiled = compile_step(graph, program, callee)
         leaves = tuple(pytree.tree_leaves(bind_inputs(sample)))
         self.external = external_values(self.basic, model, leaves)
@@ -200,7 +200,7 @@ def test_recomputed_random_numbers_are_the_first_ones_and_the_stream_goes_on(nam
             found[leaf] = found[leaf] + gradient if leaf in found else gradient
     torch.manual_seed(5)
     expected = gradients_of_module(model, sample)
-    names = {target: name for name, target in graph.dataflow.basic.parameters.items()}
+    names = {target: name for name, target in graph.basic.parameters.items()}
     assert_same([found[names[n]] for n, _ in model.named_parameters()], expected)
 
 
@@ -220,7 +220,7 @@ def test_forwards_run_in_grad_mode_and_backwards_do_not() -> None:
     run = Driven(graph, lower_step(graph, everything_again(graph)), model, sample, watched)
     run.forward()
     list(run.backward())
-    forward = {op.name for op in graph.dataflow.basic.ops}
+    forward = {op.name for op in graph.basic.ops}
     assert any(name.startswith("mkldnn_rnn_layer") for name in modes)
     assert all(found == {name in forward} for name, found in modes.items())
 
@@ -255,7 +255,7 @@ def test_the_fastest_calls_are_the_same_operations(name: str) -> None:
     """Each reaches the dispatcher as the recorded overload, with the recorded results."""
     graph = graph_of(name, "runnable")
     model, sample = example(name)
-    basic = graph.dataflow.basic
+    basic = graph.basic
     ops = [op for node in graph.nodes for op in (*node.ops, *node.backward)]
     ops = [op for op in ops if not isinstance(op.target, (GradientCut, GradientPart))]
     leaves = tuple(pytree.tree_leaves(bind_inputs(sample)))

@@ -137,7 +137,7 @@ def test_the_joint_computes_what_was_recorded() -> None:
     layer, x = Layer(), torch.randn(4, 8, requires_grad=True)
     sg = grouped(layer, x)
     joint = joint_of(sg, 0)  # the norm and the first product
-    names = dict(sg.dataflow.basic.parameters)
+    names = dict(sg.basic.parameters)
     values = {name: layer.get_parameter(target).detach() for name, target in names.items()}
     values["args_0"] = x.detach()
     grad = torch.randn(4, 8)

@@ -67,7 +67,7 @@ def test_images_between_compiled_pieces_lie_channels_last() -> None:
     laid = channels_last(sg, compiled)
     assert laid
     for name, info in laid.items():
-        old, base = sg.dataflow.infos[name], sg.dataflow.infos[info.alias_of]
+        old, base = sg.infos[name], sg.infos[info.alias_of]
         like = torch.empty(base.shape).contiguous(memory_format=torch.channels_last)
         channel = old.offset // old.shape[2] // old.shape[3]
         part = like[:, channel : channel + old.shape[1]]
@@ -77,7 +77,7 @@ def test_images_between_compiled_pieces_lie_channels_last() -> None:
     convolutions = {op.name for node in sg.nodes for op in node.ops if op.target_name == "relu"}
     assert convolutions <= set(laid)
     assert any(info.offset for info in laid.values())  # a part of what `cat` has put together
-    outside = {*sg.dataflow.basic.externals, *sg.output_names}
+    outside = {*sg.basic.externals, *sg.output_names}
     outside |= {h.value for node in sg.nodes for h in node.hand_overs}
     assert not outside & set(laid)
 
@@ -176,7 +176,7 @@ def test_a_piece_that_fails_channels_last_is_tried_as_recorded(
     dataflow = dataflow_of(Skip())
     compiled = rewriting.compile_pieces(dataflow)
     assert not compiled.count
-    infos = compiled.graph.dataflow.infos
+    infos = compiled.graph.infos
     assert all(infos[name].stride == info.stride for name, info in dataflow.infos.items())
     assert len(tried) > len(compiled.graph.nodes) // 2
 

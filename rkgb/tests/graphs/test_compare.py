@@ -105,7 +105,7 @@ def test_a_recording_meters_what_a_measurement_finds(name: str) -> None:
     model, sample = example(name)
     given = Sample.of(model, sample)
     graph = runnable(D_to_S(B_to_D(record(model, given, is_metered=True)))).graph
-    basic, ops = graph.dataflow.basic, operations(graph)
+    basic, ops = graph.basic, operations(graph)
     exact = measure(basic, ops, external_values(basic, model, given.leaves), times=False)
     metered = [op for op in ops if op.name in basic.metered and basic.metered[op.name].is_of(op)]
     for op in metered:

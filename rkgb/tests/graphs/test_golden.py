@@ -29,7 +29,7 @@ def text_of(name: str) -> str:
 
 
 def backward_of(sg: rkgb.SimplifiedGraph) -> str:
-    infos, lines = sg.dataflow.infos, []
+    infos, lines = sg.infos, []
     for index in reversed(range(len(sg.nodes))):
         node = sg.nodes[index]
         if node.backward or node.hand_overs:

@@ -85,8 +85,8 @@ def test_cut_pieces_concatenate_to_the_graph(name: str) -> None:
     for place in range(1, len(pieces)):
         made = {n for p in pieces[:place] for n in p.output_names}
         read = {n for p in pieces[place:] for node in p.nodes for n in node.inputs}
-        crossing = {n for n in made & read if sg.dataflow.infos[n].requires_grad}
-        assert len({sg.dataflow.infos[n].alias_of for n in crossing}) == 1
+        crossing = {n for n in made & read if sg.infos[n].requires_grad}
+        assert len({sg.infos[n].alias_of for n in crossing}) == 1
 
 
 def test_equal_layers_are_one_class_and_others_are_not() -> None:

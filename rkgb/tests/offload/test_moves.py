@@ -132,7 +132,7 @@ def test_places_in_the_arena_are_used_again_once_a_storage_is_back() -> None:
     last = [min(step.steps.index(("B", k)) for k in made[n].bwd_users) for n in (first, second)]
     apart = [Move(n, t - 2, t - 2, t - 1) for n, t in zip((first, second), last, strict=True)]
     beside = [replace(move, out_after=len(step.graph.nodes) - 1) for move in apart]
-    size = step.graph.dataflow.infos[first].storage_bytes
+    size = step.graph.infos[first].storage_bytes
     for moves, expected in ((apart, size), (beside, 2 * size)):
         assert lower_step(step.graph, step.steps, moves=moves).arena_bytes == expected
 
@@ -182,7 +182,7 @@ def test_what_others_hold_is_not_moved() -> None:
     step, move = simple()
     (output,) = step.graph.output_roots
     assert "others than the program" in refused(step, replace(move, root=output))
-    (external, *_) = step.graph.dataflow.basic.externals
+    (external, *_) = step.graph.basic.externals
     assert "others than the program" in refused(step, replace(move, root=external))
 
 

@@ -82,7 +82,7 @@ def test_random_plans_compute_eagers_bits_in_the_predicted_bytes(name: str, seed
 
     def call(*call_args: Any) -> Any:
         leaves = tuple(pytree.tree_leaves((call_args, {})))
-        external = external_values(plan.network.graph.dataflow.basic, twin, leaves)
+        external = external_values(plan.network.basic, twin, leaves)
         return executor(external, other_gradients)
 
     ours = run_step(call, twin, given)

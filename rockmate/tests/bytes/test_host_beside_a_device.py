@@ -64,7 +64,7 @@ def test_it_trains_exactly_and_is_counted_where_it_lies(fraction: float) -> None
         assert measured == predicted
         assert_trains_like(rk, eager, call())
     problem = rk._rockmate.planned.network.problem
-    infos = rk._rockmate.planned.network.graph.dataflow.infos
+    infos = rk._rockmate.planned.network.graph.infos
     on_host = {name for name, info in infos.items() if info.is_on_host}
     assert {s.size_bytes for s in problem.storages if s.name in on_host} == {0}
     made = [infos[s.name].storage_bytes for s in problem.storages if s.name in on_host]

@@ -224,7 +224,7 @@ def test_no_plan_runs_again_what_a_backward_has_written_to(kind: str) -> None:
         twin = twin_of(model).module
 
         def call(x: Tensor) -> Any:
-            external = external_values(network.graph.dataflow.basic, twin, (x,))
+            external = external_values(network.basic, twin, (x,))
             return executor(external, lambda _: None)
 
         return bool(differences(eager, run_step(call, twin, given)))

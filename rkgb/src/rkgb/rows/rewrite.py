@@ -126,7 +126,7 @@ def _with_cut(
     merged: SimplifiedGraph, nodes: Mapping[int, SimplifiedNode], cut: Sequence[_Node]
 ) -> SimplifiedGraph:
     """Return a graph with these nodes in the place of its own, and the values that they add."""
-    basic = merged.dataflow.basic
+    basic = merged.basic
     infos = dict(basic.infos)
     for node in cut:
         infos.update(node.added)
@@ -176,7 +176,7 @@ def _first_cut(
 
 def _rows(sg: SimplifiedGraph, node: SimplifiedNode, count: int) -> Iterator[Rows]:
     """Yield the inputs of a node, each with every way to cut it in rows."""
-    infos, basic = sg.dataflow.infos, sg.dataflow.basic
+    infos, basic = sg.infos, sg.basic
     held = {*basic.parameters, *basic.buffers, *basic.constants}
     made = {name for op in node.ops for name in op.results}
     read = dict.fromkeys(name for op in node.ops for name in op.inputs)
@@ -215,7 +215,7 @@ class _Node:
     ) -> None:
         name, cuts, self.runs = rows
         self.sg, self.count, self.index = sg, math.prod(cuts), index
-        self.node, self.infos = sg.nodes[index], sg.dataflow.infos
+        self.node, self.infos = sg.nodes[index], sg.infos
         self.forward = self._cutting(self.infos, {name: cuts}, same_bits)
         for op in self.node.ops:
             self.forward.add(op)
@@ -257,7 +257,7 @@ class _Node:
             NotByPiecesError: it is no loss, or a gradient depends on a sum over pieces.
         """
         node, infos = self.node, self.infos
-        own, outside = self._made_behind(), {*self.sg.dataflow.basic.externals}
+        own, outside = self._made_behind(), {*self.sg.basic.externals}
         read = dict.fromkeys(name for op in node.backward for name in op.inputs)
         theirs = [n for n in read if n not in own and n not in self.made and n not in outside]
         arrived = [n for n in theirs if self.sg.producer.get(n, self.index) >= self.index]
@@ -350,7 +350,7 @@ class _Node:
 
     def _written(self) -> set[str]:
         """Return the storages that the step writes to after the node has read them."""
-        basic = self.sg.dataflow.basic
+        basic = self.sg.basic
         before = {place for node in self.sg.nodes[: self.index] for place in node.positions}
         later = range(min(self.node.positions), len(basic.ops))
         ops = (*(basic.ops[n] for n in later if n not in before), *basic.backward)
@@ -363,7 +363,7 @@ class _Node:
             if name in self.forward.cut:
                 shapes.setdefault(self.infos[name].shape, self.forward.cut[name])
         seeds = dict(self.forward.seeds)
-        outside = {*self.sg.dataflow.basic.externals}
+        outside = {*self.sg.basic.externals}
         for op in self.node.backward:
             for name in op.inputs:
                 shape = self.infos[name].shape

@@ -400,7 +400,7 @@ class BlockPlanner:
         _log.warning(
             "the block '%s' (%s) runs whole and keeps all, because something in its forward cannot "
             "be recorded: Rockmate(block, its_input, strict=True) says what, and at which line",
-            *(path, kind.recorded.network.graph.dataflow.basic.model_name),
+            *(path, kind.recorded.network.basic.model_name),
         )
 
     def _all_are_well(self, block: _Intercepted) -> bool:

@@ -71,7 +71,7 @@ class PricedStep:
 
     def in_proportion(self, words: str) -> InProportion:
         """Return its costs for the same step at other sizes; `words` describe their origin."""
-        infos = self.graph.dataflow.infos
+        infos = self.graph.infos
         return InProportion(words, self.estimated, operations(self.graph), infos)
 
 
@@ -100,7 +100,7 @@ def priced_step(
     with phases.phase("recording"), plain():
         step = record_sizes(model, sample, kwargs, device, BackwardKind.of_losses)
         graph = runnable(D_to_S(B_to_D(step.basic), passes=PLANNED_PASSES)).graph
-    basic, ops = graph.dataflow.basic, operations(graph)
+    basic, ops = graph.basic, operations(graph)
     with phases.phase("costs"):
         estimated = costs.of(basic, ops, step.basic)
     return PricedStep(step, graph, estimated)
@@ -154,7 +154,7 @@ def sizes_of(
 
     def in_pieces(cut: CutGraph, _: bool) -> Sizes:
         graph = runnable(cut.graph).graph
-        basic = graph.dataflow.basic
+        basic = graph.basic
         found = costs.of(basic, operations(graph), step.basic)
         facts = node_facts(graph, found.costs)
         own = problem_of(graph, facts, step.external)

@@ -183,7 +183,7 @@ def cutting_of(
     def make(cut: CutGraph, times: bool) -> Network:
         recorded = runnable(cut.graph)
         graph, known = recorded.graph, whole.measured
-        external = external_values(graph.dataflow.basic, model, sample.leaves)
+        external = external_values(graph.basic, model, sample.leaves)
         measured = measured_too(known, graph, external, times=times, timing=_ONE_VISIT)
         if flops:
             measured = replace(measured, costs=by_flops(graph, measured))

@@ -115,7 +115,7 @@ def executable(
     For other gradients, `like` gives the places of hand-overs. Without it, `spare_bytes` is the
     headroom of each step within the predicted peak, and hooks on leaves may take `room_bytes` more.
     """
-    infos, chosen = graph.dataflow.infos, measured.callees
+    infos, chosen = graph.infos, measured.callees
     alike = {call_kind(key): callee for key, callee in chosen.items()}
     keys = {op.name: op_key(op, infos) for op in operations(graph)}
 
@@ -132,7 +132,7 @@ def executable(
         places, singles = like.places, like.singles
     else:
         places = waiting_places(graph, steps, spare_bytes)
-        places = fired_in_order(places, graph.dataflow.basic.edges)
+        places = fired_in_order(places, graph.basic.edges)
         singles = single_places(graph, steps, [room_bytes + spare for spare in spare_bytes])
     copies = None if offload is None else offload.copies
     compiled = compile_step(graph, lower(places), callee, copies)

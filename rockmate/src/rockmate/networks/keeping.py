@@ -149,8 +149,8 @@ def keeping_of(network: Network, model: nn.Module, sample: Sample) -> Keeping | 
     if compiled is None or not compiled.keeping:
         return None
     graph = runnable(compiled.with_kept(compiled.keeping)).graph
-    infos = {**network.graph.dataflow.infos, **graph.dataflow.infos}
-    basic = replace(graph.dataflow.basic, infos=infos)
+    infos = {**network.graph.infos, **graph.infos}
+    basic = replace(graph.basic, infos=infos)
     external = external_values(basic, model, sample.leaves)
     nodes = [g.nodes[index] for index in compiled.keeping for g in (network.graph, graph)]
     both = [op for n in nodes for op in (*n.ops, *n.backward)]
@@ -169,7 +169,7 @@ def measured_too(
     timing: Timing | None = None,
 ) -> Measured:
     """Return the known costs, extended by measurements of a graph's other kinds of operation."""
-    basic = graph.dataflow.basic
+    basic = graph.basic
     missing = [op for op in operations(graph) if op_key(op, basic.infos) not in known.costs]
     if not missing:
         return known

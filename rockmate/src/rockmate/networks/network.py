@@ -47,7 +47,7 @@ class Network:
     @property
     def basic(self) -> BasicGraph:
         """The recorded step."""
-        return self.graph.dataflow.basic
+        return self.graph.basic
 
     @property
     def has_pieces(self) -> bool:
@@ -89,7 +89,7 @@ def network_of(
     `compiled` is the recording with compiled pieces, if there are any.
     """
     graph = recorded.graph
-    basic = graph.dataflow.basic
+    basic = graph.basic
     external = external_values(basic, model, sample.leaves)
     ops = operations(graph)
     with phases.phase("measurement"):
@@ -97,9 +97,7 @@ def network_of(
             measured = measure(basic, ops, external, times=settings.cost == "measured")
         else:
             known, old = like
-            measured = measure_resized(
-                *(basic, ops, external, known), operations(old), old.dataflow.infos
-            )
+            measured = measure_resized(*(basic, ops, external, known), operations(old), old.infos)
         if settings.cost == "flops":
             measured = replace(measured, costs=by_flops(graph, measured))
     with phases.phase("calibration"):
@@ -123,7 +121,7 @@ def assembled(
     fixed = _unsteady_nodes(graph, measured) | _readers_of_written(graph) | _runs_once(graph)
     fixed |= _written_by_backwards(graph, facts)
     problem = asked = problem_of(graph, facts, external, fixed=fixed, coming=coming)
-    if device_of(graph.dataflow.basic.device).block_bytes(1) > 1:
+    if device_of(graph.basic.device).block_bytes(1) > 1:
         plain = node_facts(graph, measured.costs, in_blocks=False)
         asked = problem_of(graph, plain, external, in_blocks=False, fixed=fixed, coming=coming)
     if offload is not None:
@@ -134,7 +132,7 @@ def assembled(
 
 
 def _unsteady_nodes(graph: SimplifiedGraph, measured: Measured) -> frozenset[int]:
-    infos, unsteady = graph.dataflow.infos, measured.unsteady
+    infos, unsteady = graph.infos, measured.unsteady
     return frozenset(
         index
         for index, node in enumerate(graph.nodes)
@@ -147,7 +145,7 @@ def _readers_of_written(graph: SimplifiedGraph) -> frozenset[int]:
 
     Arguments are left out, because they are written at the end of the step.
     """
-    basic, infos = graph.dataflow.basic, graph.dataflow.infos
+    basic, infos = graph.basic, graph.infos
     written = {basic.inputs[e.place] for e in basic.effects if isinstance(e, InputMutation)}
     return frozenset(
         index
@@ -186,7 +184,7 @@ def _runs_once(graph: SimplifiedGraph) -> frozenset[int]:
 
 def first_unsteady(network: Network) -> str:
     """Return the first nondeterministic operation, in words."""
-    infos, unsteady = network.graph.dataflow.infos, network.measured.unsteady
+    infos, unsteady = network.graph.infos, network.measured.unsteady
     for op in operations(network.graph):
         if op_key(op, infos) in unsteady:
             return f"{op.target_name} ({op.module_path or '(root)'}, {op.source})"
@@ -195,7 +193,7 @@ def first_unsteady(network: Network) -> str:
 
 def by_flops(graph: SimplifiedGraph, measured: Measured) -> Mapping[str, OpCost]:
     """Return the costs of a graph's operations, with times derived from FLOPs."""
-    infos, source = graph.dataflow.infos, FlopCost()
+    infos, source = graph.infos, FlopCost()
     kinds = {op_key(op, infos): op for op in operations(graph)}
     return {
         key: replace(measured.costs[key], time_ms=source.time_ms(op, infos))

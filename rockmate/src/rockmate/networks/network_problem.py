@@ -33,7 +33,7 @@ def problem_of(
     recomputation would give other bits. Gradients of parameters count only if the backward
     allocates them (`coming`). Otherwise they exist before the step.
     """
-    device = device_of(graph.dataflow.basic.device)
+    device = device_of(graph.basic.device)
     taken = device.block_bytes if in_blocks else int
     waiting = _waiting_gradients(graph, external, taken, coming)
     storages: list[Storage] = []
@@ -97,9 +97,9 @@ def _waiting_gradients(
     for index, node in enumerate(graph.nodes):
         for hand_over in node.hand_overs:
             leaf = external[hand_over.leaf]
-            if graph.dataflow.infos[hand_over.leaf].is_on_host:
+            if graph.infos[hand_over.leaf].is_on_host:
                 continue
-            part = index, graph.dataflow.infos[hand_over.value]
+            part = index, graph.infos[hand_over.value]
             uses.setdefault(id(leaf), (leaf, []))[1].append(part)
     come = coming is not None and coming.gradients
     waiting = [0 if coming is None or come else coming.size_bytes] * len(graph.nodes)
@@ -148,7 +148,7 @@ def _buffer_bytes(leaf: Tensor, info: TensorInfo) -> int:
 
 def has_sparse_gradients(graph: SimplifiedGraph) -> bool:
     """Whether a gradient comes as indices and values: what is kept of it depends on these."""
-    infos = (graph.dataflow.infos[h.value] for node in graph.nodes for h in node.hand_overs)
+    infos = (graph.infos[h.value] for node in graph.nodes for h in node.hand_overs)
     return any(len(info.stride) != len(info.shape) for info in infos)
 
 
@@ -174,7 +174,7 @@ def _sparse_sums(
 
 def _sparse_bytes(graph: SimplifiedGraph, node: SimplifiedNode, value: str) -> int:
     """Return the bytes of a sparse gradient's values and indices, or 0 if it is dense."""
-    info = graph.dataflow.infos[value]
+    info = graph.infos[value]
     if len(info.stride) == len(info.shape):
         return 0
     makers = [op for op in node.backward if value in op.results]

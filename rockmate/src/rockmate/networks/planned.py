@@ -313,7 +313,7 @@ def with_other_numbers(
     `graph` is the plan's graph; the recording differs from it only in numbers.
     """
     old = planned.network
-    basic = recorded.graph.dataflow.basic
+    basic = recorded.graph.basic
     pairs = zip(operations(recorded.graph), operations(graph), strict=True)
     infos = basic.infos
     kinds = {op_key(op, infos): (op, op_key(known, infos)) for op, known in pairs}

@@ -218,7 +218,7 @@ def _test_of_pieces(
         eager,
         _planned_step(planned, model, sample, "values"),
         name,
-        coarsest_type(network.graph.dataflow.infos.values()),
+        coarsest_type(network.graph.infos.values()),
         lambda: run_eager(nudge),
     )
     _log.info("%s: %s", name, found)

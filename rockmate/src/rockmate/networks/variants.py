@@ -239,7 +239,7 @@ def _within_budget(
     Raises:
         InfeasibleBudgetError: gradients of other outputs have no plan within the budget.
     """
-    basic, old = graph.dataflow.basic, planned.network
+    basic, old = graph.basic, planned.network
     external = external_values(basic, model, tuple(leaves))
     measured = measure_others(basic, operations(graph), external, old.measured)
     network = assembled(
@@ -344,7 +344,7 @@ def _measured_within(
     Raises:
         InfeasibleBudgetError: they save more, and the plan no longer fits.
     """
-    basic = graph.dataflow.basic
+    basic = graph.basic
     external = external_values(basic, model, tuple(leaves))
     measured = measure(basic, operations(graph), external, times=False)
     problem = problem_of(graph, node_facts(graph, measured.costs), external)

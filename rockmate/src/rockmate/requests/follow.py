@@ -14,13 +14,13 @@ from rockmate.requests.versions import ExpectedKind, has_same_nodes, versions_li
 
 def other_numbers(request: Request) -> Planned | None:
     """Use the steps of a known plan for a recording that differs only in numbers."""
-    basic = request.recorded.graph.dataflow.basic
+    basic = request.recorded.graph.basic
     for version in versions_like(request.known, basic):
         if version.is_apart:
             continue
         known, cut = version.graph, version.planned.network.cut
         cut, recorded = request.cut(None if cut is None else cut.how)
-        same = same_but_for_numbers(recorded.graph.dataflow.basic, known.dataflow.basic)
+        same = same_but_for_numbers(recorded.graph.basic, known.basic)
         if same and has_same_nodes(recorded.graph, known):
             planned = with_other_numbers(
                 *(version.planned, known, recorded, request.sample, request.phases), cut=cut

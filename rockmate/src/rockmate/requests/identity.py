@@ -116,7 +116,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def _lines(recorded: RunnableGraph) -> Iterator[str]:
-    basic = recorded.graph.dataflow.basic
+    basic = recorded.graph.basic
     infos = basic.infos
     yield f"{basic.model_name} {basic.opaque} {basic.kind} {basic.output_spec}"
     yield f"{basic.inputs} {basic.outputs!r} {basic.roots} {basic.tangent_names}"

@@ -74,7 +74,7 @@ class AmongRanks:
 
 def _talks(request: Request) -> bool:
     """Return whether a step has collectives, so that one rank alone cannot test it."""
-    if request.recorded.graph.dataflow.basic.opaque:
+    if request.recorded.graph.basic.opaque:
         return True
     ops = operations(request.recorded.graph)
     return any("c10d" in str(getattr(op.target, "namespace", "")) for op in ops)

@@ -124,7 +124,7 @@ def ready_for_others(planned: Planned, request: Request) -> Planned:
 def _same_in_other_sizes(known: Sequence[Planned], recorded: RunnableGraph) -> Version | None:
     """Return a version of a known plan whose recording differs only in sizes, or None."""
     seen: list[object] = []
-    for version in versions_like(known, recorded.graph.dataflow.basic):
+    for version in versions_like(known, recorded.graph.basic):
         if any(version.planned.family is family for family in seen):
             continue
         seen.append(version.planned.family)
@@ -134,5 +134,5 @@ def _same_in_other_sizes(known: Sequence[Planned], recorded: RunnableGraph) -> V
 
 
 def _differs_in_sizes(ours: SimplifiedGraph, theirs: SimplifiedGraph) -> bool:
-    same = same_but_for_sizes(ours.dataflow.basic, theirs.dataflow.basic)
+    same = same_but_for_sizes(ours.basic, theirs.basic)
     return same and has_same_nodes(ours, theirs)

@@ -51,7 +51,7 @@ def saved_of(planned: Planned) -> SavedPlan:
     if network.cut is not None:
         cut, whole_ms = saved_cut(network.cut.how), plan.base_time_ms
         plan = make_plan(network.problem, plan.steps, plan.budget_bytes, plan.planner)
-        recorded = lowered(network.cut.merged.dataflow.basic)
+        recorded = lowered(network.cut.merged.basic)
     infos = basic.infos
     keys = dict.fromkeys(op_key(op, infos) for op in operations(network.graph))
     own = {key: measured.costs[key] for key in keys if key in measured.callees}  # no pieces
@@ -145,7 +145,7 @@ def planned_from(saved: SavedPlan, request: Request) -> Planned:
 
 def not_for(saved: SavedPlan, request: Request) -> PlanMismatchError:
     """Return the error for a plan of another recording, with the differences."""
-    found = of_inputs(saved.inputs, input_texts(request.recorded.graph.dataflow.basic))
+    found = of_inputs(saved.inputs, input_texts(request.recorded.graph.basic))
     network = _network(saved, request, unknown=OpCost(0.0))
     found += of_problems(saved.problem, network.problem)
     found = found or ["numbers, names or the order of operations in the network"]
@@ -170,7 +170,7 @@ def refuse_elsewhere(file: PlanFile, request: Request) -> None:
 def _network(saved: SavedPlan, request: Request, *, unknown: OpCost | None) -> Network:
     """Return the network of a new recording with the costs of a saved plan."""
     cut, recorded = request.cut(cut_of(saved.cut))
-    basic = recorded.graph.dataflow.basic
+    basic = recorded.graph.basic
     external = external_values(basic, request.model, request.sample.leaves)
     ops = operations(recorded.graph)
     callees = {} if unknown is not None else choose_callees(basic, ops, external)
@@ -212,7 +212,7 @@ def _costs(
     saved: SavedPlan, recorded: RunnableGraph, unknown: OpCost | None
 ) -> tuple[dict[str, OpCost], set[str]]:
     """Return costs of every kind, and nondeterministic kinds; `unknown` is for missing ones."""
-    infos = recorded.graph.dataflow.infos
+    infos = recorded.graph.infos
     kinds = {op_key(op, infos): op for op in operations(recorded.graph)}
     costs: dict[str, OpCost] = {}
     unsteady = set()

@@ -45,7 +45,7 @@ def has_same_nodes(ours: SimplifiedGraph, theirs: SimplifiedGraph) -> bool:
 def can_run_again(graph: SimplifiedGraph) -> bool:
     """Return whether the forward can be run again for unexpected gradients."""
     has_state = any(rerun_state(graph, node) for node in graph.nodes)
-    return not graph.dataflow.basic.whole_calls and not has_state
+    return not graph.basic.whole_calls and not has_state
 
 
 def versions_like(known: Sequence[Planned], basic: BasicGraph) -> Iterator[Version]:

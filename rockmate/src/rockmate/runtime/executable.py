@@ -62,7 +62,7 @@ class Executable:
     @property
     def basic(self) -> BasicGraph:
         """The recorded step."""
-        return self.graph.dataflow.basic
+        return self.graph.basic
 
     @property
     def program(self) -> StepProgram:
@@ -197,7 +197,7 @@ class Executable:
     @cached_property
     def _roots(self) -> Mapping[str, str]:
         """For every value of the program, the maker of its memory."""
-        infos = self.graph.dataflow.infos
+        infos = self.graph.infos
         roots = {name: info.alias_of for name, info in infos.items()}
         for op in self.program.calls:
             if op.target is torch.ops.aten.as_strided.default:  # the program adds such views
@@ -248,7 +248,7 @@ class Executable:
     @cached_property
     def seen_writes(self) -> tuple[str, ...]:
         """Of these, those whose versions plain PyTorch raises too: no statistics of BatchNorms."""
-        infos, ops = self.graph.dataflow.infos, self.basic.ops
+        infos, ops = self.graph.infos, self.basic.ops
         names = {n for op in ops if op.target_name not in BATCH_NORMS for n in op.writes}
         roots = {infos[name].alias_of for name in names}
         return tuple(name for name in self.program.externals if self._roots[name] in roots)

@@ -39,7 +39,7 @@ class Outputs:
 
     @property
     def _basic(self) -> BasicGraph:
-        return self.graph.dataflow.basic
+        return self.graph.basic
 
     @cached_property
     def saved(self) -> tuple[tuple[int, str], ...]:
@@ -72,7 +72,7 @@ class Outputs:
     @cached_property
     def leaving(self) -> tuple[int, ...]:
         """Positions of outputs assumed to be dropped before the backward, one per storage."""
-        infos, basic = self.graph.dataflow.infos, self._basic
+        infos, basic = self.graph.infos, self._basic
         saved = {infos[name].alias_of for name in self.program.saved if name in infos}
         left = (basic.leaving_roots & self.graph.producer.keys()) - saved
         outputs = enumerate(self.program.outputs)
@@ -233,7 +233,7 @@ class Outputs:
 
     def usual_tangent(self, place: int) -> Tangent:
         """Return the strides of a root's gradient if an elementwise operation computes it."""
-        info = self.graph.dataflow.infos[self._basic.roots[place]]
+        info = self.graph.infos[self._basic.roots[place]]
         like = torch.empty_strided(info.shape, info.stride, device="meta")
         return plain_strides(info.shape, torch.empty_like(like).stride())
 

@@ -23,7 +23,7 @@ class Casts:
     @cached_property
     def leaves(self) -> tuple[str, ...]:
         """The weights that autocast would cast once per region."""
-        basic = self.graph.dataflow.basic
+        basic = self.graph.basic
         edges = {leaf for leaf, _ in basic.edges}
         found = {op.inputs[0] for op in basic.ops if op.target is CAST and op.inputs}
         inside = {name for whole in basic.whole_calls for name in whole.casts}
@@ -43,7 +43,7 @@ class Casts:
     @cached_property
     def given(self) -> tuple[tuple[tuple[int, str, torch.dtype], ...], ...]:
         """For each hand-over, the slots with gradients of casts, the weights and the types."""
-        basic = self.graph.dataflow.basic
+        basic = self.graph.basic
         casts = {op.results[0]: op for op in basic.ops if op.target is CAST}
         uses = Counter(name for op in basic.ops for name in op.inputs if name in casts)
         once = {(op.inputs[0], op.sequence_nr) for n, op in casts.items() if uses[n] == 1}
@@ -65,4 +65,4 @@ class Casts:
 
     def type_of(self, name: str) -> torch.dtype:
         """Return the type of a value."""
-        return self.graph.dataflow.basic.infos[name].dtype
+        return self.graph.basic.infos[name].dtype

@@ -46,7 +46,7 @@ class SharedUses:
     @classmethod
     def of(cls, graph: SimplifiedGraph, program: StepProgram) -> SharedUses:
         """Find the leaves whose later gradients may be added to the first."""
-        infos = graph.dataflow.infos
+        infos = graph.infos
         gives = [give for give in program.gives if not give.output]
         leaves = tuple(tuple(leaf for leaf, _ in give.gradients) for give in gives)
         uses: dict[str, list[tuple[int, int, str]]] = {}
@@ -160,7 +160,7 @@ class SharedUses:
 
 def _alone_once_given(graph: SimplifiedGraph, program: StepProgram) -> set[tuple[int, int]]:
     """Return the gradients whose memory belongs to autograd alone once they are handed over."""
-    basic, infos = graph.dataflow.basic, graph.dataflow.infos
+    basic, infos = graph.basic, graph.infos
     made = {infos[name].alias_of for op in basic.backward for name in op.results if name}
     passed = (*basic.externals, *program.tangents, *program.saved)  # random states have no info
     others = {infos[name].alias_of for name in passed if name in infos}
