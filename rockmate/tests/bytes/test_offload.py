@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from contextlib import nullcontext as quiet
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import rockmate
 from oracles.training import (
@@ -132,37 +129,6 @@ def test_a_second_backward_and_other_gradients(link: Link) -> None:
             module(x)
         sum(out.sum() for out in module(x)).backward()
     assert_same_gradients(model, twin)
-
-
-def _checkpointed(module: nn.Module, x: Tensor) -> Tensor:
-    made: Tensor = checkpoint(module, x, use_reentrant=False)
-    return made
-
-
-def _saved_on_the_host(module: nn.Module, x: Tensor) -> Tensor:
-    with torch.autograd.graph.save_on_cpu():
-        made: Tensor = module(x)
-    return made
-
-
-@pytest.mark.parametrize("around", [_checkpointed, _saved_on_the_host])
-def test_hooks_on_saved_tensors_get_no_tensor_without_memory(
-    around: Callable[[nn.Module, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = offload.Offload("host", SlowHost(random.Random(0)), FAST)
-    monkeypatch.setattr(offload, "_made", {("host", torch.device("cpu")): place})
-    model, x = blocks()
-    twin = eager_copy(model)
-    rk = Rockmate(model, x, 0.4, offload="host", planner="segments")
-    assert rk.plan.plan.moves
-    for hooked in (True, False, True):
-        state = torch.get_rng_state()
-        with pytest.warns(RuntimeWarning, match="moves storages elsewhere") if hooked else quiet():
-            y = around(rk, x) if hooked else rk(x)
-            y.square().mean().backward()
-        torch.set_rng_state(state)
-        twin(x).square().mean().backward()
-        assert_same_gradients(rk, twin)
 
 
 def test_a_limit_on_the_other_side(link: Link) -> None:

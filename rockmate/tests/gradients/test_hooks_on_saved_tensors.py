@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from oracles.training import assert_same_gradients
 from rkgb.engine import trace_memory
-from rockmate import ChangedTensorError
+from rockmate import ChangedTensorError, Rockmate
+from rockmate.networks import offload
+from rockmate.problems.link import Link
+from runs.moves import SlowHost
 from runs.planned import wrap
 
 
@@ -109,6 +113,26 @@ def test_hooks_around_a_planned_module_leave_plain_bits(around: str, budget: flo
         assert torch.equal(found[0], found[1])
         # Statistics of a checkpoint's forward that runs again are counted again.
         assert _same_buffers(model, twin)
+
+
+@pytest.mark.parametrize("around", ["checkpoint", "saved on the CPU"])
+def test_hooks_get_no_tensor_whose_memory_has_moved(
+    around: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = offload.Offload("host", SlowHost(random.Random(0)), Link(1e9, 1e9))
+    monkeypatch.setattr(offload, "_made", {("host", torch.device("cpu")): place})
+    model, x = nn.Sequential(*(_model() for _ in range(3))), torch.randn(256, 24)
+    twin = copy.deepcopy(model)
+    rk = Rockmate(model, x, 0.4, offload="host", planner="segments")
+    assert rk.plan.plan.moves
+    for hooked in (True, False, True):
+        run = AROUND[around] if hooked else nn.Module.__call__
+        told = pytest.warns(RuntimeWarning, match="moves storages elsewhere")
+        for module in (rk, twin):
+            torch.manual_seed(1)
+            with told if hooked and module is rk else contextlib.nullcontext():
+                run(module, x).square().mean().backward()
+        assert_same_gradients(rk, twin)
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.7])
