@@ -131,8 +131,7 @@ class Outside:
 
     def remember(self) -> None:
         """From now on, `OutsideState` puts back what has changed, or changes by being used."""
-        for owner, name in (*self.contents.changed(), *self.contents.used_up()):
-            _changing.setdefault((id(owner), name), (owner, name))
+        _put_back_from_now_on((*self.contents.changed(), *self.contents.used_up()))
 
     def close(self) -> None:
         """Put everything back."""
@@ -173,8 +172,7 @@ class Outside:
         for one in seen:
             yield from ((max(one.paths), f"reads {text}") for text in one.outside)
         changed = [*self.contents.changed()]
-        for owner, name in changed:
-            _changing.setdefault((id(owner), name), (owner, name))
+        _put_back_from_now_on(changed)
         owners = {(id(owner), name) for owner, name in changed}
         for key, source in sources.places.items():
             reached = Reached(sources.attributes)
@@ -204,7 +202,7 @@ class Outside:
             if isinstance(owner, FunctionType) and own is not None:
                 continue  # defaults, whose frame has them already
             if isinstance(owner, (dict, list, CellType)) or hasattr(owner, "__dict__"):
-                _changing.setdefault((id(owner), own), (owner, own))
+                _put_back_from_now_on([(owner, own)])
 
     def _of_classes(
         self, sources: Sources, paths: set[str], owners: Collection[tuple[int, str | None]]
@@ -236,6 +234,11 @@ class Outside:
                         yield path, f"uses attribute '{name}' ({_kinds(reached)})"
                     elif reached.long:
                         yield path, f"reads attribute '{name}', too long to be compared at calls"
+
+
+def _put_back_from_now_on(places: Iterable[tuple[Any, str | None]]) -> None:
+    for owner, name in places:
+        _changing.setdefault((id(owner), name), (owner, name))
 
 
 def _itself(kind: type) -> type:

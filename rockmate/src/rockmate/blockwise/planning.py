@@ -376,10 +376,10 @@ class BlockPlanner:
             kind = self._kind(block, args, kwargs, shards=shards)
         except Exception as error:  # others wait in the collectives of this step
             self._remember(error)
-        if self._all_are_well(block) and kind.recorded.is_plain:
-            self._leave_whole(block.path, kind)
-            return block.model.forward(*args, **kwargs)
         if self._all_are_well(block):
+            if kind.recorded.is_plain:
+                self._leave_whole(block.path, kind)
+                return block.model.forward(*args, **kwargs)
             try:
                 if kind.is_spread and not kind.is_shared:
                     self._share([kind])  # before it runs its collectives in this step
