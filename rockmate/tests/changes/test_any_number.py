@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (the name everybody uses)
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from rkgb import TraceError
 from rockmate import Rockmate
 
 SPECIAL = (0.0, 1.0, -0.0, -2.5, 2.0, math.inf, math.nan, 1e-30, 1e30)
@@ -360,12 +361,20 @@ class Expressions(nn.Module):
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@example(["t", "t", "(t / (t - t))"], [])
 @given(st.lists(EXPRESSIONS, min_size=3, max_size=3), st.lists(st.tuples(NUMBERS, NUMBERS)))
 def test_any_arithmetic_of_any_numbers(texts: list[str], calls: list[tuple[float, float]]) -> None:
     torch.manual_seed(0)
     model = Expressions(*texts)
     twin, x = copy.deepcopy(model), torch.randn(3, 4)
-    rk = Rockmate(twin, {"x": x, "t": 0.3, "s": 0.6}, "1MiB", cost="flops", self_test=False)
+    sample: dict[str, Any] = {"x": x, "t": 0.3, "s": 0.6}
+    try:
+        model(**sample)
+    except (ArithmeticError, TypeError, RuntimeError) as error:
+        with pytest.raises(TraceError, match=type(error).__name__):
+            Rockmate(twin, sample, "1MiB", cost="flops", self_test=False)
+        return
+    rk = Rockmate(twin, sample, "1MiB", cost="flops", self_test=False)
     for t, s in [(0.4, 0.7), (2, 0.7), (3, 2), *calls]:
         try:
             model(x, t, s)
