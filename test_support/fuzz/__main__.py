@@ -15,6 +15,7 @@ from pathlib import Path
 from fuzz.campaign import Found, Tally, found_small, search, verdict_of
 from fuzz.drawing import draw_case
 from fuzz.known import KNOWN
+from fuzz.place import run_on
 from fuzz.script import script_of
 
 
@@ -25,6 +26,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=None, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0, help="the first case's; others follow")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--device", default="cpu", help="where cases run")
     parser.add_argument("--case", type=int, default=None, help="run this one alone")
     parser.add_argument("--shrink", action="store_true", help="make it small")
     parser.add_argument("--out", type=Path, default=None, help="a folder for the scripts")
@@ -34,6 +36,7 @@ def main() -> int:
     asked = parser.parse_args()
     without = {*asked.without, *(() if asked.all else KNOWN)}
     if asked.case is not None:
+        run_on(asked.device)
         return _one(asked.case, shrinks=asked.shrink)
     if asked.minutes is None and asked.cases is None:
         asked.minutes = 1.0
@@ -49,6 +52,7 @@ def main() -> int:
         minutes=asked.minutes,
         cases=asked.cases,
         processes=asked.processes,
+        device=asked.device,
         without=without,
         only=asked.only,
         tell=tell,

@@ -18,6 +18,7 @@ from fuzz.case import Case
 from fuzz.drawing import draw_case
 from fuzz.judging import Choice, Verdict, judge
 from fuzz.layers import BASES
+from fuzz.place import run_on
 from fuzz.script import script_of, source_of
 from fuzz.shrinking import shrink
 
@@ -116,6 +117,7 @@ def search(
     minutes: float | None = None,
     cases: int | None = None,
     processes: int = 2,
+    device: str = "cpu",
     without: Collection[str] = (),
     only: Collection[str] = (),
     tell: Callable[[Found], None] = lambda found: None,
@@ -126,7 +128,7 @@ def search(
     `only`, so are those that have none of these forms.
     """
     tally, begin, next_seed = Tally(), time.monotonic(), seed
-    workers = [_Worker() for _ in range(processes)]
+    workers = [_Worker(device) for _ in range(processes)]
 
     def is_over() -> bool:
         late = minutes is not None and time.monotonic() - begin > 60 * minutes
@@ -170,7 +172,8 @@ Answer = Verdict | Found | str  # in words where plain PyTorch cannot run the ca
 class _Worker:
     """A process that answers one question at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self._device = device
         self.task: Task = (0, None)
         self.is_busy = False
         self._start()
@@ -178,7 +181,7 @@ class _Worker:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs,), daemon=True)
+        self.process = context.Process(target=_work, args=(theirs, self._device), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -240,8 +243,9 @@ def _answered(busy: list[_Worker]) -> list[_Worker]:
     return [worker for worker in busy if worker.pipe in ready or worker.is_late]
 
 
-def _work(pipe: Connection) -> None:
+def _work(pipe: Connection, device: str) -> None:
     """Answer until the other end is gone."""
+    run_on(device)
     while True:
         try:
             seed, verdict = pipe.recv()

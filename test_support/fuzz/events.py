@@ -174,7 +174,7 @@ EVENTS = {
         "    outs = journal.outputs(pool.submit(model, X).result())\nBACKWARD"
     ),
     "autocast": EventForm(
-        "with torch.autocast('cpu', torch.bfloat16):\n"
+        "with torch.autocast(torch.get_default_device().type, torch.bfloat16):\n"
         "    outs = journal.outputs(model(X))\nBACKWARD",
         2,
     ),

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rkgb.engine import trace_memory
+from rkgb.engine import device_of, trace_memory
 
 TOLD_ONCE = "were planned for it"  # a part that runs whole holds more than in the sample's step
 MORE_STEPS = 6
@@ -104,7 +104,7 @@ class Journal:
                 parameter.grad = None  # adding to it makes another one, which is larger each time
         self._second(step, model)
         gc.collect()
-        memory = trace_memory(lambda span: _some(step), torch.device("cpu"))
+        memory = trace_memory(lambda span: _some(step), torch.get_default_device())
         self.kept_bytes[self.pages[-1].name] = max(0, memory.end_bytes)
 
     def _second(self, step: Callable[[], object], model: Any) -> None:
@@ -113,7 +113,7 @@ class Journal:
             return
         gc.collect()
         before, said = _gradient_bytes(model), len(self.said)
-        memory = trace_memory(lambda span: step(), torch.device("cpu"))
+        memory = trace_memory(lambda span: step(), torch.get_default_device())
         made = _gradient_bytes(model) - before
         peak = Peak(
             self.pages[-1].name,
@@ -146,10 +146,11 @@ class Journal:
                 if isinstance(value, Tensor):
                     facts[f"gradient of global {name}"] = fact(value.grad)
         facts["random state of torch"] = torch.get_rng_state()
+        facts["random state of the device"] = device_of(torch.get_default_device()).random_state()
         facts["random state of Python"] = hash(random.getstate())
         facts["random state of numpy"] = hashlib.sha1(pickle.dumps(np.random.get_state())).digest()
         facts["grad mode"] = torch.is_grad_enabled()
-        facts["autocast"] = torch.is_autocast_enabled("cpu")
+        facts["autocast"] = torch.is_autocast_enabled(torch.get_default_device().type)
         return facts
 
 

@@ -104,7 +104,7 @@ def _planned(model: nn.Module, sample: Any, choice: Choice) -> nn.Module:
     budget, planner = choice.budget, choice.planner
     beside = BESIDE.get(choice.beside, {})
     if "offload" in beside:
-        here = torch.device("cpu")
+        here = torch.get_default_device()
         offload._made["host", here] = offload.Offload("host", copies_for(here, None), _LINK)
     for left in (3, 2, 1, 0):
         try:

@@ -209,7 +209,7 @@ ANY = {
     "double": Form("x = torch.tanh(x.double()).float()"),
     "bfloat": Form("x = torch.tanh(x.bfloat16()).float() + x"),
     "autocast": Form(
-        "with torch.autocast('cpu', torch.bfloat16):\n"
+        "with torch.autocast(x.device.type, torch.bfloat16):\n"
         "    y_N = x.transpose(-1, -2) @ x\nx = x + y_N.float().mean()",
         kinds=("sequence", "image"),
     ),

@@ -168,14 +168,14 @@ PYTHON = {
     "random choice": Form("if random.random() < 0.5:\n    x = torch.tanh(x)", weight=0.5),
     "numpy's random choice": Form("x = x * float(np.random.rand())", weight=0.5),
     "generator by seed": Form(
-        "chance_N = torch.Generator().manual_seed(self.seed_N)\n"
+        "chance_N = torch.Generator(x.device).manual_seed(self.seed_N)\n"
         "x = x + torch.rand(x.shape[-1], generator=chance_N)",
         "self.seed_N = 1",
         changes=("OWN.seed_N += 1",),
     ),
     "kept generator": Form(
         "x = x + torch.rand(x.shape[-1], generator=self.chance_N)",
-        "self.chance_N = torch.Generator().manual_seed(3)",
+        "self.chance_N = torch.Generator(torch.get_default_device()).manual_seed(3)",
         weight=0.5,
     ),
     "times the argument": Form("x = x * k", weight=2),

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from textwrap import indent
 
+import torch
+
 from fuzz.case import Block, Case, Event, Network
 from fuzz.events import EVENTS, LOSSES, TOTALS
 from fuzz.layers import KINDS
@@ -104,10 +106,17 @@ def script_of(case: Case, title: str) -> str:
         'if __name__ == "__main__":\n'
         "    from pathlib import Path\n\n"
         "    from fuzz.judging import Choice, judge\n\n"
+        f"{_placed()}"
         f"    verdict = judge(Path(__file__).read_text(), {choice_text(case)})\n"
         "    print(verdict)\n"
         "    raise SystemExit(verdict.is_wrong)\n"
     )
+
+
+def _placed() -> str:
+    where = torch.get_default_device().type
+    made = f"    from fuzz.place import run_on\n\n    run_on({where!r})\n"
+    return made if where != "cpu" else ""
 
 
 def choice_text(case: Case) -> str:
@@ -180,7 +189,8 @@ def _build(case: Case) -> str:
     return (
         "def batch(size, seed):\n"
         "    chance = torch.Generator().manual_seed(seed)\n"
-        f"    return torch.randn({rows}, {shape}, generator=chance)\n\n\n"
+        f"    x = torch.randn({rows}, {shape}, generator=chance, device='cpu')\n"
+        "    return x.to(torch.get_default_device())\n\n\n"
         "def build():\n"
         f"    torch.manual_seed({case.seed})\n    return Net(), (batch({case.size}, 0){extra},)\n"
     )
