@@ -14,7 +14,7 @@ from oracles.gradients import assert_same_gradients
 from rkgb.capture.record import make_B
 from rkgb.graphs.dataflow import B_to_D
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
-from rkgb.run.graph.part_sums import ADD_SELECTED
+from rkgb.run.graph.overwrite import ADD_SELECTED
 from rkgb.run.graph.views import runnable
 from rkgb.run.program.lowering import lower_step, without_idle_steps
 from rkgb.run.program.places import Step

@@ -17,13 +17,12 @@ from torch.nn import functional
 import rkgb.compiled.code.known as knowing
 import rkgb.compiled.rewrite as rewriting
 from rkgb.capture import make_B
-from rkgb.compiled.code.call import CompiledCall
-from rkgb.compiled.code.classes import NotCompiledError, check_form
+from rkgb.compiled.code.classes import CompiledCall, NotCompiledError, check_form
 from rkgb.compiled.code.compiling import compile_code
-from rkgb.compiled.code.keeping import check_bits
 from rkgb.compiled.code.known import KnownClasses
 from rkgb.compiled.pieces.grouping import refusal, runs_of
 from rkgb.compiled.pieces.joint import Joint, joint_of
+from rkgb.compiled.rewrite import check_bits
 from rkgb.costs.op_costs import count_flops
 from rkgb.engine import B_to_D, D_to_S
 from rkgb.graphs import PLANNED_PASSES, SimplifiedGraph

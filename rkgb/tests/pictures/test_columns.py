@@ -18,10 +18,9 @@ from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
 
 import rkgb
 from rkgb.pictures import render
-from rkgb.pictures.columns import SizedCell, arrange
+from rkgb.pictures.columns import SizedCell, arrange, columns_of, grid
 from rkgb.pictures.fold import Folding, fold
 from rkgb.pictures.render import dot_source, sketch_of
-from rkgb.pictures.sizes import columns_of, grid
 from rkgb.pictures.sketch import Sketch
 
 needs_dot = pytest.mark.skipif(

@@ -6,14 +6,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from rkgb.compiled.code.classes import CompiledClass, Returned
 from rkgb.compiled.code.halves import Place
 from rkgb.compiled.pieces.joint import Joint, reference
-from rkgb.compiled.statistics import MoveStatistics
 from rkgb.elements.op import Op
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
+
+
+class MoveStatistics:
+    """Update the running statistics of a batch norm by those of a batch, as eager does."""
+
+    def __init__(self, momentum: float) -> None:
+        self.momentum = momentum
+        self.__name__ = "move_statistics"
+
+    def __repr__(self) -> str:
+        return f"rkgb.move_statistics {self.momentum!r}"
+
+    def __call__(self, mean: Tensor, variance: Tensor, new_mean: Tensor, new: Tensor) -> None:
+        for running, batch in ((mean, new_mean), (variance, new)):
+            running.mul_(1 - self.momentum).add_(batch, alpha=self.momentum)
 
 
 def replaced(

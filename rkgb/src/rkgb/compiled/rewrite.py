@@ -1,24 +1,35 @@
-"""Put compiled pieces into a simplified graph, each as one node."""
+"""Put compiled pieces into a simplified graph, each as one node.
+
+A piece has two partitions. The forward of the other one saves what the backward would otherwise
+recompute: it is faster and takes more memory, so the plan chooses for each node. Bits must not
+depend on that choice. So both are run on the same values, twice, and the other one is offered only
+if all bits of all results and gradients agree.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rkgb.compiled.code.classes import CompiledClass
-from rkgb.compiled.code.keeping import check_bits
+import torch
+from torch import Tensor
+
+from rkgb.compiled.code.classes import CompiledClass, NotCompiledError
 from rkgb.compiled.code.known import KnownClasses
 from rkgb.compiled.pieces.grouping import refusal, runs_of
 from rkgb.compiled.pieces.joint import Joint, joint_of
 from rkgb.compiled.pieces.layouts import channels_last, laid_out
 from rkgb.compiled.replacing import replaced
 from rkgb.device.rng import drawing_nothing
+from rkgb.elements.tensor_info import same_values, storage_id
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.passes import PLANNED_PASSES
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, merging
+from rkgb.run.stand_ins import Drawn, StandIns
+from rkgb.torch_api.private.autograd import straight_to_kernels
 from rkgb.torch_api.private.inductor import refuse_missing_compiler
 
 _log = logging.getLogger("rkgb")
@@ -210,3 +221,41 @@ class _Compiling:
     def rewritten(self) -> SimplifiedGraph:
         """Return the graph with the operations of its compiled nodes replaced."""
         return replaced(self.sg, self.compiled)
+
+
+def check_bits(
+    joint: Joint, device: torch.device, found: CompiledClass, other: CompiledClass
+) -> None:
+    """Compare two partitions of a piece.
+
+    Raises:
+        NotCompiledError: some bits differ.
+    """
+    for shift in (0.0, 0.5):  # values of one sign, then of both
+        stand_ins = StandIns(joint.infos, device, {}, drawn=Drawn())
+        given = [stand_ins[name] for name in (*joint.primals, *joint.tangents)]
+        _shifted(given, shift)
+        count = len(joint.primals)
+        primals, tangents = given[:count], given[count:]
+        ours, theirs = (_values(code, joint, primals, tangents) for code in (found, other))
+        if not all(map(same_values, ours, theirs)):
+            raise NotCompiledError("keeping more gives other bits")
+
+
+def _values(
+    code: CompiledClass, joint: Joint, primals: Sequence[Tensor], tangents: Sequence[Tensor]
+) -> list[Tensor]:
+    """Run a class; return results, statistics and gradients."""
+    with torch.no_grad(), straight_to_kernels():
+        results = list(code.forward.run([primals[place] for place in code.takes]))
+        known = {"primal": primals, "tangent": tangents, "result": results}
+        gradients = code.backward.run([known[kind][at] for kind, at in code.takes_back])
+    return [*results[: len(joint.results) + 2 * len(joint.statistics)], *gradients]
+
+
+def _shifted(tensors: Sequence[Tensor], shift: float) -> None:
+    storages = {storage_id(t): t for t in tensors if t.is_floating_point()}
+    for tensor in storages.values() if shift else ():
+        torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            tensor.untyped_storage()
+        ).sub_(shift)

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from rkgb.elements.module_paths import common
+from rkgb.pictures.columns import columns_of, grid
 from rkgb.pictures.fold import Folding, fold
 from rkgb.pictures.legend import (
     BACKWARD,
@@ -24,7 +25,6 @@ from rkgb.pictures.legend import (
     legend,
     tone,
 )
-from rkgb.pictures.sizes import columns_of, grid
 from rkgb.pictures.sketch import Arrow, Sketch, Vertex
 
 _FONT = "Helvetica"

@@ -1,7 +1,7 @@
 """From the order of a plan to Python code that runs one step of a recorded module.
 
 Gets a simplified graph and the steps of a plan; gives a forward function and a backward generator.
-Read graph/: views.py, kept_dims.py and overwrite.py (rewriting the graph), node_storages.py (the
+Read graph/: views.py and overwrite.py (rewriting the graph), node_storages.py (the
 storages of a node), freeing.py (donation). Then program/: statements.py (the parts of a program),
 places.py (hand-overs of gradients), moves.py (storages that leave the device), state.py (state for
 recomputations), lowering.py (the order and the drops), source.py (code generation). Then

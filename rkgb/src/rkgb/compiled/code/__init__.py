@@ -2,6 +2,6 @@
 
 Gets what pieces compute; gives functions for their forwards and backwards, with the saved tensors
 between them. Read halves.py (forward and backward apart), compiling.py (how inductor is called),
-classes.py (its results), sizes.py (code for all sizes), known.py (the cache of this process),
-flops.py (FLOPs of graphs) and keeping.py (the other partition of a piece).
+classes.py (its results), sizes.py (code for all sizes), known.py (the cache of this process) and
+flops.py (FLOPs of graphs).
 """

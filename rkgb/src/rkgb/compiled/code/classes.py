@@ -6,23 +6,62 @@ that other nodes read must have the recorded shape and strides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rkgb.compiled.code.call import CompiledCall
 from rkgb.compiled.code.flops import Flops, is_heavy
 from rkgb.compiled.code.halves import Kind, Place
 from rkgb.compiled.code.sizes import SizeRule
 from rkgb.compiled.pieces.joint import Joint
-from rkgb.elements.target import Boxed
+from rkgb.elements.op import Op
+from rkgb.elements.target import Boxed, Target
 from rkgb.elements.tensor_info import TensorInfo, storage_bytes, storage_id
 from rkgb.run.stand_ins import Drawn, StandIns
 from rkgb.torch_api.private.autograd import straight_to_kernels
 from rkgb.torch_api.private.inductor import AnySize
+
+
+class CompiledCall(Target):
+    """The forward or the backward of a class of pieces, as the target of an operation.
+
+    The arguments at the positions `frees` are donated: the call frees each after its last use.
+    """
+
+    is_half = True
+    run: Boxed
+
+    def __init__(
+        self,
+        run: Boxed,
+        name: str,
+        digest: str,
+        side: str,
+        flops_of_one: int,
+        frees: frozenset[int] = frozenset(),
+    ) -> None:
+        self.run, self.digest, self.side, self.flops_of_one = run, digest, side, flops_of_one
+        self.frees = frees
+        self.__name__ = name
+
+    def __repr__(self) -> str:  # the same in every process: a key of recorded costs
+        freed = f" frees {sorted(self.frees)}" if self.frees else ""
+        return f"compiled {self.digest} {self.side}{freed}"
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        return self.run(list(tensors))
+
+    def flops(self, count: Callable[[Op], int]) -> int:
+        return self.flops_of_one
+
+    def freeing(self, places: frozenset[int]) -> CompiledCall:
+        """Return the same call, with the arguments at these positions donated to it."""
+        return CompiledCall(
+            self.run, self.__name__, self.digest, self.side, self.flops_of_one, places
+        )
 
 
 class NotCompiledError(Exception):

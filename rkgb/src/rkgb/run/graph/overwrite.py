@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rkgb.elements.cut import ThroughAutograd
 from rkgb.elements.op import Op, Ref
@@ -24,7 +25,6 @@ from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.simplified import SimplifiedNode, backward_uses
 from rkgb.graphs.uses import At, roots_of
-from rkgb.run.graph.part_sums import ADD_SELECTED, SELECTED
 
 _aten = torch.ops.aten
 
@@ -138,3 +138,29 @@ class _Rewriting:
             and self.uses.last[info.alias_of] == at
             and self.root(info.alias_of) not in {self.root(o.alias_of) for o in others}
         )
+
+
+SELECTED = torch.ops.aten.select_backward.default  # puts zeros around a part
+
+
+class AddSelected:
+    """`whole += select_backward(part, sizes, dim, index)`."""
+
+    __name__ = "add_selected_"
+
+    def __repr__(self) -> str:  # the same in every process: a key of recorded costs
+        return "rkgb.add_selected_"
+
+    def __call__(
+        self, whole: Tensor, part: Tensor, sizes: Sequence[int], dim: int, index: int
+    ) -> Tensor:
+        dim %= len(sizes)
+        length, index = sizes[dim], index % sizes[dim]
+        whole.select(dim, index).add_(part)
+        for first, count in ((0, index), (index + 1, length - index - 1)):
+            if count:
+                whole.narrow(dim, first, count).add_(0.0)
+        return whole
+
+
+ADD_SELECTED = AddSelected()

@@ -8,6 +8,9 @@ call is the fastest.
 External tensors (parameters, inputs, gradients of outputs) may have another offset in their storage
 at another step. Two of them that share memory in the recording may not share it then. So views of
 them never state an offset, and views of different ones are never merged.
+
+Autograd sums the gradient of a bias with `keepdim=True`, then takes a view without the dimensions
+that it has kept. The same kernel can return that view directly, with the same strides.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ from typing import Any
 import torch
 
 from rkgb.elements.op import Op, Ref, renamed
+from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.backward_slices import Slice
 from rkgb.graphs.basic import BasicGraph, HandOver
-from rkgb.graphs.simplified import SimplifiedGraph, with_reads
+from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode, backward_uses, with_reads
 from rkgb.run.graph.freeing import freeing
-from rkgb.run.graph.kept_dims import without_kept_dims
 from rkgb.run.graph.overwrite import overwrite_gradients
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
@@ -217,3 +220,59 @@ def _from_outside(basic: BasicGraph) -> dict[str, str]:
                 if seen and seen[0] in grounds:
                     grounds[name] = grounds[seen[0]]
     return grounds
+
+
+_SUM = torch.ops.aten.sum.dim_IntList
+
+
+def without_kept_dims(
+    nodes: Sequence[SimplifiedNode], basic: BasicGraph
+) -> tuple[list[SimplifiedNode], BasicGraph]:
+    """Return the nodes with sums that drop dimensions directly, and the updated recording."""
+    infos = basic.infos
+    now: dict[str, str] = {}  # storage of a removed sum -> its replacement
+    readers = backward_uses(nodes, infos).readers
+    changed = []
+    for node in nodes:
+        sums = {op.results[0]: op for op in node.backward if op.target is _SUM}
+        views = {
+            base: op
+            for op in node.backward
+            if (base := op.inputs[0] if op.inputs else "") in sums
+            and len(readers[base]) == 1
+            and _drops_dims(sums[base], op, infos)
+        }
+        gone = {op.name for op in views.values()}
+        backward = []
+        for op in node.backward:
+            if op.target is _SUM and (view := views.get(op.results[0])) is not None:
+                now[op.results[0]] = view.results[0]
+                op = replace(op, args=op.args[:2], results=view.results)
+            if op.name not in gone:
+                backward.append(op)
+        changed.append(replace(node, backward=tuple(backward)))
+    changed_infos = {
+        name: replace(info, alias_of=now[info.alias_of])
+        if info.alias_of in now and name not in now
+        else info
+        for name, info in infos.items()
+    }
+    return changed, replace(basic, infos=changed_infos)
+
+
+def _drops_dims(sum_: Op, view: Op, infos: Mapping[str, TensorInfo]) -> bool:
+    """Return whether a view of a sum is all of it, without the summed dimensions."""
+    if len(sum_.args) < 3 or sum_.args[2] is not True or len(view.results) != 1 or view.writes:
+        return False
+    kept, seen = infos[sum_.results[0]], infos[view.results[0]]
+    if not sum_.args[1] or not kept.shape:  # no dimensions: a sum over all
+        return False
+    summed = {dim % len(kept.shape) for dim in sum_.args[1]}
+    left = [dim for dim in range(len(kept.shape)) if dim not in summed]
+    return (
+        kept.alias_of == sum_.results[0] == seen.alias_of
+        and seen.dtype == kept.dtype
+        and seen.offset == kept.offset
+        and seen.shape == tuple(kept.shape[dim] for dim in left)
+        and seen.stride == tuple(kept.stride[dim] for dim in left)
+    )
