@@ -127,7 +127,7 @@ DOORS = {
         "rkgb.published.check",
         "rotor",
         "rotor.models.densenet",
-        "rotor.solver.compiled",
+        "rotor.solver.table",
         "rockmate",
         "rockmate.planning",
         "rockmate.whole_step",

@@ -30,7 +30,7 @@ import torch
 
 from harness.meter import RESULTS, environment, write_csv
 from rotor import Chain, Option, Stage
-from rotor.solver.compiled import ChainTable, chain_tuples
+from rotor.solver.table import ChainTable, chain_tuples
 
 SLOTS = 500
 BUDGET_SHARE = 0.3  # of what keeping everything takes

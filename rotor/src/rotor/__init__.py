@@ -20,8 +20,7 @@ from rotor.limit import parse_limit
 from rotor.models import densenet, inception, resnet, vgg
 from rotor.schedules.chain import Chain, Option, Stage
 from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
-from rotor.schedules.schedule import Schedule
-from rotor.schedules.simulate import MemoryTimeline, TimelineRow, simulate
+from rotor.schedules.simulate import MemoryTimeline, Schedule, TimelineRow, simulate
 from rotor.solver.table import ScheduleTable, solve, solve_table
 
 __version__ = "3.0.0"

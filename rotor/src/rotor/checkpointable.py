@@ -23,8 +23,7 @@ from rotor.runtime.stages import flatten, modules_inside, parameters_of
 from rotor.runtime.timing import Timer
 from rotor.schedules.chain import Chain
 from rotor.schedules.report import plan_text, save_timeline
-from rotor.schedules.schedule import Schedule
-from rotor.schedules.simulate import MemoryTimeline
+from rotor.schedules.simulate import MemoryTimeline, Schedule
 from rotor.solver.table import DEFAULT_SLOTS
 from rotor.strategies import STRATEGIES
 

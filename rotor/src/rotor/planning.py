@@ -13,7 +13,7 @@ from rotor.errors import InfeasibleBudgetError, MemoryLimitError, format_bytes
 from rotor.runtime.device import device_of
 from rotor.runtime.measure import Measurement
 from rotor.runtime.memory import OPTIMIZER_BYTES_PER_NUMBER
-from rotor.schedules.schedule import Schedule
+from rotor.schedules.simulate import Schedule
 from rotor.solver.intervals import MAX_STAGES, improve_with_intervals
 from rotor.solver.table import DEFAULT_SLOTS
 from rotor.strategies import STRATEGIES, no_checkpointing

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from rotor.errors import InfeasibleBudgetError
 from rotor.schedules.chain import Chain
 from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
-from rotor.schedules.schedule import Schedule
+from rotor.schedules.simulate import Schedule
 from rotor.solver.intervals import solve_intervals
 from rotor.solver.table import fastest_ops, solve
 

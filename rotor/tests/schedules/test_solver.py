@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 import rotor
 from rotor import Chain, InfeasibleBudgetError, TableTooLargeError, simulate, solve, solve_table
-from rotor.solver.compiled import CompiledTable
 from rotor.solver.recurrence import ReferenceTable
-from rotor.solver.table import fastest_within
+from rotor.solver.table import CompiledTable, fastest_within
 from zoo.chains import chains, random_chain
 
 
@@ -51,7 +50,7 @@ def test_shared_cells_change_nothing(blocks, repeats):
 
 def test_identical_stages_need_two_cells_a_length():
     from rotor import _core
-    from rotor.solver.compiled import chain_tuples
+    from rotor.solver.table import chain_tuples
 
     chain = repeated_chain(1, 50)
     table = _core.ChainTable(chain_tuples(chain), 1, 100)
@@ -240,8 +239,8 @@ def test_solver_modules_load_without_torch():
         "sys.modules['torch'] = None\n"
         f"package = types.ModuleType('rotor'); package.__path__ = [{str(rotor.__path__[0])!r}]\n"
         "sys.modules['rotor'] = package\n"
-        "import rotor.schedules.schedule, rotor.schedules.simulate, rotor.solver\n"
-        "import rotor.errors, rotor.solver.compiled, rotor.solver.recurrence\n"
+        "import rotor.schedules.simulate, rotor.schedules.simulate, rotor.solver\n"
+        "import rotor.errors, rotor.solver.table, rotor.solver.recurrence\n"
         "try:\n    import torch\nexcept ImportError:\n    print('loaded')\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

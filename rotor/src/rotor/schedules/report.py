@@ -9,8 +9,7 @@ from pathlib import Path
 from rotor.errors import format_bytes
 from rotor.schedules.chain import Chain
 from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
-from rotor.schedules.schedule import Schedule
-from rotor.schedules.simulate import MemoryTimeline
+from rotor.schedules.simulate import MemoryTimeline, Schedule
 
 TEXT_WIDTH, BAR_WIDTH, MOST_BARS = 96, 48, 24
 LEGEND = (

@@ -29,7 +29,7 @@ from typing import Any
 from rotor.errors import InfeasibleBudgetError, InvalidScheduleError, RotorError
 from rotor.schedules.chain import Chain
 from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
-from rotor.schedules.schedule import Schedule
+from rotor.schedules.simulate import Schedule
 from rotor.solver.table import solve_table
 
 log = logging.getLogger(__name__)
