@@ -22,8 +22,7 @@ from oracles.training import assert_trains_like, eager_copy
 from rockmate import Rockmate
 from rockmate.planning import no_recomputation, plan, simulate
 from rockmate.solvers import bound
-from rockmate.solvers.bound import lower_bound
-from rockmate.solvers.interrupts import heard_interrupts
+from rockmate.solvers.bound import heard_interrupts, lower_bound
 from zoo.problems import gpt_problem
 
 POINTS = 24

@@ -2,7 +2,7 @@
 
 Gets a module, settings and calls; gives their results. Read planned_module.py (planned or plain,
 and with which plan), plan_store.py (the plans by key), plans_of_module.py (plans for new calls)
-with any_number.py, requester.py (requests for plans) with first_call.py, second_look.py (a call
+with requester.py (requests for plans) with first_call.py, second_look.py (a call
 that is recorded again), loss_outside.py (new plans for the memory that a loss took) and
 class_attributes.py (the way from torch to here).
 """

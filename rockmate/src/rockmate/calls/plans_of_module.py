@@ -17,8 +17,7 @@ from rkgb.engine import Sample
 from rkgb.safeguards import refuse_lazy_modules
 from rkgb.torch_api import changing_modes, placed_parameters, unwatched
 from rockmate.arguments import Call
-from rockmate.calls.any_number import AnyNumber
-from rockmate.calls.plan_store import Family, Key, PlanRow, PlanRows
+from rockmate.calls.plan_store import AnyNumber, Family, Key, PlanRow, PlanRows
 from rockmate.calls.requester import Requester, planning, with_whole
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
 from rockmate.guards.changing_places import ChangingPlaces, readers

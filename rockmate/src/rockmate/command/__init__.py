@@ -1,7 +1,7 @@
 """The command line: estimate, plan, show, report, compare.
 
 Gets arguments; prints text, or one JSON object with `--json`, and gives an exit code. Read
-arguments.py (the arguments), factories.py (`module:factory` names), actions.py (the commands).
+arguments.py (the arguments), then actions.py (the commands, and `module:factory` names).
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from rkgb import RkgbError
-from rockmate.command.actions import print_result
+from rockmate.command.actions import FactoryError, print_result
 from rockmate.command.arguments import parser
-from rockmate.command.factories import FactoryError
 from rockmate.errors import RockmateError
 
 __all__ = ["main"]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import no_recomputation
-from rockmate.schedules.folding import fold, spell
 from rockmate.schedules.liveness import liveness
 from rockmate.schedules.moves import Moves, clocks_of, comings_of
 from rockmate.schedules.plan import Plan
+from rockmate.schedules.report import fold, spell
 from rockmate.schedules.simulate import recompute_counts, simulate
 from rockmate.schedules.steps import Steps, end_of_forward, first_forwards
 

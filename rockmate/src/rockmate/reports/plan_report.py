@@ -121,7 +121,7 @@ class PlanReport:
         Examples:
             >>> rk.plan.plot().savefig("plan.png")
         """
-        from rockmate.reports.figure import memory_figure
+        from rockmate.reports.curve import memory_figure
 
         return memory_figure(self.problem, self.plan)
 

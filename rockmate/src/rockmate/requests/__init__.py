@@ -4,5 +4,5 @@ Gets a `Request`, which is a call of a module with known plans; gives a `Planned
 (the call, recorded on first use), then sources.py: the sources of plans, in order. These are
 follow.py with resized.py and versions.py (plans derived from known ones), saved_plan.py and
 identity.py (files, and the identity of a recording), ranks.py with exchange.py (one plan for all
-ranks) and anew.py with within_blocks.py (a new plan).
+ranks) and anew.py (a new plan).
 """

@@ -7,12 +7,17 @@ calibration  sizes, times and peaks of each node                           -> Pr
 eager        one metered step of an eager copy      (for a fraction as budget, and the self-test)
 planning     options, chain, simulation, search     -> Plan -> step program
 self_test    one step of the planned module against the eager one, bits and bytes
+
+The device counts in blocks of its allocator, and the rounding to blocks is known only after a step
+has run. So a plan is tried; its excess is reserved, and the next plan is made within the rest. If
+no plan fits any more, the plan of least bytes is tried: either it fits, or its measured peak is the
+smallest budget.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,17 +37,23 @@ from rockmate.networks.executables import without_reruns
 from rockmate.networks.keeping import Keeping, keeping_of
 from rockmate.networks.network import Network, network_of
 from rockmate.networks.planned import Planned, compiled_plan
-from rockmate.networks.self_test import eager_step, own_copy, peak_of
+from rockmate.networks.self_test import (
+    eager_step,
+    over_budget,
+    own_copy,
+    peak_of,
+    refuse_wrong_prediction,
+)
 from rockmate.planners.module_options import plan_keeping
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases, stopwatch
 from rockmate.requests.request import PHASES, Request, lowered, refuse_nothing, tested
-from rockmate.requests.within_blocks import within_blocks
 from rockmate.schedules.plan import Plan
 from rockmate.settings import Terms, parse_budget
 
 if TYPE_CHECKING:
     from rkgb.compiled import CompiledGraph
+
 
 _log = logging.getLogger("rockmate")
 _FOR_BLOCKS = (
@@ -200,3 +211,69 @@ def _plan_within(request: Request, problem: Problem, budget_bytes: int, blocks_b
     parts["search"] = max(0.0, phases.seconds.pop("planning") - sum(parts.values()))
     phases.seconds.update(parts)
     return plan
+
+
+_MOST_TRIES = 5
+# Makes a plan within a budget, with this many bytes reserved for blocks.
+Make = Callable[[int, int], Planned]
+# Tries a plan; returns it with its measurements, and the step.
+Try = Callable[[Planned], tuple[Planned, StepResult]]
+
+
+def has_blocks(sample: Sample) -> bool:
+    """Return whether the allocator of this device rounds requests up to blocks."""
+    return device_of(sample.device).block_bytes(1) != 1
+
+
+def within_blocks(
+    make: Make, attempt: Try, model: nn.Module, sample: Sample, budget_bytes: int, aside_bytes: int
+) -> Planned:
+    """Return a tried plan whose peak, in whole blocks, is within the budget.
+
+    Raises:
+        InfeasibleBudgetError: there is none; it names the peak of the least plan, in whole blocks.
+        SelfTestError: a step took more than was predicted, on a device without blocks.
+    """
+    for left in reversed(range(_MOST_TRIES)):
+        try:
+            planned, ours = attempt(make(budget_bytes, aside_bytes))
+        except InfeasibleBudgetError as refusal:
+            if not has_blocks(sample):
+                raise
+            least_bytes = refusal.minimum_bytes - aside_bytes
+            return _least(make, attempt, budget_bytes, least_bytes, refusal)
+        over_bytes = ours.allocated_peak_bytes - budget_bytes
+        if over_bytes <= 0:
+            return planned
+        refuse_wrong_prediction(planned, model, ours)
+        _log.info("%d bytes over the budget in whole blocks: planning again", over_bytes)
+        # In the last round no plan fits, which leads to the plan of least bytes.
+        aside_bytes = planned.blocks_bytes + 2 * over_bytes if left > 1 else budget_bytes
+    raise over_budget(planned, model)
+
+
+def _least(
+    make: Make,
+    attempt: Try,
+    budget_bytes: int,
+    least_bytes: int,
+    refusal: InfeasibleBudgetError,
+) -> Planned:
+    """Return the plan of least bytes if it fits.
+
+    Raises:
+        InfeasibleBudgetError: it does not; the error names its peak in whole blocks.
+    """
+    within_bytes = max(budget_bytes, least_bytes)
+    planned, ours = attempt(make(within_bytes, within_bytes - least_bytes))
+    peak_bytes = ours.allocated_peak_bytes
+    if peak_bytes <= budget_bytes and least_bytes <= budget_bytes:
+        return planned
+    minimum_bytes = max(peak_bytes, least_bytes)
+    raise refusal.reworded(
+        f"{refusal}. Tried out, the plan of least bytes takes {minimum_bytes} bytes in whole "
+        "blocks of the allocator, which are larger than what lies in them (less with "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True): that is the smallest budget",
+        asked_bytes=budget_bytes,
+        minimum_bytes=minimum_bytes,
+    ) from None

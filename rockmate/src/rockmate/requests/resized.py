@@ -23,9 +23,9 @@ from rockmate.options.known_blocks import KnownBlocks
 from rockmate.planners.module_options import replan_keeping
 from rockmate.problems.problem import Problem
 from rockmate.progress import stopwatch
+from rockmate.requests.anew import has_blocks, within_blocks
 from rockmate.requests.request import Request, tested
 from rockmate.requests.versions import Version, has_same_nodes, versions_like
-from rockmate.requests.within_blocks import has_blocks, within_blocks
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.steps import Steps
 from rockmate.settings import Terms, parse_budget

@@ -3,7 +3,7 @@
 Gets a problem, a budget and perhaps steps as a hint; gives a `SolverResult`. `solve_whole` below
 chooses the backend. Read result.py (the result), intervals/ (CP-SAT, the default), ilp.py (the
 0/1 program for CBC, HiGHS and Gurobi), bound.py (a lower bound on the time, by a linear program)
-with interrupts.py (Ctrl-C in it), then least_budget.py (a lower bound on the budget, by cuts).
+then least_budget.py (a lower bound on the budget, by cuts).
 """
 
 from __future__ import annotations

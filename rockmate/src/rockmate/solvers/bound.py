@@ -27,15 +27,21 @@ CLP solves the program, with a time limit; GLOP was seen to hang on these progra
 
 For small graphs with a few huge storages the linear program is loose. For these the same rows are
 solved with 0/1 variables, and the bound is the solver's. It holds for every schedule, whereas the
-bounds of the other solvers hold for their own class of schedules. `link_rows` has the rows for
+bounds of the other solvers hold for their own class of schedules. CLP replaces Python's handler of
+Ctrl-C while it solves, which would end only that solve. So the handler is restored meanwhile.
+`link_rows` has the rows for
 storages that may be moved. They have durations, for which CP-SAT's bound was seen above a plan, so
 such problems have the linear program only.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import math
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,7 +49,6 @@ from rockmate.parallel import map_in_parallel
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.simulate import simulate
-from rockmate.solvers.interrupts import heard_interrupts
 from rockmate.solvers.link_rows import LinkRows, droppable
 from rockmate.solvers.result import stages_of
 
@@ -305,3 +310,33 @@ class _Program:
         if math.isnan(value):
             return None
         return max(0.0, value * scale * (1 - _SAFETY) - 1e-9 * scale)
+
+
+_LOOK_S = 0.01
+
+
+@contextlib.contextmanager
+def heard_interrupts() -> Iterator[None]:
+    """While active, Ctrl-C reaches Python: KeyboardInterrupt is raised when the solver returns."""
+    try:
+        get, put = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
+    except AttributeError:  # another Python
+        yield
+        return
+    get.restype = put.restype = ctypes.c_void_p
+    put.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    ours, over = get(signal.SIGINT), threading.Event()
+
+    def keep() -> None:
+        while not over.wait(_LOOK_S):
+            if get(signal.SIGINT) != ours:
+                put(signal.SIGINT, ours)
+
+    keeper = threading.Thread(target=keep, name="rockmate-interrupts", daemon=True)
+    keeper.start()
+    try:
+        yield
+    finally:
+        over.set()
+        keeper.join()
+        put(signal.SIGINT, ours)
