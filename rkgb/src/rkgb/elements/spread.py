@@ -45,6 +45,23 @@ def wrapper_of(tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
     return wrap
 
 
+def lazy_bits(tensor: Tensor) -> tuple[bool, bool]:
+    """Return whether reads of a tensor conjugate, and whether they negate, what its memory holds.
+
+    Examples:
+        >>> lazy_bits(torch.ones(2, dtype=torch.complex64).conj())
+        (True, False)
+    """
+    return tensor.is_conj(), tensor.is_neg()
+
+
+def read_lazily(tensor: Tensor, bits: tuple[bool, bool]) -> Tensor:
+    """Return a view of the same memory whose reads conjugate and negate as `bits` say."""
+    is_conj, is_neg = lazy_bits(tensor)
+    tensor = tensor if is_conj == bits[0] else torch._conj(tensor)
+    return tensor if is_neg == bits[1] else torch._neg_view(tensor)
+
+
 def is_running(value: Any) -> bool:
     """Return whether a value is the result of a collective that may still run."""
     return (

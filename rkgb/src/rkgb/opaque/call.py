@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.elements.spread import memory_of
+from rkgb.elements.spread import lazy_bits, memory_of, read_lazily
 from rkgb.elements.tensor_info import storage_id
 from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import OpaquePieceError
@@ -31,6 +31,7 @@ class TensorKind:
     dtype: torch.dtype
     sparse: tuple[int, int] | None = None  # dimensions and entries of a sparse tensor
     is_on_cpu: bool = True  # as one may be beside a step on CUDA
+    lazy: tuple[bool, bool] = (False, False)  # whether reads conjugate, and whether they negate
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorKind:
@@ -38,7 +39,7 @@ class TensorKind:
         if tensor.is_sparse:
             entries = (tensor.sparse_dim(), tensor._nnz())
             return cls(shape, (), tensor.dtype, entries, is_on_cpu)
-        return cls(shape, tensor.stride(), tensor.dtype, None, is_on_cpu)
+        return cls(shape, tensor.stride(), tensor.dtype, None, is_on_cpu, lazy_bits(tensor))
 
     @property
     def size_bytes(self) -> int:
@@ -50,7 +51,7 @@ class TensorKind:
         device = torch.device("cpu") if self.is_on_cpu else device
         if not self.sparse:
             made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-            return made.fill_(0.5)
+            return read_lazily(made.fill_(0.5), self.lazy)
         dims, entries = self.sparse
         places = torch.zeros(dims, entries, dtype=torch.int64, device=device)
         values = torch.full((entries, *self.shape[dims:]), 0.5, dtype=self.dtype, device=device)
@@ -62,6 +63,8 @@ class TensorKind:
             return False
         if self.sparse or tensor.is_sparse or memory_of(tensor) is not tensor:
             return bool(self.sparse) == tensor.is_sparse
+        if lazy_bits(tensor) != self.lazy:
+            return False
         strides = zip(self.shape, self.stride, tensor.stride(), strict=True)
         return not tensor.numel() or all(n <= 1 or own == its for n, own, its in strides)
 
@@ -71,10 +74,12 @@ class TensorKind:
             return None
         if self.sparse or tensor.is_sparse:  # the number of entries may differ
             return tensor
-        if tensor.stride() == self.stride or tensor.numel() <= 1 or memory_of(tensor) is not tensor:
+        is_same = lazy_bits(tensor) == self.lazy
+        is_same &= tensor.stride() == self.stride or tensor.numel() <= 1
+        if is_same or memory_of(tensor) is not tensor:
             return tensor
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device)
-        return made.copy_(tensor)
+        return read_lazily(made, self.lazy).copy_(tensor)
 
 
 @dataclass(frozen=True, slots=True)

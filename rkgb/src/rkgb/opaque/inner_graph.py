@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from rkgb.elements.spread import memory_of, settled, wrapper_of
+from rkgb.elements.spread import lazy_bits, memory_of, read_lazily, settled, wrapper_of
 from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.errors import OpaquePieceError
 from rkgb.torch_api.patches import Patches
@@ -46,7 +46,8 @@ class _Saved:
         assert self.tensor is not None
         self.place, self.shell = place, wrapper_of(self.tensor)
         tensor = memory_of(self.tensor)
-        self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        self.geometry = (geometry, tensor.dtype, lazy_bits(tensor))
         self.tensor = None
 
     def unpacked(self) -> Tensor:
@@ -205,12 +206,13 @@ class InnerGraph:
                 )
             return entry.tensor
         assert entry.place is not None
-        size, stride, offset, dtype = entry.geometry
+        geometry, dtype, bits = entry.geometry
         tensor = self.given.get(entry.place)
         if tensor is None:
             raise _is_earlier(self.path)
-        whole = tensor if tensor.dtype == dtype else tensor.view(dtype)
-        found = whole.as_strided(size, stride, offset)
+        whole = read_lazily(tensor, (False, False))
+        whole = whole if whole.dtype == dtype else whole.view(dtype)
+        found = read_lazily(whole.as_strided(*geometry), bits)
         return found if entry.shell is None else entry.shell(found)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rkgb.elements.module_paths import around
 from rkgb.elements.op import CAST, Op, Ref
-from rkgb.elements.spread import memory_of
+from rkgb.elements.spread import memory_of, read_lazily
 from rkgb.elements.target import running_on
 from rkgb.elements.trees import flatten
 from rkgb.errors import BrokenPieceError, OtherTangentsError, RkgbError, SideEffectError
@@ -315,7 +315,8 @@ class PieceRecorder:
             if place < 0 or kind.sparse:
                 made.append(kind.made(self.recorder.device))
             else:
-                made.append(tensors[place].detach().as_strided(kind.shape, kind.stride))
+                shared = tensors[place].detach().as_strided(kind.shape, kind.stride)
+                made.append(read_lazily(shared, kind.lazy))
         return replace(known, call=replace(known.call, leaves=call.leaves)), made
 
     # ------------------------------------------------------------------ the recording
