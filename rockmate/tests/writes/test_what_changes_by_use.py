@@ -238,6 +238,59 @@ def test_every_step_changes_it_as_a_plain_step_does(name, budget):
     assert len(planned.plans) == 1 or name in OF_CLASSES
 
 
+class Retaining(nn.Module):
+    """Runs whole and once, as it asks for a gradient of what it computes."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.scaled = Scaled(read)
+
+    def forward(self, x):
+        self.kept = self.scaled(x)
+        if self.kept.requires_grad:
+            self.kept.retain_grad()
+        return self.kept
+
+
+def _line_of(file):
+    return float(file.readline())
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", READS)
+def test_planning_calls_of_other_sizes_advances_nothing(name, monkeypatch):
+    monkeypatch.setattr("rkgb.guards.outside._changing", {})  # what other tests have shown
+    monkeypatch.setattr("rkgb.guards.outside._leading", {})
+
+    def train(made):
+        WORLD.begin()
+        torch.manual_seed(0)
+        model = made(Retaining(READS[name]))
+        return [t for size in (8, 6, 8) for t in _train(model, torch.ones(size, 16), 1)]
+
+    expected = train(lambda model: model)
+    theirs = WORLD.state()
+    sample = torch.randn(8, 16)
+    ours = train(lambda model: Rockmate(model, sample, "1MiB", cost="flops", self_test=False))
+    assert all(map(torch.equal, ours, expected))
+    assert WORLD.state() == theirs
+
+
+@pytest.mark.parametrize("read", [lambda _: next(GENERATOR), lambda _: _line_of(HELD["file"])])
+def test_what_cannot_be_put_back_is_refused_at_the_first_call_that_uses_it(read, tmp_path):
+    (tmp_path / "numbers").write_text("1.0\n2.0\n")
+    WORLD.begin()
+    with (tmp_path / "numbers").open() as HELD["file"]:
+        late = Retaining(lambda module: read(module) if HELD["late"] else 1.0)
+        HELD["late"] = False
+        planned = Rockmate(late, torch.randn(8, 16), "1MiB", cost="flops", self_test=False)
+        _train(planned, torch.ones(8, 16), 1)
+        HELD["late"] = True
+        with pytest.raises(SideEffectError, match="an open file, a generator or a queue"):
+            planned(torch.ones(6, 16))
+        assert (next(GENERATOR), _line_of(HELD["file"])) == (1.0, 1.0)
+
+
 class Ticking(nn.Module):
     """Counts in an object of its own and in a dict of the world, and is computed again."""
 

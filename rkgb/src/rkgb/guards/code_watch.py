@@ -179,6 +179,10 @@ class CodeWatch:
             found += self.seen.values()
             self.seen = before
 
+    def like_it(self) -> CodeWatch:
+        """Return another one, of which nothing becomes a guard."""
+        return CodeWatch(self._path, self._first)
+
     def add(self, others: Iterable[Seen]) -> None:
         """Note what was noted apart."""
         for other in others:

@@ -280,7 +280,8 @@ class PieceRecorder:
         ):
             with self.codes.apart() as ran:
                 seen = self.trials.once(call, module, tensors)
-            runs_once = seen.moves or seen.retains or self.must_run_once(ran)
+            # Always asked: what it uses up is put back from now on.
+            runs_once = self.must_run_once(ran) or seen.moves or seen.retains
             call = replace(call, left=seen.attributes)
             with self.codes.resting():
                 piece, made = self.trials.piece(call, module, tensors, seen.written, tangents)
@@ -289,12 +290,15 @@ class PieceRecorder:
         state, lent = ModuleState(module), Lent(module)
         contents = KeptTensors(map(self.twin.get_parameter, known.written))
         try:
-            with running_on(self.twin), self.codes.resting():
+            with running_on(self.twin), self.codes.resting(), self.codes.like_it() as codes:
                 made, _ = known.run((*tensors, *call.own_numbers()))
         finally:
             contents.restore()
             lent.end()
-        state.restore()
+            state.restore()
+        if not known.runs_once and self.must_run_once([*codes.seen.values()]):
+            # It went another way than when it was tried.
+            known = replace(known, runs_once=True)
         return known, made
 
     def _stood_in(
