@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -19,12 +20,11 @@ from rockmate.arguments import (
     called_with,
     refuse_no_module,
 )
-from rockmate.blockwise.blocks import AUTO, find_blocks
 from rockmate.blockwise.loss_outside import LossOfBlocks, Within
-from rockmate.blockwise.planning import BlockPlanner, ChosenBlocks
+from rockmate.blockwise.planning import BlockPlanner
 from rockmate.blockwise.rehearsal import find_what_changes, largest_first
-from rockmate.blockwise.report import BlockRow, BlocksPlan
-from rockmate.blockwise.saved_blocks import blocks_key, file_of_blocks, shared_file
+from rockmate.blockwise.report import BlocksPlan, ChosenBlocks, report_of
+from rockmate.blockwise.saved_blocks import as_saved, shared_file, with_file
 from rockmate.blockwise.team import Team
 from rockmate.errors import (
     ArgumentsError,
@@ -34,18 +34,21 @@ from rockmate.errors import (
     UnsupportedModuleError,
 )
 from rockmate.files.cache_folder import CacheFolder
-from rockmate.files.plan_file import PlanFile, SavedBlocks, SeenLoss
+from rockmate.files.plan_file import PlanFile
 from rockmate.guards.module_watch import without_hooks
 from rockmate.guards.sharded import class_name, device_of_parameters, own_class, refuse_engines
 from rockmate.in_place import remove
 from rockmate.module import Rockmate, dressed, plain_view
 from rockmate.progress import Phases
+from rockmate.requests.identity import cache_key, facts_of_calls
 from rockmate.requests.request import Request
 from rockmate.requests.sources import planned_for
 from rockmate.runtime.plain import plain
 from rockmate.settings import Terms, parse_budget
 
 _log = logging.getLogger("rockmate")
+AUTO = "auto"
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _NOT_BY_BLOCKS = {  # settings, and why not
     "compile": "blocks that inductor has compiled have no options to choose among",
     "offload": "what a block moves is no option to choose yet; wrap the whole model in Rockmate",
@@ -164,14 +167,15 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
     )
     remove(model)
     with team.together():
-        found = find_blocks(model, given.blocks)
+        found = _blocks_of(model, given.blocks)
     found = {p: b for p, b in found.items() if not any(is_inside(p, o) for o in terms.opaque)}
     find_what_changes(model, calls, team, device)
     calls = largest_first(model, calls, team, device)
     with team.together():
         given, within = _within(given, calls)
     about = tuple(found), given.in_flight, given.compare, team.size
-    key = blocks_key(model, calls, about, device, given.terms())
+    facts = repr((facts_of_calls(model, *calls), about))
+    key = cache_key(facts, model, device, given.terms())
     shared = partial(shared_file, team=team, model=name, device=device)
     planned = partial(_planned, given, terms, team, found, calls, within)
     try:
@@ -261,9 +265,9 @@ def _planned(
     with phases:
         with phases.phase("blocks"):
             chosen = _put_on(found, lambda: planner.plan(calls, room, loss_bytes))
-        made = _report(chosen, given)
+        made = report_of(chosen, in_flight=given.in_flight, reserve=given.reserve)
         if file is not None and saved is not None:
-            made = _as_saved(made, file, saved)
+            made = as_saved(made, file, saved)
         elif given.compare:
             terms = replace(terms, budget=chosen.budget_bytes, self_test=False)
             with phases.phase("free plan"):
@@ -271,15 +275,18 @@ def _planned(
         else:
             made = replace(made, why_no_free_plan="compare=False")
     if made.file is None:
-        made = _with_file(made, chosen, model)
+        made = with_file(made, chosen, model)
     phases.close("planned block by block")
     made = replace(made, seconds=phases.seconds, memory=within.memory if within else None)
     if within is not None and chosen.tested is not None:
 
         def show(again: ChosenBlocks, now: Within) -> None:
-            shown = replace(_report(again, given), why_no_free_plan="for another budget")
+            shown = replace(
+                report_of(again, in_flight=given.in_flight, reserve=given.reserve),
+                why_no_free_plan="for another budget",
+            )
             shown = replace(shown, seconds=made.seconds, memory=now.memory, is_measured=False)
-            made.become(_with_file(shown, again, model, now.whole.seen))
+            made.become(with_file(shown, again, model, now.whole.seen))
 
         LossOfBlocks(within, planner, chosen, show)
     return made
@@ -329,44 +336,6 @@ def _refuse_model(model: nn.Module) -> None:
     refuse_engines(model)
 
 
-def _report(chosen: ChosenBlocks, given: ToBlocks) -> BlocksPlan:
-    rows = []
-    for call, number in zip(chosen.memory.calls, chosen.choice.options, strict=True):
-        time_ms = chosen.kinds[call.name].recorded.problem.base_time_ms
-        rows.append(BlockRow.of(call.name, call.options[number], time_ms))
-    return BlocksPlan(
-        rows=tuple(rows),
-        budget_bytes=chosen.budget_bytes + given.reserve,
-        peak_bytes=chosen.choice.peak_bytes,
-        measured_peak_bytes=chosen.measured_peak_bytes,
-        keeping_all_bytes=chosen.keeping_all_bytes,
-        in_flight=given.in_flight,
-    )
-
-
-def _with_file(
-    plan: BlocksPlan, chosen: ChosenBlocks, model: nn.Module, loss: SeenLoss | None = None
-) -> BlocksPlan:
-    name, device = class_name(model), device_of_parameters(model)
-    file = file_of_blocks(plan, chosen.kinds, chosen.choice.options, name, device, loss)
-    return replace(plan, file=file)
-
-
-def _as_saved(plan: BlocksPlan, file: PlanFile, saved: SavedBlocks) -> BlocksPlan:
-    """Return a plan with the times in its file."""
-    rows = (
-        replace(row, overhead_ms=block.overhead_ms, base_time_ms=block.base_time_ms)
-        for row, block in zip(plan.rows, saved.blocks, strict=True)
-    )
-    return replace(
-        plan,
-        rows=tuple(rows),
-        file=file,
-        free_overhead_ms=saved.free_overhead_ms,
-        why_no_free_plan="a saved plan serves",
-    )
-
-
 def _compared(model: nn.Module, call: Call, plan: BlocksPlan, terms: Terms) -> BlocksPlan:
     """Return the plan, with the extra time of a plan of the whole model in the same budget."""
     if plan.in_flight > 1:
@@ -380,3 +349,68 @@ def _compared(model: nn.Module, call: Call, plan: BlocksPlan, terms: Terms) -> B
     except (RockmateError, RkgbError) as error:
         return replace(plan, why_no_free_plan=str(error))
     return replace(plan, free_overhead_ms=free.overhead_ms, why_no_free_plan="")
+
+
+def _blocks_of(model: nn.Module, asked: str | Sequence[str]) -> Mapping[str, nn.Module]:
+    """Return the blocks by their paths.
+
+    `asked` is "auto" for the outermost repeated layers, or paths and names of classes.
+
+    Raises:
+        UnsupportedModuleError: there are none, a name is unknown, or one block lies in another.
+    """
+    if asked == AUTO:
+        found = _repeated(model, 2) or _repeated(model, 1)
+        if not found:
+            raise UnsupportedModuleError(
+                f"{type(model).__name__} has no list of layers of one class with modules inside, "
+                "so that its blocks must be named: blocks=['encoder.layer1', 'TransformerLayer'] "
+                "(paths, or names of classes)."
+            )
+        return found
+    names = [asked] if isinstance(asked, str) else list(asked)
+    modules = dict(model.named_modules())
+    found = {}
+    for name in names:
+        of_class = {p: m for p, m in modules.items() if p and class_name(m) == name}
+        if name in modules and name:
+            of_class[name] = modules[name]
+        if not of_class:
+            raise UnsupportedModuleError(
+                f"{type(model).__name__} has no submodule at the path '{name}', and none of a "
+                "class of that name; give paths as model.named_modules() does."
+            )
+        found.update(of_class)
+    for path in found:
+        outer = [other for other in found if other != path and path.startswith(f"{other}.")]
+        if outer:
+            raise UnsupportedModuleError(
+                f"the block '{path}' lies inside the block '{outer[0]}'. Name one of the two."
+            )
+    return {path: module for path, module in modules.items() if path in found}
+
+
+def _repeated(model: nn.Module, least: int) -> dict[str, nn.Module]:
+    """Return layers with submodules whose class occurs at least `least` times in one container.
+
+    A stage of a pipeline may have a single layer, alone in its container.
+    """
+    found: dict[str, nn.Module] = {}
+
+    def look(path: str, module: nn.Module) -> None:
+        children = dict(module.named_children())
+        counts = Counter(map(class_name, children.values()))
+        for name, child in children.items():
+            where = f"{path}.{name}" if path else name
+            has_parts = any(True for _ in child.children())
+            trains = any(True for _ in child.parameters())
+            alike = counts[class_name(child)]
+            is_list = isinstance(module, _CONTAINERS)
+            is_layer = is_list and alike >= least and (alike > 1 or len(children) == 1)
+            if is_layer and has_parts and trains and not isinstance(child, nn.ModuleList):
+                found[where] = child
+            else:
+                look(where, child)
+
+    look("", model)
+    return found

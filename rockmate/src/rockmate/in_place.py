@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rockmate.arguments import Arguments, called_with, maker
-from rockmate.blockwise.loss_outside import stop_watching
+from rockmate.blockwise.loss_outside import StepHook
 from rockmate.decisions import DecidingModule
 from rockmate.errors import ArgumentsError, RockmateError
 from rockmate.module import (
@@ -110,7 +110,9 @@ def remove(model: nn.Module) -> nn.Module:
             planned = vars(block).get("_rockmate")
             if planned is not None and planned.settings.most_kept_bytes is not None:
                 remove(block)
-        stop_watching(model)
+            for hook in list(block._forward_pre_hooks.values()):
+                if isinstance(hook, StepHook):
+                    hook.stop()
         return model
     if not is_applied(model):
         return model.original

@@ -231,7 +231,7 @@ def chooses_again_together(rank: int) -> None:
             (y.abs().square().mean() if rank else y.mean()).backward()
         pairs = zip(model.parameters(), twin.parameters(), strict=True)
         assert all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in pairs)
-    assert "_Hook" not in str(model._forward_pre_hooks), "it watches no more"
+    assert "StepHook" not in str(model._forward_pre_hooks), "it watches no more"
     assert_same_on_all(str([(row.path, row.kept_bytes) for row in plan.rows]))
     assert_same_on_all(str(plan.budget_bytes))
     assert plan.memory is not None

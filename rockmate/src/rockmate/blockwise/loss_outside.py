@@ -17,7 +17,8 @@ from torch import nn
 
 from rkgb.torch_api import is_transforming
 from rockmate.arguments import Call
-from rockmate.blockwise.planning import BlockPlanner, ChosenBlocks
+from rockmate.blockwise.planning import BlockPlanner
+from rockmate.blockwise.report import ChosenBlocks
 from rockmate.calls.loss_outside import leaves_plenty, tell_no_room
 from rockmate.calls.planned_module import PlannedModule
 from rockmate.errors import InfeasibleBudgetError
@@ -84,8 +85,8 @@ class LossOfBlocks(LossWatch):
         self._seen: Within | None = None
         model = planner.model
         self._handles = (
-            model.register_forward_pre_hook(_Hook(self._before)),
-            model.register_forward_hook(_Hook(self._after)),
+            model.register_forward_pre_hook(StepHook(self._before, self.take_off)),
+            model.register_forward_hook(StepHook(self._after, self.take_off)),
         )
         if not leaves_plenty(chosen.budget_bytes - chosen.choice.peak_bytes, within.memory):
             self._run_what_leaves_most()
@@ -173,10 +174,11 @@ def _beside(chosen: ChosenBlocks, turn_bytes: int, kept_bytes: int) -> StepMemor
 
 
 @dataclass(frozen=True, eq=False)
-class _Hook:
+class StepHook:
     """Calls a method of a watch; copies and files of the model have a hook that does nothing."""
 
     call: Callable[..., None]
+    stop: Callable[[], None]  # watches no more
 
     @property
     def untraced(self) -> Callable[..., None]:
@@ -199,15 +201,6 @@ def _nothing() -> Callable[..., None]:
 
 def _pass(*_: Any) -> None:
     pass
-
-
-def stop_watching(model: nn.Module) -> None:
-    """Watch no losses of a model and of the modules inside it any more."""
-    tables = [module._forward_pre_hooks.values() for module in model.modules()]
-    hooks = [hook for table in tables for hook in table if isinstance(hook, _Hook)]
-    for watch in [getattr(hook.call, "__self__", None) for hook in hooks]:
-        if isinstance(watch, LossOfBlocks):
-            watch.take_off()
 
 
 def _is_step(model: nn.Module) -> bool:

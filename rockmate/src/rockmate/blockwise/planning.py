@@ -20,14 +20,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rkgb.engine import Sample
-from rkgb.torch_api import is_in_checkpoint, placed_parameters
+from rkgb.torch_api import is_in_checkpoint
 from rockmate.arguments import Call
 from rockmate.blockwise.kinds import (
     Kind,
@@ -39,13 +39,14 @@ from rockmate.blockwise.kinds import (
 )
 from rockmate.blockwise.lockstep import LockstepModule
 from rockmate.blockwise.rehearsal import END, TURN, Marker, marked, run_step, trace_step
+from rockmate.blockwise.report import ChosenBlocks
 from rockmate.blockwise.saved_blocks import numbers_for, over_budget, ways_for
 from rockmate.blockwise.team import Team
 from rockmate.calls.planned_module import PlannedModule
 from rockmate.comparison.deterministic import deterministic_algorithms
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
 from rockmate.files.plan_file import SavedBlocks
-from rockmate.guards.input_signature import ambient, in_order, key_of
+from rockmate.guards.input_signature import in_order, key_of
 from rockmate.guards.module_watch import without_hooks
 from rockmate.guards.sharded import (
     device_of_parameters,
@@ -67,6 +68,7 @@ from rockmate.options.module_choice import (
     peak_of,
     smallest_budget,
 )
+from rockmate.requests.identity import facts_of_calls
 from rockmate.runtime.plain import is_plain, plain
 from rockmate.settings import Terms
 
@@ -75,20 +77,6 @@ _EVERYTHING = 1 << 62  # a budget that keeps everything, for recording and measu
 _MANY_STEPS = 3  # for one measurement, if sending threads disturb it
 _MOST_TRIES = 5  # to choose again after a step that took more than predicted
 _RUNGS = 8  # budgets whose choices are tested ahead
-
-
-@dataclass(frozen=True)
-class ChosenBlocks:
-    """The result: planned forwards by path of the block, and the choice of options."""
-
-    forwards: Mapping[str, PlannedModule]
-    kinds: Mapping[str, Kind]
-    memory: StepMemory
-    choice: Choice
-    measured_peak_bytes: int
-    keeping_all_bytes: int
-    budget_bytes: int
-    tested: StepMemory | None = None  # with the options that other budgets may choose
 
 
 class _Intercepted(PlannedModule):
@@ -474,9 +462,8 @@ class BlockPlanner:
         self, block: _Intercepted, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, shards: bool
     ) -> Kind:
         ordered, model, opaque = in_order(kwargs), block.model, self._opaque_in(block.path)
-        _, inputs = key_of(args, ordered)
-        tensors = [(n, t.shape, t.dtype, t.requires_grad) for n, t in placed_parameters(model)]
-        key = (own_class(type(model)), inputs, tuple(tensors), ambient(), shards, opaque)
+        facts = facts_of_calls(model, (args, ordered))
+        key = (own_class(type(model)), facts, shards, opaque)
         if key not in self.kinds:
             refuse_shards_inside(model)
             bare = without_hooks(model, type(model))

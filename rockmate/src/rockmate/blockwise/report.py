@@ -7,11 +7,28 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from os import PathLike
 
+from rockmate.blockwise.kinds import Kind
+from rockmate.calls.planned_module import PlannedModule
 from rockmate.files.plan_file import PlanFile
+from rockmate.options.module_choice import Choice, StepMemory
 from rockmate.options.options import BlockOption
 from rockmate.reports.in_full import InFull
 from rockmate.schedules.report import format_bytes, format_ms
 from rockmate.whole_step.memory import Memory
+
+
+@dataclass(frozen=True)
+class ChosenBlocks:
+    """The result: planned forwards by path of the block, and the choice of options."""
+
+    forwards: Mapping[str, PlannedModule]
+    kinds: Mapping[str, Kind]
+    memory: StepMemory
+    choice: Choice
+    measured_peak_bytes: int
+    keeping_all_bytes: int
+    budget_bytes: int
+    tested: StepMemory | None = None  # with the options that other budgets may choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +147,22 @@ class BlocksPlan(InFull):
             f"{format_ms(self.free_overhead_ms)} extra for the whole model in the same budget, so "
             f"planning block by block costs {share} of the blocks' time"
         )
+
+
+def report_of(chosen: ChosenBlocks, *, in_flight: int, reserve: int) -> BlocksPlan:
+    """Return the report of a choice; `reserve` is a part of the budget, too."""
+    rows = []
+    for call, number in zip(chosen.memory.calls, chosen.choice.options, strict=True):
+        time_ms = chosen.kinds[call.name].recorded.problem.base_time_ms
+        rows.append(BlockRow.of(call.name, call.options[number], time_ms))
+    return BlocksPlan(
+        rows=tuple(rows),
+        budget_bytes=chosen.budget_bytes + reserve,
+        peak_bytes=chosen.choice.peak_bytes,
+        measured_peak_bytes=chosen.measured_peak_bytes,
+        keeping_all_bytes=chosen.keeping_all_bytes,
+        in_flight=in_flight,
+    )
 
 
 def _runs(rows: Sequence[BlockRow]) -> list[list[BlockRow]]:

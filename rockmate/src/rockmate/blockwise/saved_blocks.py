@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from rkgb.torch_api import placed_parameters
-from rockmate.arguments import Call
 from rockmate.blockwise.kinds import Kind, Way
-from rockmate.blockwise.report import BlocksPlan
+from rockmate.blockwise.report import BlocksPlan, ChosenBlocks
 from rockmate.blockwise.team import Team
 from rockmate.errors import PlanFileError, PlanMismatchError
 from rockmate.files.plan_file import PlanFile, SavedBlock, SavedBlocks, SavedKind, SeenLoss
-from rockmate.guards.input_signature import ambient, in_order, key_of
-from rockmate.requests.identity import cache_key, elsewhere, made_with
+from rockmate.guards.sharded import class_name, device_of_parameters
+from rockmate.requests.identity import elsewhere, made_with
 from rockmate.requests.saved_plan import cut_of, saved_cut
-from rockmate.settings import Terms
 
 
 def file_of_blocks(
@@ -53,6 +51,30 @@ def file_of_blocks(
     return PlanFile(model, made_with(device), (), saved, loss)
 
 
+def with_file(
+    plan: BlocksPlan, chosen: ChosenBlocks, model: nn.Module, loss: SeenLoss | None = None
+) -> BlocksPlan:
+    """Return a plan with the file of its choice."""
+    name, device = class_name(model), device_of_parameters(model)
+    file = file_of_blocks(plan, chosen.kinds, chosen.choice.options, name, device, loss)
+    return replace(plan, file=file)
+
+
+def as_saved(plan: BlocksPlan, file: PlanFile, saved: SavedBlocks) -> BlocksPlan:
+    """Return a plan with the times in its file."""
+    rows = (
+        replace(row, overhead_ms=block.overhead_ms, base_time_ms=block.base_time_ms)
+        for row, block in zip(plan.rows, saved.blocks, strict=True)
+    )
+    return replace(
+        plan,
+        rows=tuple(rows),
+        file=file,
+        free_overhead_ms=saved.free_overhead_ms,
+        why_no_free_plan="a saved plan serves",
+    )
+
+
 def shared_file(
     look: Callable[[], PlanFile | None], team: Team, model: str, device: torch.device
 ) -> PlanFile | None:
@@ -75,15 +97,6 @@ def shared_file(
         told = elsewhere(file, model, device)
         team.raise_together(_mismatch(told) if told else None)
     return file
-
-
-def blocks_key(
-    model: nn.Module, calls: Sequence[Call], about: object, device: torch.device, terms: Terms
-) -> str:
-    """Return the key of a plan of blocks in the cache; `about` has the other settings."""
-    tensors = [(n, t.shape, t.dtype, t.requires_grad) for n, t in placed_parameters(model)]
-    inputs = [key_of(args, in_order(kwargs))[1] for args, kwargs in calls]
-    return cache_key(repr((tensors, inputs, ambient(), about)), model, device, terms)
 
 
 def ways_for(saved: SavedBlocks, number: int, shape: tuple[int, Sequence[int]]) -> list[Way]:

@@ -20,8 +20,7 @@ from rkgb.costs import (
 from rkgb.elements import Op, TensorInfo
 from rkgb.graphs import BasicGraph
 from rockmate.errors import PlanMismatchError, UnknownChoiceError
-from rockmate.files.plan_file import PlanFile
-from rockmate.files.whole import load_text
+from rockmate.files.plan_file import PlanFile, load_text
 from rockmate.requests.identity import kind_digest
 
 _MOST_MISSING = 0.1  # of the work of a step

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rockmate.errors import PlanFileError
-from rockmate.files.plan_file import PlanFile
-from rockmate.files.whole import write_whole
+from rockmate.files.plan_file import PlanFile, write_whole
 
 _log = logging.getLogger("rockmate")
 ENVIRONMENT = "ROCKMATE_CACHE"

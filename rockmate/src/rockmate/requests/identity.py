@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from types import CodeType
 from typing import Any
@@ -24,9 +24,11 @@ from rkgb.elements import Op
 from rkgb.engine import device_of, operations
 from rkgb.graphs import BasicGraph
 from rkgb.run import RunnableGraph
-from rkgb.torch_api import named_kernel_flags
+from rkgb.torch_api import named_kernel_flags, placed_parameters
+from rockmate.arguments import Call
 from rockmate.files.differences import of_mappings
 from rockmate.files.plan_file import PlanFile
+from rockmate.guards.input_signature import ambient, in_order, key_of
 from rockmate.settings import Terms
 
 _PLACE = re.compile(r"(?<=cuda):\d+|(?<=type='cuda'), index=\d+| at 0x[0-9a-f]+")
@@ -87,6 +89,13 @@ def in_short(made_with: Mapping[str, str], inputs: Sequence[str]) -> dict[str, s
     """Return versions and device for a reader, and the shapes of the inputs."""
     told = [name for name in ("rockmate", "torch", "device", "threads") if name in made_with]
     return {**{name: made_with[name] for name in told}, "inputs": "; ".join(inputs)}
+
+
+def facts_of_calls(model: nn.Module, *calls: Call) -> tuple[Hashable, ...]:
+    """Return what a recording of these calls depends on, beside the class of the module."""
+    tensors = ((n, t.shape, t.dtype, t.requires_grad) for n, t in placed_parameters(model))
+    inputs = (key_of(args, in_order(kwargs))[1] for args, kwargs in calls)
+    return tuple(tensors), tuple(inputs), ambient()
 
 
 def cache_key(recording: str, model: nn.Module, device: torch.device, settings: Terms) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rockmate.errors import InfeasibleBudgetError
-from rockmate.files.whole import save_text
+from rockmate.files.plan_file import save_text
 from rockmate.schedules.report import exact_bytes, format_bytes
 
 GRADIENTS, LOSS = "gradients", "loss outside of the module"
