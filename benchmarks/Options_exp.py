@@ -27,10 +27,7 @@ GRIDS = {
 BUDGETS = {
     "smoke": {"gpt2-small": ["60%"]},
     "cpu": {"gpt2-medium": ["50%", "30%"], "resnet50": ["60%", "40%"]},
-    "paper": {
-        "gpt2-medium": gibibytes(((0.8, 4, 0.4),)),
-        "resnet101": gibibytes(((1, 8, 1),)),
-    },
+    "paper": {"gpt2-medium": gibibytes(((0.8, 4, 0.4),)), "resnet101": gibibytes(((1, 8, 1),))},
 }
 
 

@@ -23,10 +23,7 @@ CHECKPOINTS = (
     *("perceptron", "attention", "attention and perceptron", "nested"),
 )
 SELECTIONS = ("save heavy", "save attention", "save every 2nd")
-COMPILED = (
-    *((f"0.{n} dp") for n in (1, 2, 3, 4, 5, 6, 8)),
-    *("0.5 ilp", "0.5 greedy"),
-)
+COMPILED = (*((f"0.{n} dp") for n in (1, 2, 3, 4, 5, 6, 8)), *("0.5 ilp", "0.5 greedy"))
 INDUCTOR = ("0.3 dp", "0.5 dp", "0.7 dp")
 NETWORK, BATCH = "gpt", {"smoke": 2, "cpu": 8, "paper": 8}
 

@@ -120,10 +120,7 @@ def timeline_points(options: Options) -> list[Point]:
 
 THROUGHPUT = {
     "smoke": {"gpt2-small": (3, (3, 4))},
-    "cpu": {
-        "gpt2-small": (4, (4, 8, 12, 16, 24)),
-        "resnet50": (8, (8, 12, 16, 24)),
-    },
+    "cpu": {"gpt2-small": (4, (4, 8, 12, 16, 24)), "resnet50": (8, (8, 12, 16, 24))},
     "paper": {
         "gpt2-medium": (4, (4, 6, 8, 12, 16, 24)),
         "gpt2-large": (2, (2, 3, 4, 6, 8, 12)),

@@ -40,11 +40,7 @@ from rockmate import InfeasibleBudgetError
 from rockmate.planning import Plan, plan
 
 Row = dict[str, object]
-SHARES = {
-    "Checkmate": (0.9, 0.8),
-    "Moccasin, random": (0.9, 0.8),
-    "DTR": (0.8, 0.6, 0.4),
-}
+SHARES = {"Checkmate": (0.9, 0.8), "Moccasin, random": (0.9, 0.8), "DTR": (0.8, 0.6, 0.4)}
 DOWNLOADS = RESULTS / "latest" / "public"
 # Larger graphs of a source are left out unless they are asked for: a plan of them takes minutes.
 MOST_OPERATIONS = 1500

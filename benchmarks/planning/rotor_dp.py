@@ -297,11 +297,7 @@ def row_of(implementation: str, stages: int, options: int, run: Run) -> dict[str
 
 
 def textbook_row(
-    library: ctypes.CDLL | None,
-    chain: Chain,
-    rotor_run: Run,
-    memory_outermost: bool,
-    full: bool,
+    library: ctypes.CDLL | None, chain: Chain, rotor_run: Run, memory_outermost: bool, full: bool
 ) -> dict[str, object]:
     """Return the textbook's row for the chain that rotor has just solved."""
     stages = len(chain)

@@ -16,10 +16,7 @@ from probe.machine import Machine, Ready, Row, apart, fresh, seconds_of
 from rkgb.torch_api import with_flags
 from rockmate import InfeasibleBudgetError, Rockmate
 
-_DETERMINISTIC = (
-    ("deterministic", (True, True)),
-    ("cudnn.deterministic", True),
-)
+_DETERMINISTIC = (("deterministic", (True, True)), ("cudnn.deterministic", True))
 
 
 def as_users(machine: Machine) -> Iterator[Row]:

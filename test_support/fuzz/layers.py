@@ -246,8 +246,7 @@ IMAGES = {
     ),
     "dropout of channels": _module("nn.Dropout2d(0.2)", kinds=("image",)),
     "spectral convolution": _module(
-        "nn.utils.parametrizations.spectral_norm(nn.Conv2d(8, 8, 3, padding=1))",
-        kinds=("image",),
+        "nn.utils.parametrizations.spectral_norm(nn.Conv2d(8, 8, 3, padding=1))", kinds=("image",)
     ),
     "pooled": Form("x = F.interpolate(F.max_pool2d(x, 2), scale_factor=2)", kinds=("image",)),
     "average": Form("x = x * F.adaptive_avg_pool2d(x, 1).sigmoid()", kinds=("image",)),

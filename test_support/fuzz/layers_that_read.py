@@ -43,10 +43,7 @@ FUNCTIONS = {name: _function(*parts) for name, parts in _FUNCTIONS.items()}
 
 PYTHON = {
     "global number": Form(
-        "x = x * SCALE_N",
-        top="SCALE_N = 0.5",
-        changes=("globals()['SCALE_N'] = VALUE",),
-        weight=2,
+        "x = x * SCALE_N", top="SCALE_N = 0.5", changes=("globals()['SCALE_N'] = VALUE",), weight=2
     ),
     "global table": Form(
         "x = x * CONFIG_N['scale']",
@@ -101,9 +98,7 @@ PYTHON = {
         "x = x * self.numbers_N.pop()", "self.numbers_N = [n / 50 for n in range(100)]"
     ),
     "counter": Form(
-        "self.calls_N += 1\nx = x / self.calls_N",
-        "self.calls_N = 0",
-        changes=("OWN.calls_N = 0",),
+        "self.calls_N += 1\nx = x / self.calls_N", "self.calls_N = 0", changes=("OWN.calls_N = 0",)
     ),
     "global counter": Form(
         "CALLS_N['count'] += 1\nx = x / CALLS_N['count']", top="CALLS_N = {'count': 0}"

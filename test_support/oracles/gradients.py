@@ -139,11 +139,7 @@ def leaves_that_want(model: nn.Module, sample: Sample) -> list[Tensor]:
 
 
 def assert_same_gradients(
-    sg: SimplifiedGraph,
-    model: nn.Module,
-    sample: Any,
-    *,
-    kwargs: Mapping[str, Any] | None = None,
+    sg: SimplifiedGraph, model: nn.Module, sample: Any, *, kwargs: Mapping[str, Any] | None = None
 ) -> None:
     """Assert that the graph's program, as recorded and as it is run, gives autograd's gradients.
 

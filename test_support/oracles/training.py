@@ -103,11 +103,7 @@ def assert_trains_like(
 
 
 def measured_peak_bytes(
-    model: nn.Module,
-    sample: Any,
-    *,
-    kwargs: Mapping[str, Any] | None = None,
-    grads_exist: bool,
+    model: nn.Module, sample: Any, *, kwargs: Mapping[str, Any] | None = None, grads_exist: bool
 ) -> int:
     """Return the allocator's peak of one step above its start, by the design's definition.
 

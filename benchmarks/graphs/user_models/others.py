@@ -8,14 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphs.user_models.batches import (
-    WORDS,
-    Built,
-    integers_of,
-    keywords,
-    random_of,
-    seeded,
-)
+from graphs.user_models.batches import WORDS, Built, integers_of, keywords, random_of, seeded
 
 
 class _GraphNet(nn.Module):

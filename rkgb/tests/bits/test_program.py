@@ -17,12 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from oracles.check_program import check_program
-from oracles.gradients import (
-    gradients_of_graph,
-    gradients_of_module,
-    handed_over,
-    run_program,
-)
+from oracles.gradients import gradients_of_graph, gradients_of_module, handed_over, run_program
 from rkgb.capture.record import make_B
 from rkgb.costs.measure import measure
 from rkgb.costs.op_costs import op_key

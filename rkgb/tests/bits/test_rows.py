@@ -120,11 +120,7 @@ CASES: dict[str, Case] = {
         lambda: (images(), rows(4), rows(4), 8, 4, 36, 2, 1e-5),
         {0: BY_IMAGES},
     ),
-    "group_norm backward": (
-        aten.native_group_norm_backward.default,
-        group_normed,
-        {1: BY_IMAGES},
-    ),
+    "group_norm backward": (aten.native_group_norm_backward.default, group_normed, {1: BY_IMAGES}),
     "embedding": (
         aten.embedding.default,
         lambda: (rows(9, 3), torch.arange(16).view(2, 8) % 9),
@@ -149,11 +145,7 @@ CASES: dict[str, Case] = {
     "split": (aten.split.Tensor, lambda: (rows(8, 6), 4, 1), {0: (4, 1)}),
     "select": (aten.select.int, lambda: (rows(8, 6), 1, 2), {0: (4, 1)}),
     "unbind": (aten.unbind.int, lambda: (rows(3, 8), 0), {0: (1, 4)}),
-    "select backward": (
-        aten.select_backward.default,
-        lambda: (rows(8), [8, 6], 1, 2),
-        {0: (4,)},
-    ),
+    "select backward": (aten.select_backward.default, lambda: (rows(8), [8, 6], 1, 2), {0: (4,)}),
     "slice backward": (
         aten.slice_backward.default,
         lambda: (rows(8, 2), [8, 6], 1, 1, 3, 1),

@@ -177,9 +177,7 @@ def test_rounds_end_when_patience_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls_of(falling) == (1 + Timing.min_rounds) * len(falling.calls)
 
 
-def test_a_later_visit_of_a_long_operation_is_one_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_later_visit_of_a_long_operation_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = NoisyMachine(lambda op: 2 * Timing.long_ms, jitter=0.0, stalls=0.0)
     basic, ops, found = quiet.measured(monkeypatch, "averaging")
     assert set(quiet.calls.values()) == {1 + Timing.min_rounds}

@@ -28,8 +28,7 @@ needs_dot = pytest.mark.skipif(
     shutil.which("dot") is None, reason="the program dot (Graphviz) is not installed"
 )
 needs_browser = pytest.mark.skipif(
-    not any(map(shutil.which, BROWSERS)),
-    reason=f"no browser is installed ({', '.join(BROWSERS)})",
+    not any(map(shutil.which, BROWSERS)), reason=f"no browser is installed ({', '.join(BROWSERS)})"
 )
 
 

@@ -14,12 +14,7 @@ from torch import nn
 
 from rkgb import RkgbError
 from rkgb.elements import is_inside
-from rockmate.arguments import (
-    Arguments,
-    Call,
-    called_with,
-    refuse_no_module,
-)
+from rockmate.arguments import Arguments, Call, called_with, refuse_no_module
 from rockmate.blockwise.loss_outside import LossOfBlocks, Within
 from rockmate.blockwise.planning import BlockPlanner
 from rockmate.blockwise.rehearsal import find_what_changes, largest_first
@@ -246,11 +241,7 @@ def _planned(
     views = {path: plain_view(block) for path, block in found.items()}
     phases = Phases({"blocks": 2, "free plan": 1}, show=given.progress)
     planner = BlockPlanner(
-        *(model, views, terms),
-        team=team,
-        in_flight=given.in_flight,
-        saved=saved,
-        note=phases.note,
+        *(model, views, terms), team=team, in_flight=given.in_flight, saved=saved, note=phases.note
     )
 
     loss_bytes = within.memory.loss_bytes if within and _awaits(given, within) else 0

@@ -185,9 +185,7 @@ class Cells(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-def test_cells_in_a_loop_sum_their_gradients_as_under_autocast(
-    kind: type[nn.RNNCellBase],
-) -> None:
+def test_cells_in_a_loop_sum_their_gradients_as_under_autocast(kind: type[nn.RNNCellBase]) -> None:
     torch.manual_seed(0)
     model, x = Cells(kind), torch.randn(5, 4, 8)
     eager = eager_copy(model)

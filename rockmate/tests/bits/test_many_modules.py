@@ -49,9 +49,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _step(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
     args, kwargs = pytree.tree_map_only(
-        Tensor,
-        lambda t: t.detach().clone().requires_grad_(t.requires_grad),
-        (args, kwargs),
+        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs)
     )
     result = model(*args, **kwargs)
     loss = loss_of(result)

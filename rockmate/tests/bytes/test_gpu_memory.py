@@ -103,8 +103,7 @@ def test_the_first_work_of_a_process_may_be_planning() -> None:
 
 @needs_gpu
 @pytest.mark.parametrize(
-    "settings",
-    ["expandable_segments:True", "max_split_size_mb:64", "roundup_power2_divisions:4"],
+    "settings", ["expandable_segments:True", "max_split_size_mb:64", "roundup_power2_divisions:4"]
 )
 def test_settings_of_the_allocator_keep_the_budget(settings: str) -> None:
     ran = in_a_fresh_process(settings)

@@ -73,8 +73,7 @@ def test_requests_are_as_predicted_and_blocks_within_the_budget(name: str, fract
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [n if n == "uno" else pytest.param(n, marks=pytest.mark.nightly) for n in NETS],
+    "name", [n if n == "uno" else pytest.param(n, marks=pytest.mark.nightly) for n in NETS]
 )
 def test_training_is_bit_equal_with_backwards_in_another_thread(name: str) -> None:
     model, sample = network(name)

@@ -65,22 +65,14 @@ CASES: dict[str, tuple[Callable[[], Any], Of, Callable[[Any, float], object]]] =
         lambda o: o["key"].scale,
         lambda o, v: setattr(o["key"], "scale", v),
     ),
-    "a method": (
-        lambda: Holder().get,
-        lambda o: o(),
-        lambda o, v: setattr(o.__self__, "scale", v),
-    ),
+    "a method": (lambda: Holder().get, lambda o: o(), lambda o, v: setattr(o.__self__, "scale", v)),
     "a class": (
         lambda: type("K", (), {"__module__": __name__, "scale": 2.0}),
         lambda o: o.scale,
         lambda o, v: setattr(o, "scale", v),
     ),
     "an array": (lambda: np.full(3, 2.0), lambda o: float(o[1]), lambda o, v: o.fill(v)),
-    "a set": (
-        lambda: {2.0},
-        lambda o: max(o),
-        lambda o, v: (o.clear(), o.add(v)),
-    ),
+    "a set": (lambda: {2.0}, lambda o: max(o), lambda o, v: (o.clear(), o.add(v))),
 }
 
 

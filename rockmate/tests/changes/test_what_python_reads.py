@@ -153,10 +153,7 @@ PLACES = {
     "global": (lambda _: SCALE, _set_global),
     "dict": (lambda _: CONFIG["scale"], functools.partial(CONFIG.__setitem__, "scale")),
     "dict of dicts": (_default, functools.partial(CONFIG["deep"]["list"].__setitem__, 1)),
-    "ordered dict": (
-        lambda _: ORDERED["scale"],
-        functools.partial(ORDERED.__setitem__, "scale"),
-    ),
+    "ordered dict": (lambda _: ORDERED["scale"], functools.partial(ORDERED.__setitem__, "scale")),
     "class": (lambda _: Shared.scale, _set(Shared, "scale")),
     "dataclass": (lambda _: OPTIONS.scale, _set(OPTIONS, "scale")),
     "slots": (lambda _: SLOTS.scale, _set(SLOTS, "scale")),

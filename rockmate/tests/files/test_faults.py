@@ -93,10 +93,7 @@ def _both(where: str, folder: Path, store: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "where",
-    ["planning", "a step", "a save"],
-)
+@pytest.mark.parametrize("where", ["planning", "a step", "a save"])
 def test_the_others_end_with_an_error(where: str, tmp_path: Path) -> None:
     found = _both(where, tmp_path, "store")
     dead = 0 if where == "a save" else 1

@@ -21,11 +21,7 @@ def keeping_all(problem: Problem) -> int:
     return simulate(problem, no_recomputation(problem)).peak_bytes
 
 
-NETWORKS = {
-    "gpt": gpt_problem(5),
-    "resnet": resnet_problem((1, 2, 1)),
-    "unet": unet_problem(3),
-}
+NETWORKS = {"gpt": gpt_problem(5), "resnet": resnet_problem((1, 2, 1)), "unet": unet_problem(3)}
 
 
 @pytest.mark.slow

@@ -40,9 +40,7 @@ def test_what_is_given_goes_before_the_environment(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_lightning_finds_its_switch_where_an_amount_is_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_lightning_finds_its_switch_where_an_amount_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="lightning is a test extra")
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8")
     found = re.search(r'lightning.pytorch.callbacks_factory"\]\nrockmate = "(.*)"\n', project)

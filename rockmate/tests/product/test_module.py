@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rockmate
-from rockmate import (
-    CheckpointedModule,
-    Rockmate,
-)
+from rockmate import CheckpointedModule, Rockmate
 from rockmate.settings import parse_budget
 from runs.planned import wrap
 from zoo.nets import hugging_face_gpt2, network

@@ -268,8 +268,7 @@ def looked_at(path: Path, folder: Path, width: int) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(
-    not any(map(shutil.which, BROWSERS)),
-    reason=f"no browser is installed ({', '.join(BROWSERS)})",
+    not any(map(shutil.which, BROWSERS)), reason=f"no browser is installed ({', '.join(BROWSERS)})"
 )
 @pytest.mark.parametrize("width", [360, 1100])
 def test_a_browser_shows_all_of_the_page(path: Path, tmp_path: Path, width: int) -> None:

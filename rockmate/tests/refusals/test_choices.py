@@ -14,12 +14,7 @@ from rockmate.settings import COSTS, Settings
 from rockmate.solvers import BACKENDS
 from zoo.problems import gpt_problem
 
-KNOWN = {
-    "cost": COSTS,
-    "effort": tuple(EFFORTS),
-    "planner": tuple(PLANNERS),
-    "backend": BACKENDS,
-}
+KNOWN = {"cost": COSTS, "effort": tuple(EFFORTS), "planner": tuple(PLANNERS), "backend": BACKENDS}
 
 
 @pytest.mark.parametrize("option", KNOWN)

@@ -91,7 +91,7 @@ class RecordedBackward:
             tuple(
                 tuple(like.stride()) if name in own else None
                 for like, name in zip(likes, names, strict=True)
-            ),
+            )
         )
 
     def run(

@@ -26,11 +26,7 @@ class HookWatch:
     """Watches the forward hooks in the submodules of a copy of a model."""
 
     def __init__(
-        self,
-        recorder: Recorder,
-        codes: CodeWatch,
-        twin: nn.Module,
-        known: Sequence[Effect] = (),
+        self, recorder: Recorder, codes: CodeWatch, twin: nn.Module, known: Sequence[Effect] = ()
     ) -> None:
         self.recorder, self.codes = recorder, codes
         self.known = frozenset(known)  # observer hooks among them are not called again

@@ -90,10 +90,7 @@ def _differences(
 
 
 def _recorded_again(
-    model: nn.Module,
-    sample: Sample,
-    known: BasicGraph,
-    within: tuple[Sequence[int], int] | None,
+    model: nn.Module, sample: Sample, known: BasicGraph, within: tuple[Sequence[int], int] | None
 ) -> BasicGraph | None:
     """Return another recording, without running opaque calls; None if it takes too much memory.
 

@@ -74,10 +74,7 @@ def record_sizes(
 
 
 def outputs_without_content(
-    model: nn.Module,
-    inputs: Any,
-    kwargs: Mapping[str, Any] | None,
-    device: torch.device | str,
+    model: nn.Module, inputs: Any, kwargs: Mapping[str, Any] | None, device: torch.device | str
 ) -> list[Tensor]:
     """Return the outputs of a forward of `model` on `device`, without content.
 
@@ -120,11 +117,7 @@ def record_without_content(
     without = _bare_call(model, sample.args, sample.kwargs, sample.device)
     with without as (twin, bare), bare.device:
         return record(
-            *(twin, bare, kind),
-            opaque=known.opaque,
-            known=known,
-            held_bytes={},
-            runs_pieces=False,
+            *(twin, bare, kind), opaque=known.opaque, known=known, held_bytes={}, runs_pieces=False
         )
 
 

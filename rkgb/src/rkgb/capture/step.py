@@ -42,13 +42,7 @@ from rkgb.guards.sources import Sources
 from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
 from rkgb.recording.places import Places
 from rkgb.recording.repeated import KERNEL
-from rkgb.recording.watch import (
-    CallWatch,
-    as_written,
-    no_idle_looks,
-    no_reading,
-    refused_calls,
-)
+from rkgb.recording.watch import CallWatch, as_written, no_idle_looks, no_reading, refused_calls
 from rkgb.safeguards.arguments import Arguments
 from rkgb.safeguards.assignments import AssignsError, Hidden, assigned
 from rkgb.safeguards.explain import explained

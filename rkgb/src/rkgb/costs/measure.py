@@ -17,12 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.costs.op_costs import (
-    count_flops,
-    kinds_of,
-    made_bytes,
-    op_key,
-)
+from rkgb.costs.op_costs import count_flops, kinds_of, made_bytes, op_key
 from rkgb.costs.rounds import Bench, Timing, rounds
 from rkgb.device.base import CallTime
 from rkgb.device.chosen import device_of, trace_memory
@@ -122,10 +117,7 @@ def choose_callees(
 
 
 def _benches(
-    basic: BasicGraph,
-    kinds: Mapping[str, Op],
-    external: Mapping[str, Tensor],
-    drawn: Drawn | None,
+    basic: BasicGraph, kinds: Mapping[str, Op], external: Mapping[str, Tensor], drawn: Drawn | None
 ) -> dict[str, Bench]:
     forward = {op.name for op in basic.ops}
     chosen = {**_true_elements(basic), **_full_bags(basic, kinds.values())}

@@ -65,8 +65,7 @@ class Bench:
         """Return fresh arguments for one call."""
         basic = self.basic
         found = StandIns(
-            *(basic.infos, basic.device, self.external, self.written, self.chosen),
-            drawn=self.drawn,
+            *(basic.infos, basic.device, self.external, self.written, self.chosen), drawn=self.drawn
         )
         value = found.__getitem__
         return map_refs(self.op.args, value), map_refs(dict(self.op.kwargs), value)

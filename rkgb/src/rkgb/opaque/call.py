@@ -193,10 +193,7 @@ def run_call(
 
 @contextlib.contextmanager
 def _own_parameters(
-    model: nn.Module,
-    module: nn.Module,
-    names: Sequence[str],
-    hook: Callable[[Tensor | None], None],
+    model: nn.Module, module: nn.Module, names: Sequence[str], hook: Callable[[Tensor | None], None]
 ) -> Iterator[Mapping[str, Tensor]]:
     """Replace a module's parameters by new leaves on the same memory.
 

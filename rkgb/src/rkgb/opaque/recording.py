@@ -260,7 +260,7 @@ class PieceRecorder:
             raise
         except Exception as error:
             raise BrokenPieceError(
-                f"cannot run module {call}: it raised {type(error).__name__}: {error}",
+                f"cannot run module {call}: it raised {type(error).__name__}: {error}"
             ) from error
         self.recorder.follow_random()
         return found

@@ -51,9 +51,7 @@ class Columns:
 
 
 def arrange(
-    pieces: Sequence[SizedCell],
-    arrows: Sequence[tuple[int, int]],
-    count: int | None = None,
+    pieces: Sequence[SizedCell], arrows: Sequence[tuple[int, int]], count: int | None = None
 ) -> Columns:
     """Return the columns that show the picture largest on a page, or `count` columns.
 

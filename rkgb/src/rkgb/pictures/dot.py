@@ -272,10 +272,7 @@ class _Drawer:
                 row.attr(rank="same")
                 for role in level:
                     row.node(self._id(number, role))
-                if level == [
-                    "fwd",
-                    "bwd",
-                ]:  # forward left, even without a phantom between
+                if level == ["fwd", "bwd"]:  # forward left, even without a phantom between
                     row.edge(self._id(number, "fwd"), self._id(number, "bwd"), style="invis")
 
     def _id(self, cell: int, role: str) -> str:
@@ -306,11 +303,7 @@ class _Drawer:
         return style
 
     def _draw_arrow(
-        self,
-        graph: Any,
-        arrow: Arrow,
-        ends: tuple[int, int],
-        drawn: set[tuple[str, str, str]],
+        self, graph: Any, arrow: Arrow, ends: tuple[int, int], drawn: set[tuple[str, str, str]]
     ) -> None:
         source, target = self._id(ends[0], arrow.source[1]), self._id(ends[1], arrow.target[1])
         if source == target or (source, target, arrow.style) in drawn:

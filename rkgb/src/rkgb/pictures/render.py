@@ -19,13 +19,7 @@ from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.drawn import draw_by
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.pictures.dot import draw
-from rkgb.pictures.sketch import (
-    Sketch,
-    sketch_dataflow,
-    sketch_k,
-    sketch_list,
-    sketch_simplified,
-)
+from rkgb.pictures.sketch import Sketch, sketch_dataflow, sketch_k, sketch_list, sketch_simplified
 
 FORMATS = ("svg", "pdf", "png")
 _PNG_DOTS_PER_INCH = "110"

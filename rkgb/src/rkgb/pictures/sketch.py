@@ -194,11 +194,7 @@ def sketch_list(graphs: Sequence[SimplifiedGraph | KGraph], title: str = "blocks
         where = around([node.module_path for node in nodes])
         count = f"class {number}, {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
         vertex = Vertex(
-            f"block {index}",
-            f"{count}\n{where}".strip(),
-            "block",
-            float(len(nodes)),
-            number,
+            f"block {index}", f"{count}\n{where}".strip(), "block", float(len(nodes)), number
         )
         # Blocks have no path: one module is often several blocks, and only the chain matters.
         cells.append(Cell("", number, {"fwd": vertex}))

@@ -13,13 +13,7 @@ from rkgb.atlas.forward_backward import KGraph, S_to_K
 from rkgb.atlas.inspection import CostChoice
 from rkgb.graphs.simplified import SimplifiedGraph
 
-__all__ = [
-    "AnonymousGraph",
-    "S_list_to_K_list_eco",
-    "anonymize",
-    "equivalence_classes",
-    "node_key",
-]
+__all__ = ["AnonymousGraph", "S_list_to_K_list_eco", "anonymize", "equivalence_classes", "node_key"]
 
 
 def S_list_to_K_list_eco(

@@ -226,10 +226,7 @@ class LiveBytes(LiveStorages, DispatchMode):
         return True
 
     def __init__(
-        self,
-        known: Iterable[Tensor],
-        device: torch.device,
-        block_bytes: Callable[[int], int] = int,
+        self, known: Iterable[Tensor], device: torch.device, block_bytes: Callable[[int], int] = int
     ) -> None:
         LiveStorages.__init__(self)
         DispatchMode.__init__(self)

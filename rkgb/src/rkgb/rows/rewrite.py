@@ -207,11 +207,7 @@ def _ways(shape: Shape, count: int, shapes: Iterable[Shape]) -> Iterator[tuple[C
 
 class _Node:
     def __init__(
-        self,
-        sg: SimplifiedGraph,
-        index: int,
-        rows: Rows,
-        same_bits: SameBits | None,
+        self, sg: SimplifiedGraph, index: int, rows: Rows, same_bits: SameBits | None
     ) -> None:
         name, cuts, self.runs = rows
         self.sg, self.count, self.index = sg, math.prod(cuts), index

@@ -11,12 +11,7 @@ global_hooks.py.
 from rkgb.torch_api.compiled_code import compiled_modules, is_in_compiled_code, is_optimized
 from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
 from rkgb.torch_api.global_hooks import has_global_hooks, without_global_hooks
-from rkgb.torch_api.kernel_choice import (
-    KernelChoice,
-    RecomputingAs,
-    running_a_forward,
-    with_flags,
-)
+from rkgb.torch_api.kernel_choice import KernelChoice, RecomputingAs, running_a_forward, with_flags
 from rkgb.torch_api.object_heads import has_in_head, heads_of
 from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private.autograd import (

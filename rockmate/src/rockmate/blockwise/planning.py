@@ -251,12 +251,7 @@ class BlockPlanner:
         return replace(again, tested=chosen.tested)
 
     def _chosen(
-        self,
-        memory: StepMemory,
-        choice: Choice,
-        measured: int,
-        keeping_all: int,
-        budget: int,
+        self, memory: StepMemory, choice: Choice, measured: int, keeping_all: int, budget: int
     ) -> ChosenBlocks:
         for forward in self.forwards.values():
             if isinstance(forward, LockstepModule):

@@ -216,10 +216,7 @@ def marked(executor: Executor, place: int, marker: Marker) -> Iterator[None]:
 
 
 def _ending(
-    backward: Callable[[list[Any], list[Tensor]], Handing],
-    last: int,
-    name: str,
-    marker: Marker,
+    backward: Callable[[list[Any], list[Tensor]], Handing], last: int, name: str, marker: Marker
 ) -> Callable[[list[Any], list[Tensor]], Handing]:
     """Return a backward that also marks its last gradients."""
 

@@ -25,11 +25,7 @@ from rkgb.torch_api import (
 from rockmate.arguments import Call
 from rockmate.calls.loss_outside import LossOutside
 from rockmate.calls.plan_store import Family, Key
-from rockmate.calls.plans_of_module import (
-    HandedOverOtherwiseError,
-    NotPlannedError,
-    PlansOfModule,
-)
+from rockmate.calls.plans_of_module import HandedOverOtherwiseError, NotPlannedError, PlansOfModule
 from rockmate.calls.second_look import Differences, SecondLook
 from rockmate.errors import UnsupportedModuleError
 from rockmate.guards.input_signature import ambient, in_order, key_of

@@ -45,12 +45,7 @@ class StepResult:
 
 
 def run_step(
-    call: Any,
-    twin: nn.Module,
-    sample: Sample,
-    *,
-    keep: Keep = "values",
-    losses: bool = True,
+    call: Any, twin: nn.Module, sample: Sample, *, keep: Keep = "values", losses: bool = True
 ) -> StepResult:
     """Run `call` on the sample, and its backward on the twin's leaves, metering the memory.
 

@@ -54,12 +54,7 @@ class ChosenStep:
 
 
 def plan_step(
-    model: nn.Module,
-    call: Call,
-    settings: Terms,
-    budget_bytes: int,
-    whole: Sequence[str],
-    why: str,
+    model: nn.Module, call: Call, settings: Terms, budget_bytes: int, whole: Sequence[str], why: str
 ) -> ChosenStep:
     """Return a plan for a root whose submodules `whole` cannot be recorded.
 

@@ -20,12 +20,7 @@ if TYPE_CHECKING:
     from rockmate.integrations.lightning import LightningCallback
     from rockmate.integrations.names import register_with_accelerate
 
-__all__ = [
-    "LightningCallback",
-    "RockmateArguments",
-    "RockmateCallback",
-    "register_with_accelerate",
-]
+__all__ = ["LightningCallback", "RockmateArguments", "RockmateCallback", "register_with_accelerate"]
 _HOMES = {
     "LightningCallback": "lightning",
     "RockmateArguments": "hugging_face",

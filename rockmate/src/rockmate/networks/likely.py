@@ -44,8 +44,7 @@ def _given(
     shapes = [basic.infos[name].shape for name in basic.roots]
     pairs = zip(shapes, kind.tangents, strict=True)
     return BackwardKind(
-        tuple(plain_strides(s, None if t is None else strides(s)) for s, t in pairs),
-        kind.autocast,
+        tuple(plain_strides(s, None if t is None else strides(s)) for s, t in pairs), kind.autocast
     )
 
 

@@ -25,22 +25,14 @@ from rkgb.elements import (
     is_inside,
     target_of,
 )
-from rkgb.engine import (
-    Sample,
-    operations,
-)
+from rkgb.engine import Sample, operations
 from rkgb.graphs import BackwardKind, SimplifiedGraph
 from rkgb.run import Outcomes, RunnableGraph
 from rkgb.torch_api import has_saved_hooks
 from rockmate.comparison.contents import Contents
 from rockmate.errors import OtherForwardError, RockmateError
 from rockmate.guards.input_signature import InputSignature
-from rockmate.networks.executables import (
-    executable,
-    planned_executable,
-    steps_of,
-    without_reruns,
-)
+from rockmate.networks.executables import executable, planned_executable, steps_of, without_reruns
 from rockmate.networks.likely import kinds_of_sums, likely_kinds
 from rockmate.networks.network import Network
 from rockmate.networks.variants import Replan, fits_into_a_step, variant_of
@@ -328,13 +320,7 @@ def with_other_numbers(
             if key in chosen
         },
     )
-    network = replace(
-        old,
-        recorded=recorded,
-        graph=recorded.graph,
-        measured=measured,
-        cut=cut,
-    )
+    network = replace(old, recorded=recorded, graph=recorded.graph, measured=measured, cut=cut)
     if graph is old.graph:
         program = planned_executable(network, planned.plan)
     else:  # the plan's problem is for other gradients

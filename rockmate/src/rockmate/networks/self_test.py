@@ -140,11 +140,7 @@ def self_test(
 
 
 def _tested(
-    planned: Planned,
-    model: nn.Module,
-    sample: Sample,
-    eager: StepResult | None,
-    anyone: Anyone,
+    planned: Planned, model: nn.Module, sample: Sample, eager: StepResult | None, anyone: Anyone
 ) -> tuple[StepResult, str]:
     if planned.network.is_rounded:
         return _test_of_pieces(planned, model, sample, eager)
@@ -168,9 +164,7 @@ def _tested(
         return ours, ""
     if not eager.stream.equals(ours.stream):
         refuse(wrong, name)
-    found = agree(
-        *(eager, ours, run_eager, run_ours, name, first_unsteady(planned.network)),
-    )
+    found = agree(*(eager, ours, run_eager, run_ours, name, first_unsteady(planned.network)))
     _log.warning("%s: %s", name, found)
     return ours, found
 
@@ -200,9 +194,7 @@ def _test_of_pieces(
         free = replace(planned, network=network, executor=Executor(unplanned_executable(network)))
         again = _planned_step(free, model, sample, "fingerprints")
         refuse(
-            differences(again, ours),
-            name,
-            "These are the bits of its pieces without recomputation",
+            differences(again, ours), name, "These are the bits of its pieces without recomputation"
         )
 
     def run_eager(change: Callable[[nn.Module], nn.Module]) -> StepResult:

@@ -26,13 +26,7 @@ from rkgb.engine import (
     runnable,
 )
 from rkgb.errors import NotByPiecesError
-from rkgb.graphs import (
-    BackwardKind,
-    BasicGraph,
-    SimplifiedGraph,
-    autocast_as,
-    forward_differences,
-)
+from rkgb.graphs import BackwardKind, BasicGraph, SimplifiedGraph, autocast_as, forward_differences
 from rkgb.run import Move, held_bytes, without_idle_steps
 from rkgb.torch_api import placed_parameters
 from rockmate.errors import (

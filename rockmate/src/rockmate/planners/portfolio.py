@@ -366,12 +366,7 @@ def _chain(
         return
     begin = time.perf_counter()
     model = chain_model(
-        run.problem,
-        solver,
-        merged=max_nodes > 0,
-        pinned=pinned,
-        cache=cache,
-        max_nodes=max_nodes,
+        run.problem, solver, merged=max_nodes > 0, pinned=pinned, cache=cache, max_nodes=max_nodes
     )
     if model is None:
         run.tried.append(Trial(name, time.perf_counter() - begin, note="no cut"))

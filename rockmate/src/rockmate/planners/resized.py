@@ -33,10 +33,7 @@ _MOST_PLANS = 4  # plans of the nearest sizes that are tried
 
 
 def replan(
-    problem: Problem,
-    budget_bytes: int,
-    known: Sequence[tuple[Problem, Steps]],
-    blocks: KnownBlocks,
+    problem: Problem, budget_bytes: int, known: Sequence[tuple[Problem, Steps]], blocks: KnownBlocks
 ) -> Plan | None:
     """Return the fastest plan within the budget that known plans lead to, or None.
 

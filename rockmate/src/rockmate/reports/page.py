@@ -203,9 +203,7 @@ def memory_section(problem: Problem, plan: Plan, is_timed: bool = True) -> str:
     if found.elsewhere:
         colours += _key("elsewhere", "moved elsewhere")
     return _section(
-        "Memory over the step",
-        colours + _key("plain", "without recomputation"),
-        chart.svg(),
+        "Memory over the step", colours + _key("plain", "without recomputation"), chart.svg()
     )
 
 

@@ -253,11 +253,7 @@ def within_blocks(
 
 
 def _least(
-    make: Make,
-    attempt: Try,
-    budget_bytes: int,
-    least_bytes: int,
-    refusal: InfeasibleBudgetError,
+    make: Make, attempt: Try, budget_bytes: int, least_bytes: int, refusal: InfeasibleBudgetError
 ) -> Planned:
     """Return the plan of least bytes if it fits.
 

@@ -166,12 +166,7 @@ class Plan:
 
 
 def make_plan(
-    problem: Problem,
-    steps: Steps,
-    budget_bytes: int,
-    planner: str,
-    moves: Moves = (),
-    **rest: Any,
+    problem: Problem, steps: Steps, budget_bytes: int, planner: str, moves: Moves = (), **rest: Any
 ) -> Plan:
     """Return the plan of some steps, with peak and overhead from the exact simulator.
 

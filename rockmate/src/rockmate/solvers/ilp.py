@@ -65,11 +65,7 @@ def check_installed(backend: str) -> None:
 
 
 def solve_ilp(
-    problem: Problem,
-    budget_bytes: int,
-    *,
-    backend: str = "cbc",
-    time_limit_s: float | None = None,
+    problem: Problem, budget_bytes: int, *, backend: str = "cbc", time_limit_s: float | None = None
 ) -> SolverResult:
     """Return the steps of least overhead within the budget, for schedules in node order.
 

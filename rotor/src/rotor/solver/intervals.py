@@ -86,11 +86,7 @@ def improve_with_intervals(
 
 
 def solve_intervals(
-    chain: Chain,
-    budget_bytes: int,
-    *,
-    effort: float = DEFAULT_EFFORT,
-    forget_inputs: bool = True,
+    chain: Chain, budget_bytes: int, *, effort: float = DEFAULT_EFFORT, forget_inputs: bool = True
 ) -> Schedule:
     """Return a fast schedule within the budget, which may drop and recompute boundary tensors.
 

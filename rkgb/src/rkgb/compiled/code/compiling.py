@@ -78,11 +78,7 @@ def refusals() -> Iterator[None]:
 
 class _Compiling:
     def __init__(
-        self,
-        joint: Joint,
-        device: torch.device,
-        other: CompiledClass | None,
-        rule: SizeRule | None,
+        self, joint: Joint, device: torch.device, other: CompiledClass | None, rule: SizeRule | None
     ) -> None:
         self.joint, self.device, self.other, self.rule = joint, device, other, rule
         self.count = len(joint.results) + 2 * len(joint.statistics)

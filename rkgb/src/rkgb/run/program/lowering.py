@@ -24,14 +24,7 @@ from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.run.graph.node_storages import dying_in_backward, storages_of
 from rkgb.run.program.moves import Move, kept_moves, with_moves
-from rkgb.run.program.places import (
-    Places,
-    Step,
-    ends_of,
-    first_forwards,
-    given_by,
-    waiting_places,
-)
+from rkgb.run.program.places import Places, Step, ends_of, first_forwards, given_by, waiting_places
 from rkgb.run.program.state import copied_for_rerun, rerun_ops, rerun_state, runs_once
 from rkgb.run.program.statements import (
     Begin,

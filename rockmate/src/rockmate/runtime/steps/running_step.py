@@ -27,11 +27,7 @@ from rkgb.torch_api import (
     running_a_forward,
     straight_to_kernels,
 )
-from rockmate.errors import (
-    BackwardTwiceError,
-    DoubleBackwardError,
-    UnsupportedModuleError,
-)
+from rockmate.errors import BackwardTwiceError, DoubleBackwardError, UnsupportedModuleError
 from rockmate.runtime.backwards import Backwards, PythonOfBackward, Variant
 from rockmate.runtime.executable import Executable
 from rockmate.runtime.gradients.rails import OUT_OF_ORDER, Rail
