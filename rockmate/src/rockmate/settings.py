@@ -14,6 +14,7 @@ from typing import Any, Literal
 from rockmate.errors import ArgumentsError, BudgetFormatError, UnknownChoiceError
 from rockmate.planners.effort import effort_of
 from rockmate.planners.portfolio import check_planner
+from rockmate.problems.link import Link
 from rockmate.solvers import check_backend
 
 Budget = int | float | str
@@ -140,7 +141,7 @@ class Settings:
 
     @property
     def stands_alone(self) -> bool:
-        """Whether a plan is for its own call only: no other sizes and ranks."""
+        """Whether a plan is for the sizes of its own call only."""
         return self.compile or self.offload is not None
 
     @property
@@ -215,6 +216,7 @@ class Terms(Settings):
     most_kept_bytes: int | None = None  # of a module among others: from its forward to its backward
     whole_step: Any = None  # a `WholeStep`, where memory was given: each call's budget follows
     coming: Any = None  # a `Coming`, if the budget includes gradients that the backward allocates
+    link: Link | None = None  # with `offload`, its rates, if they are known
 
 
 def parse_memory(memory: Budget) -> int | None:

@@ -12,8 +12,10 @@ from torch import nn
 
 import rockmate
 from oracles.training import assert_same_gradients, eager_copy
+from rkgb.copies import LinkRates
 from rockmate import InfeasibleBudgetError, PlanSharingError, planners
-from rockmate.networks import network
+from rockmate.networks import network, offload
+from rockmate.problems.link import Link
 from rockmate.requests import ranks
 from rockmate.requests.exchange import Exchange
 from rockmate.requests.ranks import AmongRanks
@@ -63,6 +65,20 @@ def _two_ranks(rank: int) -> None:
     steps = [str(planned.plan.steps) for planned in ours._rockmate.plans]
     assert len(steps) == 2
     assert _same_on_all(steps)
+    for module in (ours, twin):
+        torch.manual_seed(3)
+        module(sample).sum().backward()
+    assert_same_gradients(net, twin)
+
+    # Over a link that carries all; rank 1 measures nothing, and each has half of it.
+    rates = LinkRates(1e12, 1e12, 0.0, is_shared=False)
+    offload.measured_link = None if rank else lambda *_: rates  # type: ignore[assignment]
+    net = _net()
+    twin = eager_copy(net)
+    ours = wrap(net, sample, 0.7, offload="host")
+    assert ours.plan.plan.moves
+    assert ours.plan.problem.link == Link(0.5e12, 0.5e12)
+    assert _same_on_all(str((ours.plan.plan.steps, ours.plan.plan.moves)))
     for module in (ours, twin):
         torch.manual_seed(3)
         module(sample).sum().backward()

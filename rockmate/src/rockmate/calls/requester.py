@@ -63,7 +63,7 @@ class Requester:
         Raises:
             InfeasibleBudgetError, UnsupportedModuleError, rkgb.RkgbError: see `planned_for`.
         """
-        share = self.settings.share and not self.settings.stands_alone  # pieces are not shared
+        share = self.settings.share and not self.settings.compile  # pieces are not shared
         with sharing(share) as ranks:
             given = given_file(self.settings, follows=is_follower(share))
             self._sources = sources_of(self.settings, given, ranks)
@@ -127,7 +127,7 @@ class Requester:
             if not self._sources:
                 self._sources = sources_of(self.settings, given_file(self.settings))
             with unseen():  # planned modules inside become part of this plan
-                known = () if self.settings.stands_alone else self._known(settings or self.settings)
+                known = () if self.settings.compile else self._known(settings or self.settings)
                 request = Request.of(
                     *(bare, call, settings or self.settings),
                     known=known,

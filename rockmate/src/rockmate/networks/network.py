@@ -101,7 +101,7 @@ def network_of(
         if settings.cost == "flops":
             measured = replace(measured, costs=by_flops(graph, measured))
     with phases.phase("calibration"):
-        place = settings.offload, basic.device, settings.host_bytes
+        place = settings.offload, basic.device, settings.host_bytes, settings.link
         return assembled(
             *(graph, recorded, measured, external, compiled, settings.coming), offload_of(*place)
         )

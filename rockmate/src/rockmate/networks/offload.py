@@ -6,6 +6,7 @@ a file brings the rates with it that it was made for.
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, replace
 
@@ -37,7 +38,7 @@ def offload_of(
     """Return the place that a user names, for storages of a device; None for no offload.
 
     Its rates are those of a link that is known, or measured when they are first asked for, while
-    kernels run.
+    kernels run. What is measured is shared with the other processes of a job on this machine.
     """
     if where is None:
         return None
@@ -53,7 +54,16 @@ def offload_of(
         if found is None:
             assert link is not None
             found = Offload(where, _copies[key], link)
-    return replace(found, link=replace(link or found.link, host_bytes=host_bytes))
+    here = link or found.link.shared_by(_processes_here())
+    return replace(found, link=replace(here, host_bytes=host_bytes))
+
+
+def _processes_here() -> int:
+    """Return how many processes of a distributed job run on this machine, or else in all."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", distributed.get_world_size()))
 
 
 def with_link(problem: Problem, movable: frozenset[str], link: Link) -> Problem:

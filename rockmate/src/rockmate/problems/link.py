@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PAGE_BYTES = 4096
 
@@ -35,6 +35,11 @@ class Link:
             raise ValueError(f"a link's latency_ms is {self.latency_ms}")
         if self.host_bytes is not None and self.host_bytes < 0:
             raise ValueError(f"a link's host_bytes is {self.host_bytes}")
+
+    def shared_by(self, count: int) -> Link:
+        """Return the part of each of some processes that use it at the same time."""
+        out, back = self.out_bytes_per_ms / count, self.in_bytes_per_ms / count
+        return replace(self, out_bytes_per_ms=out, in_bytes_per_ms=back)
 
     def host_taken(self, size_bytes: int) -> int:
         """Return what a storage takes on the other side: whole pages."""

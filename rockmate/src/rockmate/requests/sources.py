@@ -105,15 +105,14 @@ def sources_of(
         return (anew,)
     folder = CacheFolder.chosen(settings.cache)
     made: Source = anew if folder is None else Cache(folder, anew)
-    if settings.stands_alone:  # it is for these numbers and sizes
-        return (made,) if given is None else (given, made)
-    sources: tuple[Source, ...] = (other_sizes, made)
+    # At other sizes, other storages should move.
+    sources: tuple[Source, ...] = (made,) if settings.stands_alone else (other_sizes, made)
     if given is not None:
         sources = (given, *sources)
     if ranks is not None:
         sources = (AmongRanks(ranks, sources),)
     sources = (other_numbers, *sources)
-    return sources if given or ranks else (expected_gradients, *sources)
+    return sources if given or ranks or settings.stands_alone else (expected_gradients, *sources)
 
 
 def planned_for(request: Request, sources: Sequence[Source] = (anew,)) -> Planned:
