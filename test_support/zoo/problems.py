@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from rockmate.problems.link import Link
 from rockmate.problems.problem import Node, Problem, Storage
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _FLOPS_PER_MS = 50e6  # a laptop core: 50 GFLOP/s
 _BYTES_PER_MS = 10e6  # 10 GB/s
+FAST = Link(1e12, 1e12)  # it carries all in no time
 
 
 @dataclass
@@ -138,6 +140,15 @@ def _naive_attention(net: NetworkBuilder, qkv: int, hidden: int, flops: float, s
     y = net.add("softmax", [y], scores, saves="o")
     y = net.add("matmul", [y, v], hidden, flops=flops)
     return net.add("contiguous", [y], hidden, saves="")
+
+
+def movable(problem: Problem, link: Link = FAST) -> Problem:
+    """Return the problem in which all that may be moved is movable."""
+    storages = tuple(
+        replace(s, is_movable=bool(s.bwd_users) and not (s.is_phantom or s.is_output))
+        for s in problem.storages
+    )
+    return replace(problem, storages=storages, link=link)
 
 
 def gpt_problem(

@@ -23,9 +23,13 @@ from rockmate.options.module_choice import (
 )
 from rockmate.options.options import BlockOption
 from rockmate.planners.module_options import module_options, plan_keeping
+from rockmate.problems.link import Link
+from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.moves import Move
 from rockmate.schedules.simulate import simulate
-from zoo.problems import random_problem
+from rockmate.schedules.steps import Step
+from zoo.problems import gpt_problem, movable, random_problem
 
 small = st.integers(0, 12)
 
@@ -187,6 +191,63 @@ def test_options_keep_and_reach_what_they_say(seed: int) -> None:
         assert option.overhead_ms == pytest.approx(line.overhead_ms)
     everything = simulate(problem, no_recomputation(problem))
     assert found[0].overhead_ms == everything.overhead_ms == 0
+
+
+def twice(problem: Problem) -> Problem:
+    """Return a step of two modules alike, one after the other."""
+    count = len(problem.nodes)
+    later = (
+        replace(
+            s,
+            producer=s.producer + count,
+            fwd_users=tuple(k + count for k in s.fwd_users),
+            bwd_users=tuple(k + count for k in s.bwd_users),
+        )
+        for s in problem.storages
+    )
+    return Problem(2 * problem.nodes, (*problem.storages, *later), problem.link)
+
+
+def after_each_other(problem: Problem, first: BlockOption, then: BlockOption) -> Any:
+    """Return the steps and moves of two modules alike with an option each."""
+    count, kinds = len(problem.nodes), len(problem.storages)
+    inner = [Step(kind, k + count) for kind, k in then.steps]
+    steps = (*first.steps[:count], *inner, *first.steps[count:])
+    places = [t if t < count else t + len(inner) for t in range(len(first.steps))]
+    moves = [
+        Move(m.storage, places[m.out_after], places[m.gone_after], places[m.back_before])
+        for m in first.moves
+    ]
+    moves += [
+        Move(m.storage + kinds, *(count + t for t in (m.out_after, m.gone_after, m.back_before)))
+        for m in then.moves
+    ]
+    return steps, tuple(moves)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 5, 6, 8, 9, 10])
+def test_options_of_several_modules_never_meet_on_the_link(seed: int) -> None:
+    """Of two modules, each with any option, the step takes the sum of both extra times."""
+    draw = random.Random(seed)
+    link = Link(draw.choice((2.0, 20.0)), 10.0, draw.choice((0.0, 0.1)), draw.random() < 0.5)
+    problem = movable(random_problem(seed, 5), link)
+    options, both = module_options(problem), twice(problem)
+    for first, then in itertools.product(options, repeat=2):
+        line = simulate(both, *after_each_other(problem, first, then))
+        assert line.overhead_ms == pytest.approx(first.overhead_ms + then.overhead_ms)
+    for option in options:
+        at = len(problem.nodes) - 1
+        gone = {m.storage for m in option.moves if m.gone_after <= at < m.back_before}
+        kept = simulate(replace(problem, link=None), option.steps).bytes_after[at]
+        away = sum(problem.sizes[index] for index in gone)
+        assert option.saved_bytes == kept - _gradients(problem) - away
+
+
+def test_some_options_move() -> None:
+    fastest = module_options(movable(gpt_problem(1)))[1]
+    assert fastest.moves
+    assert fastest.overhead_ms == 0
+    assert fastest.moved_bytes > 0
 
 
 def _gradients(problem: Any) -> int:

@@ -31,18 +31,7 @@ from rockmate.schedules.plan import Plan, make_plan
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Step, Steps
 from rockmate.solvers.bound import lower_bound
-from zoo.problems import gpt_problem, random_problem, small_problems
-
-FAST = Link(1e12, 1e12)
-
-
-def movable(problem: Problem, link: Link = FAST) -> Problem:
-    """Return the problem in which all that may be moved is movable."""
-    storages = tuple(
-        dataclasses.replace(s, is_movable=bool(s.bwd_users) and not (s.is_phantom or s.is_output))
-        for s in problem.storages
-    )
-    return dataclasses.replace(problem, storages=storages, link=link)
+from zoo.problems import FAST, gpt_problem, movable, random_problem, small_problems
 
 
 def drawn(problem: Problem, draw: random.Random) -> tuple[Steps, Moves]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import no_recomputation
+from rockmate.schedules.moves import Moves
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Step, Steps, end_of_forward
 from rockmate.solvers.result import Solver
@@ -29,6 +30,8 @@ class BlockOption:
     overhead_ms: float
     steps: Steps  # of the local problem
     cut: Hashable = None  # how its parts run in pieces of rows, or None
+    moves: Moves = ()  # storages that are elsewhere for some steps
+    moved_bytes: int = 0  # of these storages
 
     @property
     def peak_bytes(self) -> int:
@@ -44,9 +47,9 @@ class Grid:
     saves: int = 8
 
 
-def measure_option(local: Problem, steps: Steps) -> BlockOption:
-    """Return the option of some steps, measured by the exact simulator."""
-    timeline = simulate(local, steps)
+def measure_option(local: Problem, steps: Steps, moves: Moves = ()) -> BlockOption:
+    """Return the option of some steps and moves, measured by the exact simulator."""
+    timeline = simulate(local, steps, moves)
     closing = end_of_forward(steps, len(local.nodes)) - 1
     return BlockOption(
         saved_bytes=timeline.peak_during[closing],
@@ -54,6 +57,8 @@ def measure_option(local: Problem, steps: Steps) -> BlockOption:
         bwd_peak_bytes=max(timeline.peak_during[closing + 1 :], default=0),
         overhead_ms=timeline.overhead_ms,
         steps=steps,
+        moves=moves,
+        moved_bytes=sum(local.sizes[index] for index in {move.storage for move in moves}),
     )
 
 
@@ -81,8 +86,8 @@ def block_options(local: Problem, solver: Solver, grid: Grid) -> tuple[BlockOpti
     low_peak = min(_floor_bytes(local), high_peak)
     solved: list[tuple[int, int, BlockOption]] = []
     empty: list[tuple[int, int]] = []
-    for peak in _spread(low_peak, high_peak, grid.peaks):
-        for save in _spread(boundary, min(everything.saved_bytes, peak), grid.saves):
+    for peak in spread(low_peak, high_peak, grid.peaks):
+        for save in spread(boundary, min(everything.saved_bytes, peak), grid.saves):
             if any(peak <= p and save <= s for p, s in empty):
                 continue
             if any(
@@ -106,7 +111,7 @@ def block_options(local: Problem, solver: Solver, grid: Grid) -> tuple[BlockOpti
     return pareto(found)
 
 
-def _spread(low: int, high: int, count: int) -> list[int]:
+def spread(low: int, high: int, count: int) -> list[int]:
     """Return `count` even numbers from high to low, both included."""
     if high <= low or count < 2:
         return [max(low, high)]
