@@ -44,10 +44,7 @@ from rockmate.settings import Terms, parse_budget
 _log = logging.getLogger("rockmate")
 AUTO = "auto"
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_NOT_BY_BLOCKS = {  # settings, and why not
-    "compile": "blocks that inductor has compiled have no options to choose among",
-    "offload": "what a block moves is no option to choose yet; wrap the whole model in Rockmate",
-}
+_NOT_BY_BLOCKS = {"compile": "blocks that inductor has compiled have no options to choose among"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -219,9 +219,3 @@ def test_a_root_that_decides_says_that_nothing_moves(caplog: pytest.LogCaptureFi
     rk = Rockmate(Deciding(), torch.randn(64, 32), 0.9, offload="host")
     assert "nothing moves: offload='host'" in str(rk.plan)
     assert any("offload='host' does nothing for Deciding" in r.message for r in caplog.records)
-
-
-def test_blocks_are_refused_by_name() -> None:
-    model, x = blocks(3)
-    with pytest.raises(rockmate.RockmateError, match="offload"):
-        rockmate.apply_to_blocks(model, x, 0.5, offload="host")

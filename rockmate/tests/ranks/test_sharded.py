@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 import rockmate
 from oracles.training import eager_copy
+from rkgb.copies import LinkRates
 from rkgb.engine import trace_memory
 from rockmate.blockwise import planning
 from rockmate.blockwise.team import Team
+from rockmate.networks import offload
+from rockmate.problems.link import Link
 from runs.processes import run_in_processes
 from zoo.nets import TinyGPT, tokens
 
@@ -29,7 +32,12 @@ CASES = {
     "mixed precision": {"mixed": True, "checkpoint": True},
     "blocks first": {"first": True, "clip": True, "accumulate": 2},
     "blocks first, mixed precision": {"first": True, "mixed": True},
+    "moving": {"offload": "host", "clip": True},
 }
+
+
+def _carries_all(*_: Any) -> LinkRates:
+    return LinkRates(1e12, 1e12, 0.0, is_shared=False)
 
 
 def shard(model: Any, *, reshard: bool | None = None, mixed: bool = False, **_: Any) -> None:
@@ -130,11 +138,20 @@ def trains_like_fsdp(rank: int, *names: str) -> None:
         if not options.get("first"):
             shard(model, **options)
         keys = list(model.state_dict())
-        plan = rockmate.apply_to_blocks(model, sample, 0.65, cost="flops", compare=False)
+        where = options.get("offload")
+        if where is not None:  # only the first process measures
+            offload.measured_link = _carries_all if rank == 0 else None  # type: ignore[assignment]
+        how: dict[str, Any] = {"cost": "flops", "compare": False, "offload": where}
+        plan = rockmate.apply_to_blocks(model, sample, 0.65, **how)
         if options.get("first"):
             shard(model, **options)
+        if where is not None:
+            assert all(row.moved_bytes for row in plan.rows)
+            assert plan.file is not None
+            assert plan.file.blocks is not None
+            assert plan.file.blocks.link == Link(1e12 / 2, 1e12 / 2)
         assert list(model.state_dict()) == keys == list(twin.state_dict())
-        assert plan.overhead_ms > 0
+        assert (plan.overhead_ms > 0) == (where is None)
         state = torch.get_rng_state()
         expected = train(twin, sample, **options)
         torch.set_rng_state(state)
@@ -265,12 +282,14 @@ class Writing(nn.Module):
 
 @pytest.mark.slow
 def test_per_layer_sharding() -> None:
-    run_in_processes(__file__, "trains_like_fsdp", "usual")
+    run_in_processes(__file__, "trains_like_fsdp", "usual", "moving")
 
 
 @pytest.mark.nightly
 def test_the_matrix_of_per_layer_sharding() -> None:
-    run_in_processes(__file__, "trains_like_fsdp", *(n for n in CASES if n != "usual"))
+    run_in_processes(
+        __file__, "trains_like_fsdp", *(n for n in CASES if n not in ("usual", "moving"))
+    )
 
 
 @pytest.mark.nightly

@@ -15,7 +15,7 @@ from rockmate.guards.input_signature import key_of
 from rockmate.guards.sharded import own_class
 from rockmate.networks import Planned
 from rockmate.networks.cutting import Cutting, beside, cutting_of
-from rockmate.networks.executables import planned_executable
+from rockmate.networks.executables import once_where_fixed, planned_executable
 from rockmate.networks.network import Network
 from rockmate.options.module_choice import ModuleCall
 from rockmate.options.options import BlockOption, pareto
@@ -24,12 +24,13 @@ from rockmate.requests.request import Request
 from rockmate.requests.sources import planned_for
 from rockmate.runtime.execute import Executor
 from rockmate.runtime.plain import plain
+from rockmate.schedules.moves import Moves
 from rockmate.schedules.plan import make_plan
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Steps
 from rockmate.settings import Terms
 
-Way = tuple[Hashable, Steps]  # how it is cut, and the steps
+Way = tuple[Hashable, Steps, Moves]  # how it is cut, the steps, and what moves
 
 
 @dataclass
@@ -65,8 +66,8 @@ class Kind:
         It is cut as the option cuts.
         """
         problem = own.network.problem
-        peak = simulate(problem, option.steps).peak_bytes
-        plan = make_plan(problem, option.steps, peak, "module options")
+        peak = simulate(problem, option.steps, option.moves).peak_bytes
+        plan = make_plan(problem, option.steps, peak, "module options", option.moves)
         executor = Executor(planned_executable(own.network, plan))
         if option.cut is not None:
             plan = beside(plan, self.recorded.problem.base_time_ms)
@@ -84,8 +85,8 @@ class Kind:
 
     @property
     def ways(self) -> list[Way]:
-        """The cut and the steps of each option."""
-        return [(option.cut, option.steps) for option in self.options]
+        """The cut, the steps and the moves of each option."""
+        return [(option.cut, option.steps, option.moves) for option in self.options]
 
     def take(self, ways: Sequence[Way], least: int) -> None:
         """Replace the options; with `least` the first process keeps least.
@@ -111,11 +112,8 @@ def ways_to_run(networks: Mapping[Hashable, Network], backend: str) -> tuple[Blo
     """
     found: list[Way] = []
     for cut, network in networks.items():
-        fixed, count = network.fixed, len(network.problem.nodes)
         for option in module_options(network.problem, backend=backend):
-            first, rest = option.steps[:count], option.steps[count:]
-            kept = (step for step in rest if step.kind == "B" or step.node not in fixed)
-            found.append((cut, (*first, *kept)))
+            found.append((cut, *once_where_fixed(network, option.steps, option.moves)))
     options = options_for(networks, found)
     good = pareto(options)
     return tuple(option for option in options if option.cut is None or option in good)
@@ -131,11 +129,11 @@ def options_for(
     """
     found = []
     whole_ms = networks[None].problem.base_time_ms
-    for cut, steps in ways:
+    for cut, steps, moves in ways:
         if cut not in networks:
             raise UnsupportedModuleError(f"a block cannot be cut in pieces of rows as {cut}")
         problem = networks[cut].problem
-        (option,) = options_of(problem, [steps])
+        (option,) = options_of(problem, [(steps, moves)])
         more_ms = option.overhead_ms + problem.base_time_ms - whole_ms
         found.append(replace(option, cut=cut, overhead_ms=max(0.0, more_ms)))
     return tuple(found)

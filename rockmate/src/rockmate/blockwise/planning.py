@@ -40,11 +40,11 @@ from rockmate.blockwise.kinds import (
 from rockmate.blockwise.lockstep import LockstepModule
 from rockmate.blockwise.rehearsal import END, TURN, Marker, marked, run_step, trace_step
 from rockmate.blockwise.report import ChosenBlocks
-from rockmate.blockwise.saved_blocks import numbers_for, over_budget, ways_for
+from rockmate.blockwise.saved_blocks import mismatch, moves_any, numbers_for, over_budget, ways_for
 from rockmate.blockwise.team import Team
 from rockmate.calls.planned_module import PlannedModule
 from rockmate.comparison.deterministic import deterministic_algorithms
-from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
+from rockmate.errors import InfeasibleBudgetError, InvalidPlanError, UnsupportedModuleError
 from rockmate.files.plan_file import SavedBlocks
 from rockmate.guards.input_signature import in_order, key_of
 from rockmate.guards.module_watch import without_hooks
@@ -57,6 +57,7 @@ from rockmate.guards.sharded import (
     whole_parts,
 )
 from rockmate.networks.network import Network
+from rockmate.networks.offload import offload_of
 from rockmate.networks.self_test import eager_step, self_test
 from rockmate.options.module_choice import (
     Choice,
@@ -132,6 +133,7 @@ class BlockPlanner:
             RockmateError, rkgb.RkgbError: a block cannot be planned.
         """
         call, *others = calls
+        self._agree_on_a_link()
         self.note("recording blocks")
         self._run(call, self._meet)
         if not self.order:
@@ -154,6 +156,30 @@ class BlockPlanner:
         if is_spread or most_bytes == chosen.budget_bytes:
             return chosen
         return replace(chosen, tested=self._tested(calls, chosen, most_bytes))
+
+    def _agree_on_a_link(self) -> None:
+        """Give all processes the first one's link, and blocks equal parts of what is there.
+
+        All blocks hold what they move at the turn, for each forward in flight.
+        """
+        where, most_bytes, saved = self.settings.offload, self.settings.host_bytes, self.saved
+        if where is None:
+            if saved is not None and moves_any(saved):
+                raise mismatch(["offload: storages move in the file, offload=None here"])
+            return
+        link = None if saved is None else saved.link
+        with self.team.together():
+            if saved is None and self.team.is_first:
+                place = offload_of(where, self.device, None)
+                link = None if place is None else place.link
+        link = self.team.gather(link)[0]
+        if link is None:  # nothing moves in the file
+            self.settings = replace(self.settings, offload=None, host_budget=None)
+            return
+        part = None
+        if most_bytes is not None:
+            part = max(1, most_bytes // (len(self.views) * self.in_flight))
+        self.settings = replace(self.settings, link=link, host_budget=part)
 
     def _hold(self, call: Call, budget: int) -> None:
         """Run a planned step of another call, and check its peak against the budget."""
@@ -475,9 +501,12 @@ class BlockPlanner:
                 shape = len(recorded.problem.nodes), recorded.problem.backward_order
                 ways = ways_for(self.saved, len(self.kinds), shape)
                 if cutting is not None:
-                    own = {how: cutting.cut_as(how) for how, _ in ways if how is not None}
+                    own = {how: cutting.cut_as(how) for how, *_ in ways if how is not None}
                     networks.update(own)
-                options = options_for(networks, ways)
+                try:
+                    options = options_for(networks, ways)
+                except InvalidPlanError as error:  # less may move here
+                    raise mismatch([str(error)]) from None
             else:
                 if cutting is not None:
                     networks.update(cutting.every())

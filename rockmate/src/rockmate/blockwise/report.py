@@ -41,12 +41,13 @@ class BlockRow:
     overhead_ms: float
     base_time_ms: float
     pieces: int | None = None  # of rows, in which its widest parts run
+    moved_bytes: int = 0  # of what is elsewhere for a while
 
     @classmethod
     def of(cls, path: str, option: BlockOption, base_time_ms: float) -> BlockRow:
         """Return the row of a block that runs with an option."""
         sizes, pieces = (option.saved_bytes, option.peak_bytes), getattr(option.cut, "count", None)
-        return cls(path, *sizes, option.overhead_ms, base_time_ms, pieces)
+        return cls(path, *sizes, option.overhead_ms, base_time_ms, pieces, option.moved_bytes)
 
     @property
     def overhead(self) -> float:
@@ -135,6 +136,7 @@ class BlocksPlan(InFull):
                 f"  {name:<40}{format_bytes(first.kept_bytes):>12}"
                 f"{format_bytes(first.peak_bytes):>12}{100 * first.overhead:>10.1f} %"
                 + (f"  in {first.pieces} pieces of rows" if first.pieces else "")
+                + (f"  {format_bytes(first.moved_bytes)} move" if first.moved_bytes else "")
             )
         return "\n".join(lines)
 
@@ -169,6 +171,7 @@ def _runs(rows: Sequence[BlockRow]) -> list[list[BlockRow]]:
     """Group neighbours with equal options."""
 
     def worth(row: BlockRow) -> tuple[int | None, ...]:
-        return row.kept_bytes, row.peak_bytes, round(1000 * row.overhead), row.pieces
+        own = round(1000 * row.overhead)
+        return row.kept_bytes, row.peak_bytes, own, row.pieces, row.moved_bytes
 
     return [list(group) for _, group in groupby(rows, key=worth)]

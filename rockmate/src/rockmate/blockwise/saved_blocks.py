@@ -16,6 +16,7 @@ from rockmate.files.plan_file import PlanFile, SavedBlock, SavedBlocks, SavedKin
 from rockmate.guards.sharded import class_name, device_of_parameters
 from rockmate.requests.identity import elsewhere, made_with
 from rockmate.requests.saved_plan import cut_of, saved_cut
+from rockmate.schedules.moves import moves_from_text, moves_to_text
 
 
 def file_of_blocks(
@@ -27,6 +28,8 @@ def file_of_blocks(
     loss: SeenLoss | None = None,
 ) -> PlanFile:
     """Return the file of a plan; `options` are those of its rows."""
+    links = [kind.recorded.problem.link for kind in kinds.values()]
+    link = links[0] and replace(links[0], host_bytes=None)  # a limit is this call's own
     own = list({id(kind): kind for kind in kinds.values()}.values())
     places = {id(kind): place for place, kind in enumerate(own)}
     pairs = zip(plan.rows, options, strict=True)
@@ -35,6 +38,7 @@ def file_of_blocks(
             SavedKind(
                 *(len(k.recorded.problem.nodes), k.shape[1], tuple(o.steps for o in k.options)),
                 cuts=tuple(saved_cut(o.cut) for o in k.options) if len(k.networks) > 1 else None,
+                moves=tuple(moves_to_text(o.moves) for o in k.options) if link else None,
             )
             for k in own
         ),
@@ -47,6 +51,7 @@ def file_of_blocks(
         budget_bytes=plan.budget_bytes,
         in_flight=plan.in_flight,
         free_overhead_ms=plan.free_overhead_ms,
+        link=link,
     )
     return PlanFile(model, made_with(device), (), saved, loss)
 
@@ -95,7 +100,7 @@ def shared_file(
         raise PlanFileError(file)
     if file is not None:
         told = elsewhere(file, model, device)
-        team.raise_together(_mismatch(told) if told else None)
+        team.raise_together(mismatch(told) if told else None)
     return file
 
 
@@ -106,14 +111,15 @@ def ways_for(saved: SavedBlocks, number: int, shape: tuple[int, Sequence[int]]) 
         PlanMismatchError: the blocks here are others.
     """
     if number >= len(saved.kinds):
-        raise _mismatch([f"{len(saved.kinds)} kinds of blocks in the file, more of them here"])
+        raise mismatch([f"{len(saved.kinds)} kinds of blocks in the file, more of them here"])
     kind = saved.kinds[number]
     if (kind.nodes, kind.backward_order) != (shape[0], tuple(shape[1])):
-        raise _mismatch(
+        raise mismatch(
             [f"blocks of {kind.nodes} operations in the file, of {shape[0]} in their place here"]
         )
     cuts = map(cut_of, kind.cuts) if kind.cuts is not None else [None] * len(kind.options)
-    return list(zip(cuts, kind.options, strict=True))
+    moves = map(moves_from_text, kind.moves or [""] * len(kind.options))
+    return list(zip(cuts, kind.options, moves, strict=True))
 
 
 def numbers_for(saved: SavedBlocks, kinds: Mapping[str, Kind], in_flight: int) -> dict[str, int]:
@@ -127,20 +133,24 @@ def numbers_for(saved: SavedBlocks, kinds: Mapping[str, Kind], in_flight: int) -
     then = [(block.path, block.kind) for block in saved.blocks]
     if here != then:
         told = [f"blocks {_told(then)} in the file, {_told(here)} here"]
-        raise _mismatch(told)
+        raise mismatch(told)
     if in_flight != saved.in_flight:
-        raise _mismatch([f"{saved.in_flight} forwards in flight in the file, {in_flight} here"])
+        raise mismatch([f"{saved.in_flight} forwards in flight in the file, {in_flight} here"])
     return {block.path: block.option for block in saved.blocks}
 
 
 def over_budget(measured_bytes: int, budget_bytes: int) -> PlanMismatchError:
     """Return the error for a plan from a file whose step exceeds the budget."""
-    return _mismatch(
-        [f"a step takes {measured_bytes} bytes here, and the budget is {budget_bytes}"]
-    )
+    return mismatch([f"a step takes {measured_bytes} bytes here, and the budget is {budget_bytes}"])
 
 
-def _mismatch(found: Sequence[str]) -> PlanMismatchError:
+def moves_any(saved: SavedBlocks) -> bool:
+    """Return whether an option of these blocks moves storages."""
+    return any(any(kind.moves or ()) for kind in saved.kinds)
+
+
+def mismatch(found: Sequence[str]) -> PlanMismatchError:
+    """Return the error for a plan from a file that does not fit the blocks here."""
     return PlanMismatchError.of_saved("these blocks", found)
 
 

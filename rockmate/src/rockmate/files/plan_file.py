@@ -30,7 +30,9 @@ from typing import Any
 
 from rockmate.errors import InvalidPlanError, PlanFileError
 from rockmate.files.rows import all_finite, from_row, parse, row_of
+from rockmate.problems.link import Link
 from rockmate.problems.problem import Problem
+from rockmate.schedules.moves import moves_from_text
 from rockmate.schedules.plan import OpaquePiece, Plan
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Step
@@ -107,10 +109,14 @@ class SavedKind:
     backward_order: tuple[int, ...]
     options: tuple[tuple[Step, ...], ...]
     cuts: tuple[SavedCut | None, ...] | None = None  # of each option, if some are in pieces
+    moves: tuple[str, ...] | None = None  # of each option, if some move storages
 
     def __post_init__(self) -> None:
-        if self.cuts is not None and len(self.cuts) != len(self.options):
-            raise ValueError("not each option has its pieces")
+        for found in (self.cuts, self.moves):
+            if found is not None and len(found) != len(self.options):
+                raise ValueError("not each option has its pieces, or its moves")
+        for text in self.moves or ():
+            moves_from_text(text)  # or it is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +139,7 @@ class SavedBlocks:
     budget_bytes: int
     in_flight: int
     free_overhead_ms: float | None = None  # of a plan of the whole model
+    link: Link | None = None  # over which blocks may move storages
 
     def __post_init__(self) -> None:
         for block in self.blocks:

@@ -24,24 +24,27 @@ from rockmate.runtime.executable import Executable
 from rockmate.runtime.gradients.rails import fired_in_order
 from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.moves import Move as PlannedMove
-from rockmate.schedules.moves import moves_among
+from rockmate.schedules.moves import Moves, moves_among
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.simulate import Timeline, simulate
-from rockmate.schedules.steps import Step, first_forwards
+from rockmate.schedules.steps import Step, Steps, first_forwards
 
 
 def without_reruns(network: Network, plan: Plan) -> Plan:
     """Return the plan without recomputations of nodes whose results are kept anyway."""
-    first = first_forwards(plan.steps)
+    steps, moves = once_where_fixed(network, plan.steps, plan.moves)
+    return plan if steps == plan.steps else plan.with_steps(network.problem, steps, moves)
+
+
+def once_where_fixed(network: Network, steps: Steps, moves: Moves) -> tuple[Steps, Moves]:
+    """Return steps in which must-save nodes run once, with their moves."""
+    first = first_forwards(steps)
     kept = [
         place
-        for place, step in enumerate(plan.steps)
+        for place, step in enumerate(steps)
         if first[place] or step.kind != "F" or step.node not in network.fixed
     ]
-    if len(kept) == len(plan.steps):
-        return plan
-    steps = tuple(plan.steps[place] for place in kept)
-    return plan.with_steps(network.problem, steps, moves_among(plan.moves, kept))
+    return tuple(steps[place] for place in kept), moves_among(moves, kept)
 
 
 def planned_executable(network: Network, plan: Plan) -> Executable:
