@@ -173,12 +173,13 @@ class Settings:
         if self.compile:
             raise ArgumentsError(
                 f"offload={where!r} and compile=True exclude each other: no moves are "
-                "planned beside compiled pieces so far"
+                "planned beside compiled pieces so far. Leave one of them out"
             )
         if self.split:
             raise ArgumentsError(
                 f"offload={where!r} and split={self.split!r} exclude each other: no moves are "
-                "planned beside pieces of rows so far"
+                "planned beside pieces of rows so far. Leave one of them out: pieces need less "
+                "memory at one moment, moves less from the forward to the backward"
             )
 
     def _check_cost(self) -> None:

@@ -330,6 +330,20 @@ def test_the_times_of_a_largest_batch_are_in_proportion_to_recorded_ones() -> No
     assert few.estimate.times.endswith("with torch 2.13"), "its own costs"
 
 
+def test_a_link_makes_the_largest_batch_larger_or_faster() -> None:
+    model = Net(layers=2)
+    recorded = {64: rkgb.make_all_graphs(model, _rows(64), cost="flops").costs}
+    how: dict[str, Any] = {"device": "cpu", "at_most": 90, "planner": "segments", "cost": recorded}
+    without = rockmate.largest_batch(model, _rows, 40_000, **how)
+    found = rockmate.largest_batch(model, _rows, 40_000, **how, offload=Link(1e12, 1e12))
+    assert found.plain == without.plain < without.batch < found.batch == 90
+    assert found.overhead < without.overhead
+    with pytest.raises(rockmate.RockmateError, match="of largest_batch needs recorded costs"):
+        rockmate.largest_batch(model, _rows, 70_000, offload=Link(1e12, 1e12))
+    with pytest.raises(rockmate.RockmateError, match="largest_batch takes no offload='host'"):
+        rockmate.largest_batch(model, _rows, 70_000, offload="host")
+
+
 def test_a_kind_of_operation_that_is_slow_is_slow_at_other_batches(
     measured: rockmate.Rockmate,
 ) -> None:

@@ -13,9 +13,17 @@ from torch import nn
 from rockmate.arguments import called_with
 from rockmate.errors import InfeasibleBudgetError, UnknownChoiceError
 from rockmate.estimate.costs_from_file import ByFlops, Cost, Costs, InProportion, costs_named
-from rockmate.estimate.prediction import NOT_ESTIMATED, Estimate, refuse_exact, usual_device
+from rockmate.estimate.prediction import (
+    NOT_ESTIMATED,
+    Estimate,
+    check_link,
+    check_times,
+    refuse_exact,
+    usual_device,
+)
 from rockmate.estimate.sizes import priced_step, sizes_of
 from rockmate.planners import minimum_peak
+from rockmate.problems.link import Link
 from rockmate.progress import Phases
 from rockmate.reports.in_full import InFull
 from rockmate.runtime.plain import plain
@@ -80,12 +88,16 @@ class ToFill(Settings):
     loss: Loss | None = None
     device: torch.device | str | None = None
     at_most: int = 1 << 16
+    offload: Link | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        moved = "a link's times are for the costs of one batch; see estimate(offload=Link(...))"
-        self.refuse("largest_batch", {**NOT_ESTIMATED, "offload": moved})
+        self.refuse("largest_batch", NOT_ESTIMATED)
         refuse_exact(self, "largest_batch")
+
+    def _check_offload(self) -> None:
+        """Take a link, as `estimate` does."""
+        check_link(self, "largest_batch")
 
     def _check_cost(self) -> None:
         """Leave it to `costs_named`."""
@@ -108,6 +120,7 @@ def largest_batch(given: ToFill) -> LargestBatch:
         at_most: the largest batch to try.
         cost: the unit of extra time: "flops", or costs that were recorded at some batches, as
             `{8: "net.plan.json"}`; see `estimate`. Those of other batches are in proportion.
+        offload: as for `estimate`.
 
     Example:
         >>> print(rockmate.largest_batch(model, lambda n: torch.randn(n, 3, 224, 224), "24GB"))
@@ -122,7 +135,9 @@ def largest_batch(given: ToFill) -> LargestBatch:
     if isinstance(given.optimizer, str):
         check_optimizer(given.optimizer)
     whole = WholeStep(parse_memory(given.memory), given.optimizer, given.reserve)
-    search = _Search(given, whole, usual_device(given.device), _recorded_at(given.cost))
+    recorded = _recorded_at(given.cost)
+    check_times(given.offload, "largest_batch", recorded.values() or [ByFlops()])
+    search = _Search(given, whole, usual_device(given.device), recorded)
     shares = {"one sample": 1, "plain batch": 2, "planned batch": 4, "extra time": 2}
     phases = Phases(shares, show=given.progress, title="search")
     with phases:
@@ -206,10 +221,10 @@ class _Search:
             model, optimizer, sample = self._model, given.optimizer, given.make_sample(batch)
             split = bool(given.split)
             call = (model, sample, given.kwargs, optimizer, self.device, costs)
-            sizes = sizes_of(*call, split=split)
+            sizes = sizes_of(*call, link=given.offload, split=split)
             self._estimates[batch] = Estimate(
                 *(sizes, type(model).__name__, str(self.device)),
-                *(4, costs.words, given.settings(cost="flops", reserve=0)),
+                *(4, costs.words, given.settings(cost="flops", reserve=0, offload=None)),
             )
         return self._estimates[batch]
 
@@ -233,7 +248,8 @@ class _Search:
         """Return the bytes of a step of low memory: the least possible, or any that fit."""
         memory, estimate = self.memory_at(batch), self.at(batch)
         least = minimum_peak(estimate.problem, max(0, memory.budget_bytes))[1]
-        if least > memory.budget_bytes and estimate.sizes.cutting is not None:
+        is_more = estimate.sizes.cutting is not None or estimate.problem.link is not None
+        if least > memory.budget_bytes and is_more:
             least = estimate.smallest_budget_bytes
         return memory.least_bytes(least)
 

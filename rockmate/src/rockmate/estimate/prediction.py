@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from rockmate import planners
 from rockmate.arguments import OfSample, called_with
 from rockmate.errors import ArgumentsError, InfeasibleBudgetError, UnknownChoiceError
-from rockmate.estimate.costs_from_file import Cost, costs_named
+from rockmate.estimate.costs_from_file import Cost, Costs, costs_named
 from rockmate.estimate.sizes import Sizes, sizes_of
 from rockmate.problems.link import Link
 from rockmate.problems.problem import Problem
@@ -42,6 +43,38 @@ def refuse_exact(given: Settings, function: str) -> None:
     """
     if given.split == "exact":
         given.refuse(function, {"split": "whether pieces have the bits of the whole is tried"})
+
+
+def check_link(given: Settings, function: str) -> None:
+    """Refuse an `offload` that is no link: nothing is measured.
+
+    Raises:
+        ArgumentsError: it is no link, or has a second limit.
+    """
+    link: Any = given.offload
+    if link is not None and not isinstance(link, Link):
+        raise ArgumentsError(
+            f"{function} takes no offload={link!r}: nothing is measured. Give the link's own "
+            "figures: offload=rockmate.planning.Link(out_bytes_per_ms, in_bytes_per_ms)"
+        )
+    if given.host_budget is not None:
+        raise ArgumentsError(
+            f"{function} takes no host_budget={given.host_budget!r}: Link(host_bytes=...) has it"
+        )
+
+
+def check_times(link: Link | None, function: str, costs: Iterable[Costs]) -> None:
+    """Refuse a link beside FLOPs.
+
+    Raises:
+        ArgumentsError: no costs were recorded.
+    """
+    if link is not None and any(one.words == "FLOPs" for one in costs):
+        raise ArgumentsError(
+            f"offload= of {function} needs recorded costs: how long a copy takes says nothing "
+            "beside FLOPs. Give cost=, with the path of a file that rk.save_plan wrote, or "
+            "RecordedCosts"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,21 +304,8 @@ class ToEstimate(OfSample):
         refuse_exact(self, "estimate")
 
     def _check_offload(self) -> None:
-        """Take a link in place of the name of a place, which is elsewhere.
-
-        Raises:
-            ArgumentsError: it is no link, or has a second limit.
-        """
-        if self.offload is not None and not isinstance(self.offload, Link):
-            raise ArgumentsError(
-                f"estimate takes no offload={self.offload!r}: nothing is measured. Give the "
-                "link's own figures: offload=rockmate.planning.Link(out_bytes_per_ms, "
-                "in_bytes_per_ms)"
-            )
-        if self.host_budget is not None:
-            raise ArgumentsError(
-                f"estimate takes no host_budget={self.host_budget!r}: Link(host_bytes=...) has it"
-            )
+        """Take a link in place of the name of a place, which is elsewhere."""
+        check_link(self, "estimate")
 
     def _check_cost(self) -> None:
         """Leave it to `costs_named`."""
@@ -333,11 +353,7 @@ def estimate(given: ToEstimate) -> Estimate:
     model, optimizer = with_loss(given.model, given.loss), given.optimizer
     where = usual_device(given.device)
     costs = costs_named(given.cost)
-    if given.offload is not None and costs.words == "FLOPs":
-        raise ArgumentsError(
-            "offload= of estimate needs recorded costs: how long a copy takes says nothing beside "
-            "FLOPs. Give cost=, the path of a file that rk.save_plan wrote, or RecordedCosts"
-        )
+    check_times(given.offload, "estimate", [costs])
     if isinstance(optimizer, str):
         check_optimizer(optimizer)
     shares = {"recording": 3, "costs": 2, "bytes": 1}
