@@ -153,3 +153,53 @@ def test_a_checkpoint_in_what_runs_whole_runs_as_it_was_measured(kind: type[nn.M
     assert_same_gradients(model, twin)
     assert measured_peak_bytes(rk, (x,), grads_exist=True) <= budget
     assert measured_peak_bytes(twin, (x,), grads_exist=True) > budget
+
+
+class Rotated(nn.Module):
+    """The exponential of a matrix: torch holds the more of them the larger its norm is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.turn = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.turn(self.scaled(self.first(x))))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * 0.5
+
+
+class Decides(Rotated):
+    """Decides by a value, so that it is planned by its blocks, or runs whole."""
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x / (1 + abs(x.detach().mean().item()))
+
+
+class RotatedInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Decides(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x))
+
+
+@pytest.mark.parametrize("kind", [Decides, RotatedInside])
+def test_kernels_that_take_more_for_larger_values(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(4, 8)
+    with pytest.raises(InfeasibleBudgetError) as error:
+        Rockmate(model, x, 100, cost="flops")
+    least = error.value.minimum_bytes
+    planned = Rockmate(model, x, least, cost="flops", self_test=False)
+    for scale in (0.001, 1.0, 100.0):
+
+        def step(_span: object = None, scale: float = scale) -> None:
+            (planned(x) * scale).sum().backward()
+
+        step()
+        scaled_bytes = x.nbytes + 64  # results and gradients of the loss are not the step's
+        peak = trace_memory(step, torch.device("cpu")).peak_bytes
+        assert peak <= least + scaled_bytes

@@ -28,6 +28,7 @@ from rkgb.elements.tensor_info import same_values
 from rkgb.graphs.basic import BasicGraph
 from rkgb.run.bindings import choose_callee
 from rkgb.run.stand_ins import Drawn
+from rkgb.torch_api.by_values import taking_most
 from rkgb.torch_api.private.autograd import set_grad_mode, straight_to_kernels
 
 _log = logging.getLogger("rkgb")
@@ -163,6 +164,7 @@ def _workspaces(
             for name in ("second",) if key in ran else ("first", "second"):
                 args, kwargs = benches[key].arguments()
                 set_grad_mode(benches[key].grad_mode)
+                args = taking_most(benches[key].op.target, args)
                 call = _call_once(benches[key].op, callees[key], args, kwargs)
                 del args, kwargs
                 with span(name):

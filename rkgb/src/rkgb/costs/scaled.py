@@ -19,6 +19,7 @@ from rkgb.elements.op import Op
 from rkgb.elements.target import OpCost
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
+from rkgb.torch_api.by_values import takes_by_values
 from rkgb.torch_api.private.memory import profiler_is_on
 
 
@@ -41,7 +42,7 @@ def measure_resized(
     for op, old in zip(ops, known_ops, strict=True):
         key = op_key(op, basic.infos)
         ran = basic.metered.get(op.name)
-        if ran is not None and ran.is_of(op):
+        if ran is not None and ran.is_of(op) and not takes_by_values(op.target):
             metered[key] = max(0, ran.peak_bytes - made_bytes(op, basic.infos))
         if key not in first:
             first[key] = op, old, op_key(old, known_infos)

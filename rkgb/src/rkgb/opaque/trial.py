@@ -24,6 +24,7 @@ from rkgb.opaque.call import Call, TensorKind, run_call, taken_apart
 from rkgb.opaque.inner_graph import is_entry, nodes_from
 from rkgb.opaque.left_behind import Attributes, LeftBehind
 from rkgb.opaque.piece import Piece, Tangents, added, gradients_of, strides_of
+from rkgb.torch_api.by_values import TakingMost, noting_calls
 from rkgb.torch_api.compiled_code import BRANCHES
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.placed import placed_parameters
@@ -71,6 +72,7 @@ class Trials:
 
     def __init__(self, twin: nn.Module, device: torch.device) -> None:
         self.twin, self.device = twin, device
+        self.takes_by_values = False  # whether a call runs a kernel whose workspace depends on them
         self.names = {id(p): n for n, p in placed_parameters(twin) if p.requires_grad}
 
     def once(self, call: Call, module: nn.Module, tensors: Sequence[Tensor]) -> LeftBehind:
@@ -91,7 +93,7 @@ class Trials:
         refused = [(torch, name, _refuse) for name in BRANCHES if hasattr(torch, name)]
         replaced = [*refused, (Tensor, "retain_grad", retaining)]
         try:
-            with kept, Patches(replaced), without_cast_cache():
+            with kept, noting_calls() as called, Patches(replaced), without_cast_cache():
                 # On the parameters themselves, to see which of them get other memory.
                 bare = replace(call, parameters=())
                 try:
@@ -110,6 +112,7 @@ class Trials:
                         }
                 finally:
                     moved = places.put_back()
+                    self.takes_by_values |= bool(called)
         except NotImplementedError:  # it may write later
             inside = {id(p) for p in module.parameters()}
             every = placed_parameters(self.twin)
@@ -310,9 +313,10 @@ class Trials:
         frees: bool = False,
     ) -> _Trial:
         """Run a call once; with `frees`, the gradients are donated to its backward."""
-        versions = [t._version for t in tensors]
+        versions, nothing = [t._version for t in tensors], contextlib.nullcontext()
         before = time.perf_counter()
-        with _in(span, "forward"):
+        most = TakingMost() if self.takes_by_values and span is not None else nothing
+        with most, _in(span, "forward"):
             result, inner, inputs, given = run_call(call, self.twin, tensors)
             leaves, results, structure = taken_apart(call, result)
             inner.finish(inputs, results)
@@ -344,7 +348,7 @@ class Trials:
         del result, results, inputs, given
         random = KeptGenerators.keep(self.device)
         after = time.perf_counter()
-        with _in(span, "backward"):
+        with most, _in(span, "backward"):
             # Only `others` holds the incoming gradients.
             every = range(len(grads)) if frees else ()
             parts = gradients_of(inner, found, grads, every)

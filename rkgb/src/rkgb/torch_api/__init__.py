@@ -8,6 +8,7 @@ calls what is replaced, and private/, which alone imports private modules; then 
 global_hooks.py.
 """
 
+from rkgb.torch_api.by_values import TakingMost, noting_calls
 from rkgb.torch_api.compiled_code import compiled_modules, is_in_compiled_code, is_optimized
 from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
 from rkgb.torch_api.global_hooks import has_global_hooks, without_global_hooks
@@ -48,6 +49,7 @@ __all__ = [
     "EXTRA_FLOP_FORMULAS",
     "KernelChoice",
     "RecomputingAs",
+    "TakingMost",
     "apply_function",
     "asked_of_backwards",
     "at_end_of_backward",
@@ -75,6 +77,7 @@ __all__ = [
     "may_change_saved",
     "named_kernel_flags",
     "nodes_outlive_tensors",
+    "noting_calls",
     "placed_parameters",
     "refuse_unused",
     "run_backward",

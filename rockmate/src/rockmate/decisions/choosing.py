@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from rkgb.engine import Sample
+from rkgb.torch_api import TakingMost, noting_calls
 from rockmate.arguments import Call
 from rockmate.blockwise.rehearsal import TURN, Mark, Marker, kept_as_it_is, trace_step
 from rockmate.blockwise.rehearsal import run_step as rehearse
@@ -66,12 +67,14 @@ def plan_step(
     bare = without_hooks(model, type(model))
     sample = Sample.of(bare, *call)
     parameters = _Parameters(bare)
-    eager = _eager_step(bare, sample, parameters)
+    with noting_calls() as by_values:
+        eager = _eager_step(bare, sample, parameters)
     for plans in (True, False):
         try:
             planner = _Planner(
                 bare, type(model).__name__, sample, parameters, settings, eager, plans=plans
             )
+            planner.takes_by_values = bool(by_values)
             planner.meet(whole)
             return planner.chosen(budget_bytes, why)
         except (InfeasibleBudgetError, NoBlocksError):
@@ -136,6 +139,7 @@ class _Planner:
         self.written: list[str] = []  # why blocks keep everything
         self.tested: dict[tuple[int, ...], StepResult] = {}
         self.own: Nodes | None = None
+        self.takes_by_values = False
 
     def meet(self, whole: Sequence[str]) -> None:
         """Find the blocks and their options.
@@ -321,7 +325,8 @@ class _Planner:
         root = _Root(self.bare, step)
         for _ in range(_MOST_TRIES):
             before = step.recordings
-            with self.parameters.kept(self.bare, self.sample.device):
+            most = TakingMost() if self.takes_by_values else contextlib.nullcontext()
+            with self.parameters.kept(self.bare, self.sample.device), most:
                 ours = run_step(root, root.bare, self.sample, keep="fingerprints")
             if step.recordings == before:
                 break  # a recording takes memory of its own, and on a CPU the only meter
