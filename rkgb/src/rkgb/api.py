@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from rkgb.atlas import serialize
 from rkgb.atlas.anonymize import AnonymousGraph, anonymize, equivalence_classes
 from rkgb.atlas.forward_backward import KGraph, k_graph
 from rkgb.atlas.inspection import CostChoice, Inspection, inspect_model
+from rkgb.atlas.serialize import FORMAT, decode, encode
 from rkgb.capture.record import record
 from rkgb.costs.node_facts import node_facts
 from rkgb.costs.recorded_costs import RecordedCosts
@@ -60,8 +60,8 @@ class RkgbResult(Drawn):
         """
         inspection = self.inspection
         rows = {
-            "format": serialize.FORMAT,
-            "graph": serialize.basic_to_json(self.B_graph),
+            "format": FORMAT,
+            "graph": encode(self.B_graph),
             "device": inspection.device,
             "costs": {key: asdict(cost) for key, cost in inspection.costs.items()},
             "classes": inspection.classes,
@@ -77,11 +77,9 @@ class RkgbResult(Drawn):
             InvalidGraphError: the file is no such file, or has operators that are unknown here.
         """
         rows = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(rows, dict) or rows.get("format") != serialize.FORMAT:
-            raise InvalidGraphError(
-                f"'{path}' is no file of graphs: expected format '{serialize.FORMAT}'."
-            )
-        sg = D_to_S(B_to_D(serialize.basic_from_json(rows["graph"])))
+        if not isinstance(rows, dict) or rows.get("format") != FORMAT:
+            raise InvalidGraphError(f"'{path}' is no file of graphs: expected format '{FORMAT}'.")
+        sg = D_to_S(B_to_D(decode(rows["graph"])))
         costs = {key: OpCost(**row) for key, row in rows["costs"].items()}
         classes = tuple(map(tuple, rows["classes"]))
         facts = node_facts(sg, costs)

@@ -11,7 +11,7 @@ import base64
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any, cast
 
 import torch
@@ -25,13 +25,18 @@ from rkgb.errors import InvalidGraphError
 from rkgb.graphs.basic import BackwardKind, BasicGraph, Flow, HandOver
 from rkgb.torch_api.private.tables import pytree
 
-FORMAT = "rkgb graphs 4"
+FORMAT = "rkgb graphs 5"
 
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+# The data types that a file holds, by name; nothing else is made when it is read.
+_KINDS = (BackwardKind, BasicGraph, Flow, GradientCut, GradientPart, HandOver, Op, TensorInfo)
+_DATA: Mapping[str, type] = {kind.__name__: kind for kind in _KINDS}
+# What a graph in a file does without: guards, effects on the model, and measurements.
+_LEFT_OUT = frozenset(("opaque", "effects", "reads", "numbers", "metered", "sources"))
 
 
 def encode(value: Any) -> Any:
-    """Return an argument of an operation as JSON; types that JSON lacks become tagged dicts.
+    """Return a part of a graph as JSON; types that JSON lacks become tagged dicts.
 
     Raises:
         InvalidGraphError: values of this type cannot be written.
@@ -56,6 +61,13 @@ def encode(value: Any) -> Any:
         return {"device": str(value)}
     if isinstance(value, Tensor):
         return {"tensor": _tensor_to_json(value)}
+    if isinstance(value, Structure):
+        return {"structure": _structure_to_json(value)}
+    if isinstance(value, _KINDS):
+        names = [f.name for f in fields(value) if f.init and f.name not in _LEFT_OUT]
+        return {type(value).__name__: {name: encode(getattr(value, name)) for name in names}}
+    if callable(value):
+        return {"operator": _name_of(value)}
     raise InvalidGraphError(
         f"cannot write a {type(value).__name__} ({value!r}) into a file of graphs: only numbers, "
         "strings, containers of them and tensors can be written."
@@ -63,25 +75,19 @@ def encode(value: Any) -> Any:
 
 
 def decode(tree: Any) -> Any:
-    """Read what `encode` wrote."""
+    """Read what `encode` wrote.
+
+    Raises:
+        InvalidGraphError: it has an operator that this torch does not know.
+    """
     if isinstance(tree, list):
         return [decode(item) for item in tree]
     if not isinstance(tree, dict):
         return tree
     ((tag, value),) = tree.items()
+    if tag in _DATA:
+        return _DATA[tag](**{name: decode(item) for name, item in value.items()})
     return _DECODERS[tag](value)
-
-
-_DECODERS: Mapping[str, Callable[[Any], Any]] = {
-    "float": float,
-    "complex": lambda v: complex(*v),
-    "ref": Ref,
-    "tuple": lambda v: tuple(decode(item) for item in v),
-    "dict": lambda v: {key: decode(item) for key, item in v},
-    "torch": lambda v: getattr(torch, v),
-    "device": torch.device,
-    "tensor": lambda v: _tensor_from_json(v),
-}
 
 
 def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
@@ -106,11 +112,12 @@ def _tensor_from_json(row: Mapping[str, Any]) -> Tensor:
     return flat.reshape(row["shape"]).clone().to("cpu" if absent else place)
 
 
-def _target_name(target: Any) -> str:
-    if isinstance(target, GradientPart):
-        return f"{'part and outside' if target.from_outside else 'part'}:{target.root}"
-    if isinstance(target, GradientCut):
-        return f"{'cut and outside' if target.from_outside else 'cut'}:{target.root}"
+def _name_of(target: Any) -> str:
+    """Return the name of an operator.
+
+    Raises:
+        InvalidGraphError: it has none.
+    """
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     module, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
@@ -122,12 +129,7 @@ def _target_name(target: Any) -> str:
     )
 
 
-def _target_of(name: str) -> Callable[..., Any]:
-    kind, _, root = name.partition(":")
-    if kind.startswith("part"):
-        return GradientPart(root, from_outside=kind != "part")
-    if kind.startswith("cut"):
-        return GradientCut(root, from_outside=kind != "cut")
+def _operator(name: str) -> Callable[..., Any]:
     try:
         if name.startswith("operator."):
             found: Any = getattr(operator, name.removeprefix("operator."))
@@ -139,89 +141,6 @@ def _target_of(name: str) -> Callable[..., Any]:
             "Import the library that registers it first, or write the file again."
         ) from error
     return cast(Callable[..., Any], found)
-
-
-def _op_to_json(op: Op) -> dict[str, Any]:
-    row = {field.name: getattr(op, field.name) for field in fields(op) if field.init}
-    return {
-        **row,
-        "target": _target_name(op.target),
-        "args": encode(op.args),
-        "kwargs": encode(op.kwargs),
-        "results": list(op.results),
-        "writes": list(op.writes),
-        "flags": encode(op.flags),
-    }
-
-
-def _op_from_json(row: Mapping[str, Any]) -> Op:
-    return Op(
-        **{
-            **row,
-            "target": _target_of(row["target"]),
-            "args": decode(row["args"]),
-            "kwargs": decode(row["kwargs"]),
-            "results": tuple(row["results"]),
-            "writes": tuple(row["writes"]),
-            "flags": decode(row["flags"]),
-        }
-    )
-
-
-def basic_to_json(bg: BasicGraph) -> dict[str, Any]:
-    """Return a recorded step; the other graphs follow from it."""
-    return {
-        "model_name": bg.model_name,
-        "device": str(bg.device),
-        "ops": [_op_to_json(op) for op in bg.ops],
-        "backward": [_op_to_json(op) for op in bg.backward],
-        "hand_overs": [[h.leaf, h.value, h.sequence_nr] for h in bg.hand_overs],
-        "leaf_edges": [list(edge) for edge in bg.leaf_edges],
-        "parameters": dict(bg.parameters),
-        "buffers": dict(bg.buffers),
-        "constants": {name: _tensor_to_json(t) for name, t in bg.constants.items()},
-        "inputs": list(bg.inputs),
-        "input_spec": _structure_to_json(bg.input_spec),
-        "outputs": encode(bg.outputs),
-        "output_spec": _structure_to_json(bg.output_spec),
-        "infos": {name: _info_to_json(info) for name, info in bg.infos.items()},
-        "roots": list(bg.roots),
-        "tangents": encode(bg.kind.tangents),
-        "backward_autocast": encode(bg.kind.autocast),
-        "outside": encode(bg.kind.outside),
-        "tangent_names": list(bg.tangent_names),
-        "flows": [[list(flow.reaches), flow.uses] for flow in bg.flows],
-    }
-
-
-def basic_from_json(row: Mapping[str, Any]) -> BasicGraph:
-    """Read what `basic_to_json` wrote.
-
-    Raises:
-        InvalidGraphError: it has an operator that this torch does not know.
-    """
-    return BasicGraph(
-        ops=tuple(_op_from_json(op) for op in row["ops"]),
-        backward=tuple(_op_from_json(op) for op in row["backward"]),
-        hand_overs=tuple(HandOver(*given) for given in row["hand_overs"]),
-        leaf_edges=tuple((leaf, number) for leaf, number in row.get("leaf_edges", ())),
-        parameters=row["parameters"],
-        buffers=row["buffers"],
-        constants={name: _tensor_from_json(t) for name, t in row["constants"].items()},
-        inputs=tuple(row["inputs"]),
-        input_spec=_structure_from_json(row["input_spec"]),
-        outputs=decode(row["outputs"]),
-        output_spec=_structure_from_json(row["output_spec"]),
-        infos={name: _info_from_json(info) for name, info in row["infos"].items()},
-        roots=tuple(row["roots"]),
-        kind=BackwardKind(
-            *map(decode, (row["tangents"], row["backward_autocast"], row["outside"]))
-        ),
-        tangent_names=tuple(row["tangent_names"]),
-        flows=tuple(Flow(tuple(reaches), uses) for reaches, uses in row["flows"]),
-        device=torch.device(row["device"]),
-        model_name=row["model_name"],
-    )
 
 
 def _structure_to_json(structure: Structure) -> str:
@@ -238,10 +157,15 @@ def _structure_from_json(text: str) -> Structure:
     return Structure(spec, (None,) * spec.num_leaves)
 
 
-def _info_to_json(info: TensorInfo) -> dict[str, Any]:
-    return {**asdict(info), "dtype": encode(info.dtype)}
-
-
-def _info_from_json(row: Mapping[str, Any]) -> TensorInfo:
-    shape, stride = tuple(row["shape"]), tuple(row["stride"])
-    return TensorInfo(**{**row, "dtype": decode(row["dtype"]), "shape": shape, "stride": stride})
+_DECODERS: Mapping[str, Callable[[Any], Any]] = {
+    "float": float,
+    "complex": lambda v: complex(*v),
+    "ref": Ref,
+    "tuple": lambda v: tuple(decode(item) for item in v),
+    "dict": lambda v: {key: decode(item) for key, item in v},
+    "torch": lambda v: getattr(torch, v),
+    "device": torch.device,
+    "tensor": _tensor_from_json,
+    "structure": _structure_from_json,
+    "operator": _operator,
+}
