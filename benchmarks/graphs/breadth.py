@@ -26,7 +26,8 @@ import rkgb
 from graphs.breadth_cases import GROUPS, BreadthCase
 from oracles.gradients import assert_same_gradients, gradients_of_module
 from reports.readme import write_part
-from rkgb.published.check import assert_same_as_module, same_bits
+from rkgb.elements import same_bits
+from rkgb.published.check import assert_same_as_module
 
 
 @dataclass(frozen=True, slots=True)

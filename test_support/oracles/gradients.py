@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.copies import Copies
+from rkgb.elements import own_copy, same_bits
 from rkgb.elements.cut import GradientCut
 from rkgb.elements.op import Ref
 from rkgb.elements.sample import Sample
@@ -16,7 +17,6 @@ from rkgb.elements.trees import flatten
 from rkgb.graphs.basic import BasicGraph, external_values
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.module_state.start_of_call import StartOfCall
-from rkgb.published.check import own_copy, same_bits
 from rkgb.run.graph.views import runnable
 from rkgb.run.program.lowering import lower_step
 from rkgb.run.program.places import Step

@@ -23,6 +23,7 @@ from rkgb.costs.measure import measure
 from rkgb.costs.op_costs import op_key
 from rkgb.device.chosen import device_of, trace_memory
 from rkgb.device.rng import RngState
+from rkgb.elements import same_bits as same
 from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op
 from rkgb.elements.sample import bind_inputs
@@ -31,7 +32,6 @@ from rkgb.errors import InvalidGraphError
 from rkgb.graphs.basic import external_values
 from rkgb.graphs.dataflow import B_to_D
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
-from rkgb.published.check import same_bits as same
 from rkgb.run.graph.views import runnable
 from rkgb.run.program.lowering import lower_step
 from rkgb.run.program.places import Step

@@ -19,11 +19,11 @@ from oracles.gradients import gradients_of_module, run_program
 from rkgb.capture.record import make_B
 from rkgb.copies import Disk, Pinned
 from rkgb.device.rng import RngState
+from rkgb.elements import same_bits
 from rkgb.engine import compile_step, plain_callee
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.dataflow import B_to_D
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
-from rkgb.published.check import same_bits
 from rkgb.run import (
     Move,
     MoveOut,

@@ -19,10 +19,10 @@ from rkgb.elements.effect import (
 from rkgb.elements.module_paths import is_inside, outermost
 from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import BATCH_NORMS, CAST, Op, Ref
-from rkgb.elements.sample import attribute_keyword, attribute_of
+from rkgb.elements.sample import attribute_keyword, attribute_of, own_copy
 from rkgb.elements.spread import is_running, settled
 from rkgb.elements.target import running_on, target_of
-from rkgb.elements.tensor_info import TensorInfo, storage_id
+from rkgb.elements.tensor_info import TensorInfo, same_bits, storage_id
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 
 __all__ = [
@@ -48,7 +48,9 @@ __all__ = [
     "is_inside",
     "is_running",
     "outermost",
+    "own_copy",
     "running_on",
+    "same_bits",
     "settled",
     "storage_id",
     "target_of",

@@ -39,6 +39,13 @@ def attribute_of(keyword: str) -> tuple[str, str] | None:
     return path, name
 
 
+def own_copy(leaf: Any) -> Any:
+    """Return a copy of a tensor that a run may write to; any other value unchanged."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
 @dataclass(frozen=True)
 class Sample:
     """What a module is called with, and the device that the step is on.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,3 +114,10 @@ def same_values(first: Tensor, second: Tensor) -> bool:
     if torch.equal(first, second):
         return True
     return bool(((first == second) | ((first != first) & (second != second))).all())
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two results are equal: type, shape and every element; NaN equals NaN."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return a is b or (type(a) is type(b) and bool(a == b))
+    return a.dtype == b.dtype and a.shape == b.shape and same_values(a, b)

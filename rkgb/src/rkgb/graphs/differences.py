@@ -18,7 +18,7 @@ from rkgb.elements.module_paths import around
 from rkgb.elements.numbers import is_unspecialised
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.target import Target, target_of
-from rkgb.elements.tensor_info import same_values
+from rkgb.elements.tensor_info import same_bits
 from rkgb.errors import shown
 from rkgb.graphs.basic import BasicGraph
 
@@ -177,12 +177,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_same_content(a: Tensor, b: Any) -> bool:
-    if a is b or not isinstance(b, Tensor) or type(a) is not type(b):
+    if a is b or type(a) is not type(b) or a.device != b.device:
         return a is b
-    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
-        return False
     with torch.no_grad():
-        return same_values(a, b)
+        return same_bits(a, b)
 
 
 def _named(op: Op) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from rkgb.api import RkgbResult, make_all_graphs
 from rkgb.device.rng import RngState
 from rkgb.elements.effect import Assign
 from rkgb.elements.op import Op, Ref, run_op
-from rkgb.elements.sample import Sample
-from rkgb.elements.tensor_info import same_values
+from rkgb.elements.sample import Sample, own_copy
+from rkgb.elements.tensor_info import same_bits
 from rkgb.elements.trees import flatten
 from rkgb.graphs.basic import BasicGraph, external_values
 from rkgb.graphs.dataflow import DataFlowGraph
@@ -105,13 +105,6 @@ def assert_same_as_module(
         start.restore()
 
 
-def own_copy(leaf: Any) -> Any:
-    """Return a leaf of a sample that a run may write to, and get gradients for."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-
-
 def _without_effects(basic: BasicGraph, found: Sequence[Any], model: nn.Module) -> Sequence[Any]:
     """Return what the forward returns, and set its side effects on the model."""
     if not basic.effects:
@@ -121,11 +114,3 @@ def _without_effects(basic: BasicGraph, found: Sequence[Any], model: nn.Module) 
         if isinstance(effect, Assign):
             effect.apply(model, value)
     return flatten(result)[0]
-
-
-def same_bits(ours: Any, theirs: Any) -> bool:
-    """Return whether two results are equal: type, shape and every element; NaN equals NaN."""
-    if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
-        return bool(ours == theirs) and isinstance(ours, Tensor) == isinstance(theirs, Tensor)
-    alike = ours.dtype == theirs.dtype and ours.shape == theirs.shape
-    return alike and same_values(ours, theirs)

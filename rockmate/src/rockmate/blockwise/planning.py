@@ -466,14 +466,10 @@ class BlockPlanner:
                 bare = without_hooks(block.model, type(block.model))
                 with plain():
                     given = Sample.of(bare, args, in_order(kwargs))
-                    problem = planned.network.problem
                     is_spread = self.kind_of[block.path].is_spread
                     anyone = self.team.anyone if is_spread else bool
                     with self._meeting(bare):
-                        eager = eager_step(
-                            *(bare, given, problem, "fingerprints", planned.effects, anyone),
-                            written=planned.written,
-                        )
+                        eager = eager_step(bare, given, planned.network, "fingerprints", anyone)
                         self_test(planned, bare, given, eager, anyone)
         except Exception as error:  # others wait in the collectives of this step
             self._remember(error)

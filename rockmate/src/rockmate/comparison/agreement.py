@@ -16,15 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rkgb.elements import same_bits
 from rockmate.comparison.deterministic import searches_algorithms, without_search
-from rockmate.comparison.eager import (
-    GRADIENT,
-    Keep,
-    StepResult,
-    differences,
-    equal_values,
-    named_results,
-)
+from rockmate.comparison.eager import GRADIENT, Keep, StepResult, differences, named_results
 from rockmate.comparison.values import Values, norm
 from rockmate.errors import SelfTestError
 
@@ -136,7 +130,7 @@ def _as_without_search(
 
 
 def _unlike(some: Mapping[str, Any], others: Mapping[str, Any]) -> set[str]:
-    return {key for key, value in some.items() if not equal_values(value, others.get(key))}
+    return {key for key, value in some.items() if not same_bits(value, others.get(key))}
 
 
 def _of(step: StepResult, names: Collection[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rkgb import RkgbError
 from rkgb.device import RngState, no_collection
-from rkgb.elements import flatten
+from rkgb.elements import flatten, same_bits
 from rkgb.engine import Sample, trace_memory
 from rkgb.graphs import autocast_as
 from rkgb.module_state import PythonRandom
@@ -228,21 +228,9 @@ def named_results(step: StepResult) -> dict[str, Any]:
 def differences(eager: StepResult, ours: StepResult) -> list[str]:
     """Return the names of outputs, gradients and buffers with other bits."""
     theirs, given = named_results(eager), named_results(ours)
-    differing = [name for name, value in theirs.items() if not equal_values(value, given.get(name))]
+    differing = [name for name, value in theirs.items() if not same_bits(value, given.get(name))]
     if len(eager.outputs) != len(ours.outputs):
         differing.insert(0, "the number of outputs")
     if not eager.stream.equals(ours.stream):
         differing.append("the random stream after the step")
     return differing
-
-
-def equal_values(a: Any, b: Any) -> bool:
-    """Return whether two results are equal, bit by bit; NaN equals NaN."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return a is b or (type(a) is type(b) and a == b)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if torch.equal(a, b):
-        return True
-    both_nan = (a != a) & (b != b)
-    return bool(((a == b) | both_nan).all())

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.elements import TensorInfo
+from rkgb.elements import TensorInfo, same_bits
 from rockmate.comparison.agreement import refuse
-from rockmate.comparison.eager import GRADIENT, StepResult, equal_values, named_results
+from rockmate.comparison.eager import GRADIENT, StepResult, named_results
 
 _ROUNDINGS = 16.0  # that a sum may accumulate; a ReLU near 0 may then change its gradients
 _TIMES_NUDGED = 4.0
@@ -91,7 +91,7 @@ def _distances(
     for key, value in theirs.items():
         found = given.get(key)
         if found is None or not _are_floating(value, found):
-            wrong += [] if equal_values(value, found) else [key]
+            wrong += [] if same_bits(value, found) else [key]
             continue
         lent = _ROUNDINGS * math.sqrt(eps) * largest if key.startswith(GRADIENT) else 0.0
         apart[key] = _apart(value, found, lent)
@@ -117,7 +117,7 @@ def _mean_size(value: Any) -> float:
 
 def _apart(a: Tensor, b: Tensor, lent: float) -> float:
     """Return the distance of two results relative to the first."""
-    if not a.numel() or equal_values(a, b):
+    if not a.numel() or same_bits(a, b):
         return 0.0
     kind = torch.complex128 if a.is_complex() else torch.float64
     size = float(a.to(kind).norm()) + lent * math.sqrt(a.numel())

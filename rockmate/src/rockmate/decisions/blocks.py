@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb import RkgbError
-from rkgb.elements import flatten, is_inside
+from rkgb.elements import flatten, is_inside, own_copy
 from rkgb.errors import without_advice
 from rkgb.module_state import BufferContents
 from rkgb.torch_api import placed_parameters
@@ -35,7 +35,6 @@ from rockmate.errors import InfeasibleBudgetError, RockmateError
 from rockmate.guards.module_watch import view_of
 from rockmate.networks import Planned
 from rockmate.networks.network import Network
-from rockmate.networks.self_test import own_copy
 from rockmate.options.options import BlockOption
 from rockmate.runtime.plain import plain
 from rockmate.settings import Terms

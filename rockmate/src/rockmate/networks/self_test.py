@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rkgb.capture import twin_of
-from rkgb.elements import Effect, InputMutation, ObserverHook, flatten
+from rkgb.elements import Effect, InputMutation, ObserverHook, flatten, own_copy
 from rkgb.engine import Sample, device_of, external_values
+from rkgb.graphs import BasicGraph
 from rkgb.safeguards import drawn_elsewhere, other_threads
 from rockmate.comparison.agreement import agree, refuse
 from rockmate.comparison.deterministic import searches_algorithms
@@ -20,7 +22,7 @@ from rockmate.comparison.eager import Keep, StepResult, differences, run_step
 from rockmate.comparison.rounding import coarsest_type, compare_rounded, nudge
 from rockmate.errors import SelfTestError
 from rockmate.networks.executables import unplanned_executable
-from rockmate.networks.network import first_unsteady
+from rockmate.networks.network import Network, first_unsteady
 from rockmate.networks.planned import Planned
 from rockmate.problems.problem import Problem
 from rockmate.runtime.execute import Executor
@@ -37,26 +39,28 @@ _USABLE_SHARE = 0.9  # of free memory; the rest is lost to fragmentation
 def eager_step(
     model: nn.Module,
     sample: Sample,
-    problem: Problem | None,
+    network: Network | None,
     keep: Keep,
-    effects: Sequence[Effect] = (),
     anyone: Anyone = bool,
+    *,
     written: Collection[str] = (),
     losses: bool = True,
 ) -> StepResult | None:
     """Run one eager step of a copy; None if the device has too little memory for it.
 
-    `written` are the parameters to which the forward writes. With `losses`, only scalars among the
-    outputs get gradients.
+    Without a network, `written` are the parameters to which the forward writes. With `losses`, only
+    scalars among the outputs get gradients.
     """
     free = device_of(sample.device).free_bytes()
-    needed = 0 if problem is None else keeping_all_bytes(problem)
+    needed = 0 if network is None else keeping_all_bytes(network.problem)
     # Checked beforehand: running out of memory on a GPU disturbs other processes, and is not always
     # recognised.
     if not anyone(free is not None and needed > _USABLE_SHARE * free):
-        twin = without_looks(_twin(model, sample, written), effects)
         try:
-            return run_step(twin, twin, _own_copies(sample, effects), keep=keep, losses=losses)
+            if network is not None:
+                return _plain_step(model, sample, network.basic, keep)
+            twin = _twin(model, sample, written)
+            return run_step(twin, twin, sample, keep=keep, losses=losses)
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -69,11 +73,17 @@ def eager_step(
     return None
 
 
-def own_copy(leaf: Any) -> Any:
-    """Return a copy of a tensor in separate memory; return any other value unchanged."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+def _plain_step(
+    model: nn.Module,
+    sample: Sample,
+    basic: BasicGraph,
+    keep: Keep,
+    change: Callable[[nn.Module], nn.Module] = lambda twin: twin,
+) -> StepResult:
+    """Run the plain step of a recorded one, on a copy."""
+    twin = change(without_looks(_twin(model, sample, basic.written_parameters), basic.effects))
+    own = _own_copies(sample, basic.effects)
+    return run_step(twin, twin, own, keep=keep, losses=basic.kind.is_of_losses)
 
 
 def _own_copies(sample: Sample, effects: Sequence[Effect]) -> Sample:
@@ -145,15 +155,8 @@ def _tested(
     if planned.network.is_rounded:
         return _test_of_pieces(planned, model, sample, eager)
     name = type(model).__name__
-
-    def run_ours(keep: Keep) -> StepResult:
-        return _planned_step(planned, model, sample, keep)
-
-    def run_eager(keep: Keep) -> StepResult:
-        twin = without_looks(_twin(model, sample, planned.written), planned.effects)
-        own = _own_copies(sample, planned.effects)
-        return run_step(twin, twin, own, keep=keep, losses=planned.is_for_losses)
-
+    run_ours = partial(_planned_step, planned, model, sample)
+    run_eager = partial(_plain_step, model, sample, planned.network.basic)
     if searches_algorithms():  # the search for algorithms takes memory, at a first run only
         run_ours("nothing")
     ours = run_ours("nothing" if eager is None else "fingerprints")
@@ -197,15 +200,9 @@ def _test_of_pieces(
             differences(again, ours), name, "These are the bits of its pieces without recomputation"
         )
 
-    def run_eager(change: Callable[[nn.Module], nn.Module]) -> StepResult:
-        twin = change(without_looks(_twin(model, sample, planned.written), planned.effects))
-        return run_step(
-            *(twin, twin, _own_copies(sample, planned.effects)), losses=planned.is_for_losses
-        )
-
+    run_eager = partial(_plain_step, model, sample, planned.network.basic, "values")
     if planned.network.cut is not None:  # this eager step was run without keeping values
-        eager = run_eager(lambda twin: twin)
-
+        eager = run_eager()
     found = compare_rounded(
         eager,
         _planned_step(planned, model, sample, "values"),

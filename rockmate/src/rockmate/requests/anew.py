@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rkgb.device import no_collection
+from rkgb.elements import own_copy
 from rkgb.engine import B_to_D, Sample, device_of, record, runnable
 from rkgb.graphs import BackwardKind
 from rkgb.module_state import KeptWrites
@@ -37,13 +38,7 @@ from rockmate.networks.executables import without_reruns
 from rockmate.networks.keeping import Keeping, keeping_of
 from rockmate.networks.network import Network, network_of
 from rockmate.networks.planned import Planned, compiled_plan
-from rockmate.networks.self_test import (
-    eager_step,
-    over_budget,
-    own_copy,
-    peak_of,
-    refuse_wrong_prediction,
-)
+from rockmate.networks.self_test import eager_step, over_budget, peak_of, refuse_wrong_prediction
 from rockmate.planners.module_options import plan_keeping
 from rockmate.problems.problem import Problem
 from rockmate.progress import Phases, stopwatch
@@ -97,15 +92,10 @@ def _planned_anew(request: Request) -> Planned:
     eager: StepResult | None = None
     if settings.self_test or fraction is not None:
         with phases.phase("eager"), no_collection():
-            effects = network.basic.effects
             keep: Keep = "nothing"
             if settings.self_test:  # compiled pieces are compared by values
                 keep = "values" if settings.compile else "fingerprints"
-            written = network.basic.written_parameters
-            losses = network.basic.kind.is_of_losses
-            eager = eager_step(
-                *(model, given, network.problem, keep, effects), written=written, losses=losses
-            )
+            eager = eager_step(model, given, network, keep)
             device_of(given.device).give_back()
     if fraction is not None:
         budget_bytes = int(fraction * peak_of(eager, network.problem))

@@ -131,11 +131,7 @@ def planned_from(saved: SavedPlan, request: Request) -> Planned:
         )
     if settings.self_test and saved.measured_peak_bytes is None:
         with phases.phase("self_test"), no_collection():
-            eager = eager_step(
-                *(model, given, network.problem, "fingerprints", planned.effects),
-                written=planned.written,
-                losses=planned.is_for_losses,
-            )
+            eager = eager_step(model, given, network, "fingerprints")
         planned, ours = tested(request, eager, planned)
         if ours.allocated_peak_bytes > budget_bytes:
             raise over_budget(planned, model)
