@@ -69,7 +69,7 @@ def test_one_copy_is_kept_of_what_differs_alone() -> None:
     torch.manual_seed(0)
     model, taken = Noisy(), list[tuple[Any, StepResult]]()
     run = steps(model, taken)
-    text = agree(run("fingerprints"), run("fingerprints"), run, run, "Noisy", "nothing")
+    text = agree(run("fingerprints"), run("fingerprints"), run, run, "Noisy", {"op": "nothing"})
     assert "2 of 4 gradients differ between 3 eager steps" in text
     kept = [
         name

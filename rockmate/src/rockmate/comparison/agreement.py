@@ -1,9 +1,10 @@
 """Compares a planned step with eager PyTorch as strictly as two eager steps agree.
 
 Some kernels add with atomics, in an order that differs from run to run (attention's backward on
-CUDA, `index_add`, ...). If two eager steps from one random state agree, bits must be equal. If they
-differ, results that never differed must still be equal. Gradients may differ by eager's noise,
-because noise in one gradient reaches all later ones.
+CUDA, `index_add`, ...), some of them rarely. If bits differ, both steps are run again where kernels
+repeat their results, and bits must be equal there. If they are not, and two eager steps differ,
+too, results that never differed must still be equal. Gradients may differ by eager's noise, because
+noise in one gradient reaches all later ones.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor
 
 from rkgb.elements import same_bits
-from rockmate.comparison.deterministic import searches_algorithms, without_search
 from rockmate.comparison.eager import GRADIENT, Keep, StepResult, differences, named_results
+from rockmate.comparison.repeating import repeating
 from rockmate.comparison.values import Values, norm
 from rockmate.errors import SelfTestError
 
@@ -54,23 +55,25 @@ def agree(
     run_eager: Callable[[Keep], StepResult],
     run_ours: Callable[[Keep], StepResult],
     name: str,
-    suspect: str = "",
+    suspects: Mapping[Any, str] = {},
+    coarsest: torch.dtype = torch.float64,
 ) -> str:
     """Compare our step with eager's, as closely as eager steps agree; return the finding.
 
     It is called where fingerprints of `eager` and `ours` differ. Values are compared of what
-    differs alone. `suspect` is an operation whose results are known to differ from call to call.
+    differs alone. `suspects` are operations whose results are known to differ from call to call, in
+    words; `coarsest` is the least precise type of the step's values.
 
     Raises:
         SelfTestError: ours differs by more than eager does.
     """
     prints, given = named_results(eager), named_results(ours)
+    if found := _repeated(eager, ours, run_eager, run_ours, suspects, coarsest):
+        return found
     noisy = set[str]()
     for _ in range(EAGER_RUNS - 1):
         noisy |= _unlike(prints, named_results(run_eager("fingerprints")))
     if not noisy:
-        if searches_algorithms():
-            return _as_without_search(eager, ours, run_eager, run_ours, name)
         refuse(differences(eager, ours), name)
         return "eager is deterministic here, and the planned step equals it"
     wrong = [] if eager.stream.equals(ours.stream) else ["the random stream after the step"]
@@ -94,39 +97,37 @@ def agree(
     text = (
         f"eager is not deterministic here ({gradients} of {len(eager.gradients)} gradients differ "
         f"between {noise.runs} eager steps, by up to {noise.worst:.1e} of their norm"
-        + (f"; first of all {suspect}" if suspect else "")
+        + "".join(f"; first of all {first}" for first in [*suspects.values()][:1])
         + f"): compared within {within:.1e}"
     )
     refuse(wrong, name, text)
     return text
 
 
-def _as_without_search(
+def _repeated(
     eager: StepResult,
     ours: StepResult,
     run_eager: Callable[[Keep], StepResult],
     run_ours: Callable[[Keep], StepResult],
-    name: str,
+    suspects: Collection[Any],
+    coarsest: torch.dtype,
 ) -> str:
-    """Demand bits where cuDNN searches no algorithms, and values up to rounding where it does."""
-    with without_search():
-        refuse(differences(run_eager("fingerprints"), run_ours("fingerprints")), name)
-    wrong = [] if eager.stream.equals(ours.stream) else ["the random stream after the step"]
+    """Return the finding if bits are equal where kernels repeat, and values up to rounding else."""
+    with repeating(suspects):
+        if differences(run_eager("fingerprints"), run_ours("fingerprints")):
+            return ""
     differing = _unlike(named_results(eager), named_results(ours))
     first = _of(run_eager(Values(differing)), differing)
-    worst = 0.0
+    bound, worst = math.sqrt(_ROUNDINGS * torch.finfo(coarsest).eps), 0.0
     for key, apart in _of(run_ours(Values(differing, first)), differing).items():
-        size = max(norm(first[key]), 1e-30)
-        worst = max(worst, apart / size)
-        if not apart <= math.sqrt(_rounding(first[key]) * size):
-            wrong.append(f"{key} (by {apart / size:.1e} of its norm)")
-    text = (
-        "torch.backends.cudnn.benchmark is on: cuDNN times its algorithms in each thread anew, and "
-        "what a backward computes again may have other last bits than in the forward. Without it "
-        f"the planned step equals eager's bit by bit, and with it within {worst:.1e}"
+        worst = max(worst, apart / max(norm(first[key]), 1e-30))
+    if not (worst <= bound and eager.stream.equals(ours.stream)):
+        return ""
+    return (
+        "some kernels add in another order from call to call, or in another thread. Where they "
+        "repeat their results, the planned step equals eager's bit by bit, and without that within "
+        f"{worst:.1e}"
     )
-    refuse(wrong, name, text)
-    return text
 
 
 def _unlike(some: Mapping[str, Any], others: Mapping[str, Any]) -> set[str]:

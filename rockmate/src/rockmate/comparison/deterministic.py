@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -43,8 +42,3 @@ def searches_algorithms() -> bool:
     A backward, where forwards are run again, is another thread than the forward.
     """
     return bool(torch.backends.cudnn.benchmark)
-
-
-def without_search() -> AbstractContextManager[None]:
-    """While active, cuDNN chooses its algorithms by rules that are the same in every thread."""
-    return with_flags((("cudnn.benchmark", False),))

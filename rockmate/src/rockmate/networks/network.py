@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -182,13 +182,15 @@ def _runs_once(graph: SimplifiedGraph) -> frozenset[int]:
     )
 
 
-def first_unsteady(network: Network) -> str:
-    """Return the first nondeterministic operation, in words."""
-    infos, unsteady = network.graph.infos, network.measured.unsteady
+def unsteady(network: Network) -> dict[Any, str]:
+    """Return the nondeterministic operations in order, in words."""
+    infos, kinds = network.graph.infos, network.measured.unsteady
+    found: dict[Any, str] = {}
     for op in operations(network.graph):
-        if op_key(op, infos) in unsteady:
-            return f"{op.target_name} ({op.module_path or '(root)'}, {op.source})"
-    return ""
+        if op_key(op, infos) in kinds:
+            where = f"{op.target_name} ({op.module_path or '(root)'}, {op.source})"
+            found.setdefault(op.target, where)
+    return found
 
 
 def by_flops(graph: SimplifiedGraph, measured: Measured) -> Mapping[str, OpCost]:

@@ -22,7 +22,7 @@ from rockmate.comparison.eager import Keep, StepResult, differences, run_step
 from rockmate.comparison.rounding import coarsest_type, compare_rounded, nudge
 from rockmate.errors import SelfTestError
 from rockmate.networks.executables import unplanned_executable
-from rockmate.networks.network import Network, first_unsteady
+from rockmate.networks.network import Network, unsteady
 from rockmate.networks.planned import Planned
 from rockmate.problems.problem import Problem
 from rockmate.runtime.execute import Executor
@@ -167,7 +167,9 @@ def _tested(
         return ours, ""
     if not eager.stream.equals(ours.stream):
         refuse(wrong, name)
-    found = agree(*(eager, ours, run_eager, run_ours, name, first_unsteady(planned.network)))
+    network = planned.network
+    coarsest = coarsest_type(network.graph.infos.values())
+    found = agree(eager, ours, run_eager, run_ours, name, unsteady(network), coarsest)
     _log.warning("%s: %s", name, found)
     return ours, found
 
