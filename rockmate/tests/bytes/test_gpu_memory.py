@@ -188,7 +188,7 @@ def test_planning_takes_little_more_than_the_budget(gpu: torch.device) -> None:
     """Parameters far larger than activations: at most the budget and 5 % of their bytes."""
     model, x = layers(gpu, 8, 4096), torch.randn(64, 4096, device=gpu)
     parameters = sum(p.nbytes for p in model.parameters())
-    budget = 64 << 20
+    budget = 80 << 20  # a gradient takes 64 MiB
     highest = [0]
     reset = torch.cuda.reset_peak_memory_stats
 

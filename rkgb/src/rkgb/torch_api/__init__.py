@@ -35,6 +35,7 @@ from rkgb.torch_api.private.autograd import (
 )
 from rkgb.torch_api.private.flags import is_cast_anew, kernel_flags, named_kernel_flags
 from rkgb.torch_api.private.modes import (
+    DispatchMode,
     changing_modes,
     current_dispatch_modes,
     dispatch_mode_stack,
@@ -47,6 +48,7 @@ from rkgb.torch_api.private_names import refuse_unused
 
 __all__ = [
     "EXTRA_FLOP_FORMULAS",
+    "DispatchMode",
     "KernelChoice",
     "RecomputingAs",
     "TakingMost",

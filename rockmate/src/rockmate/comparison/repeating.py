@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rkgb.elements import flatten
-from rkgb.torch_api.private.modes import DispatchMode
+from rkgb.torch_api import DispatchMode
 from rockmate.comparison.deterministic import deterministic_algorithms
 from rockmate.comparison.fingerprint import Fingerprints
 

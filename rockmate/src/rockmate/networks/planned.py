@@ -187,7 +187,8 @@ class Planned:
             () if self.numbers is None else [x if type(x) in (float, int) else None for x in leaves]
         )
         keep = None
-        if looks:
+        # Nothing can be read while a CUDA graph is captured.
+        if looks and not torch.cuda.is_current_stream_capturing():
             keep = _all_contents if self.executor.is_due(model) else _contents_of_few
             self.executor.expected.warn_of_order(external)
         outputs = self.executor(external, variant, model, numbers, keep)
