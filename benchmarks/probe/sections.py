@@ -50,6 +50,16 @@ GPU_TESTS = {
         "test_what_adds_by_atomics_is_never_run_again_where_it_differs",
         "test_a_step_is_captured_as_a_graph_or_refused",
     ),
+    "rockmate/tests/bits/test_gpu_features.py": (
+        "test_every_option_trains_as_eager_does",
+        "test_other_sums_are_near_eager",
+        "test_recurrent_layers_train_as_eager_does",
+        "test_blocks_train_as_eager_does",
+        "test_blocks_of_code_are_planned_at_the_first_step",
+        "test_images_in_mixed_precision_and_channels_last",
+        "test_a_file_of_a_plan_serves_again",
+        "test_the_largest_batch_fits",
+    ),
     "rockmate/tests/bytes/test_gpu_memory.py": (
         "test_requests_are_as_predicted_and_blocks_within_the_budget",
         "test_the_first_work_of_a_process_may_be_planning",

@@ -187,8 +187,7 @@ class Planned:
             () if self.numbers is None else [x if type(x) in (float, int) else None for x in leaves]
         )
         keep = None
-        # Nothing can be read while a CUDA graph is captured.
-        if looks and not torch.cuda.is_current_stream_capturing():
+        if looks and not _is_captured(self.signature.device):
             keep = _all_contents if self.executor.is_due(model) else _contents_of_few
             self.executor.expected.warn_of_order(external)
         outputs = self.executor(external, variant, model, numbers, keep)
@@ -214,6 +213,11 @@ class Planned:
         if has_saved_hooks():  # a checkpoint's second run stops where as much has been saved
             torch.empty(0, requires_grad=True, device="cpu").exp()
         return result
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Return whether a CUDA graph is captured: nothing can be read then."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _all_contents(
