@@ -429,14 +429,32 @@ def test_backwards_for_some_leaves_twice() -> None:
         assert_same_gradients(model, twin)
 
 
-@pytest.mark.parametrize("converted", ["", "0", "4"])
-def test_gradients_add_up_at_the_nodes_that_a_conversion_has_made(converted: str) -> None:
+def _in_one_memory(model: nn.Module) -> None:
+    parameters = [*model.parameters()]
+    whole = torch.cat([p.detach().flatten() for p in parameters])
+    for p, part in zip(parameters, whole.split([p.numel() for p in parameters]), strict=True):
+        p.data = part.view_as(p)
+
+
+@pytest.mark.parametrize("are_parts", [False, True])
+@pytest.mark.parametrize("converted", ["", "0", "2", "4"])
+def test_gradients_add_up_at_the_nodes_that_a_conversion_has_made(
+    converted: str, are_parts: bool
+) -> None:
     """Hooks on these nodes are DDP's; and gradients of several steps are added there first."""
     model = nn.Sequential(*(p for _ in range(3) for p in (nn.Linear(8, 8), nn.Tanh())))
+    if are_parts:
+        _in_one_memory(model)
     planned, x = wrap(model, torch.randn(4, 8), 1.0), torch.randn(4, 8)
     for _ in range(3):
         planned(x).sum().backward()
     model.get_submodule(converted).double().float()
+    twin = eager_copy(model)
+    for net in (planned, twin):  # what is added up first shows in the last bits
+        net.zero_grad()
+        losses = [net(x * scale).square().sum() for scale in (1.0, 3.0, 0.7)]
+        sum(losses).backward()  # type: ignore[union-attr]
+    assert_same_gradients(model, twin)
     nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]  # type: ignore[union-attr]
     called: list[int] = []
     for number, node in enumerate(nodes):

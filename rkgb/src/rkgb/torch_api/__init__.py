@@ -34,6 +34,7 @@ from rkgb.torch_api.private.autograd import (
     without_saved_hooks,
 )
 from rkgb.torch_api.private.flags import is_cast_anew, kernel_flags, named_kernel_flags
+from rkgb.torch_api.private.memory import any_is_freed
 from rkgb.torch_api.private.modes import (
     DispatchMode,
     changing_modes,
@@ -52,6 +53,7 @@ __all__ = [
     "KernelChoice",
     "RecomputingAs",
     "TakingMost",
+    "any_is_freed",
     "apply_function",
     "asked_of_backwards",
     "at_end_of_backward",

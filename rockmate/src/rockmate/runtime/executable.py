@@ -377,7 +377,7 @@ class Executable:
                 return rail
             # What adds up at the leaves keeps its stream, too, for as long as a rail leads there.
             del rail
-        return Rail(layout, leaves, device, self.arrivals, stream)
+        return Rail(layout, leaves, device, self.arrivals, stream, lasts=self.lasting)
 
     def give_back(self, rail: Rail) -> None:
         """Take back the rail of a step that has ended."""

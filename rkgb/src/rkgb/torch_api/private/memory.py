@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -48,6 +48,15 @@ def weak_storage(storage: Any) -> Any:
     from torch.multiprocessing.reductions import StorageWeakRef
 
     return StorageWeakRef(storage)
+
+
+def any_is_freed(storages: Iterable[Any]) -> Callable[[], bool]:
+    """Return a function that tells whether one of these storages has been freed since."""
+    references = [*map(weak_storage, storages)]
+    expired = torch.UntypedStorage._expired  # type: ignore[attr-defined]
+    numbers = [reference.cdata for reference in references]
+    # The references count as long as they live: until then a number stands for no other storage.
+    return lambda: len(references) > 0 and any(map(expired, numbers))
 
 
 def allocator_settings() -> str:

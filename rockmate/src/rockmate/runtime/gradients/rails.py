@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from rkgb.run import Places
 from rkgb.torch_api import (
+    any_is_freed,
     current_dispatch_modes,
     is_to_run,
     keeps_graph,
@@ -93,6 +94,8 @@ class Rail:
         device: torch.device,
         arrivals: ArrivalOrder,
         stream: int = 0,
+        *,
+        lasts: bool = False,
     ) -> None:
         self.layout, self.leaves, self.arrivals = layout, leaves, arrivals
         self.stream = stream  # on which the engine will run it: nodes keep that of their making
@@ -115,6 +118,7 @@ class Rail:
         self.end = self._nodes[-1].next_functions[0][0] if self._nodes else None
         ends = [leaves[first] for first in {0, *self._firsts[-2:-1]} if first < len(leaves)]
         self._added_at = [(leaf, _accumulator(leaf)) for leaf in ends if _is_own(leaf)]
+        self._have_moved = _watched(leaves) if lasts else None
 
     @property
     def start(self) -> Any:
@@ -125,10 +129,13 @@ class Rail:
         """Whether the rail leads to just these tensors, part after part, on a stream.
 
         Gradients of one that was converted (`model.double().float()`) add up elsewhere from then
-        on. One of the first place and one of the last are looked at: to ask all takes as long as
-        to make a rail.
+        on, and it has other memory, which is looked at. Memory may have been put back by hand
+        (`p.data = saved`). To ask where gradients of all add up takes as long as to make a rail:
+        one leaf of the first place and one of the last are asked.
         """
         if stream != self.stream or not all(map(operator.is_, leaves, self.leaves)):
+            return False
+        if self._have_moved is None or self._have_moved():
             return False
         if current_dispatch_modes():  # which would see how this is asked
             return True
@@ -231,6 +238,16 @@ def _gradient_of(leaf: Tensor) -> tuple[int, int]:
 
 def _is_own(leaf: Tensor) -> bool:
     return type(leaf) in (Tensor, nn.Parameter) and leaf.is_leaf and leaf.requires_grad
+
+
+def _watched(leaves: Sequence[Tensor]) -> Callable[[], bool]:
+    """Return a function that tells whether one of these has got other memory since."""
+    own = [t for t in leaves if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided]
+    # The memory of all of them is not freed when one leaves it.
+    parts = [t for t in own if t.untyped_storage().nbytes() > t.nbytes]
+    places = [*map(Tensor.data_ptr, parts)]
+    one_is_freed = any_is_freed(t.untyped_storage() for t in own)
+    return lambda: one_is_freed() or [*map(Tensor.data_ptr, parts)] != places
 
 
 def _accumulator(leaf: Tensor) -> Any:
