@@ -197,7 +197,7 @@ def test_plans_against_all_schedules_over_a_fast_link(seed: int) -> None:
             assert found.overhead_ms <= still[0] + 1e-6 or found.overhead_ms <= 1.5 * still[0]
 
 
-@pytest.mark.parametrize("seed", [1, 3, 4, 5, 7, 9, 11, 13, 14, 15])
+@pytest.mark.parametrize("seed", [1, 3, 4, 5, 7, 11, 13, 15, 36])
 def test_chains_against_all_choices_over_slow_links(seed: int) -> None:
     """Kept, moved or computed again: no plan is much slower, and no bound above.
 
@@ -213,7 +213,7 @@ def test_chains_against_all_choices_over_slow_links(seed: int) -> None:
     problem = problem_of(layers, link)
     bare = dataclasses.replace(problem, link=None)
     peak = simulate(problem, no_recomputation(problem)).peak_bytes
-    for part in (0.85, 0.7, 0.55):
+    for part in (0.85, 0.7, 0.5):
         oracle_ms = least_overhead_ms(layers, budget := int(part * peak), link)
         assert lower_bound(problem, budget, cuts=2) <= oracle_ms + 1e-6
         if oracle_ms < math.inf:
@@ -221,6 +221,41 @@ def test_chains_against_all_choices_over_slow_links(seed: int) -> None:
             found.check(problem)
             if minimum_peak(bare)[1] <= budget:
                 assert found.overhead_ms <= oracle_ms + 0.03 * problem.base_time_ms
+
+
+# Schedules by HRevolve of checkpoint_schedules 1.0.4 (uf=1, ub=1), which moves while nothing
+# computes: steps, snapshots in memory and on disk, times to write and read one; then how many
+# forwards run, snapshots are written and read.
+HREVOLVE = [
+    (6, 1, 0, 1.0, 1.0, 21, 0, 0),
+    (8, 2, 0, 1.0, 1.0, 22, 0, 0),
+    (10, 3, 0, 1.0, 1.0, 25, 0, 0),
+    (6, 1, 3, 2.0, 2.0, 15, 1, 1),
+    (8, 1, 3, 2.0, 2.0, 22, 1, 2),
+    (8, 1, 6, 0.1, 0.1, 15, 6, 6),
+    (10, 2, 3, 0.5, 0.5, 24, 2, 2),
+    (10, 1, 3, 0.5, 0.5, 24, 3, 4),
+    (12, 3, 3, 0.5, 0.5, 30, 1, 1),
+    (12, 1, 6, 0.1, 0.1, 27, 6, 6),
+]
+
+
+@pytest.mark.parametrize("row", HREVOLVE, ids=str)
+def test_chains_take_no_longer_than_hrevolve_without_overlap(row: tuple[float, ...]) -> None:
+    """Its forwards recompute on several levels. No bound is above them, and no plan is slower."""
+    steps, ram, disk, write_ms, read_ms, forwards, writes, reads = row
+    size = 4096
+    # The first of its snapshots is the input, which no budget counts. Beside the others there are
+    # what a forward reads and makes; a backward includes the forward that it begins with.
+    places, there = (ram + 1, 0) if not writes else (ram + 2, int(disk) - 1)
+    link = Link(size / write_ms, size / read_ms, host_bytes=there * size)
+    layers = [Layer(1.0, 2.0, size, 0)] * (int(steps) - 1)
+    problem = problem_of([*layers, Layer(1.0, 2.0, 1, 0)], link)
+    budget = int(places) * size + 1
+    extra_ms = forwards - (2 * steps - 1) + writes * write_ms + reads * read_ms
+    found = plan(problem, budget, effort="fast")
+    assert lower_bound(problem, budget, cuts=2) <= found.overhead_ms + 1e-6
+    assert found.overhead_ms <= extra_ms + 1e-6
 
 
 def test_a_link_that_carries_all_makes_recomputation_needless() -> None:
