@@ -17,6 +17,7 @@ from rkgb.elements import is_inside
 from rockmate.arguments import Arguments, Call, called_with, refuse_no_module
 from rockmate.blockwise.loss_outside import LossOfBlocks, Within
 from rockmate.blockwise.planning import BlockPlanner
+from rockmate.blockwise.recorded import RecordedBlocks
 from rockmate.blockwise.rehearsal import find_what_changes, largest_first
 from rockmate.blockwise.report import BlocksPlan, ChosenBlocks, report_of
 from rockmate.blockwise.saved_blocks import as_saved, shared_file, with_file
@@ -237,9 +238,10 @@ def _planned(
     amount, fraction = parse_budget(given.budget)
     views = {path: plain_view(block) for path, block in found.items()}
     phases = Phases({"blocks": 2, "free plan": 1}, show=given.progress)
-    planner = BlockPlanner(
+    blocks = RecordedBlocks(
         *(model, views, terms), team=team, in_flight=given.in_flight, saved=saved, note=phases.note
     )
+    planner = BlockPlanner(blocks)
 
     loss_bytes = within.memory.loss_bytes if within and _awaits(given, within) else 0
 

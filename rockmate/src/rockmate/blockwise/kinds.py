@@ -1,7 +1,14 @@
-"""Kinds of blocks: blocks that differ only in their parameters, recorded once, with options."""
+"""Kinds of blocks: blocks that differ only in their parameters, recorded once, with options.
+
+The collectives of a block, also those of its recomputation, must run in one order on all processes,
+as in tensor parallelism. So such blocks have one plan on all of them, which they make together. A
+call of another kind runs plain. If each process planned it alone, the orders might differ.
+Processes would then wait for ever, or add up unrelated tensors.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +17,8 @@ from torch import nn
 
 from rockmate.arguments import Call
 from rockmate.blockwise.rehearsal import Mark
+from rockmate.calls.planned_module import PlannedModule
+from rockmate.calls.plans_of_module import NotPlannedError
 from rockmate.errors import UnsupportedModuleError
 from rockmate.guards.input_signature import key_of
 from rockmate.guards.sharded import own_class
@@ -192,3 +201,23 @@ def call_of(
         more_forward_bytes=max(0, more_forward),
         more_backward_bytes=max(0, more_backward),
     )
+
+
+class LockstepModule(PlannedModule):
+    """A block with collectives: once it is sealed, other calls run plain on all processes."""
+
+    plans_alone = False
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the module as it was planned together, or plain."""
+        try:
+            return super().__call__(args, kwargs)
+        except NotPlannedError as other:
+            warnings.warn(
+                f"this call of a {type(self.model).__name__} spread over processes is not the one "
+                f"that was planned ({other}). It runs plain, and may take more memory than the "
+                "budget: its processes plan together only in apply_to_blocks.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return self.model.forward(*args, **kwargs)

@@ -109,7 +109,7 @@ class LossOfBlocks(LossWatch):
 
     def _install(self, forwards: Mapping[str, PlannedModule]) -> None:
         for path, forward in forwards.items():
-            vars(self._planner.views[path])["_rockmate"] = forward
+            vars(self._planner.blocks.views[path])["_rockmate"] = forward
 
     def _before(self, model: nn.Module, *_: Any) -> None:
         self.close()
