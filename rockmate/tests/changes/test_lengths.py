@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from oracles.training import assert_same_gradients
 from rkgb.engine import trace_memory
 from rockmate import Rockmate
-from rockmate.options.known_blocks import KnownBlocks
+from rockmate.options.options import KnownBlocks
 from rockmate.planners import plan, replan
 from rockmate.schedules.baselines import no_recomputation, recompute_all
 from rockmate.schedules.simulate import simulate

@@ -23,7 +23,7 @@ from rkgb.elements.op import Op, Ref
 from rkgb.elements.sample import Sample
 from rkgb.elements.target import target_of
 from rkgb.graphs.basic import BasicGraph
-from rkgb.graphs.compare import same_but_for_numbers
+from rkgb.graphs.differences import same_but_for_numbers
 from rkgb.recording.numbers import NumberTrace, types_watched
 
 _log = logging.getLogger("rkgb")

@@ -16,8 +16,13 @@ from rkgb.graphs.basic import (
     ambient_autocast,
     autocast_as,
 )
-from rkgb.graphs.compare import same_but_for_numbers, same_but_for_sizes
-from rkgb.graphs.differences import Difference, differences, forward_differences
+from rkgb.graphs.differences import (
+    Difference,
+    differences,
+    forward_differences,
+    same_but_for_numbers,
+    same_but_for_sizes,
+)
 from rkgb.graphs.passes import PLANNED_PASSES
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 

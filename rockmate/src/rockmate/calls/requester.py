@@ -24,7 +24,7 @@ from rockmate.guards.input_signature import ambient
 from rockmate.guards.module_watch import ModuleWatch, without_hooks
 from rockmate.guards.sharded import whole_parts
 from rockmate.networks import Planned
-from rockmate.options.known_blocks import KnownBlocks
+from rockmate.options.options import KnownBlocks
 from rockmate.requests.ranks import is_follower, sharing
 from rockmate.requests.request import Request, Source
 from rockmate.requests.saved_plan import plan_file_of

@@ -20,7 +20,7 @@ from rockmate.decisions.dressing import Dressing
 from rockmate.decisions.recomputed import run_recomputed
 from rockmate.guards.snapshot import HOOKS
 from rockmate.runtime.backwards import compares_contents
-from rockmate.runtime.steps.outputs_held import OutputsHeld
+from rockmate.runtime.outputs import OutputsHeld
 
 
 @dataclass(eq=False)

@@ -49,8 +49,8 @@ def moves_for(
         chosen = _needed(problem, least, during, budget_bytes) if few else least
         if few or len(chosen) > fewest:
             fewest = len(chosen)
-            later = _ending_later(problem, link, steps, begins, chosen, during, budget_bytes)
-            yield tuple(_starting_earlier(problem, link, begins, later, during, budget_bytes))
+            timed = _Copies(problem, link, steps, begins, during, budget_bytes)
+            yield tuple(timed.starting_earlier(timed.ending_later(chosen)))
 
 
 def begins_of(times: Iterable[float]) -> list[float]:
@@ -79,54 +79,55 @@ def _needed(
     return [move for move in moves if move.storage in by_storage]
 
 
-def _ending_later(
-    problem: Problem,
-    link: Link,
-    steps: Steps,
-    begins: Sequence[float],
-    moves: Sequence[Move],
-    during: list[int],
-    budget_bytes: int,
-) -> list[Move]:
-    """Return the moves with ends of copies out so late that nothing waits, where that fits."""
-    found: list[Move] = []
-    free_ms = 0.0  # when the link is free
-    copied = copied_out(problem, steps, moves)
-    for move in moves:
-        size, gone = problem.sizes[move.storage], move.gone_after
-        if move in copied:
-            free_ms = max(free_ms, begins[move.out_after + 1]) + link.out_ms(size)
-            while gone + 1 < move.back_before - 1 and begins[gone + 1] < free_ms:
-                if during[gone + 1] + size > budget_bytes:
+@dataclasses.dataclass(frozen=True)
+class _Copies:
+    """The copies of some moves, and the memory during each step, which grows with them."""
+
+    problem: Problem
+    link: Link
+    steps: Steps
+    begins: Sequence[float]
+    during: list[int]
+    budget_bytes: int
+
+    def ending_later(self, moves: Sequence[Move]) -> list[Move]:
+        """Return the moves with ends of copies out so late that nothing waits, where that fits."""
+        found: list[Move] = []
+        free_ms = 0.0  # when the link is free
+        copied = copied_out(self.problem, self.steps, moves)
+        for move in moves:
+            size, gone = self.problem.sizes[move.storage], move.gone_after
+            if move in copied:
+                free_ms = max(free_ms, self.begins[move.out_after + 1]) + self.link.out_ms(size)
+                while gone + 1 < move.back_before - 1 and self.begins[gone + 1] < free_ms:
+                    if not self._takes(size, gone + 1):
+                        break
+                    gone += 1
+            found.append(dataclasses.replace(move, gone_after=gone))
+        return found
+
+    def starting_earlier(self, moves: Sequence[Move]) -> list[Move]:
+        """Return the moves with copies in that start early enough not to wait, where that fits."""
+        found: list[Move] = []
+        starts: dict[Move, float] = {}  # the latest start after which nothing waits
+        latest = float("inf")
+        for move in sorted(moves, key=lambda m: -m.back_before):
+            in_ms = self.link.in_ms(self.problem.sizes[move.storage])
+            latest = min(latest, self.begins[move.back_before]) - in_ms
+            starts[move] = latest
+        for move in sorted(moves, key=lambda m: m.back_before):
+            size, back = self.problem.sizes[move.storage], move.back_before
+            while back - 1 > move.gone_after and self.begins[back] > starts[move]:
+                if not self._takes(size, back - 1):
                     break
-                gone += 1
-                during[gone] += size
-        found.append(dataclasses.replace(move, gone_after=gone))
-    return found
+                back -= 1
+            if back - 1 > move.gone_after:
+                found.append(dataclasses.replace(move, back_before=back))
+        return _in_order(found)
 
-
-def _starting_earlier(
-    problem: Problem,
-    link: Link,
-    begins: Sequence[float],
-    moves: Sequence[Move],
-    during: list[int],
-    budget_bytes: int,
-) -> list[Move]:
-    """Return the moves with copies in that start early enough not to wait, where that fits."""
-    found: list[Move] = []
-    starts: dict[Move, float] = {}  # the latest start after which nothing waits
-    latest = float("inf")
-    for move in sorted(moves, key=lambda m: -m.back_before):
-        latest = min(latest, begins[move.back_before]) - link.in_ms(problem.sizes[move.storage])
-        starts[move] = latest
-    for move in sorted(moves, key=lambda m: m.back_before):
-        size, back = problem.sizes[move.storage], move.back_before
-        while back - 1 > move.gone_after and begins[back] > starts[move]:
-            if during[back - 1] + size > budget_bytes:
-                break
-            back -= 1
-            during[back] += size
-        if back - 1 > move.gone_after:
-            found.append(dataclasses.replace(move, back_before=back))
-    return _in_order(found)
+    def _takes(self, size_bytes: int, step: int) -> bool:
+        """Let a storage be there during one more step, and return True, if it fits."""
+        if self.during[step] + size_bytes > self.budget_bytes:
+            return False
+        self.during[step] += size_bytes
+        return True

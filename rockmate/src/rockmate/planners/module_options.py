@@ -18,10 +18,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rockmate.errors import InfeasibleBudgetError
-from rockmate.options.known_blocks import KnownBlocks
 from rockmate.options.options import (
     BlockOption,
     Grid,
+    KnownBlocks,
     block_options,
     boxed,
     measure_option,

@@ -18,8 +18,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from rockmate.errors import InfeasibleBudgetError, SolverError, UnknownChoiceError
-from rockmate.options.known_blocks import KnownBlocks
-from rockmate.options.options import BlockOption
+from rockmate.options.options import BlockOption, KnownBlocks
 from rockmate.planners.chain import LARGE_BLOCK_NODES, SMALL_BLOCK_NODES, chain_model
 from rockmate.planners.effort import effort_of, ladder
 from rockmate.planners.moving import plan_with_moves

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from rockmate.options.known_blocks import KnownBlocks
+from rockmate.options.options import KnownBlocks
 from rockmate.planners.chain import SMALL_BLOCK_NODES, chain_of
 from rockmate.planners.effort import EFFORTS
 from rockmate.planners.search import Search

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from rockmate.options.known_blocks import KnownBlocks
+from rockmate.options.options import KnownBlocks
 from rockmate.planners.effort import Effort
 from rockmate.problems.problem import Problem
 from rockmate.schedules.plan import Plan, Trial, make_plan

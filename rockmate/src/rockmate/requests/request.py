@@ -24,7 +24,7 @@ from rockmate.guards.input_signature import InputSignature
 from rockmate.networks.cutting import cut_again
 from rockmate.networks.planned import Planned
 from rockmate.networks.self_test import self_test
-from rockmate.options.known_blocks import KnownBlocks
+from rockmate.options.options import KnownBlocks
 from rockmate.progress import Phases
 from rockmate.requests.identity import cache_key, recording_digest
 from rockmate.requests.versions import ExpectedKind, can_run_again

@@ -1,4 +1,7 @@
-"""A plan for a recording that differs only in sizes from known ones, in the time of a few steps.
+"""Plans derived from known ones, for recordings that differ only in numbers or only in sizes.
+
+Where only numbers differ, the steps of the known plan serve. A plan for other sizes takes the time
+of a few steps.
 
 The recording is a real one, so the program is exact and its bytes are known. The steps are derived
 from plans for other sizes (`planners.replan`) instead of a search. The step is not compared with
@@ -12,20 +15,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from rkgb.graphs import SimplifiedGraph, same_but_for_sizes
+from rkgb.device import no_collection
+from rkgb.graphs import SimplifiedGraph, same_but_for_numbers, same_but_for_sizes
 from rkgb.run import RunnableGraph
 from rockmate import planners
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.networks.executables import without_reruns
 from rockmate.networks.network import network_of
-from rockmate.networks.planned import Planned, compiled_plan
-from rockmate.options.known_blocks import KnownBlocks
+from rockmate.networks.planned import Planned, compiled_plan, with_other_numbers
+from rockmate.options.options import KnownBlocks
 from rockmate.planners.module_options import replan_keeping
 from rockmate.problems.problem import Problem
 from rockmate.progress import stopwatch
 from rockmate.requests.anew import has_blocks, within_blocks
-from rockmate.requests.request import Request, tested
-from rockmate.requests.versions import Version, has_same_nodes, versions_like
+from rockmate.requests.request import Request, first_of, tested
+from rockmate.requests.versions import ExpectedKind, Version, has_same_nodes, versions_like
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.steps import Steps
 from rockmate.settings import Terms, parse_budget
@@ -136,3 +140,41 @@ def _same_in_other_sizes(known: Sequence[Planned], recorded: RunnableGraph) -> V
 def _differs_in_sizes(ours: SimplifiedGraph, theirs: SimplifiedGraph) -> bool:
     same = same_but_for_sizes(ours.basic, theirs.basic)
     return same and has_same_nodes(ours, theirs)
+
+
+def other_numbers(request: Request) -> Planned | None:
+    """Use the steps of a known plan for a recording that differs only in numbers."""
+    basic = request.recorded.graph.basic
+    for version in versions_like(request.known, basic):
+        if version.is_apart:
+            continue
+        known, cut = version.graph, version.planned.network.cut
+        cut, recorded = request.cut(None if cut is None else cut.how)
+        same = same_but_for_numbers(recorded.graph.basic, known.basic)
+        if same and has_same_nodes(recorded.graph, known):
+            planned = with_other_numbers(
+                *(version.planned, known, recorded, request.sample, request.phases), cut=cut
+            )
+            request.phases.close("planned before")
+            return planned
+    return None
+
+
+def other_sizes(request: Request) -> Planned | None:
+    """Derive a plan from known ones for a recording that differs only in sizes."""
+    with no_collection():
+        planned = resized(request)
+    if planned is not None:
+        request.phases.close("planned before")
+    return planned
+
+
+def expected_gradients(request: Request) -> Planned | None:
+    """Derive a plan from known ones for the unusual gradients that arrived last."""
+    if not can_be_resized(request.settings):
+        return None
+    expected = ExpectedKind.after(request.known)
+    if expected is None or expected.is_usual(losses=request.losses):
+        return None
+    with no_collection():
+        return first_of((other_numbers, other_sizes), replace(request, kind=expected))

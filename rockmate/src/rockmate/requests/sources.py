@@ -22,10 +22,14 @@ from rockmate.files.plan_file import PlanFile
 from rockmate.networks.planned import Planned
 from rockmate.requests.anew import anew
 from rockmate.requests.exchange import Exchange
-from rockmate.requests.follow import expected_gradients, other_numbers, other_sizes
 from rockmate.requests.ranks import AmongRanks
 from rockmate.requests.request import Request, Source, first_of
-from rockmate.requests.resized import ready_for_others
+from rockmate.requests.resized import (
+    expected_gradients,
+    other_numbers,
+    other_sizes,
+    ready_for_others,
+)
 from rockmate.requests.saved_plan import not_for, plan_file_of, planned_from, refuse_elsewhere
 from rockmate.settings import Terms
 

@@ -17,10 +17,10 @@ from rkgb.torch_api import apply_function, has_saved_hooks, straight_to_kernels
 from rockmate.runtime.backwards import Backwards, Variant
 from rockmate.runtime.executable import Executable
 from rockmate.runtime.gradients.shared_casts import note_casts
+from rockmate.runtime.outputs import OutputsHeld
 from rockmate.runtime.steps.hung_step import HungStep
 from rockmate.runtime.steps.inner_results import InnerResults
 from rockmate.runtime.steps.joint_step import JointStep
-from rockmate.runtime.steps.outputs_held import OutputsHeld
 from rockmate.runtime.steps.running_step import RunningStep, refuse_create_graph
 from rockmate.runtime.steps.split_step import SplitStep
 

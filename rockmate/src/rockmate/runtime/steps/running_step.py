@@ -33,9 +33,8 @@ from rockmate.runtime.executable import Executable
 from rockmate.runtime.gradients.rails import OUT_OF_ORDER, Rail
 from rockmate.runtime.gradients.shared_casts import SharedCasts, shared_casts
 from rockmate.runtime.gradients.shared_uses import FirstsWatch
-from rockmate.runtime.outputs import plain_strides
+from rockmate.runtime.outputs import OutputsHeld, plain_strides
 from rockmate.runtime.steps.inner_results import InnerResults
-from rockmate.runtime.steps.outputs_held import OutputsHeld
 from rockmate.runtime.steps.saved_tensors import SavedTensors
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
