@@ -23,18 +23,17 @@ from rockmate.planners.chain import LARGE_BLOCK_NODES, SMALL_BLOCK_NODES, chain_
 from rockmate.planners.effort import effort_of, ladder
 from rockmate.planners.moving import plan_with_moves
 from rockmate.planners.search import Progress, Search
-from rockmate.planners.smallest_budget import low_memory_plan, minimum_peak
+from rockmate.planners.smallest_budget import feasible
 from rockmate.planners.windows import explore, improve, suited
 from rockmate.problems.blocks import find_cuts, largest_block, make_blocks, pinned_candidates
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import best_segments, chen, no_recomputation, recompute_all
 from rockmate.schedules.plan import Plan, Trial
 from rockmate.schedules.prune import prune
-from rockmate.schedules.report import exact_bytes, format_bytes, place_in_model
+from rockmate.schedules.report import format_bytes
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Steps
 from rockmate.solvers import block_solver, check_backend, solve_whole
-from rockmate.solvers.least_budget import QUICK_WORK, floor_bytes, least_budget
 from rockmate.solvers.result import Solver, SolverResult
 
 # A planner leaves its best plan in the run. It is called only if keeping everything does not fit
@@ -45,8 +44,6 @@ Planner: TypeAlias = Callable[[Search], None]
 # better. The third is slow, and better if memory is tight.
 GRAINS = (("half blocks", 0), ("blocks", SMALL_BLOCK_NODES), ("double blocks", 26))
 
-_LEAST_BATCH_PERCENT = 5  # below this, a smaller batch is no useful advice
-_NEAR_BOUND = 1.002  # from here on a longer search may find a plan within less
 _LONG_CHAIN = 600  # nodes; from here on segments take a second, and lose to chains
 _LONG_PLAN = 3000  # steps; from here on the background makes each window slow
 _FOUND_WITHOUT = 50  # nodes; up to here the solver finds plans without a hint
@@ -96,7 +93,7 @@ def plan(
     if simulate(problem, everything).peak_bytes <= budget_bytes:
         run.take(everything, "none")
         return run.finish()
-    run.fallback = _feasible(run)
+    run.fallback = feasible(run)
     run.report(0.05, "simple plans")
     PLANNERS[planner](run)
     if run.best is None:
@@ -115,59 +112,6 @@ def check_planner(planner: str) -> None:
     """
     if planner not in tuple(PLANNERS):  # a tuple: the name may not be hashable
         raise UnknownChoiceError("planner", planner, PLANNERS)
-
-
-# --- the budget -----------------------------------------------------------------------------------
-
-
-def _feasible(run: Search) -> Steps:
-    """Refuse a budget below the smallest feasible one; return a low-memory plan."""
-    steps, peak = low_memory_plan(run.problem)
-    if run.budget_bytes >= peak:
-        return steps
-    run.report(0.02, "smallest feasible budget")
-    begin = time.perf_counter()
-    steps, peak = minimum_peak(
-        run.problem, enough_bytes=run.budget_bytes, thorough=run.effort.thorough_minimum
-    )
-    if run.budget_bytes < peak:
-        raise infeasible(run.problem, run.budget_bytes, steps, peak)
-    run.consider("minimum peak", steps, begin)
-    return steps
-
-
-def infeasible(problem: Problem, asked: int, steps: Steps, minimum: int) -> InfeasibleBudgetError:
-    """Return the error for a budget below the smallest feasible one; it names the peak's step."""
-    timeline = simulate(problem, steps)
-    kind, k = steps[timeline.peak_step]
-    node = problem.nodes[k]
-    operation = f"{node.op or node.name} in {place_in_model(node.module_path)}"
-    what = "backward" if kind == "B" else "forward"
-    why = "its own inputs, results and workspace take all of it"
-    bound = least_budget(problem, minimum, work=QUICK_WORK)
-    advice = ["raise the budget"]
-    percent = 100 * asked // minimum
-    if percent >= _LEAST_BATCH_PERCENT:
-        advice.append(f"reduce the batch, or the length of samples, to about {percent} %")
-    if minimum > floor_bytes(problem):
-        why = f"beside what must stay alive there; less than {bound} bytes can never do"
-        if minimum > _NEAR_BOUND * bound:
-            advice.append("plan with effort='best', which looks longer for a plan within less")
-    elif node.op.startswith("run_"):
-        advice.append(
-            f"plan inside of {place_in_model(node.module_path)}, which runs whole since something "
-            "in its forward cannot be recorded: strict=True says what, and at which line"
-        )
-    else:
-        advice.append(f"compute {operation} in smaller pieces, one after the other")
-    return InfeasibleBudgetError(
-        f"the budget must be at least {exact_bytes(minimum)}, and is {asked} bytes.\n"
-        f"  Needed by: the {what} of {operation}; {why}.\n"
-        f"  What to do: {'; or '.join(advice)}.",
-        asked_bytes=asked,
-        minimum_bytes=minimum,
-        bound_bytes=bound,
-    )
 
 
 # --- planners -------------------------------------------------------------------------------------

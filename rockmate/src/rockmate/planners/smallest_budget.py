@@ -12,9 +12,12 @@ exactly if it is below the peak that this procedure reaches.
 from __future__ import annotations
 
 import dataclasses
+import time
 
+from rockmate.errors import InfeasibleBudgetError
 from rockmate.options.options import Grid
 from rockmate.planners.chain import LARGE_BLOCK_NODES, chain_model
+from rockmate.planners.search import Search
 from rockmate.planners.squeeze import squeeze
 from rockmate.planners.windows import in_node_order
 from rockmate.problems.blocks import find_cuts, largest_block, pinned_candidates
@@ -22,12 +25,14 @@ from rockmate.problems.problem import Problem, indices_of
 from rockmate.schedules.baselines import checkpoint_segments, no_recomputation
 from rockmate.schedules.liveness import liveness
 from rockmate.schedules.prune import prune
+from rockmate.schedules.report import exact_bytes, place_in_model
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Steps
 from rockmate.solvers.intervals.solve import Window, solve_intervals
-from rockmate.solvers.least_budget import floor_bytes, least_budget
+from rockmate.solvers.least_budget import QUICK_WORK, floor_bytes, least_budget
 from rockmate.solvers.result import SolverResult, stages_of
 
+_LEAST_BATCH_PERCENT = 5  # below this, a smaller batch is no useful advice
 WHOLE_NODES = 60  # up to here the whole graph is searched for its least peak
 _WHOLE_LIMIT = 0.05  # deterministic seconds, up to one of the clock
 _BLOCK_LIMIT = 0.05
@@ -173,3 +178,53 @@ def _peak_window(problem: Problem, steps: Steps, *, wide: bool) -> Window:
             break
     last = max((stage[k] for k in nodes if k in stage), default=1)
     return Window(steps, frozenset(nodes), 1, max(last, 1))
+
+
+def feasible(run: Search) -> Steps:
+    """Refuse a budget below the smallest feasible one; return a low-memory plan."""
+    steps, peak = low_memory_plan(run.problem)
+    if run.budget_bytes >= peak:
+        return steps
+    run.report(0.02, "smallest feasible budget")
+    begin = time.perf_counter()
+    steps, peak = minimum_peak(
+        run.problem, enough_bytes=run.budget_bytes, thorough=run.effort.thorough_minimum
+    )
+    if run.budget_bytes < peak:
+        raise infeasible(run.problem, run.budget_bytes, steps, peak)
+    run.consider("minimum peak", steps, begin)
+    return steps
+
+
+def infeasible(problem: Problem, asked: int, steps: Steps, minimum: int) -> InfeasibleBudgetError:
+    """Return the error for a budget below the smallest feasible one; it names the peak's step."""
+    timeline = simulate(problem, steps)
+    kind, k = steps[timeline.peak_step]
+    node = problem.nodes[k]
+    operation = f"{node.op or node.name} in {place_in_model(node.module_path)}"
+    what = "backward" if kind == "B" else "forward"
+    why = "its own inputs, results and workspace take all of it"
+    bound = least_budget(problem, minimum, work=QUICK_WORK)
+    advice = ["raise the budget"]
+    percent = 100 * asked // minimum
+    if percent >= _LEAST_BATCH_PERCENT:
+        advice.append(f"reduce the batch, or the length of samples, to about {percent} %")
+    if minimum > floor_bytes(problem):
+        why = f"beside what must stay alive there; less than {bound} bytes can never do"
+        if minimum > _NEAR * bound:
+            advice.append("plan with effort='best', which looks longer for a plan within less")
+    elif node.op.startswith("run_"):
+        advice.append(
+            f"plan inside of {place_in_model(node.module_path)}, which runs whole since something "
+            "in its forward cannot be recorded: strict=True says what, and at which line"
+        )
+    else:
+        advice.append(f"compute {operation} in smaller pieces, one after the other")
+    return InfeasibleBudgetError(
+        f"the budget must be at least {exact_bytes(minimum)}, and is {asked} bytes.\n"
+        f"  Needed by: the {what} of {operation}; {why}.\n"
+        f"  What to do: {'; or '.join(advice)}.",
+        asked_bytes=asked,
+        minimum_bytes=minimum,
+        bound_bytes=bound,
+    )
