@@ -2,9 +2,9 @@
 
 Gets a model that is, or mostly consists of, an opaque call; gives a step in which the submodules
 that it calls, its *blocks*, save less, all within one budget. Read dressing.py (redirected calls of
-submodules), recomputed.py (a call that saves nothing), blocks.py (the blocks of a sample's step and
-their options), step_plan.py (one option for every call), choosing.py (the choice), report.py, then
-forward.py (the entry).
+submodules), recomputed.py (a call that saves nothing), blocks.py (a block, its calls and their
+options), meeting.py (the step in which they are found), step_plan.py (one option for every
+call), choosing.py (the choice), report.py, then forward.py (the entry).
 """
 
 from rockmate.decisions.forward import DecidingModule

@@ -27,7 +27,8 @@ from rockmate.arguments import Call
 from rockmate.blockwise.rehearsal import TURN, Mark, Marker, kept_as_it_is, trace_step
 from rockmate.blockwise.rehearsal import run_step as rehearse
 from rockmate.comparison.eager import StepResult, differences, run_step
-from rockmate.decisions.blocks import EVERYTHING, HowToRun, Meeting, WrittenOutsideError
+from rockmate.decisions.blocks import EVERYTHING, HowToRun, WrittenOutsideError
+from rockmate.decisions.meeting import Meeting
 from rockmate.decisions.report import DecidedPlan, report
 from rockmate.decisions.step_plan import Nodes, StepPlan
 from rockmate.errors import InfeasibleBudgetError, RockmateError, SelfTestError
