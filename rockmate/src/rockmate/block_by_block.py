@@ -213,11 +213,6 @@ def _kept_or_made(
     return made
 
 
-def _awaits(given: ToBlocks, within: Within) -> bool:
-    """Whether a loss outside will be seen; outputs of a pipeline's stage are no loss's."""
-    return given.in_flight == 1 and within.whole.awaits_loss
-
-
 def _planned(
     given: ToBlocks,
     terms: Terms,
@@ -231,7 +226,7 @@ def _planned(
     model, saved = given.model, None if file is None else file.blocks
     if saved is not None:
         terms = replace(terms, cost="flops")  # the times are in the file
-    if file is not None and file.loss is not None and within and _awaits(given, within):
+    if file is not None and file.loss is not None and within and within.awaits_loss:
         within = within.after(file.loss)
         given = replace(given, budget=within.budget_bytes)
     assert given.budget is not None
@@ -243,7 +238,7 @@ def _planned(
     )
     planner = BlockPlanner(blocks)
 
-    loss_bytes = within.memory.loss_bytes if within and _awaits(given, within) else 0
+    loss_bytes = within.memory.loss_bytes if within and within.awaits_loss else 0
 
     def room(keeping_all: int) -> int:
         asked = int(fraction * keeping_all) if fraction is not None else amount

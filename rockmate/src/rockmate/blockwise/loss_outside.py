@@ -41,6 +41,7 @@ class Within:
     whole: WholeStep
     call: CallBytes
     memory: Memory
+    in_flight: int  # forwards before a backward
 
     @classmethod
     def of(
@@ -48,8 +49,13 @@ class Within:
     ) -> Within:
         """Return it for calls of a model."""
         found = [whole.call_bytes(model, *call).times(in_flight) for call in calls]
-        each = [cls(whole, call, whole.memory(model, call)) for call in found]
+        each = [cls(whole, call, whole.memory(model, call), in_flight) for call in found]
         return min(each, key=lambda one: (one.memory.holds(), one.memory.budget_bytes))
+
+    @property
+    def awaits_loss(self) -> bool:
+        """Whether a loss outside will be seen; outputs of a pipeline's stage are no loss's."""
+        return self.in_flight == 1 and self.whole.awaits_loss
 
     @property
     def budget_bytes(self) -> int:
