@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rockmate import InfeasibleBudgetError, Rockmate
+from rockmate import InfeasibleBudgetError, Rockmate, apply_to_blocks
 
 
 def body(count: int = 3) -> nn.Sequential:
@@ -198,6 +199,23 @@ def test_what_an_interrupted_planning_has_written_is_put_back(
     with pytest.raises(KeyboardInterrupt):
         Rockmate(model, torch.randn(32, 16), 1.0, cost="flops", progress=False)
     assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("kind", [Normed, ThroughData, Foreach, MovesData])
+def test_planning_by_blocks_leaves_parameters_whether_it_is_refused_or_not(
+    kind: type[Normed],
+) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(kind(), body(2), body(2)), torch.randn(32, 16)
+    before = [(p, p.data_ptr(), p.detach().clone()) for p in model.parameters()]
+    budget = 1
+    for is_refused in (True, False):
+        with pytest.raises(InfeasibleBudgetError) if is_refused else contextlib.nullcontext() as no:
+            apply_to_blocks(model, x, budget, blocks=["0", "1", "2"], compare=False, cache=False)
+        budget = no.value.minimum_bytes if no is not None else 0
+        for parameter, place, content in before:
+            assert parameter.data_ptr() == place
+            assert torch.equal(parameter, content)
 
 
 def test_memory_that_a_forward_made_in_inference_mode() -> None:

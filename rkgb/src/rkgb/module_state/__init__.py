@@ -5,7 +5,7 @@ start_of_call.py (state at the start of a call), then kept_writes.py (parameters
 first write).
 """
 
-from rkgb.module_state.kept_writes import KeptWrites
+from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
 from rkgb.module_state.start_of_call import (
     BufferContents,
     Lent,
@@ -20,6 +20,7 @@ __all__ = [
     "KeptWrites",
     "Lent",
     "ModuleState",
+    "ParameterPlaces",
     "PythonRandom",
     "StartOfCall",
     "finding_what_changes",

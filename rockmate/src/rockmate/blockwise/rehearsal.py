@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rkgb.device import Span
 from rkgb.elements import flatten
 from rkgb.engine import trace_memory
-from rkgb.module_state import KeptWrites, Lent, StartOfCall, finding_what_changes
+from rkgb.module_state import KeptWrites, Lent, ParameterPlaces, StartOfCall, finding_what_changes
 from rkgb.torch_api import placed_parameters, without_hooks_after_gradients
 from rockmate.arguments import Call
 from rockmate.blockwise.team import Team
@@ -163,9 +163,10 @@ Handing = Generator[list[Tensor], list[Tensor] | None, None]
 def kept_as_it_is(model: nn.Module, device: torch.device) -> Iterator[Lent]:
     """Restore gradients, buffers, written parameters, attributes and random states at exit.
 
-    Values that change by being used are replaced by copies, anew for each run.
+    A parameter that was given other memory (`p.data = ...`) gets its own back. Values that change
+    by being used are replaced by copies, anew for each run.
     """
-    start, lent = StartOfCall(model, device), Lent(model)
+    start, lent, places = StartOfCall(model, device), Lent(model), ParameterPlaces(model)
     leaves = [*model.parameters(), *_leaves_kept(model)]
     grads = [leaf.grad for leaf in leaves]
     for leaf in leaves:
@@ -176,6 +177,7 @@ def kept_as_it_is(model: nn.Module, device: torch.device) -> Iterator[Lent]:
     finally:
         for leaf, grad in zip(leaves, grads, strict=True):
             leaf.grad = grad
+        places.put_back()
         lent.end()
         start.restore()
 
