@@ -211,11 +211,29 @@ class Deciding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[1](self.blocks[0](x))
-        return (self.blocks[2](x) if x.abs().mean().item() > 1e-3 else x).square().mean()
+        return (self.blocks[2](x) if x.abs().mean().item() > 0.6 else x).square().mean()
+
+
+def test_blocks_of_a_root_that_decides_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = offload.Offload("host", SlowHost(random.Random(0)), FAST)
+    monkeypatch.setattr(offload, "_made", {("host", torch.device("cpu")): place})
+    torch.manual_seed(0)
+    model, x = Deciding(), torch.randn(64, 32)
+    twin = eager_copy(model)
+    means: list[float] = []
+    twin.blocks[1].register_forward_hook(lambda *a: means.append(a[2].abs().mean().item()))
+    rk = Rockmate(model, x, 0.7, offload="host")
+    assert any(row.moved_bytes for row in rk.plan.rows)
+    for batch in (x, 1e-4 * x[:40], x):  # other decisions, and other lengths
+        assert_trains_like(rk, twin, batch)
+        peaks = {measured_peak_bytes(rk, batch, grads_exist=True) for _ in range(3)}
+        assert len(peaks) == 1
+        assert peaks.pop() <= rk.plan.budget_bytes
+    assert min(means) < 0.6 < max(means)
 
 
 def test_a_root_that_decides_says_that_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    rk = Rockmate(Deciding(), torch.randn(64, 32), 0.9, offload="host")
+    rk = Rockmate(Deciding(), torch.randn(64, 32), 0.9, offload="host", host_budget="1MB")
     assert "nothing moves: offload='host'" in str(rk.plan)
     assert any("offload='host' does nothing for Deciding" in r.message for r in caplog.records)

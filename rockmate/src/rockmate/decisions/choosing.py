@@ -28,7 +28,7 @@ from rockmate.blockwise.rehearsal import TURN, Mark, Marker, kept_as_it_is, trac
 from rockmate.blockwise.rehearsal import run_step as rehearse
 from rockmate.comparison.eager import StepResult, differences, run_step
 from rockmate.decisions.blocks import EVERYTHING, HowToRun, WrittenOutsideError
-from rockmate.decisions.meeting import Meeting
+from rockmate.decisions.meeting import Meeting, place_of
 from rockmate.decisions.report import DecidedPlan, report
 from rockmate.decisions.step_plan import Nodes, StepPlan
 from rockmate.errors import InfeasibleBudgetError, RockmateError, SelfTestError
@@ -208,11 +208,12 @@ class _Planner:
         made = report(
             self.name, why, self.calls, self.unseen, found, budget_bytes, step, self.eager
         )
-        if (where := self.settings.offload) is not None:
+        if place_of(self.settings) != (where := self.settings.offload):
             made = replace(made, offload=where)
             _log.warning(
-                "offload=%r does nothing for %s, which is planned block by block: %s",
-                *(where, self.name, why),
+                "offload=%r does nothing for %s, which decides itself how often it calls its "
+                "blocks, so that host_budget=%r cannot be kept: %s",
+                *(where, self.name, self.settings.host_budget, why),
             )
         eager_bytes = None if self.eager is None else self.eager.allocated_peak_bytes
         plan = self._step_plan(found, budget_bytes)

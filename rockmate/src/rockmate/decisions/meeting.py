@@ -39,6 +39,14 @@ _MUCH = 0.5  # share of a block's memory that its parts must be able to save to 
 _TORCH = "torch.nn.modules."
 
 
+def place_of(settings: Terms) -> str | None:
+    """Return where blocks may move what they save, or None.
+
+    A limit of what is there cannot be kept: how often blocks are called is decided in each step.
+    """
+    return settings.offload if settings.host_budget is None else None
+
+
 class Meeting:
     """Replaces the forward of all submodules for one step: records blocks and their options.
 
@@ -63,7 +71,7 @@ class Meeting:
         ] = {}  # after the last call of each block
         self.settings = replace(
             settings, budget=EVERYTHING, self_test=False, share=False, cache=False, plan=None,
-            reserve=0, compile=False, split=False, offload=None, host_budget=None,
+            reserve=0, compile=False, split=False, offload=place_of(settings), host_budget=None,
             progress=False, opaque=(), max_plans=1 << 10,
         )  # fmt: skip
         self.modules = {path: m for path, m in model.named_modules() if path}

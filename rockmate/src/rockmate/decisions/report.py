@@ -26,7 +26,7 @@ class DecidedPlan(BlocksPlan):
     name: str = ""  # of the root's class
     why: str = ""  # why it is not recorded as a whole
     unseen: tuple[str, ...] = ()  # blocks that did not run in the sample's step
-    offload: str | None = None  # asked for, and of no use here
+    offload: str | None = None  # asked for with a limit, and of no use here
 
     @property
     def opaque(self) -> tuple[str, ...]:
@@ -75,7 +75,8 @@ class DecidedPlan(BlocksPlan):
             lines.append(f"  not called for the sample: {', '.join(self.unseen)}")
         if self.offload is not None:
             lines.append(
-                f"  nothing moves: offload={self.offload!r} is for a step that is planned whole"
+                f"  nothing moves: offload={self.offload!r} with host_budget= is for a step that "
+                "is planned whole"
             )
         return "\n".join(head + lines)
 
