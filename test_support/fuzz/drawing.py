@@ -59,7 +59,7 @@ def draw_case(seed: int) -> Case:
     if beside:
         planner, budget = chance.choice(SMALL_WAYS)
         case = replace(case, beside=beside, planner=planner, budget=budget)
-    if any(block.own for block in network.blocks) and beside != "moves" and chance.random() < 0.1:
+    if any(block.own for block in network.blocks) and chance.random() < 0.1:
         case = replace(case, how="apply_to_blocks")
     return case
 
