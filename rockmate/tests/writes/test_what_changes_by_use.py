@@ -454,3 +454,74 @@ def test_planning_the_layers_of_a_root_advances_nothing():
             net(x).square().mean().backward()
         assert_same_gradients(model, twin)
     assert next(model.numbers) == next(twin.numbers) == 13
+
+
+NOW = {"late": False, "scale": 1.0}  # leads to nothing else
+
+
+class Again(nn.Module):
+    """Runs whole, as a size follows from values, and is computed again in its backward."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.up, self.down, self.read = nn.Linear(8, 64), nn.Linear(64, 8), read
+
+    def forward(self, x):
+        x = x * (1 + len((x > 1e9).nonzero()))
+        x = self.down(self.up(x).tanh())
+        return x * _late(self.read) if NOW["late"] else x
+
+
+def _late(read):
+    return read(None)
+
+
+def _around(read, monkeypatch):
+    monkeypatch.setattr("rkgb.guards.outside._changing", {})  # what other tests have shown
+    monkeypatch.setattr("rkgb.guards.outside._leading", {})
+    torch.manual_seed(0)
+    last = nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Again(read), nn.Tanh(), *last)
+    NOW["late"] = False
+    twin, x = copy.deepcopy(model), torch.randn(32, 8)
+    planned = Rockmate(model, x, 0.75, cost="flops", planner="recompute_all", self_test=False)
+    assert "run_Again_again" in planned.plan.source()
+    return planned, twin
+
+
+LATE = ("iterator", "iterator in a dict", "random.Random", "global counter", "nonlocal counter")
+
+
+@pytest.mark.parametrize("name", [*LATE, "list that grows", "attribute of a function"])
+def test_what_a_part_begins_to_use_later_is_used_once_a_step(name, monkeypatch):
+    planned, twin = _around(READS[name], monkeypatch)
+    states = []
+    for net in (planned, twin):
+        WORLD.begin()
+        NOW["late"] = True
+        net.found = _train(net, torch.ones(32, 8), 2)
+        states.append(WORLD.state())
+    assert all(map(torch.equal, planned.found, twin.found))
+    assert states[0] == states[1]
+
+
+def test_what_changes_before_the_backward_is_read_as_in_the_forward(monkeypatch):
+    planned, twin = _around(lambda _: NOW["scale"], monkeypatch)
+    for net in (planned, twin):
+        NOW["late"], NOW["scale"] = True, 2.0
+        y = net(torch.ones(32, 8))
+        NOW["scale"] = 3.0
+        y.sum().backward()
+        assert NOW["scale"] == 3.0
+    for ours, theirs in zip(planned.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_what_cannot_be_used_twice_is_refused_where_a_part_runs_again(monkeypatch):
+    planned, _ = _around(lambda _: next(GENERATOR), monkeypatch)
+    WORLD.begin()
+    NOW["late"] = True
+    y = planned(torch.ones(32, 8))
+    with pytest.raises(SideEffectError, match="a generator"):
+        y.sum().backward()
+    assert next(GENERATOR) == 2.0  # the forward alone has used it

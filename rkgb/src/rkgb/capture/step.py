@@ -37,7 +37,7 @@ from rkgb.errors import (
 )
 from rkgb.graphs.basic import BackwardKind, BasicGraph, Metered
 from rkgb.guards.code_watch import CodeWatch, Seen
-from rkgb.guards.outside import Outside
+from rkgb.guards.outside import Outside, Readable
 from rkgb.guards.sources import Sources
 from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
 from rkgb.recording.places import Places
@@ -106,7 +106,7 @@ class RecordedStep:
 
         pieces = PieceRecorder(
             *(self.recorder, self.twin, way.opaque, asked.known),
-            *(self.codes, self._must_run_once),
+            *(self.codes, self._looked_at),
             tried=way.tried,
             runs=asked.runs_pieces,
         )
@@ -369,9 +369,14 @@ class RecordedStep:
             leaves = [copy if leaf is own else leaf for leaf in leaves]
         return self.sample.with_leaves(tuple(leaves)) if self.written else self.sample
 
-    def _must_run_once(self, ran: list[Seen]) -> bool:
-        """Return whether functions that ran in an opaque call change or consume outside state."""
-        return any(True for _ in self.outside.reasons(ran, self.originals, of_piece=True))
+    def _looked_at(self, ran: list[Seen]) -> Readable | None:
+        """Return what functions that ran in an opaque call may read outside of it.
+
+        None means that they change or consume something there, so that they must run once.
+        """
+        if any(True for _ in self.outside.reasons(ran, self.originals, of_piece=True)):
+            return None
+        return Readable(ran, self.originals, self.twin.modules())
 
     def _call(self) -> Any:
         watched, plain = self.places.watching(), as_written()

@@ -188,30 +188,46 @@ class Contents:
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, str | None], tuple[Any, Any]] = {}
+        self._copies: list[tuple[Any, Any, Any]] = []  # kept: owner, place, and copy
 
-    def add(self, owner: Any, name: str | None = None, *, lends: bool = True) -> None:
+    def add(
+        self, owner: Any, name: str | None = None, *, lends: bool = True, keeps: bool = False
+    ) -> None:
         """Keep what an owner holds, or what it holds by a name, if that is new.
 
-        If it `lends`, copies take the places of what changes by being used.
+        If it `lends`, copies take the places of what changes by being used; if it `keeps` them,
+        they do so later.
         """
         key = id(owner), name
         if key in self._held:
             return
         content = _content(owner, name)
         self._held[key] = owner, content
-        if not lends:
+        if not (lends or keeps):
             return
+        places: Iterable[tuple[Any, Any]] = ()
         if name is not None or isinstance(owner, CellType):
-            if is_used_up(content):
-                _set(owner, name, copied(content))
+            places = ((name, content),)
         elif isinstance(content, dict):
-            for own, value in content.items():
-                if is_used_up(value):
-                    _set(owner, own, copied(value))
+            places = content.items()
         elif isinstance(owner, list):
-            for place, value in enumerate(content):
-                if is_used_up(value):
-                    owner[place] = copied(value)
+            places = enumerate(content)
+        copies = [(owner, place, copied(value)) for place, value in places if is_used_up(value)]
+        self._copies += copies if keeps else []
+        _lend(() if keeps else copies)
+
+    def as_now(self) -> Contents:
+        """Return what the same owners hold now."""
+        now = Contents()
+        for (_, name), (owner, _) in self._held.items():
+            now.add(owner, name, lends=False)
+        return now
+
+    def lend(self) -> None:
+        """Put everything back, and the copies that were kept, each for once."""
+        self.restore()
+        _lend(self._copies)
+        self._copies = []
 
     def held(self) -> Iterator[tuple[Any, Any]]:
         """Yield owners of which all counts, and what they held."""
@@ -259,6 +275,14 @@ class Contents:
                     value = content.get(own, ABSENT)
                     if now.get(own, ABSENT) is not value:
                         _set(owner, own, value)
+
+
+def _lend(copies: Iterable[tuple[Any, Any, Any]]) -> None:
+    for owner, place, copy_ in copies:
+        if isinstance(owner, list):
+            owner[place] = copy_
+        else:
+            _set(owner, place, copy_)
 
 
 def _set(owner: Any, name: str | None, value: Any) -> None:

@@ -21,7 +21,8 @@ from rkgb.guards.code_watch import Seen
 from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content, is_used_up
 from rkgb.guards.entries import cell_content
 from rkgb.guards.loads import loads_of
-from rkgb.guards.sources import Source, Sources, function_named
+from rkgb.guards.owners import is_users
+from rkgb.guards.sources import Source, Sources, function_named, unbound
 from rkgb.torch_api.profilers import set_profile
 
 # Places that forwards were seen to change, of all models: few, and looked at by planning only.
@@ -55,6 +56,68 @@ class OutsideState:
     def restore(self) -> None:
         """Put it back."""
         self._contents.restore()
+
+
+class Readable:
+    """The places outside that functions may read: those that ran, and those that they lead to.
+
+    What the attributes of these modules hold counts as led to.
+    """
+
+    def __init__(
+        self, seen: Iterable[Seen], copies: Mapping[int, Any], modules: Iterable[nn.Module]
+    ) -> None:
+        held = [v for m in modules for n, v in vars(m).items() if n not in OF_MODULE]
+        known = {id(one.code): one for one in seen}
+        kinds = {
+            base: None for one in known.values() for kind in one.owners for base in kind.__mro__
+        }
+        self._kinds = [kind for kind in kinds if is_users(kind.__module__)]
+        following = [*known.values()]
+        for one in following:  # grows while it is followed
+            sources = Sources.of([one], copies)
+            for function in _functions_led_to(sources, (*self._kinds, *held)):
+                if id(function.__code__) not in known:
+                    more = Seen(function.__code__, function.__globals__, {*one.paths})
+                    known[id(more.code)] = more
+                    following.append(more)
+        found = Sources.of(following, copies)
+        self._asked = found.attributes
+        every = found.places.values()
+        self._sources = [
+            source
+            for source in every
+            if isinstance(source.owner, CellType) or _is_users_own(source.owner)
+        ]
+
+    def now(self) -> Contents:
+        """Return what is there, with copies of what changes by being used, for a second run."""
+        contents, reached = Contents(), Reached(self._asked)
+        for source in self._sources:
+            contents.add(source.owner, source.name or None, lends=False, keeps=True)
+            reached.add(source.read())
+        for kind in self._kinds:
+            reached.add(kind)
+        for owner in reached.owners.values():
+            contents.add(owner, lends=False, keeps=True)
+        return contents
+
+
+def _functions_led_to(sources: Sources, others: Iterable[Any]) -> Iterator[FunctionType]:
+    reached = Reached(sources.attributes)
+    for value in (*(source.read() for source in sources.places.values()), *others):
+        reached.add(value)
+    for owner in reached.owners.values():
+        if isinstance(owner, FunctionType):
+            yield owner
+        for name in sources.attributes if isinstance(owner, type) else ():
+            value = unbound(vars(owner).get(name))
+            if isinstance(value, FunctionType):
+                yield value
+
+
+def _is_users_own(table: Any) -> bool:
+    return isinstance(table, dict) and "__name__" in table and is_users(table["__name__"])
 
 
 class Outside:

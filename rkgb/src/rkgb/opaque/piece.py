@@ -32,6 +32,8 @@ from rkgb.elements.tensor_info import storage_id
 from rkgb.elements.trees import Structure
 from rkgb.errors import OpaquePieceError, shown
 from rkgb.graphs.basic import autocast_as
+from rkgb.guards.contents import Contents
+from rkgb.guards.outside import Readable
 from rkgb.module_state.start_of_call import BufferContents, ModuleState
 from rkgb.opaque.call import Call, Place, TensorKind, run_call, same_plain_value, taken_apart
 from rkgb.opaque.inner_graph import InnerGraph
@@ -76,6 +78,7 @@ class Piece:
     time_ms: tuple[float, float]
     flops: tuple[int, int]
     runs_once: bool = False  # it changes or consumes outside state, so it must save its results
+    reads: Readable | None = None  # what its functions may read outside, if it may run again
     written: tuple[str, ...] = ()  # parameters that the call writes
     casts: tuple[str, ...] = ()  # parameters that autocast casts in it, once per region
     draws: bool = False  # random numbers in its backward, as hooks of its own do
@@ -379,6 +382,7 @@ class _Before:
         module = running_model().get_submodule(piece.call.path)
         self.piece, self.module = piece, module
         self.state = ModuleState(module)
+        self.outside = Contents() if piece.reads is None else piece.reads.now()
         self.written = [running_model().get_parameter(name) for name in piece.written]
         self.buffers = BufferContents(module, self.written) if piece.buffer_bytes else None
         self.trail: Any = None
@@ -397,15 +401,17 @@ class _Before:
 
     @contextlib.contextmanager
     def as_then(self) -> Iterator[None]:
-        now = ModuleState(self.module)
+        now, outside = ModuleState(self.module), self.outside.as_now()
         contents = None if self.buffers is None else BufferContents(self.module, self.written)
         self.state.restore()
+        self.outside.lend()
         if self.buffers is not None:
             self.buffers.restore()
         try:
             with printing_to(io.StringIO()):
                 yield
         finally:
+            outside.restore()
             now.restore()
             if contents is not None:
                 contents.restore()

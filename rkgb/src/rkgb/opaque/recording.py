@@ -17,6 +17,7 @@ from rkgb.elements.trees import flatten
 from rkgb.errors import BrokenPieceError, OtherTangentsError, RkgbError, SideEffectError
 from rkgb.graphs.basic import BasicGraph, ambient_autocast
 from rkgb.guards.code_watch import CodeWatch, Seen
+from rkgb.guards.outside import Readable
 from rkgb.module_state.kept_writes import KeptTensors
 from rkgb.module_state.start_of_call import Lent, ModuleState
 from rkgb.opaque.adding import add_in_parts
@@ -74,12 +75,12 @@ class PieceRecorder:
         paths: Sequence[str],
         known: BasicGraph | None,
         codes: CodeWatch,
-        must_run_once: Callable[[list[Seen]], bool],
+        looked_at: Callable[[list[Seen]], Readable | None],
         *,
         tried: Tried | None = None,
         runs: bool = True,
     ) -> None:
-        self.codes, self.must_run_once = codes, must_run_once
+        self.codes, self.looked_at = codes, looked_at
         targets = [op.target for op in known.ops] if known is not None else []
         pieces = [target.piece for target in targets if isinstance(target, RunPiece)]
         self.tried = Tried() if tried is None else tried
@@ -94,7 +95,7 @@ class PieceRecorder:
 
     def close(self) -> None:
         """Drop references to the watchers: autograd may hold this object longer than the step."""
-        del self.codes, self.must_run_once
+        del self.codes, self.looked_at
 
     def call(
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -281,11 +282,12 @@ class PieceRecorder:
             with self.codes.apart() as ran:
                 seen = self.trials.once(call, module, tensors)
             # Always asked: what it uses up is put back from now on.
-            runs_once = self.must_run_once(ran) or seen.moves or seen.retains
+            reads = self.looked_at(ran)
+            runs_once = reads is None or seen.moves or seen.retains
             call = replace(call, left=seen.attributes)
             with self.codes.resting():
                 piece, made = self.trials.piece(call, module, tensors, seen.written, tangents)
-            piece = self.tried.note(replace(piece, runs_once=runs_once))
+            piece = self.tried.note(replace(piece, runs_once=runs_once, reads=reads))
             return piece, made
         state, lent = ModuleState(module), Lent(module)
         contents = KeptTensors(map(self.twin.get_parameter, known.written))
@@ -296,7 +298,7 @@ class PieceRecorder:
             contents.restore()
             lent.end()
             state.restore()
-        if not known.runs_once and self.must_run_once([*codes.seen.values()]):
+        if not known.runs_once and self.looked_at([*codes.seen.values()]) is None:
             # It went another way than when it was tried.
             known = replace(known, runs_once=True)
         return known, made

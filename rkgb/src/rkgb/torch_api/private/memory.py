@@ -53,7 +53,7 @@ def weak_storage(storage: Any) -> Any:
 def any_is_freed(storages: Iterable[Any]) -> Callable[[], bool]:
     """Return a function that tells whether one of these storages has been freed since."""
     references = [*map(weak_storage, storages)]
-    expired = torch.UntypedStorage._expired  # type: ignore[attr-defined]
+    expired = torch.UntypedStorage._expired
     numbers = [reference.cdata for reference in references]
     # The references count as long as they live: until then a number stands for no other storage.
     return lambda: len(references) > 0 and any(map(expired, numbers))
