@@ -19,7 +19,6 @@ from rkgb.capture.backward import AskedKind
 from rkgb.capture.hooks import refuse_hooks_inside
 from rkgb.capture.step import RecordedStep
 from rkgb.capture.ways import Asked, Way
-from rkgb.device.chosen import device_of
 from rkgb.device.rng import RngState
 from rkgb.elements.module_paths import is_inside
 from rkgb.elements.sample import Sample
@@ -114,8 +113,6 @@ def record(
     stream = RngState.save(sample.device)
     grad_mode = torch.is_grad_enabled()
     try:
-        device_of(sample.device).make_hidden_states(model)
-        stream.restore()
         torch.set_grad_enabled(True)
         return _Recording(model, sample, kind, asked, opaque).made(stream, strict=strict)
     finally:

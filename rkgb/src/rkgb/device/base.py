@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rkgb.device.queues import CopyQueues
 from rkgb.device.trace import MemoryTrace, Span
@@ -88,14 +88,6 @@ class Device(ABC):
     @abstractmethod
     def set_random_state(self, state: Tensor) -> None:
         """Restore the state of the device's own generator."""
-
-    def make_hidden_states(self, model: nn.Module) -> None:
-        """Let libraries make the random states of their own that a forward would make first."""
-        return
-
-    def keeping_hidden_states(self) -> AbstractContextManager[None]:
-        """Put back in the end what libraries have drawn from random states of their own."""
-        return nullcontext()
 
     def free_bytes(self) -> int | None:
         """Return how many bytes could be allocated at present, or None if that is not known."""

@@ -15,10 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rkgb.device.base import CallTime, Device
-from rkgb.device.cudnn_dropout import DROPOUT_STATES, draws_by_cudnn, dropout_state
 from rkgb.device.queues import CopyQueues, CudaQueues
 from rkgb.device.trace import MemoryTrace, Span, SpanMemory
 from rkgb.device.warm_up import warm_up_threads
@@ -135,20 +134,6 @@ class Cuda(Device):
     def set_random_state(self, state: Tensor) -> None:
         with _explaining_graph_capture():
             torch.cuda.set_rng_state(state, self.where)
-
-    def make_hidden_states(self, model: nn.Module) -> None:
-        if any(map(draws_by_cudnn, model.modules())):
-            dropout_state(self.where)
-
-    @contextlib.contextmanager
-    def keeping_hidden_states(self) -> Iterator[None]:
-        state = DROPOUT_STATES.get(self.where)
-        before = None if state is None else state.cpu()
-        try:
-            yield
-        finally:
-            if state is not None and before is not None:
-                state.copy_(before)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,9 @@ from rkgb.recording.watch import as_written
 from rkgb.torch_api.placed import leaf_of_kind, share_attributes
 from rkgb.torch_api.private.autograd import back_to_autograd
 
+# Torch's own tables of a module, which have been seen to.
+_TABLES = frozenset(vars(nn.Module()))
+
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
@@ -222,14 +225,35 @@ def _own_parameters(
             part._parameters[own] = made[name]
     for name in names:
         made.setdefault(name, model.get_parameter(name))
+    leaves = {id(parameter): table[own] for table, own, parameter in replaced}
+    parameters = {id(table[own]): parameter for table, own, parameter in replaced}
     try:
+        _replace_listed(module, leaves)
         yield made
     finally:
+        _replace_listed(module, parameters)
         for table, own, parameter in replaced:
             leaf = table[own]
             if leaf is not parameter and leaf.data_ptr() != parameter.data_ptr():
                 parameter.data = leaf.detach()
             table[own] = parameter
+
+
+def _replace_listed(module: nn.Module, others: Mapping[int, Tensor]) -> None:
+    """Replace tensors, by id, where attributes list them too, as those of recurrent layers do."""
+    for part in module.modules():
+        for attribute, value in [*vars(part).items()]:
+            if not isinstance(value, (list, tuple, dict)) or attribute in _TABLES:
+                continue
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            found = {key: others[id(item)] for key, item in items if id(item) in others}
+            if not found:
+                continue
+            if type(value) is tuple:
+                vars(part)[attribute] = tuple(others.get(id(item), item) for item in value)
+            elif isinstance(value, (list, dict)):
+                for key, other in found.items():
+                    value[key] = other
 
 
 def taken_apart(call: Call, result: Any) -> tuple[list[Any], list[Tensor], Structure]:

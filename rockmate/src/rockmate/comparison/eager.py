@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rkgb import RkgbError
 from rkgb.device import RngState, no_collection
 from rkgb.elements import flatten, same_bits
-from rkgb.engine import Sample, device_of, trace_memory
+from rkgb.engine import Sample, trace_memory
 from rkgb.graphs import autocast_as
 from rkgb.module_state import PythonRandom
 from rkgb.recording import as_written
@@ -86,7 +86,7 @@ def run_step(
             ) from error
 
     try:
-        with device_of(device).keeping_hidden_states(), results, no_collection():
+        with results, no_collection():
             trace = trace_memory(run, device)
         end = RngState.save(device)
     finally:
