@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -198,7 +199,7 @@ def run(
     if options.retry:
         table.drop(lambda row: row["status"] in ("failed", "timeout", "refused"))
     known = list(experiment.points(options))
-    points = [point for point in known if options.only in str(point)]
+    points = [point for point in known if re.search(options.only, str(point))]
     if known and not points:
         raise SystemExit(
             f"no point has {options.only!r} in it; there are:\n" + "\n".join(map(str, known))
@@ -367,7 +368,7 @@ def parse(description: str, argv: Sequence[str]) -> Options:
     parser.add_argument("--limit", type=float, help="seconds that one point may take")
     parser.add_argument("--minutes", type=float, help="start no point after so many")
     parser.add_argument("--retry", action="store_true", help="measure failed rows again")
-    parser.add_argument("--only", default="", help="points whose description has this text")
+    parser.add_argument("--only", default="", help="points whose description matches this")
     flags = parser.parse_args(argv)
     if flags.smoke and flags.paper:
         parser.error("--smoke and --paper exclude each other")
