@@ -49,6 +49,8 @@ class WholeCall(Protocol):
     @property
     def runs_once(self) -> bool: ...  # no recomputation would find again what it found
     @property
+    def reads(self) -> Any: ...  # what its Python may read outside (`rkgb.guards.Readable`)
+    @property
     def written(self) -> tuple[str, ...]: ...  # parameters
     @property
     def casts(self) -> tuple[str, ...]: ...  # parameters that autocast casts in it

@@ -9,8 +9,19 @@ are read), and watched.py (what a value counts as, and whether it is the same st
 """
 
 from rkgb.guards.code_watch import CodeWatch
+from rkgb.guards.outside import Readable
 from rkgb.guards.owners import is_users
 from rkgb.guards.sources import Sources
 from rkgb.guards.watched import Kept, Named, Same, Watched, content_of
 
-__all__ = ["CodeWatch", "Kept", "Named", "Same", "Sources", "Watched", "content_of", "is_users"]
+__all__ = [
+    "CodeWatch",
+    "Kept",
+    "Named",
+    "Readable",
+    "Same",
+    "Sources",
+    "Watched",
+    "content_of",
+    "is_users",
+]

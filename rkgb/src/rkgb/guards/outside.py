@@ -81,13 +81,20 @@ class Readable:
                     more = Seen(function.__code__, function.__globals__, {*one.paths})
                     known[id(more.code)] = more
                     following.append(more)
-        found = Sources.of(following, copies)
-        self._asked = found.attributes
-        every = found.places.values()
+        self._read(Sources.of(following, copies))
+
+    @classmethod
+    def of_sources(cls, sources: Sources) -> Readable:
+        """Return the places that a recorded forward has read."""
+        found = cls((), {}, ())
+        found._read(sources)
+        return found
+
+    def _read(self, sources: Sources) -> None:
+        self._asked = sources.attributes
+        every = sources.places.values()
         self._sources = [
-            source
-            for source in every
-            if isinstance(source.owner, CellType) or _is_users_own(source.owner)
+            s for s in every if isinstance(s.owner, CellType) or _is_users_own(s.owner)
         ]
 
     def now(self) -> Contents:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rkgb import RkgbError
 from rkgb.errors import without_advice
+from rkgb.guards import Readable
 from rkgb.torch_api import placed_parameters
 from rockmate.arguments import Call
 from rockmate.blockwise.kinds import Kind
@@ -144,6 +145,7 @@ class RootBlock:
     base: RecordedBlock
     writes_buffers: bool = False
     can_run_again: bool = True  # it changes nothing but buffers and attributes
+    reads: list[Readable] = field(default_factory=list)  # what its Python may read outside
     planned: dict[tuple[Key, int], PlannedBlock] = field(default_factory=dict)
 
     @property

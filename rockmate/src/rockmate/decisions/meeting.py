@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rkgb import RkgbError
-from rkgb.elements import flatten, is_inside, own_copy
+from rkgb.elements import flatten, is_inside, own_copy, target_of
+from rkgb.guards import Readable
 from rkgb.module_state import BufferContents
 from rockmate.arguments import Call
 from rockmate.blockwise.kinds import Kind, ways_to_run
@@ -188,6 +189,10 @@ class Meeting:
             self.plain.add(path)
             return None
         self.blocks[path] = block
+        basic = planned.network.basic
+        calls = [call for op in basic.ops if (call := target_of(op).whole) is not None]
+        block.can_run_again &= not any(call.runs_once for call in calls)
+        block.reads += [Readable.of_sources(basic.sources), *(call.reads for call in calls)]
         if block.group not in self.samples:
             self.samples[block.group] = _detached(args), _detached(kwargs)
         return seen

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +22,7 @@ from rkgb import OpaquePieceError
 from rkgb.device import KeptGenerators
 from rkgb.elements import flatten, storage_id
 from rkgb.graphs import ambient_autocast, autocast_as
+from rkgb.guards import Readable
 from rkgb.module_state import BufferContents, ModuleState
 from rkgb.recording import transparent_checkpoints
 from rkgb.torch_api import has_saved_hooks
@@ -40,6 +41,7 @@ def run_recomputed(
     *,
     writes_buffers: bool = False,
     compares: bool = False,
+    reads: Iterable[Readable] = (),
 ) -> Any:
     """Run the forward of `view` so that its backward recomputes it, or plain if that is impossible.
 
@@ -47,7 +49,8 @@ def run_recomputed(
     checkpoint runs the forward again from the state of that time.
 
     With `compares`, the backward also compares the contents of what it reads; else only of small
-    tensors that are no parameters, and of those that share memory with numpy.
+    tensors that are no parameters, and of those that share memory with numpy. The second run finds
+    what the Python may read outside of the module as the first one did.
     """
     leaves, structure = flatten((args, dict(kwargs)))
     others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
@@ -56,7 +59,7 @@ def run_recomputed(
     if not usable or has_saved_hooks() or any(t.is_inference() or t.is_sparse for t in tensors):
         return view.forward(*args, **kwargs)
     device = next((t.device for t in (*tensors, *view.parameters())), torch.device("cpu"))
-    call = _Call(view, path, structure, leaves, device, writes_buffers)
+    call = _Call(view, path, structure, leaves, device, writes_buffers, reads)
     if compares:
         call.changed = Contents.kept({name: t for name, t, _ in call.versions})
     else:
@@ -107,11 +110,13 @@ class _Call:
         leaves: list[Any],
         device: torch.device,
         writes_buffers: bool,
+        reads: Iterable[Readable],
     ) -> None:
         self.view, self.path, self.structure, self.leaves = view, path, structure, leaves
         self.device, self.autocast = device, ambient_autocast()
         self.buffers = BufferContents(view) if writes_buffers else None
         self.start = KeptGenerators.keep(device), ModuleState(view)
+        self.outside = [one.now() for one in reads if one is not None]
         written = {id(b) for b in view.buffers()} if writes_buffers else set()
         named = (*tensors_read(view), *((f"argument {n}", t) for n, t in enumerate(leaves)))
         read = [(name, t) for name, t in named if isinstance(t, Tensor)]
@@ -191,8 +196,11 @@ class _Call:
         generators, state = self.start
         now = KeptGenerators.keep(self.device), ModuleState(self.view)
         contents = BufferContents(self.view) if self.buffers is not None else None
+        outside = [one.as_now() for one in self.outside]
         generators.restore()
         state.restore()
+        for one in self.outside:
+            one.lend()
         if self.buffers is not None:
             _put_back(self.buffers)
         try:
@@ -204,6 +212,8 @@ class _Call:
             ):
                 yield
         finally:
+            for present in outside:
+                present.restore()
             now[0].restore()
             now[1].restore()
             if contents is not None:

@@ -211,5 +211,5 @@ class _Step:
             self.plan.tell_of_hooks(block.path)
         return run_recomputed(
             block.view, block.path, args, kwargs,
-            writes_buffers=block.writes_buffers, compares=self.compares,
+            writes_buffers=block.writes_buffers, compares=self.compares, reads=block.reads,
         )  # fmt: skip
