@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import rockmate
 import rockmate.networks.cutting as cutting
 from rockmate import InfeasibleBudgetError
-from rockmate.blockwise import planning
+from rockmate.blockwise import recorded
 from zoo.heads import WIDTH, Block
 
 QUICK: dict[str, Any] = {"cost": "flops", "compare": False}
@@ -74,7 +74,7 @@ def test_blocks_in_pieces_need_less(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-13)
 
     plan.save_plan(tmp_path / "blocks.json")
-    monkeypatch.setattr(planning, "ways_to_run", lambda *_: pytest.fail("it is searched again"))
+    monkeypatch.setattr(recorded, "ways_to_run", lambda *_: pytest.fail("it is searched again"))
     again = stack()
     given: dict[str, Any] = {"split": True, "plan": tmp_path / "blocks.json", **QUICK}
     followed = rockmate.apply_to_blocks(again, batch(), budget, **given)
