@@ -376,7 +376,7 @@ class RecordedStep:
         """
         if any(True for _ in self.outside.reasons(ran, self.originals, of_piece=True)):
             return None
-        return Readable(ran, self.originals, self.twin.modules())
+        return Readable.led_to(ran, self.originals, self.twin.modules())
 
     def _call(self) -> Any:
         watched, plain = self.places.watching(), as_written()

@@ -59,43 +59,39 @@ class OutsideState:
 
 
 class Readable:
-    """The places outside that functions may read: those that ran, and those that they lead to.
+    """The places outside that a forward may read: these, and what the classes lead to."""
 
-    What the attributes of these modules hold counts as led to.
-    """
+    def __init__(self, sources: Sources, kinds: Iterable[type] = ()) -> None:
+        self._asked, self._kinds = sources.attributes, [*kinds]
+        self._sources = [
+            source
+            for source in sources.places.values()
+            if isinstance(source.owner, CellType) or _is_users_own(source.owner)
+        ]
 
-    def __init__(
-        self, seen: Iterable[Seen], copies: Mapping[int, Any], modules: Iterable[nn.Module]
-    ) -> None:
+    @classmethod
+    def led_to(
+        cls, seen: Iterable[Seen], copies: Mapping[int, Any], modules: Iterable[nn.Module]
+    ) -> Readable:
+        """Return what functions that ran may read, and those that they lead to.
+
+        What the attributes of these modules hold counts as led to.
+        """
         held = [v for m in modules for n, v in vars(m).items() if n not in OF_MODULE]
         known = {id(one.code): one for one in seen}
         kinds = {
             base: None for one in known.values() for kind in one.owners for base in kind.__mro__
         }
-        self._kinds = [kind for kind in kinds if is_users(kind.__module__)]
+        own = [kind for kind in kinds if is_users(kind.__module__)]
         following = [*known.values()]
         for one in following:  # grows while it is followed
             sources = Sources.of([one], copies)
-            for function in _functions_led_to(sources, (*self._kinds, *held)):
+            for function in _functions_led_to(sources, (*own, *held)):
                 if id(function.__code__) not in known:
                     more = Seen(function.__code__, function.__globals__, {*one.paths})
                     known[id(more.code)] = more
                     following.append(more)
-        self._read(Sources.of(following, copies))
-
-    @classmethod
-    def of_sources(cls, sources: Sources) -> Readable:
-        """Return the places that a recorded forward has read."""
-        found = cls((), {}, ())
-        found._read(sources)
-        return found
-
-    def _read(self, sources: Sources) -> None:
-        self._asked = sources.attributes
-        every = sources.places.values()
-        self._sources = [
-            s for s in every if isinstance(s.owner, CellType) or _is_users_own(s.owner)
-        ]
+        return cls(Sources.of(following, copies), own)
 
     def now(self) -> Contents:
         """Return what is there, with copies of what changes by being used, for a second run."""

@@ -23,7 +23,7 @@ from rkgb.module_state.start_of_call import Lent, ModuleState
 from rkgb.opaque.adding import add_in_parts
 from rkgb.opaque.call import Call, TensorKind
 from rkgb.opaque.piece import Piece, RunPiece, RunPieceBackward, Tangents, strides_of
-from rkgb.opaque.recurrent import draws_by_cudnn, tensors_on_cuda
+from rkgb.opaque.recurrent import draws_by_cudnn
 from rkgb.opaque.trial import Trials
 from rkgb.recording.recorder import Recorder
 from rkgb.torch_api.placed import placed_parameters
@@ -285,7 +285,8 @@ class PieceRecorder:
             # Always asked: what it uses up is put back from now on.
             reads = self.looked_at(ran)
             runs_once = reads is None or seen.moves or seen.retains
-            runs_once |= tensors_on_cuda(tensors) and any(map(draws_by_cudnn, module.modules()))
+            if any(tensor.is_cuda for tensor in tensors):
+                runs_once |= any(map(draws_by_cudnn, module.modules()))
             call = replace(call, left=seen.attributes)
             with self.codes.resting():
                 piece, made = self.trials.piece(call, module, tensors, seen.written, tangents)

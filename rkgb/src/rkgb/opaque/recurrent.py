@@ -8,9 +8,8 @@ after the generator was put back draws other numbers than a first call in the mi
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 _log = logging.getLogger("rkgb")
 _told: set[str] = set()
@@ -30,8 +29,3 @@ def draws_by_cudnn(module: nn.Module) -> bool:
             name,
         )
     return True
-
-
-def tensors_on_cuda(tensors: Sequence[Tensor]) -> bool:
-    """Return whether a call is given tensors on CUDA."""
-    return any(tensor.is_cuda for tensor in tensors)

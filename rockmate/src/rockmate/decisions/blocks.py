@@ -145,8 +145,14 @@ class RootBlock:
     base: RecordedBlock
     writes_buffers: bool = False
     can_run_again: bool = True  # it changes nothing but buffers and attributes
-    reads: list[Readable] = field(default_factory=list)  # what its Python may read outside
+    # What its Python may read outside, by the call that was recorded.
+    read_by: dict[Key, list[Readable]] = field(default_factory=dict)
     planned: dict[tuple[Key, int], PlannedBlock] = field(default_factory=dict)
+
+    @property
+    def reads(self) -> list[Readable]:
+        """What its Python may read outside."""
+        return [one for own in self.read_by.values() for one in own]
 
     @property
     def group(self) -> str:

@@ -192,7 +192,8 @@ class Meeting:
         basic = planned.network.basic
         calls = [call for op in basic.ops if (call := target_of(op).whole) is not None]
         block.can_run_again &= not any(call.runs_once for call in calls)
-        block.reads += [Readable.of_sources(basic.sources), *(call.reads for call in calls)]
+        inside = (call.reads for call in calls if call.reads is not None)
+        block.read_by[key] = [Readable(basic.sources), *inside]
         if block.group not in self.samples:
             self.samples[block.group] = _detached(args), _detached(kwargs)
         return seen

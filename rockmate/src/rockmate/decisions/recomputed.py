@@ -116,7 +116,7 @@ class _Call:
         self.device, self.autocast = device, ambient_autocast()
         self.buffers = BufferContents(view) if writes_buffers else None
         self.start = KeptGenerators.keep(device), ModuleState(view)
-        self.outside = [one.now() for one in reads if one is not None]
+        self.outside = [one.now() for one in reads]
         written = {id(b) for b in view.buffers()} if writes_buffers else set()
         named = (*tensors_read(view), *((f"argument {n}", t) for n, t in enumerate(leaves)))
         read = [(name, t) for name, t in named if isinstance(t, Tensor)]
