@@ -23,10 +23,10 @@ _ARRIVAL_PRICE = 0.02  # of the time of a copy: between equal plans the one with
 class Arrivals:
     """The problem in which each chosen storage is made by a node of its own.
 
-    That node comes just before the storage's producer, which then works in its memory. It reads
-    nothing and takes no time. So running it again stands for bringing the storage in. The backward
-    during which its copy must begin counts as a reader, because the memory is taken from there on;
-    not so if copies take no time.
+    That node comes just before the storage's producer, which then works in its memory: it counts as
+    a reader. The node reads nothing and takes no time. So running it again stands for bringing the
+    storage in. The backward during which its copy must begin counts as a reader, because the memory
+    is taken from there on; not so if copies take no time.
     """
 
     def __init__(self, problem: Problem, chosen: Sequence[int], *, takes_time: bool = True) -> None:
@@ -54,11 +54,15 @@ class Arrivals:
             )
         self._made = by_producer
         place, flights = self._place, _flights(problem, self.chosen) if takes_time else {}
+        readers = [
+            ((s.producer,) if index in self._arrival else ()) + s.fwd_users
+            for index, s in enumerate(problem.storages)
+        ]
         storages = (
             dataclasses.replace(
                 storage,
                 producer=self._arrival.get(index, place[storage.producer]),
-                fwd_users=tuple(place[user] for user in storage.fwd_users),
+                fwd_users=tuple(place[user] for user in readers[index]),
                 bwd_users=tuple(
                     place[user] for user in (*storage.bwd_users, *flights.get(index, ()))
                 ),

@@ -23,6 +23,7 @@ from rockmate.planners.arrivals import Arrivals
 from rockmate.planners.copy_times import begins_of, moves_for
 from rockmate.planners.effort import Effort
 from rockmate.planners.smallest_budget import minimum_peak
+from rockmate.planners.squeeze import squeeze
 from rockmate.planners.windows import FEW_NODES, suited
 from rockmate.problems.problem import Problem
 from rockmate.schedules.baselines import no_recomputation
@@ -37,6 +38,7 @@ from rockmate.solvers.result import stages_of
 
 PlanWithin: TypeAlias = Callable[[Problem, int], Plan]  # plans without moves
 
+_TRIES = 2000  # of sets, times the nodes, on a small graph
 _LITTLE = 1e-3  # extra time, as a part of the step, below which the search ends
 
 
@@ -125,7 +127,7 @@ def _search(
         return
     best = min(starts, key=lambda start: start.time_ms)
     if is_small:
-        best = _one_more_or_less(found, best, steps)
+        best = _other_sets(found, best, steps)
     if found.is_free:
         return
     better = suited(found.problem)(
@@ -149,15 +151,20 @@ class _Start(NamedTuple):
 
 
 def _start(found: _Found, arrivals: Arrivals, steps: Steps) -> _Start | None:
-    hint = prune(arrivals.problem, arrivals.hint(steps), found.budget_bytes)
-    if simulate(arrivals.problem, hint).peak_bytes > found.budget_bytes:
-        return None
-    time_ms = found.consider("moving", arrivals, hint)
-    return None if time_ms is None else _Start(time_ms, arrivals, hint)
+    """Return a plan without search: what stays is as in these steps, or made again if need be."""
+    problem, budget_bytes = arrivals.problem, found.budget_bytes
+    pruned = prune(problem, arrivals.hint(steps), budget_bytes)
+    if simulate(problem, pruned).peak_bytes > budget_bytes:
+        again = squeeze(problem, budget_bytes, budget_bytes)
+        if again is None:
+            return None
+        pruned = prune(problem, again, budget_bytes)
+    time_ms = found.consider("moving", arrivals, pruned)
+    return None if time_ms is None else _Start(time_ms, arrivals, pruned)
 
 
-def _one_more_or_less(found: _Found, best: _Start, steps: Steps) -> _Start:
-    """Move one storage more, or one less, as long as that helps.
+def _other_sets(found: _Found, best: _Start, steps: Steps) -> _Start:
+    """Move one or two storages more, or less, or one instead of another, as long as that helps.
 
     On a small graph the linear program says little about which storages to move. Waiting for a copy
     may take less time than recomputation, so every set is tried that fits on the other side.
@@ -165,16 +172,20 @@ def _one_more_or_less(found: _Found, best: _Start, steps: Steps) -> _Start:
     problem, link = found.problem, found.problem.link
     assert link is not None
     movable = [i for i, storage in enumerate(problem.storages) if storage.is_movable]
+    changes = [{i} for i in movable] + [set(pair) for pair in itertools.combinations(movable, 2)]
+    tried: set[frozenset[int]] = set()
     idle = 0
-    for index in itertools.cycle(movable):
-        if idle == len(movable) or found.is_free:
+    for change in itertools.cycle(changes):
+        if idle == len(changes) or len(tried) * len(problem.nodes) > _TRIES or found.is_free:
             break
         idle += 1
-        chosen = sorted({*best.arrivals.chosen} ^ {index})
-        if not link.holds(problem.sizes[i] for i in chosen):
+        chosen = frozenset(best.arrivals.chosen) ^ change
+        if chosen in tried or not link.holds(problem.sizes[i] for i in chosen):
             continue
+        tried.add(chosen)
         for takes_time in (True, False):
-            start = _start(found, Arrivals(problem, chosen, takes_time=takes_time), steps)
+            arrivals = Arrivals(problem, sorted(chosen), takes_time=takes_time)
+            start = _start(found, arrivals, steps)
             if start is not None and start.time_ms < best.time_ms:
                 best, idle = start, 0
     return best
