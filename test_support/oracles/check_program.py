@@ -188,8 +188,12 @@ class _Check:
         match statement:
             case Begin(kind, node, again):
                 self._begin(half, kind, node, again)
-            case Call(op):
+            case Call(op, frees):
                 self._call(op)
+                if isinstance(op.target, InPieces):
+                    kept = {*op.target.lent.values()} - {*frees}
+                    self._expect(not kept, f"it writes over {', '.join(kept)}, which stays")
+                self._drop(frees)
             case Drop(names):
                 self._drop(names)
             case Copy(name, source):

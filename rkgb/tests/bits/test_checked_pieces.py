@@ -85,6 +85,11 @@ def slips(call: InPieces) -> Iterator[tuple[str, InPieces]]:
             if line.frees:
                 kept = (*lines[:at], replace(line, frees=()), *lines[at + 1 :])
                 yield f"{line.op} keeps {line.frees}", other(**{part: kept})
+            first = line.op.inputs[0]
+            if part == "loop" and first not in (*line.frees, *call.pieces.takes):
+                over = replace(line, into=first)
+                changed = (*lines[:at], over, *lines[at + 1 :])
+                yield f"{line.op} over what stays", other(loop=changed)
             early = tuple(name for name in line.op.inputs if name not in line.frees)
             if early:
                 freed = replace(line, frees=(*line.frees, *early))

@@ -89,6 +89,28 @@ def test_a_head_runs_below_its_logits() -> None:
     assert_near(ours, steps(theirs, inputs))
 
 
+def test_pieces_are_the_chunks_that_one_writes_by_hand() -> None:
+    """Loss and gradients of a loop over rows in plain PyTorch, to a rounding of each sum."""
+    model, (tokens, targets) = made(Head()), words()
+    rk = Rockmate(model, (tokens, targets), smallest(model, (tokens, targets)), **CHEAP)
+    assert "8 pieces of rows," in rk.plan.cut[0]
+    rk(tokens, targets).backward()
+    ours = [p.grad for p in model.parameters()]
+    by_hand = copy.deepcopy(model)
+    by_hand.zero_grad(set_to_none=True)
+    hidden = by_hand.norm(by_hand.words(tokens)).flatten(0, 1)
+    rows, named = hidden.detach().requires_grad_(), targets.flatten()
+    loss, asked = torch.zeros((), dtype=torch.float64), (named != -100).sum()
+    for x, y in zip(rows.split(len(rows) // 8), named.split(len(rows) // 8), strict=True):
+        part = functional.cross_entropy(by_hand.out(x), y, reduction="sum") / asked
+        part.backward()
+        loss += part.detach()
+    hidden.backward(rows.grad)
+    torch.testing.assert_close(rk(tokens, targets).detach(), loss, rtol=1e-14, atol=0)
+    for a, p in zip(ours, by_hand.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad, rtol=1e-13, atol=1e-15)
+
+
 def test_exact_pieces_have_the_bits_of_eager() -> None:
     """Losses and gradients, below what no plan of wholes can do, and above what sums would take."""
     model, inputs = made(Head()), words()
@@ -324,7 +346,7 @@ def test_what_the_forward_writes_to_is_not_read_again_in_pieces() -> None:
     theirs = copy.deepcopy(model)
     x = torch.randn(2, 16, WIDTH, dtype=torch.float64)
     rk = Rockmate(model, x, smallest(model, x), self_test=False, **CHEAP)
-    assert not rk.plan.cut
+    assert not any("add+" in cut for cut in rk.plan.cut), "no cut goes on behind the offset"
     assert_near(steps(rk, (x,)), steps(theirs, (x,)))
 
 
@@ -338,7 +360,7 @@ def test_convolutions_between_norms_of_the_batch_are_cut_by_images() -> None:
     model, images = nn.Sequential(*layers), torch.randn(8, 3, 32, 32)
     theirs = copy.deepcopy(model).double()
     least = smallest(model, images)
-    assert least < 0.8 * smallest(model, images, split=False)
+    assert least < 0.9 * smallest(model, images, split=False)
     rk = Rockmate(model, images, least, **CHEAP)
     assert "convolution" in str(rk.plan.cut[0])
     assert rk.plan.measured_peak_bytes == rk.plan.peak_bytes <= least

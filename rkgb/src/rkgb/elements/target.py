@@ -74,8 +74,11 @@ class Target:
     run: Boxed | None = None  # the call with its arguments in a list, if that can free them
     frees: frozenset[int] = frozenset()  # places of arguments that are nobody else's
 
-    def freeing(self, places: frozenset[int]) -> Self:
-        """Return the same call, which frees the arguments in these places that it can free."""
+    def freeing(self, places: frozenset[int], own: frozenset[int]) -> Self:
+        """Return the same call, which frees the arguments in these places that it can free.
+
+        What is in places of `own` was made by the backward, and it may write there.
+        """
         return self
 
     def cost(self, op: Op) -> OpCost | None:

@@ -279,7 +279,7 @@ class RunPieceBackward(_OfPiece):
         freed = f" frees {sorted(self.frees)}" if self.frees else ""
         return f"run {self.piece.call.path} {self.piece.call.number} backward{freed}"
 
-    def freeing(self, places: frozenset[int]) -> RunPieceBackward:
+    def freeing(self, places: frozenset[int], own: frozenset[int]) -> RunPieceBackward:
         """Return the same call with the gradients at these positions donated to it."""
         first = 1 + len(self.piece.needs)  # after the token and the saved tensors
         return RunPieceBackward(

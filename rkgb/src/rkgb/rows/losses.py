@@ -58,7 +58,7 @@ class Scaled(Target):
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         return self.run(list(tensors))
 
-    def freeing(self, places: frozenset[int]) -> Scaled:
+    def freeing(self, places: frozenset[int], own: frozenset[int]) -> Scaled:
         return Scaled(places)
 
     def flops(self, count: Callable[[Op], int]) -> int:

@@ -28,6 +28,7 @@ from rkgb.errors import NotByPiecesError
 from rkgb.rows.cuts import EVEN, Cuts, Runs
 from rkgb.rows.find import find
 from rkgb.rows.losses import of_rows
+from rkgb.rows.memory import lent, lying
 from rkgb.rows.rules import Asked, Found, Value
 
 _aten = torch.ops.aten
@@ -65,6 +66,9 @@ class Pieces:
     results: tuple[str, ...]
     infos: Mapping[str, TensorInfo]  # of results, gathered and summed values
     recorded: tuple[Op, ...]  # the operations that these replace
+    into: Mapping[str, str] = field(default_factory=dict)  # results of the loop, and where they lie
+    # Wholes, each with what comes from outside and may lend its memory.
+    instead: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
     def text(self) -> str:
@@ -82,6 +86,7 @@ class Pieces:
                 lines.append(f"{made} = {op.target}{map_refs(op.args, number)!r} {options!r}")
             lines.append("")
         lines += [f"{number(n)} = {number(s.source)} {s.cuts}" for n, s in self.slices.items()]
+        lines += [f"{number(n)} lies in {number(over)}" for n, over in self.into.items()]
         for name in dict.fromkeys((*self.results, *self.gathered)):
             info = self.infos[name]
             how = self.gathered.get(name, "sum" if name in self.summed else "whole")
@@ -309,9 +314,12 @@ class Cutting:
         kept = (*results, *summed, *gathered)
         infos = {name: self.infos[name] for name in kept if name in self.infos}
         put = {name: self.cut[name] for name in sorted(gathered)}
+        sources = {name: (s.source, s.cuts) for name, s in slices.items()}
         return Pieces(
             *(self.count, takes, before, loop, short, self.runs, slices, after),
             *(put, summed, tuple(results), infos, ()),
+            into=lying(loop, self.infos, put, summed),
+            instead=lent(loop, (*before, *after), self.infos, put, sources),
         )
 
 

@@ -57,7 +57,7 @@ class CompiledCall(Target):
     def flops(self, count: Callable[[Op], int]) -> int:
         return self.flops_of_one
 
-    def freeing(self, places: frozenset[int]) -> CompiledCall:
+    def freeing(self, places: frozenset[int], own: frozenset[int]) -> CompiledCall:
         """Return the same call, with the arguments at these positions donated to it."""
         return CompiledCall(
             self.run, self.__name__, self.digest, self.side, self.flops_of_one, places

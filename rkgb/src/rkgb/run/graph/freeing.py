@@ -14,6 +14,7 @@ from rkgb.elements.target import target_of
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.graphs.uses import At, roots_of
 from rkgb.run.graph.node_storages import dying_in_backward, storages_of
+from rkgb.run.graph.overwrite import made_by_backward
 
 
 def freeing(sg: SimplifiedGraph) -> SimplifiedGraph:
@@ -26,20 +27,24 @@ def freeing(sg: SimplifiedGraph) -> SimplifiedGraph:
     tangents = filter(None, sg.basic.tangent_names)
     # Autograd holds those of losses to the end.
     held = {name for name in tangents if not infos[name].shape}
+    made_behind = made_by_backward(sg.nodes, infos)
 
     def frees(op: Op, at: At) -> Op:
         target = target_of(op)
         if target.run is None:
             return op
         made = roots_of(infos, op.results)
-        places = []
+        given = [infos[name].alias_of for name in op.inputs]
+        places, own = [], []
         for place, name in enumerate(op.inputs):
             root = infos[name].alias_of
             is_gradient = root not in home and root not in outside
             ends = last[root] == at and root not in made and root not in held
             if ends and (is_gradient or root in dying[at.part]):
                 places.append(place)
-        return replace(op, target=target.freeing(frozenset(places)))
+                if root in made_behind and given.count(root) == 1:
+                    own.append(place)
+        return replace(op, target=target.freeing(frozenset(places), frozenset(own)))
 
     nodes = tuple(
         replace(

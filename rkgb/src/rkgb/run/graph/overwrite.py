@@ -63,19 +63,25 @@ def overwrite_gradients(
     return changed, replace(basic, infos=infos)
 
 
+def made_by_backward(nodes: Sequence[SimplifiedNode], infos: Mapping[str, TensorInfo]) -> set[str]:
+    """Return the storages that the backward makes and may overwrite."""
+    own = {n for node in nodes for op in node.backward for n in op.results if n}
+    own = {name for name in own if infos[name].alias_of == name}
+    for node in nodes:  # the owner of a leaf may read its gradient at any time
+        own -= roots_of(infos, (hand_over.value for hand_over in node.hand_overs))
+        for op in node.backward:
+            if isinstance(op.target, ThroughAutograd):  # hooks may keep it
+                own -= roots_of(infos, (*op.inputs, op.name))
+    return own
+
+
 class _Rewriting:
     def __init__(self, nodes: Sequence[SimplifiedNode], infos: Mapping[str, TensorInfo]) -> None:
         self.nodes, self.infos = nodes, infos
         self.uses = backward_uses(nodes, infos)
         self.into: dict[str, str] = {}  # removed storage -> the one it lies in
-        # Storages that the backward makes and may overwrite.
-        self.own = {name for name in self.uses.maker if infos[name].alias_of == name}
+        self.own = made_by_backward(nodes, infos)
         self.folded: set[str] = set()  # operations whose result is never made
-        for node in nodes:  # the owner of a leaf may read its gradient at any time
-            self.own -= roots_of(infos, (hand_over.value for hand_over in node.hand_overs))
-            for op in node.backward:
-                if isinstance(op.target, ThroughAutograd):  # hooks may keep it
-                    self.own -= roots_of(infos, (*op.inputs, op.name))
 
     def root(self, storage: str) -> str:
         """Return the storage in which a recorded storage lies now."""

@@ -1,0 +1,139 @@
+"""Where results of pieces lie: over an input past its last use, or in the whole they belong to.
+
+The gradient of a loss with respect to its logits is made in three steps. Each may write over what
+the step before has made, and the first one into a whole that all pieces are gathered in:
+
+    nll_loss_backward     grad_1 in its place in the whole
+    _log_softmax_backward grad_2 over grad_1, and so in the whole
+    mm                    reads grad_2 there
+
+A whole may also take the memory of a gradient that is cut in the same way, and that nobody else
+reads: a piece of it is written where all of it has been read. Kernels and numbers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rkgb.elements.op import Op
+from rkgb.elements.tensor_info import TensorInfo
+from rkgb.rows.cuts import Cuts
+
+_aten = torch.ops.aten
+
+
+def _kernels(names: str, overload: str = "default", out: str = "out") -> dict[Any, Any]:
+    packets = (getattr(_aten, name) for name in names.split())
+    return {getattr(packet, overload): getattr(packet, out) for packet in packets}
+
+
+# Kernels that each read an element, or a row, before they write it: over their first argument.
+_OVER = {
+    **_kernels("_log_softmax _softmax _log_softmax_backward_data _softmax_backward_data"),
+    **_kernels("gelu silu tanh sigmoid relu exp neg"),
+    **_kernels("add sub mul div", "Tensor"),
+    **_kernels(
+        "gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward "
+        "leaky_relu_backward hardtanh_backward",
+        out="grad_input",
+    ),
+}
+_KERNELS: Mapping[Any, Any] = {
+    **_OVER,
+    **_kernels("mm addmm bmm baddbmm"),
+    **_kernels("nll_loss_backward", out="grad_input"),
+}
+
+
+def into_memory(op: Op) -> tuple[Callable[..., Any], str]:
+    """Return the kernel that writes into given memory, and the name of that argument."""
+    kernel = _KERNELS[op.target]
+    name = next(arg.name for arg in kernel._schema.arguments if arg.is_out)
+    return getattr(kernel, "_op", kernel), name
+
+
+def lying(
+    loop: Sequence[Op],
+    infos: Mapping[str, TensorInfo],
+    gathered: Mapping[str, Cuts],
+    summed: Sequence[str],
+) -> dict[str, str]:
+    """Return for results of the loop the input, or the whole, in whose memory they are made."""
+    roots: dict[str, str] = {}
+    for op in loop:
+        for name in filter(None, op.results):
+            roots[name] = roots.get(op.inputs[0], "") if is_view(op) else name
+    last = {roots[name]: at for at, op in enumerate(loop) for name in op.inputs if name in roots}
+    maker = {name: op for op in loop for name in op.results}
+    homes = {name: name for name in gathered}  # value -> the whole that it is made in
+    kept = {roots[name] for name in (*gathered, *summed) if name in roots}
+    into: dict[str, str] = {}
+    for at in range(len(loop) - 1, -1, -1):
+        op = loop[at]
+        name = op.results[0]
+        if op.target not in _KERNELS or name in summed or name not in infos:
+            continue
+        home, first = homes.get(name, ""), op.inputs[0]
+        others = {roots.get(other) for other in op.inputs[1:]}
+        is_past = last.get(first) == at and roots.get(first) == first and first not in kept
+        if op.target in _OVER and is_past and first not in others and _alike(infos, first, name):
+            if home and maker[first].target in _KERNELS:
+                homes[first], home = home, ""
+            into[name] = home or first
+        elif home:
+            into[name] = home
+    return into
+
+
+def lent(
+    loop: Sequence[Op],
+    outside: Sequence[Op],
+    infos: Mapping[str, TensorInfo],
+    gathered: Mapping[str, Cuts],
+    sources: Mapping[str, tuple[str, Cuts]],
+) -> dict[str, tuple[str, ...]]:
+    """Return for each gathered whole the values from outside in whose memory it may be made.
+
+    `sources` are the pieces that the loop reads of them. All of a piece is read before, and nothing
+    outside of the loop sees that memory.
+    """
+    cuts: dict[str, set[Cuts]] = {}
+    reads: dict[str, int] = {}
+    wholly = {name for op in outside for name in op.inputs}
+    for at, op in enumerate(loop):
+        for name in op.inputs:
+            source, cut = sources.get(name, (name, ()))
+            cuts.setdefault(source, set()).add(cut)
+            reads[source] = at
+    maker = {name: at for at, op in enumerate(loop) for name in op.results}
+    return {
+        name: tuple(
+            source
+            for source, read in reads.items()
+            if source not in maker
+            and source not in wholly
+            and cuts[source] == {cut}
+            and read <= maker[name]
+            and _alike(infos, source, name)
+        )
+        for name, cut in gathered.items()
+    }
+
+
+def is_view(op: Op) -> bool:
+    """Return whether a result may lie in the memory of an input."""
+    schema = getattr(op.target, "_schema", None)
+    return schema is None or any(made.alias_info for made in schema.returns)
+
+
+def _alike(infos: Mapping[str, TensorInfo], name: str, other: str) -> bool:
+    """Return whether two values fill memory of their own in the same way."""
+    a, b = infos[name], infos[other]
+    return (
+        (a.shape, a.dtype, a.stride, a.offset) == (b.shape, b.dtype, b.stride, b.offset)
+        and a.storage_bytes == b.storage_bytes == a.size_bytes == b.size_bytes
+        and a.offset == 0
+    )
