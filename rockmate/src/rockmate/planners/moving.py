@@ -39,6 +39,7 @@ from rockmate.solvers.result import stages_of
 PlanWithin: TypeAlias = Callable[[Problem, int], Plan]  # plans without moves
 
 _TRIES = 2000  # of sets, times the nodes, on a small graph
+_LARGER = 4  # on larger graphs only this part of the windows: each takes long, and seldom helps
 _LITTLE = 1e-3  # extra time, as a part of the step, below which the search ends
 
 
@@ -134,7 +135,7 @@ def _search(
         best.arrivals.problem,
         best.steps,
         found.budget_bytes,
-        windows=effort.windows,
+        windows=effort.windows if is_small else effort.windows // _LARGER,
         window_limit=effort.window_limit,
         seed=seed,
         stop=lambda: found.is_over(effort),
