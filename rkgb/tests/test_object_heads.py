@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from rkgb.torch_api import heads_of, object_heads
+from rkgb.torch_api import heads_of, items_of_all, object_heads
 
 
 class Held:
@@ -59,3 +59,40 @@ def test_every_change_is_seen(change):
 
 def test_where_something_has_no_place_in_heads_nothing_is_read():
     assert heads_of([], [], [], [(called, "__name__")]) is None
+
+
+ONE, TWO = object(), object()
+
+
+@pytest.mark.skipif(not object_heads._can_be_read, reason="heads are laid out otherwise here")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda listed, _: listed.__setitem__(0, TWO),
+        lambda listed, _: listed.append(ONE),
+        lambda listed, _: listed.reverse(),
+        lambda listed, _: listed.clear(),
+        lambda _, held: held.add(TWO),
+        lambda _, held: held.discard(ONE),
+        lambda _, held: (held.discard(ONE), held.add(TWO)),
+        lambda _, held: held.update(range(100)),
+    ],
+)
+@pytest.mark.parametrize("count", [0, 40])
+def test_every_change_of_items_is_seen(change, count):
+    listed, held = [ONE, 1, *range(count)], {ONE, 1, *range(count)}
+    containers = [[5], listed, held, {7}]
+    holds = items_of_all(containers)
+    assert holds()
+    assert holds()
+    change(listed, held)
+    assert not holds()
+
+
+def test_memory_that_lists_have_left_is_not_read():
+    many = [[*range(20_000)] for _ in range(50)]
+    holds = items_of_all(many)
+    for listed in many:
+        listed.clear()
+    del listed
+    assert holds is None or not holds()

@@ -1,6 +1,7 @@
 """Which functions of the user run, and what they read from outside of their calls."""
 
 import functools
+import logging
 import sys
 import textwrap
 from types import ModuleType, SimpleNamespace
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from rkgb.guards import CodeWatch, Sources, Watched
+from rkgb.guards.loads import ANY
 
 SCALE = 2.0
 _count = 0
@@ -228,3 +230,15 @@ def test_objects_to_which_many_ways_lead_are_hashed_and_compared_once() -> None:
     assert len({*found}) == 1
     last[0] = 2
     assert Watched(frozenset({"left", "right"})).worth(first) != found[0]
+
+
+def test_a_logger_leads_to_its_parents_and_not_to_all_loggers():
+    own, other = (logging.getLogger(f"{__name__}.{n}.guarded") for n in ("own", "other"))
+    around = logging.getLogger(__name__)
+    watched = Watched(frozenset((ANY,)))  # as where Python reads attributes by whatever names
+    watched.worth(own)
+    assert not any(table is vars(other) for table in watched.tables)
+    assert watched.holds()
+    around.setLevel(7)
+    assert not watched.holds()
+    around.setLevel(logging.NOTSET)

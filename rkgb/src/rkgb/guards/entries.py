@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rkgb.torch_api import items_of_all
 from rkgb.torch_api.patches import meant
 
 ABSENT: Any = object()  # in a place that holds nothing
@@ -101,13 +102,14 @@ class Attribute:
 class Items:
     """What many lists and sets hold: the same objects in the same places."""
 
-    __slots__ = ("_containers", "_counts", "_known", "empty")
+    __slots__ = ("_are_still", "_containers", "_counts", "_known", "empty")
 
     def __init__(self) -> None:
         self.empty: list[list[Any] | set[Any]] = []  # most are
         self._containers: list[list[Any] | set[Any]] = []
         self._counts: list[int] = []
         self._known: list[Any] = []
+        self._are_still: Callable[[], bool] | None = None  # a quick look at all of them
 
     def note(self, container: list[Any] | set[Any]) -> None:
         """Look from now on whether this container holds the same."""
@@ -120,6 +122,10 @@ class Items:
 
     def hold(self) -> bool:
         """Whether everything is as it was in those that are not `empty`."""
+        if self._are_still is not None and self._are_still():
+            return True
+        if self._are_still is None:  # before the look, so that it says the same
+            self._are_still = items_of_all(self._containers)
         if [*map(len, self._containers)] != self._counts:
             return False
         return all(map(is_, chain.from_iterable(self._containers), self._known))

@@ -399,7 +399,8 @@ class Watched:
         if table is not None and (table or not isinstance(value, FunctionType)):
             asked = self.asked | SPECIAL if is_class else self.asked
             names: set[Any] = {*asked & table.keys()}
-            is_open = ANY in asked and not isinstance(value, (nn.Module, ModuleType))
+            # A manager leads to every logger of the process.
+            is_open = ANY in asked and not isinstance(value, (nn.Module, ModuleType, Manager))
             if is_open:
                 names = known = {*table} - UNREAD
                 self.entries(table).add_check(lambda: table.keys() - UNREAD == known)

@@ -13,7 +13,7 @@ from rkgb.torch_api.compiled_code import compiled_modules, is_in_compiled_code, 
 from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
 from rkgb.torch_api.global_hooks import has_global_hooks, without_global_hooks
 from rkgb.torch_api.kernel_choice import KernelChoice, RecomputingAs, running_a_forward, with_flags
-from rkgb.torch_api.object_heads import has_in_head, heads_of
+from rkgb.torch_api.object_heads import has_in_head, heads_of, items_of_all
 from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private.autograd import (
     apply_function,
@@ -75,6 +75,7 @@ __all__ = [
     "is_optimized",
     "is_to_run",
     "is_transforming",
+    "items_of_all",
     "keeps_graph",
     "kernel_flags",
     "latest_sequence_nr",

@@ -31,6 +31,7 @@ _FIELDS: dict[tuple[type, str], int] = {
     (partial, "keywords"): 32,
     (type, "__bases__"): 336,
 }
+_LISTED, _OF_SET = (16, 24), (16, 24, 32, 40)  # how many items, and where they are
 _LAST = 1 << 47  # no program has an address behind it
 
 Heads = Callable[[], bytes]
@@ -56,9 +57,39 @@ def heads_of(
         places.append(id(owner) + (_place_of(owner, name) or _LAST))
     if not _can_be_read or any(place >= _LAST for place in places):
         return None
-    words = np.array([(place - _WORD) // _WORD for place in places], dtype=np.intp)
+    words = _words(places)
     take = _memory().take
     return lambda: take(words).tobytes()
+
+
+def items_of_all(containers: Sequence[list[Any] | set[Any]]) -> Callable[[], bool] | None:
+    """Return what tells whether lists and sets hold the same objects in the same places still.
+
+    All must be kept alive, and so must what they hold now. It also says no where what is in one has
+    moved in memory. None where heads cannot be read.
+    """
+    if not _can_be_read:
+        return None
+    heads = [(id(c), _LISTED if type(c) is list else _OF_SET) for c in containers]
+    outer = _words([start + place for start, places in heads for place in places])
+    take = _memory().take
+    known, found = (now := take(outer)).tobytes(), iter(now.tolist())
+    inner = list[int]()
+    for _, places in heads:
+        *_, count, at = (next(found) for _ in places)
+        # A set has pairs of an object and its hash, in as many places as its mask says.
+        step, many = (_WORD, count) if places is _LISTED else (2 * _WORD, count + 1)
+        inner += range(at, at + step * many, step)
+    if any(place >= _LAST for place in inner):
+        return None
+    words = _words(inner)
+    held = take(words).tobytes()
+    # Where items are elsewhere by now, nothing may be read where they were.
+    return lambda: take(outer).tobytes() == known and take(words).tobytes() == held
+
+
+def _words(places: Sequence[int]) -> np.ndarray[Any, np.dtype[np.intp]]:
+    return np.array([(place - _WORD) // _WORD for place in places], dtype=np.intp)
 
 
 def has_in_head(owner: Any, name: str) -> bool:
@@ -141,5 +172,31 @@ def _is_as_expected() -> bool:
     return seen == {True} and read() == read()
 
 
+def _are_items_as_expected() -> bool:
+    many = [object() for _ in range(20)]  # a set of more than four has a table elsewhere
+    lists = [many[:1], many[:5], many[:]]
+    sets = [{*many[:1]}, {*many[:5]}, {*many}]
+    containers: list[list[Any] | set[Any]] = [*lists, *sets]
+    seen = set[bool]()
+
+    def see(change: Callable[..., object], *args: object) -> None:
+        still = items_of_all(containers)
+        seen.add(still is not None and still())
+        change(*args)
+        seen.add(still is None or not still())
+
+    for listed in lists:
+        see(listed.__setitem__, -1, 0)
+        see(listed.append, 1)
+        see(listed.extend, many)
+        see(listed.pop)
+    for held in sets:
+        see(held.add, 1)
+        see(held.discard, 1)
+        see(held.update, range(50))
+        see(held.pop)
+    return seen == {True}
+
+
 _can_be_read = _may_be_tried()
-_can_be_read = _can_be_read and _is_as_expected()
+_can_be_read = _can_be_read and _is_as_expected() and _are_items_as_expected()
