@@ -374,6 +374,28 @@ def test_a_default_that_changes_by_being_used_is_refused_and_not_used(function):
     wrap(Applies(torch.tanh), torch.randn(2, 4), 1.0)  # planning others goes on
 
 
+def _counting(net):
+    seen = []
+
+    def count(x, seen=seen, *, more=net):
+        seen.append(1)
+        more.append(1)
+        return x * len(seen) + len(more)
+
+    return count
+
+
+def test_defaults_that_a_local_function_writes_to_are_as_in_plain_training():
+    torch.manual_seed(0)
+    found, x = [], torch.randn(8, 4)
+    net = nn.Sequential(Applies(torch.tanh), Applies(torch.tanh))
+    for wraps in (lambda n: n, lambda n: Rockmate(n, x, 50_000, cost="flops")):
+        model = copy.deepcopy(net)
+        model[1].function = _counting([])
+        found.append(_train(wraps(model), x))
+    assert all(map(torch.equal, *found))
+
+
 def test_a_queue_is_refused_and_not_used():
     items = queue.Queue()
     items.put(2.0)

@@ -164,12 +164,13 @@ class Outside:
                     self.contents.add(cell)
         if code.co_argcount:
             owner = frame.f_locals.get(code.co_varnames[0])
+            seen.owners.add(type(owner))
             for kind in type(owner).__mro__:
                 reached.add(kind)
         named = function_named(seen)
-        if named is not None:
-            reached.add(named.__defaults__)
-            reached.add(named.__kwdefaults__)
+        for function in _with_defaults(code, frame) if named is None else (named,):
+            reached.add(function.__defaults__)
+            reached.add(function.__kwdefaults__)
         for owner in reached.owners.values():
             if id(owner) not in self._paths:
                 self.contents.add(owner)
@@ -182,8 +183,8 @@ class Outside:
             SideEffectError: with its name.
         """
         code = seen.code
-        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        used = {id(v): n for n in names if is_used_up(v := frame.f_locals.get(n))}
+        names, values = _arguments(code), frame.f_locals
+        used = {id(v): n for n in names if is_used_up(v := values.get(n))}
         functions = [*_functions_of(code)] if used else []
         defaults = [f.__defaults__ or () for f in functions]
         defaults += [tuple((f.__kwdefaults__ or {}).values()) for f in functions]
@@ -327,6 +328,17 @@ def _cells(seen: Seen, values: Mapping[str, Any]) -> Iterator[CellType]:
 
 def _line(code: CodeType) -> str:
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+def _arguments(code: CodeType) -> tuple[str, ...]:
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def _with_defaults(code: CodeType, frame: FrameType) -> Iterator[FunctionType]:
+    """Yield the functions behind a code, if an argument may be a default that is written to."""
+    values = frame.f_locals
+    if any(has_content(values.get(name)) for name in _arguments(code)):
+        yield from _functions_of(code)
 
 
 def _functions_of(code: CodeType) -> Iterator[FunctionType]:
