@@ -59,6 +59,10 @@ _READ_INSIDE: dict[str, tuple[tuple[int, str], ...]] = {
     "ctc_loss": ((2, "input_lengths"), (3, "target_lengths")),
     "tensor_split": ((1, "indices_or_sections"), (1, "tensor_indices_or_sections")),
 }
+# Torch computes them otherwise while a mode watches operations, and a recording is one: where the
+# weights of a loss are summed without those of ignored targets, in a backward that looks for zeros,
+# and where the gradient of a filling value is summed.
+_OTHERWISE_WATCHED = ("cross_entropy", "cross_entropy_loss", "prod", "masked_fill", "masked_fill_")
 # They hand values to Python or to other libraries without any operation.
 _READS = ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr")
 
@@ -86,6 +90,10 @@ class CallWatch(TorchFunctionMode):
             raise NotRecordedError(*_NOT_RECORDED[name])
         if name == "bilinear" and ambient_autocast() is not None:
             raise NotRecordedError("computes a bilinear form, which autocast casts inside")
+        if name in _OTHERWISE_WATCHED and _is_other_watched(name, args, kwargs or {}):
+            raise NotRecordedError(
+                f"calls {name}, which torch computes otherwise while anything watches it"
+            )
         for place, keyword in _READ_INSIDE.get(name, ()):
             given = args[place] if place < len(args) else (kwargs or {}).get(keyword)
             if isinstance(given, Tensor) and not given.is_floating_point():
@@ -111,6 +119,20 @@ class CallWatch(TorchFunctionMode):
         numbers.check(func, args, kwargs, len(found))
         with self.recorder.taking(found):
             return func(*plain_args, **plain_kwargs)
+
+
+def _is_other_watched(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether this call has other last bits where a mode watches it."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if name == "prod":
+        return torch.is_grad_enabled() and any(t.requires_grad and t.dim() for t in tensors)
+    if name.startswith("masked_fill"):
+        return torch.is_grad_enabled() and any(t.requires_grad for t in tensors[2:])
+    # Scores, targets and weights of classes; the last number is how far targets are smoothed.
+    numbers = [value for value in args if isinstance(value, float)]
+    smoothing = kwargs.get("label_smoothing", numbers[-1] if numbers else 0.0)
+    reduction = kwargs.get("reduction", "mean")
+    return len(tensors) > 2 and bool(smoothing) and reduction in ("mean", 1)
 
 
 def no_reading(recorder: Recorder) -> Patches:

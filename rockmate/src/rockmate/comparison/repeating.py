@@ -35,9 +35,17 @@ def repeating(kinds: Collection[Any]) -> Iterator[None]:
         yield
 
 
-class _Repeating(DispatchMode):
+class Watching(DispatchMode):
+    """A mode that sees operations, and changes nothing."""
+
     only_watches = True
 
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operation as it is."""
+        return func(*args, **kwargs)
+
+
+class _Repeating(Watching):
     def __init__(self, kinds: Collection[Any]) -> None:
         super().__init__()
         names = {kind._schema.name for kind in kinds if hasattr(kind, "_schema")}
