@@ -367,3 +367,22 @@ def test_a_forward_that_reads_another_modules_parameters_is_refused() -> None:
     with pytest.raises(rkgb.TraceError, match="sets the variable 'calls'"):
         rkgb.Btools.make_B(model, torch.randn(2, 4))
     assert own.weight.grad is None
+
+
+class Yielding(nn.Module):
+    """Returns a generator, which computes when it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+            yield x
+
+
+def test_a_result_that_cannot_be_copied_is_refused() -> None:
+    """It ended in the raw error of `copy.deepcopy`, in the first planned step."""
+    with pytest.raises(rkgb.TraceError, match="returns an object of type generator cannot be"):
+        rkgb.make_all_graphs(Yielding(), torch.randn(2, 4))

@@ -101,10 +101,23 @@ def flatten(tree: Any, own: Mapping[int, Any] | None = None) -> tuple[list[Any],
     tensors belong to the structure, and `unflatten` copies them.
 
     Raises:
-        UnknownTreeError: an object holds tensors and cannot be copied.
+        UnknownTreeError: an object cannot be copied.
     """
     leaves: list[Any] = []
     return leaves, _flatten(tree, leaves, own, ())
+
+
+def _refuse_uncopied(constant: _Constant) -> None:
+    """Refuse an object of which no further step could return its own, such as a generator.
+
+    Raises:
+        UnknownTreeError: it cannot be copied.
+    """
+    try:
+        constant.make(iter(()))
+    except Exception as error:
+        kind = type(constant.value).__name__
+        raise UnknownTreeError(kind, f"cannot be copied ({error})") from None
 
 
 def _flatten(
@@ -119,7 +132,8 @@ def _flatten(
                 inner.append(None)
                 leaves.append(value if own is None else own.get(id(value), value))
             else:
-                inner.append(_Constant(value))
+                inner.append(constant := _Constant(value))
+                _refuse_uncopied(constant)
             continue
         if id(value) in above or len(above) > _DEPTH:
             raise UnknownTreeError(type(value).__name__, "holds itself")
