@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ class CallWatch(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        func = _running(func)
         name = getattr(func, "__name__", "")
         if self.recorder.is_paused:
             return func(*args, **(kwargs or {}))
@@ -119,6 +121,18 @@ class CallWatch(TorchFunctionMode):
         numbers.check(func, args, kwargs, len(found))
         with self.recorder.taking(found):
             return func(*plain_args, **plain_kwargs)
+
+
+def _running(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method that runs: torch looks methods in C up by their names in `Tensor`.
+
+    Where a user has replaced one there, theirs has called torch's, and must not run once more.
+    """
+    if not isinstance(func, FunctionType) or func.__module__.startswith("torch"):
+        return func
+    name = next((name for name, value in vars(Tensor).items() if value is func), "")
+    own: Callable[..., Any] = getattr(torch._C.TensorBase, name, func)
+    return own
 
 
 def _is_other_watched(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
