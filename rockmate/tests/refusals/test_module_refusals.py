@@ -213,6 +213,20 @@ def test_a_module_that_cannot_be_copied_is_refused() -> None:
     still_trains(model, x)
 
 
+class FromC:
+    """As libraries that cffi has loaded."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+def test_an_attribute_without_a_class_is_named() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    model.library = FromC()  # type: ignore[assignment]
+    with pytest.raises(rkgb.TraceError, match=r"Linear cannot be deep-copied, .*'library'"):
+        wrap(model, x, "1MiB")
+
+
 class Keeper(nn.Module):
     """Has what is read or written once, and may use it."""
 

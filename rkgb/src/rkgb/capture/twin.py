@@ -157,18 +157,19 @@ def _shared_parts(model: nn.Module) -> Iterator[Any]:
     seen: dict[int, Any] = {}
     while stack:
         value = stack.pop()
-        if id(value) in seen or isinstance(value, (Tensor, type, str, bytes, int, float)):
+        kind = type(value)  # some objects of C libraries have no `__class__`
+        if id(value) in seen or issubclass(kind, (Tensor, type, str, bytes, int, float)):
             continue
         seen[id(value)] = value
-        if isinstance(value, shared):
+        if issubclass(kind, shared):
             yield value
-        elif isinstance(value, Mapping):
+        elif issubclass(kind, Mapping):
             stack += [*value.keys(), *value.values()]
-        elif isinstance(value, (list, tuple, set, frozenset)):
+        elif issubclass(kind, (list, tuple, set, frozenset)):
             stack += value
-        elif isinstance(value, types.MethodType):
+        elif kind is types.MethodType:
             stack.append(value.__self__)
-        elif not isinstance(value, types.FunctionType):
+        elif kind is not types.FunctionType:
             stack += getattr(value, "__dict__", {}).values()
 
 
