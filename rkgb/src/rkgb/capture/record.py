@@ -198,8 +198,7 @@ class _Recording:
             try:
                 basic = step.run(self.kind)
                 settled.refuse_others(basic.ops)
-                basic.sources.settings = tuple(settled.settings)
-                return basic
+                return replace(basic, sources=settled.sources(basic.sources))
             except ReadsDataError:
                 assert asked.held_bytes is None, "it has been explained"
                 # A backward has read a value. With real contents it may take its usual branch.

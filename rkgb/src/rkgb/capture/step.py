@@ -315,7 +315,7 @@ class RecordedStep:
         places.refuse_moves()
         settings = self._settings(attributes)
         if settings:
-            raise SettlesError(settings, self.recorder.forward)
+            raise SettlesError(settings, self.recorder.forward, self._sources())
         new = assigned(self.twin, attributes, buffers)
         new -= {*self.hidden.targets, *self._left}
         if new:

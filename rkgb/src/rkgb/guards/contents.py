@@ -244,7 +244,7 @@ class Contents:
         for (_, name), (owner, content) in self._held.items():
             now = _content(owner, name)
             if isinstance(content, (dict, list)) and name is None:
-                if not _alike(owner, now, content):
+                if not _alike(now, content):
                     yield owner, name
             elif name is None and isinstance(content, bytes):
                 if now != content:
@@ -331,19 +331,13 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
     return found
 
 
-def _alike(owner: Any, now: Any, content: Any) -> bool:
+def _alike(now: Any, content: Any) -> bool:
     if not isinstance(content, dict):
         return len(now) == len(content) and all(
             is_same(a, b) or is_used_up(b) for a, b in zip(now, content, strict=True)
         )
-    new = now.keys() - content.keys()
-    if isinstance(owner, FunctionType):  # a function that is made once and kept for later
-        new = {name for name in new if not callable(now[name])}
-    elif not isinstance(owner, dict):  # what is found once and kept for later
-        cached = (getattr(type(owner), name, None) for name in new)
-        new = new if not all(isinstance(c, functools.cached_property) for c in cached) else set()
-    return not new and all(
-        is_same(now.get(key, ABSENT), value) or is_used_up(value) for key, value in content.items()
+    return now.keys() == content.keys() and all(
+        is_same(now[key], value) or is_used_up(value) for key, value in content.items()
     )
 
 

@@ -146,6 +146,7 @@ class Sources:
                 for name in (*self.asked, *other.asked)
             },
             {**self.called, **other.called},
+            of_backward=self.of_backward,
         )
 
     @property

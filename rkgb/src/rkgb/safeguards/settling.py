@@ -18,6 +18,7 @@ from rkgb.elements.op import Op
 from rkgb.errors import SideEffectError, in_module
 from rkgb.graphs.differences import run_alike
 from rkgb.guards.contents import is_same
+from rkgb.guards.sources import Sources
 
 ABSENT = object()
 _PLAIN = (bool, int, float, str, type(None), torch.device, torch.dtype)
@@ -71,11 +72,11 @@ class Setting:
 
 
 class SettlesError(Exception):
-    """A forward has set plain values; `ops` are its operations."""
+    """A forward has set plain values; `ops` are its operations, and `sources` what it has read."""
 
-    def __init__(self, settings: Sequence[Setting], ops: Sequence[Op]) -> None:
-        super().__init__(settings, ops)
-        self.settings, self.ops = settings, ops
+    def __init__(self, settings: Sequence[Setting], ops: Sequence[Op], sources: Sources) -> None:
+        super().__init__(settings, ops, sources)
+        self.settings, self.ops, self.sources = settings, ops, sources
 
 
 class Settled:
@@ -85,6 +86,7 @@ class Settled:
         self.model = model
         self.settings: list[Setting] = []
         self._ops: tuple[Op, ...] = ()
+        self._sources: list[Sources] = []
 
     def take(self, found: SettlesError) -> None:
         """Apply the settings of a forward.
@@ -98,6 +100,7 @@ class Settled:
                 self._refuse(setting, "sets it anew at every call")
         if not self.settings:
             self._ops = tuple(found.ops)
+        self._sources.append(found.sources)
         for setting in found.settings:
             setting.apply()
             self.settings.append(setting)
@@ -110,6 +113,14 @@ class Settled:
         """
         if self.settings and not run_alike(self._ops, ops):
             self._refuse(self.settings[0], "does something else at its first call")
+
+    def sources(self, of_others: Sources) -> Sources:
+        """Return what the step reads once everything is set, and what the values were made of."""
+        found = of_others
+        for sources in self._sources:
+            found = found.joined(sources)
+        found.settings = tuple(self.settings)
+        return found
 
     def undo(self) -> None:
         """Undo all settings."""

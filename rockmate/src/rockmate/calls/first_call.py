@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -33,12 +33,18 @@ class FirstCall:
                 self._settings.append(setting)
         self.sets()
 
-    def sets(self) -> bool:
-        """Set what the plain forward would set at this call; return whether anything was due."""
+    def sets(self) -> list[Setting]:
+        """Set what the plain forward would set at this call; return what was due."""
         due = [setting for setting in self._settings if setting.is_due]
         for setting in due:
             setting.apply()
-        return bool(due)
+        return due
+
+    def take_back(self, due: Sequence[Setting]) -> None:
+        """Undo and forget settings: they were found under other circumstances than this call's."""
+        for setting in reversed(due):
+            setting.undo()
+        self._settings = [setting for setting in self._settings if setting not in due]
 
     def undo(self) -> None:
         """Undo the settings; the next call sets them again."""

@@ -129,8 +129,11 @@ class PlansOfModule(Requester):
             last = self.plans.last_key()
             if self.is_sealed:
                 raise NotPlannedError("no plan" if last is None else key.unlike(last))
-            if self._first_call.sets():
-                raise HandedOverOtherwiseError
+            if due := self._first_call.sets():
+                state = self.watch.now(key.autocast).state
+                if self.plans.get(replace(key, state=state)) is not None:
+                    raise HandedOverOtherwiseError
+                self._first_call.take_back(due)
             why = self._because or ("the sample" if last is None else key.unlike(last))
             self._because = ""
             _log.debug("planning: %s", why)
