@@ -90,6 +90,7 @@ class RecordedStep:
         self.leaves: dict[int, str] = {}
         self.parameters: dict[str, str] = {}
         self.buffers: dict[str, str] = {}
+        self.own_buffers: dict[int, str] = {}  # by identity
         self.inputs: list[str | None] = []
         self._name_externals()
         self.written = [self.inputs.index(name) for name in sorted(way.written)]
@@ -280,6 +281,7 @@ class RecordedStep:
                 self.leaves[id(parameter)] = name
         for target, buffer in self.twin.named_buffers(remove_duplicate=False):
             name = add(f"b_{_identifier(target)}", buffer, "buffer")
+            self.own_buffers[id(buffer)] = name
             if name not in self.parameters:
                 self.buffers.setdefault(name, target)
                 if buffer.requires_grad:  # it is trained although it is no parameter
@@ -296,7 +298,8 @@ class RecordedStep:
     def _named(self, output: Any) -> Any:
         if not isinstance(output, Tensor):
             return output
-        name = self.recorder.name_of(output)
+        # A buffer is itself, whatever has been written to it.
+        name = self.own_buffers.get(id(output)) or self.recorder.name_of(output)
         if name is None:
             name = self.recorder.add_external(f"c_output_{id(output)}", output, "constant")
         self.recorder.refuse_unwritten(name)

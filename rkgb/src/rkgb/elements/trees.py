@@ -130,7 +130,9 @@ def _flatten(
             known = own is None or isinstance(value, (Tensor, *_PLAIN, *_CLOSED))
             if known or id(value) in own:  # type: ignore[operator]
                 inner.append(None)
-                leaves.append(value if own is None else own.get(id(value), value))
+                if own is not None and not isinstance(value, Tensor):  # known by their copies
+                    value = own.get(id(value), value)
+                leaves.append(value)
             else:
                 inner.append(constant := _Constant(value))
                 _refuse_uncopied(constant)
