@@ -93,6 +93,21 @@ def test_a_step_inside_is_plain_pytorchs(around: str, pair: tuple[Rockmate, Net,
             assert_same_steps(planned, plain, x, inside)
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_looking_for_anomalies_makes_nothing_run_whole(
+    pair: tuple[Rockmate, Net, Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    planned, _, x = pair
+    with anomalies():
+        for _ in range(2):  # the second one is looked at again
+            step(planned, x)
+        assert planned.plan.opaque == ()
+        assert not [record for record in caplog.records if "whole" in record.message]
+        for net in pair[:2]:
+            with pytest.raises(RuntimeError, match="returned nan values"):
+                step(net, x * float("nan"))
+
+
 @pytest.mark.parametrize("kind", ["linear", "convolution", "opaque"])
 def test_what_is_made_here_lies_on_a_device_of_its_own(kind: str) -> None:
     torch.manual_seed(0)

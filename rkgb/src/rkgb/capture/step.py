@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.autograd import set_detect_anomaly
 
 from rkgb.capture.backward import AskedKind, RecordedBackward, flows_of
 from rkgb.capture.hooks import HookWatch
@@ -146,6 +147,7 @@ class RecordedStep:
         with (
             contextlib.ExitStack() as stack,
             _quiet(),
+            set_detect_anomaly(False),  # which looks for NaN in each gradient: no decision
             printing_to(printed),
             no_reading(self.recorder),
             self.recorder.patched(self.functions),
