@@ -366,8 +366,18 @@ def gradients_of(
     # A freed gradient's address may belong to a newer gradient.
     taken = [place for place, freed, tensor in arrived if not freed or tensor() is not None]
     taken += [span(t) for t in given.values()]
-    # A view keeps its base alive, and autograd then cannot add to it in place.
-    return [[apart(part.detach(), taken) for part in own] for own in parts]
+    made: list[list[Tensor]] = []
+    for own in parts:
+        made.append([])
+        while own:
+            part = own.pop(0)
+            # A view keeps its base alive, and autograd then cannot add to it in place.
+            held, alone = weakref.ref(part), part.detach()
+            del part
+            if held() is not None:  # a hook has kept it, and autograd may add to what it gets
+                taken.append(span(alone))
+            made[-1].append(apart(alone, taken))
+    return made
 
 
 def added(parts: Sequence[Tensor]) -> Tensor:
