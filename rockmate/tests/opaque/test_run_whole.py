@@ -56,3 +56,49 @@ def test_strict_refuses() -> None:
     planned = Rockmate(net(), torch.randn(32, 16), "1MiB", cost="flops", strict=True)
     with pytest.raises(UnsupportedModuleError, match=r"'0' of Sequential .*what nobody sees"):
         planned._rockmate.run_whole(["0"], "it reads what nobody sees")
+
+
+@pytest.mark.parametrize("hooked", [("1",), ("0", "2"), ("1.1",)])
+def test_of_equal_layers_those_with_hooks_run_whole(hooked: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(4)))
+    plain, x = copy.deepcopy(model), torch.randn(64, 16, requires_grad=True)
+    seen: dict[nn.Module, list[Tensor]] = {model: [], plain: []}
+    for net in (model, plain):
+        for path in hooked:
+            net.get_submodule(path).register_full_backward_hook(
+                lambda _, given, got, net=net: seen[net].extend((*given, *got))
+            )
+    planned = Rockmate(model, x, 0.8, cost="flops")
+    assert planned.plan.opaque == hooked
+    for _ in range(2):
+        for net in (planned, plain):
+            net(x).square().sum().backward()
+    assert len(seen[model]) == len(seen[plain]) > 0
+    assert all(map(torch.equal, seen[model], seen[plain]))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_gradients_that_a_hook_keeps_are_not_written_to() -> None:
+    """Neither by what computes on with them, nor by gradients that are added to them."""
+    torch.manual_seed(0)
+    part = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    first = nn.Sequential(copy.deepcopy(part), nn.GELU(), part, nn.GELU(), nn.Linear(16, 16))
+    second = copy.deepcopy(first)
+    kept: dict[nn.Module, list[Tensor]] = {first: [], second: []}
+    for net in (first, second):
+        for path in ("0", "2"):
+            net.get_submodule(path).register_full_backward_hook(
+                lambda _, given, got, net=net: kept[net].extend((*given, *got))
+            )
+    x = torch.randn(8, 16)
+    planned = Rockmate(first, x.clone().requires_grad_(), "1MiB", cost="flops")
+    assert planned.plan.opaque == ("0", "2")
+    for net in (planned, second):
+        leaf = x.clone().requires_grad_()
+        for _ in range(2):
+            net(leaf).square().sum().backward()
+    assert len(kept[first]) == len(kept[second]) == 8
+    assert all(map(torch.equal, kept[first], kept[second]))

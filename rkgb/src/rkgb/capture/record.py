@@ -37,6 +37,7 @@ from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.places import Places
 from rkgb.safeguards.assignments import AssignsError, ReadsBeforeError
 from rkgb.safeguards.refusals import (
+    has_backward_hooks,
     refuse_backward_hooks,
     refuse_hidden_leaves,
     refuse_lazy_modules,
@@ -297,10 +298,16 @@ def let_go(error: BaseException) -> None:
 
 
 def _alike(model: nn.Module, path: str) -> list[str]:
-    """Return the paths of a submodule and of its counterparts in other layers."""
-    kind, place = type(model.get_submodule(path)), _DIGITS.sub("#", path)
+    """Return the paths of a submodule and of its counterparts in other layers.
+
+    Hooks are one module's: with one, counterparts without do not count.
+    """
+    own = model.get_submodule(path)
+    kind, place, is_hooked = type(own), _DIGITS.sub("#", path), has_backward_hooks(own)
     return [
         other
         for other, module in model.named_modules()
-        if type(module) is kind and _DIGITS.sub("#", other) == place
+        if type(module) is kind
+        and _DIGITS.sub("#", other) == place
+        and has_backward_hooks(module) == is_hooked
     ]

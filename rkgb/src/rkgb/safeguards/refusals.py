@@ -66,6 +66,11 @@ def refuse_lazy_modules(model: nn.Module) -> None:
             )
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether a backward of a module, not of its submodules, calls hooks."""
+    return any(getattr(module, kind, None) for kind in _HOOKS)
+
+
 def refuse_backward_hooks(model: nn.Module, but: Collection[str] = ()) -> None:
     """Refuse modules with backward hooks, which a recording would not call.
 
