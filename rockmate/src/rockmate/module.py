@@ -102,9 +102,13 @@ class Rockmate(nn.Module):
     _rockmate: DecidingModule
     memory = _WholeStepOf()
 
-    def __new__(cls, model: nn.Module | None = None, *_: Any, **__: Any) -> Rockmate:
+    def __new__(cls, model: nn.Module | None = None, *args: Any, **kwargs: Any) -> Rockmate:
         if model is None:  # a replica, which shares the plans
             return object.__new__(cls)
+        if not isinstance(model, nn.Module):
+            for (_, base, _), made in classes.items():
+                if made is cls:  # the model makes another one of its class, as in rk[:2]: plain
+                    return base(model, *args, **kwargs)
         model = plain_of(model)
         return view_of(model, _class_of(cls, type(model), wraps=True))  # type: ignore[return-value]
 

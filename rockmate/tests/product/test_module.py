@@ -169,3 +169,13 @@ def test_reserve_is_kept_free() -> None:
 
 def test_names_promised_by_the_package_exist() -> None:
     assert all(hasattr(rockmate, name) for name in rockmate.__all__)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_slices_of_a_planned_sequence_are_plain(in_place: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(4, 8)
+    planned = rockmate.apply(model, x, "1MiB") if in_place else Rockmate(model, x, "1MiB")
+    part: Any = planned[:2]  # type: ignore[index,operator]
+    assert type(part) is nn.Sequential
+    assert [*part] == [*model][:2]
+    assert torch.equal(part(x), model[1](model[0](x)))
