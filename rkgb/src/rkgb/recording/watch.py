@@ -131,7 +131,7 @@ def _running(func: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(func, FunctionType) or func.__module__.startswith("torch"):
         return func
     name = next((name for name, value in vars(Tensor).items() if value is func), "")
-    own: Callable[..., Any] = getattr(torch._C.TensorBase, name, func)
+    own: Callable[..., Any] = getattr(Tensor.__base__, name, func)
     return own
 
 
