@@ -142,7 +142,7 @@ class RecordedStep:
         return replace(found[0], metered=known)
 
     def _run(self, asked: AskedKind) -> BasicGraph:
-        printed = Printed(self.twin)
+        printed = Printed(self.twin, lambda: self.recorder.is_paused)
         before = KeptState(self.twin, self.opaque)
         with (
             contextlib.ExitStack() as stack,

@@ -46,6 +46,7 @@ from rkgb.torch_api.private.modes import (
 )
 from rkgb.torch_api.private.tables import dict_versions, group_store, same_kinds
 from rkgb.torch_api.private_names import refuse_unused
+from rkgb.torch_api.quiet import printing_to
 
 __all__ = [
     "EXTRA_FLOP_FORMULAS",
@@ -84,6 +85,7 @@ __all__ = [
     "nodes_outlive_tensors",
     "noting_calls",
     "placed_parameters",
+    "printing_to",
     "refuse_unused",
     "run_backward",
     "running_a_forward",
