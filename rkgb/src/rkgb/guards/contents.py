@@ -244,7 +244,7 @@ class Contents:
         for (_, name), (owner, content) in self._held.items():
             now = _content(owner, name)
             if isinstance(content, (dict, list)) and name is None:
-                if not _alike(now, content):
+                if not _alike(owner, now, content):
                     yield owner, name
             elif name is None and isinstance(content, bytes):
                 if now != content:
@@ -331,13 +331,16 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
     return found
 
 
-def _alike(now: Any, content: Any) -> bool:
+def _alike(owner: Any, now: Any, content: Any) -> bool:
     if not isinstance(content, dict):
         return len(now) == len(content) and all(
             is_same(a, b) or is_used_up(b) for a, b in zip(now, content, strict=True)
         )
-    return now.keys() == content.keys() and all(
-        is_same(now[key], value) or is_used_up(value) for key, value in content.items()
+    new = now.keys() - content.keys()
+    if isinstance(owner, FunctionType):  # another function in a wrapping, made once
+        new = {name for name in new if not hasattr(now[name], "__wrapped__")}
+    return not new and all(
+        is_same(now.get(key, ABSENT), value) or is_used_up(value) for key, value in content.items()
     )
 
 
