@@ -98,11 +98,11 @@ def lent(
     """Return for each gathered whole the values from outside in whose memory it may be made.
 
     `sources` are the pieces that the loop reads of them. All of a piece is read before, and nothing
-    outside of the loop sees that memory.
+    outside of the loop makes or reads that value.
     """
     cuts: dict[str, set[Cuts]] = {}
     reads: dict[str, int] = {}
-    wholly = {name for op in outside for name in op.inputs}
+    seen = {name for op in outside for name in (*op.inputs, *op.results)}
     for at, op in enumerate(loop):
         for name in op.inputs:
             source, cut = sources.get(name, (name, ()))
@@ -114,7 +114,7 @@ def lent(
             source
             for source, read in reads.items()
             if source not in maker
-            and source not in wholly
+            and source not in seen
             and cuts[source] == {cut}
             and read <= maker[name]
             and _alike(infos, source, name)
