@@ -308,6 +308,8 @@ class Cutting:
         read = [slices[name].source if name in slices else name for name in read]
         takes = tuple(dict.fromkeys(name for name in read if name not in made))
         summed = tuple(name for op in loop for name in op.results if name in self.summed)
+        if not takes or not results:
+            raise NotByPiecesError("nothing is computed in pieces")
         for name in results:
             if name not in made:
                 raise NotByPiecesError(f"nothing makes {name}")
