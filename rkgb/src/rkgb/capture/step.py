@@ -7,7 +7,6 @@ new leaves on the same memory, so that the user's module is not affected.
 from __future__ import annotations
 
 import contextlib
-import io
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -51,7 +50,7 @@ from rkgb.safeguards.settling import Setting, SettlesError, all_settings, settin
 from rkgb.safeguards.side_effects import KeptState, Printed
 from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private.autograd import current_autograd_node
-from rkgb.torch_api.quiet import printing_to, without_warnings
+from rkgb.torch_api.quiet import printing_to, without_prints, without_warnings
 
 if TYPE_CHECKING:
     from rkgb.opaque import PieceRecorder
@@ -425,5 +424,5 @@ def _identifier(target: str) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    with without_warnings(), printing_to(io.StringIO(), "stderr"):
+    with without_warnings(), without_prints("stderr"):
         yield

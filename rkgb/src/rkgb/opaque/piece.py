@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import operator
 import warnings
 import weakref
@@ -39,7 +38,7 @@ from rkgb.opaque.call import Call, Place, TensorKind, run_call, same_plain_value
 from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.opaque.memory import apart, span
 from rkgb.torch_api.private.autograd import back_to_autograd
-from rkgb.torch_api.quiet import printing_to
+from rkgb.torch_api.quiet import without_prints
 
 # Strides of the gradients of a call's differentiable results; None if they do not matter.
 Tangents = tuple[tuple[int, ...] | None, ...]
@@ -418,7 +417,7 @@ class _Before:
         if self.buffers is not None:
             self.buffers.restore()
         try:
-            with printing_to(io.StringIO()):
+            with without_prints():
                 yield
         finally:
             outside.restore()

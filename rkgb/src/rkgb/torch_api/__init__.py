@@ -46,7 +46,7 @@ from rkgb.torch_api.private.modes import (
 )
 from rkgb.torch_api.private.tables import dict_versions, group_store, same_kinds
 from rkgb.torch_api.private_names import refuse_unused
-from rkgb.torch_api.quiet import printing_to
+from rkgb.torch_api.quiet import without_prints
 
 __all__ = [
     "EXTRA_FLOP_FORMULAS",
@@ -85,7 +85,6 @@ __all__ = [
     "nodes_outlive_tensors",
     "noting_calls",
     "placed_parameters",
-    "printing_to",
     "refuse_unused",
     "run_backward",
     "running_a_forward",
@@ -96,5 +95,6 @@ __all__ = [
     "with_flags",
     "without_global_hooks",
     "without_hooks_after_gradients",
+    "without_prints",
     "without_saved_hooks",
 ]

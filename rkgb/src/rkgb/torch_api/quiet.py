@@ -6,6 +6,7 @@ All threads share `sys.stdout` and the filters of warnings.
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 import threading
 import warnings
@@ -42,6 +43,11 @@ def printing_to(stream: Any, name: str = "stdout") -> Iterator[None]:
         stand_in.end()
         if getattr(sys, name) is stand_in:
             setattr(sys, name, stand_in._before)
+
+
+def without_prints(name: str = "stdout") -> contextlib.AbstractContextManager[None]:
+    """While active, prints of this thread are dropped."""
+    return printing_to(io.StringIO(), name)
 
 
 class _Here:

@@ -8,7 +8,6 @@ restored afterwards.
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +20,7 @@ from rkgb.device import Span
 from rkgb.elements import flatten
 from rkgb.engine import trace_memory
 from rkgb.module_state import KeptWrites, Lent, ParameterPlaces, StartOfCall, finding_what_changes
-from rkgb.torch_api import placed_parameters, printing_to, without_hooks_after_gradients
+from rkgb.torch_api import placed_parameters, without_hooks_after_gradients, without_prints
 from rockmate.arguments import Call
 from rockmate.blockwise.team import Team
 from rockmate.comparison.eager import losses_among, seed_backward
@@ -176,7 +175,7 @@ def kept_as_it_is(model: nn.Module, device: torch.device) -> Iterator[Lent]:
         with (
             without_hooks_after_gradients(leaves),
             KeptWrites(placed_parameters(model)),
-            printing_to(io.StringIO()),
+            without_prints(),
         ):
             yield lent
     finally:

@@ -8,7 +8,6 @@ the bits with which the planned module is compared.
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from rkgb.engine import Sample, trace_memory
 from rkgb.graphs import autocast_as
 from rkgb.module_state import PythonRandom
 from rkgb.recording import as_written
-from rkgb.torch_api import placed_parameters, printing_to, run_backward
+from rkgb.torch_api import placed_parameters, run_backward, without_prints
 from rockmate.comparison.fingerprint import Fingerprints
 from rockmate.comparison.values import Values
 from rockmate.errors import RockmateError, UnsupportedModuleError
@@ -87,7 +86,7 @@ def run_step(
             ) from error
 
     try:
-        with results, no_collection(), printing_to(io.StringIO()):
+        with results, no_collection(), without_prints():
             trace = trace_memory(run, device)
         end = RngState.save(device)
     finally:
