@@ -13,22 +13,14 @@ from torch import nn
 from rockmate.arguments import called_with
 from rockmate.errors import InfeasibleBudgetError, UnknownChoiceError
 from rockmate.estimate.costs_from_file import ByFlops, Cost, Costs, InProportion, costs_named
-from rockmate.estimate.prediction import (
-    NOT_ESTIMATED,
-    Estimate,
-    check_link,
-    check_times,
-    refuse_exact,
-    usual_device,
-)
+from rockmate.estimate.prediction import Estimate, Unmeasured, usual_device
 from rockmate.estimate.sizes import priced_step, sizes_of
 from rockmate.planners import minimum_peak
-from rockmate.problems.link import Link
 from rockmate.progress import Phases
 from rockmate.reports.in_full import InFull
 from rockmate.runtime.plain import plain
 from rockmate.schedules.report import exact_bytes, format_bytes
-from rockmate.settings import Budget, Settings, parse_memory
+from rockmate.settings import Budget, parse_memory
 from rockmate.whole_step.loss import Loss, with_loss
 from rockmate.whole_step.memory import Memory
 from rockmate.whole_step.optimizers import check_optimizer
@@ -75,32 +67,18 @@ class LargestBatch(InFull):
 
 
 @dataclass(frozen=True, eq=False)
-class ToFill(Settings):
+class ToFill(Unmeasured):
     """What `largest_batch` takes."""
 
     model: nn.Module
     make_sample: Callable[[int], Any]
     memory: Budget
     _: KW_ONLY
-    cost: str | Mapping[int, Cost] = "flops"  # type: ignore[assignment]
+    cost: str | Mapping[int, Cost] = "flops"
     kwargs: Mapping[str, Any] | None = None
-    optimizer: Any = "adamw"
     loss: Loss | None = None
-    device: torch.device | str | None = None
     at_most: int = 1 << 16
-    offload: Link | None = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.refuse("largest_batch", NOT_ESTIMATED)
-        refuse_exact(self, "largest_batch")
-
-    def _check_offload(self) -> None:
-        """Take a link, as `estimate` does."""
-        check_link(self, "largest_batch")
-
-    def _check_cost(self) -> None:
-        """Leave it to `costs_named`."""
+    function = "largest_batch"
 
 
 @called_with(ToFill)
@@ -136,7 +114,7 @@ def largest_batch(given: ToFill) -> LargestBatch:
         check_optimizer(given.optimizer)
     whole = WholeStep(parse_memory(given.memory), given.optimizer, given.reserve)
     recorded = _recorded_at(given.cost)
-    check_times(given.offload, "largest_batch", recorded.values() or [ByFlops()])
+    given.check_times(recorded.values() or [ByFlops()])
     search = _Search(given, whole, usual_device(given.device), recorded)
     shares = {"one sample": 1, "plain batch": 2, "planned batch": 4, "extra time": 2}
     phases = Phases(shares, show=given.progress, title="search")

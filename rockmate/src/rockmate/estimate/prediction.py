@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,7 +27,7 @@ from rockmate.whole_step.optimizers import check_optimizer
 
 # Above this number of operations only the fastest planner makes the curve.
 _MOST_NODES = 400
-NOT_ESTIMATED = {  # settings, and why not
+_NOT_ESTIMATED = {  # settings, and why not
     "opaque": "a step without content is recorded to the last operation",
     "compile": "what inductor makes of a step is known when it is compiled",
     "plan": "costs of a file count with cost=",
@@ -35,46 +35,51 @@ NOT_ESTIMATED = {  # settings, and why not
 _NOTHING = 5e-4  # smaller extra times are not printed
 
 
-def refuse_exact(given: Settings, function: str) -> None:
-    """Refuse exact pieces.
+@dataclass(frozen=True, eq=False)
+class Unmeasured(Settings):
+    """What functions take that run nothing, so that there are no measured times."""
 
-    Raises:
-        ArgumentsError: they are asked for.
-    """
-    if given.split == "exact":
-        given.refuse(function, {"split": "whether pieces have the bits of the whole is tried"})
+    _: KW_ONLY
+    cost: Any = "flops"
+    optimizer: Any = "adamw"
+    device: torch.device | str | None = None
+    offload: Link | None = None  # type: ignore[assignment]
+    function: ClassVar[str]  # its name, for errors
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        exact = {"split": "whether pieces have the bits of the whole is tried"}
+        self.refuse(self.function, _NOT_ESTIMATED | (exact if self.split == "exact" else {}))
 
-def check_link(given: Settings, function: str) -> None:
-    """Refuse an `offload` that is no link: nothing is measured.
+    def _check_offload(self) -> None:
+        """Take a link in place of the name of a place, as nothing is measured."""
+        link: Any = self.offload
+        if link is not None and not isinstance(link, Link):
+            raise ArgumentsError(
+                f"{self.function} takes no offload={link!r}: nothing is measured. Give the link's "
+                "own figures: offload=rockmate.planning.Link(out_bytes_per_ms, in_bytes_per_ms)"
+            )
+        if self.host_budget is not None:
+            raise ArgumentsError(
+                f"{self.function} takes no host_budget={self.host_budget!r}: Link(host_bytes=...) "
+                "has it"
+            )
 
-    Raises:
-        ArgumentsError: it is no link, or has a second limit.
-    """
-    link: Any = given.offload
-    if link is not None and not isinstance(link, Link):
-        raise ArgumentsError(
-            f"{function} takes no offload={link!r}: nothing is measured. Give the link's own "
-            "figures: offload=rockmate.planning.Link(out_bytes_per_ms, in_bytes_per_ms)"
-        )
-    if given.host_budget is not None:
-        raise ArgumentsError(
-            f"{function} takes no host_budget={given.host_budget!r}: Link(host_bytes=...) has it"
-        )
+    def _check_cost(self) -> None:
+        """Leave it to `costs_named`."""
 
+    def check_times(self, costs: Iterable[Costs]) -> None:
+        """Refuse a link beside FLOPs.
 
-def check_times(link: Link | None, function: str, costs: Iterable[Costs]) -> None:
-    """Refuse a link beside FLOPs.
-
-    Raises:
-        ArgumentsError: no costs were recorded.
-    """
-    if link is not None and any(one.words == "FLOPs" for one in costs):
-        raise ArgumentsError(
-            f"offload= of {function} needs recorded costs: how long a copy takes says nothing "
-            "beside FLOPs. Give cost=, with the path of a file that rk.save_plan wrote, or "
-            "RecordedCosts"
-        )
+        Raises:
+            ArgumentsError: no costs were recorded.
+        """
+        if self.offload is not None and any(one.words == "FLOPs" for one in costs):
+            raise ArgumentsError(
+                f"offload= of {self.function} needs recorded costs: how long a copy takes says "
+                "nothing beside FLOPs. Give cost=, with the path of a file that rk.save_plan "
+                "wrote, or RecordedCosts"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,27 +293,13 @@ class Estimate(InFull):
 
 
 @dataclass(frozen=True, eq=False)
-class ToEstimate(OfSample):
-    """What `estimate` takes. There are no measured times, because nothing is run."""
+class ToEstimate(Unmeasured, OfSample):
+    """What `estimate` takes."""
 
     _: KW_ONLY
     cost: Cost = "flops"  # type: ignore[assignment]
-    optimizer: Any = "adamw"
-    device: torch.device | str | None = None
     points: int = 4
-    offload: Link | None = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.refuse("estimate", NOT_ESTIMATED)
-        refuse_exact(self, "estimate")
-
-    def _check_offload(self) -> None:
-        """Take a link in place of the name of a place, which is elsewhere."""
-        check_link(self, "estimate")
-
-    def _check_cost(self) -> None:
-        """Leave it to `costs_named`."""
+    function = "estimate"
 
 
 @called_with(ToEstimate)
@@ -353,7 +344,7 @@ def estimate(given: ToEstimate) -> Estimate:
     model, optimizer = with_loss(given.model, given.loss), given.optimizer
     where = usual_device(given.device)
     costs = costs_named(given.cost)
-    check_times(given.offload, "estimate", [costs])
+    given.check_times([costs])
     if isinstance(optimizer, str):
         check_optimizer(optimizer)
     shares = {"recording": 3, "costs": 2, "bytes": 1}
