@@ -52,13 +52,10 @@ def test_an_effort_that_is_no_time_is_refused(effort: Any) -> None:
         Settings(effort=effort)
 
 
-@pytest.mark.parametrize("backend", ["highs", "gurobi"])
-def test_a_backend_that_is_not_installed_is_refused(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SolverUnavailableError, match=rf"pip install 'rockmate\[{backend}\]'"):
-        Settings(backend=backend)
+    with pytest.raises(SolverUnavailableError, match=r"pip install 'rockmate\[gurobi\]'"):
+        Settings(backend="gurobi")
     Settings(backend="cp-sat")
 
 

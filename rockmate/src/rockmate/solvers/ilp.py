@@ -21,15 +21,11 @@ al. 2023) this one has no creation or deletion variables and no big-M. X is decl
 it would be integral anyway, because the solvers' cuts then make it faster by two orders of
 magnitude. Problems of up to about 20 nodes take fractions of a second; from 40 on, use retention
 intervals.
-
-`highspy` and `ortools` cannot be loaded into one process, so HiGHS runs in its own.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -47,8 +43,6 @@ from rockmate.solvers.result import (
     steps_of_stages,
 )
 
-_MODULES = {"highs": "highspy", "gurobi": "gurobipy"}
-
 
 def check_installed(backend: str) -> None:
     """Refuse a backend whose library is not installed; nothing is loaded.
@@ -56,11 +50,10 @@ def check_installed(backend: str) -> None:
     Raises:
         SolverUnavailableError: the library is not installed.
     """
-    module = _MODULES.get(backend)
-    if module is not None and importlib.util.find_spec(module) is None:
+    if backend == "gurobi" and importlib.util.find_spec("gurobipy") is None:
         raise SolverUnavailableError(
-            f"ILP backend {backend!r} needs {module}, which is not installed. Use another backend, "
-            f"or: pip install 'rockmate[{backend}]'"
+            "ILP backend 'gurobi' needs gurobipy, which is not installed. Use another backend, "
+            "or: pip install 'rockmate[gurobi]'"
         )
 
 
@@ -342,19 +335,27 @@ def _run_pulp(
 
 
 def _run_highs(lp: Any, time_limit_s: float | None) -> tuple[Status, dict[str, float] | None]:
-    """Solve in a process of its own, because highspy and ortools cannot share one."""
-    worker = Path(__file__).with_name("highs_worker.py")
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "model.mps"
-        lp.writeMPS(str(model), rename=False)
-        limit = "inf" if time_limit_s is None else str(time_limit_s)
-        done = subprocess.run(
-            [sys.executable, str(worker), str(model), limit],
-            capture_output=True,
-            text=True,
-            check=False,
+    """Solve with the HiGHS that ortools brings: highspy and ortools cannot share a process."""
+    from ortools.linear_solver.python import model_builder
+
+    solver = model_builder.Solver("HIGHS")
+    if not solver.solver_is_supported():
+        raise SolverUnavailableError(
+            "ILP backend 'highs' needs an ortools that brings HiGHS. Use another backend, or: "
+            "pip install 'rockmate[highs]'"
         )
-    if done.returncode:
-        raise SolverError(f"ILP backend 'highs' failed: {done.stderr.strip()[-500:]}")
-    answer = json.loads(done.stdout.splitlines()[-1])
-    return answer["status"], answer["values"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "model.mps")
+        lp.writeMPS(path, rename=False)
+        model = model_builder.Model()
+        model.import_from_mps_file(path)
+    solver.set_solver_specific_parameters("output_flag=false")
+    if time_limit_s is not None:
+        solver.set_time_limit_in_seconds(time_limit_s)
+    found = model_builder.SolveStatus
+    answers: dict[Any, Status] = {found.OPTIMAL: "optimal", found.FEASIBLE: "feasible"}
+    answers[found.INFEASIBLE] = "infeasible"
+    status = answers.get(solver.solve(model), "unknown")
+    if status not in ("optimal", "feasible"):
+        return status, None
+    return status, {v.name: solver.value(v) for v in model.get_variables()}
