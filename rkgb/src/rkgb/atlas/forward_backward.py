@@ -69,16 +69,13 @@ class KGraph(Drawn):
     @classmethod
     def from_json(cls, text: str) -> KGraph:
         """Read what `to_json` wrote."""
+
+        def tuples(row: Mapping[str, Any]) -> dict[str, Any]:
+            return {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+
         rows = json.loads(text)
-        return cls(
-            tuple(KComputeNode(**{**row, "after": tuple(row["after"])}) for row in rows["compute"]),
-            tuple(
-                KDataNode(
-                    **{**row, "producers": tuple(row["producers"]), "users": tuple(row["users"])}
-                )
-                for row in rows["data"]
-            ),
-        )
+        compute = (KComputeNode(**tuples(row)) for row in rows["compute"])
+        return cls(tuple(compute), tuple(KDataNode(**tuples(row)) for row in rows["data"]))
 
     def renamed(self, sg: SimplifiedGraph) -> KGraph:
         """Return this graph with the names and module paths of `sg`, an equal block."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from rkgb.atlas.anonymize import equivalence_classes, node_key
 from rkgb.costs.measure import measure
 from rkgb.costs.node_facts import NodeFacts, node_facts
-from rkgb.costs.op_costs import FlopCost, kinds_of, named
+from rkgb.costs.op_costs import kinds_of, named
 from rkgb.costs.recorded_costs import RecordedCosts
 from rkgb.elements.op import Op
 from rkgb.elements.sample import Sample
@@ -88,12 +88,5 @@ def _costs(
         leaves = Sample.of(model, inputs, kwargs).leaves
     external = external_values(basic, model, leaves)
     known = {name: tensor for name, tensor in external.items() if tensor is not None}
-    measured = measure(basic, ops, known, times=cost == "measured").costs
-    if cost == "measured":
-        return measured
-    source = FlopCost()
-    kinds = kinds_of(basic, ops)
-    return {
-        key: replace(found, time_ms=source.time_ms(kinds[key], basic.infos))
-        for key, found in measured.items()
-    }
+    measured = measure(basic, ops, known, times=cost == "measured")
+    return measured.costs if cost == "measured" else measured.by_flops(basic, ops).costs

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.costs.op_costs import count_flops, kinds_of, made_bytes, op_key
+from rkgb.costs.op_costs import FlopCost, count_flops, kinds_of, made_bytes, op_key
 from rkgb.costs.rounds import Bench, Timing, rounds
 from rkgb.device.base import CallTime
 from rkgb.device.chosen import device_of, trace_memory
@@ -50,6 +50,15 @@ class Measured:
     def is_launch_bound(self) -> bool:
         """Whether the device waits for the host; each time is then the larger of the two."""
         return self.host_ms > self.device_ms
+
+    def by_flops(self, basic: BasicGraph, ops: Sequence[Op]) -> Measured:
+        """Return the costs of these operations, with times that follow from FLOPs and bytes."""
+        source, infos = FlopCost(), basic.infos
+        costs = {
+            key: replace(self.costs[key], time_ms=source.time_ms(op, infos))
+            for key, op in kinds_of(basic, ops).items()
+        }
+        return replace(self, costs=costs)
 
 
 def measure(

@@ -86,7 +86,7 @@ class Settled:
         self.model = model
         self.settings: list[Setting] = []
         self._ops: tuple[Op, ...] = ()
-        self._sources: list[Sources] = []
+        self._sources: Sources | None = None  # what the values were made of
 
     def take(self, found: SettlesError) -> None:
         """Apply the settings of a forward.
@@ -100,7 +100,8 @@ class Settled:
                 self._refuse(setting, "sets it anew at every call")
         if not self.settings:
             self._ops = tuple(found.ops)
-        self._sources.append(found.sources)
+        before = self._sources
+        self._sources = found.sources if before is None else before.joined(found.sources)
         for setting in found.settings:
             setting.apply()
             self.settings.append(setting)
@@ -116,9 +117,7 @@ class Settled:
 
     def sources(self, of_others: Sources) -> Sources:
         """Return what the step reads once everything is set, and what the values were made of."""
-        found = of_others
-        for sources in self._sources:
-            found = found.joined(sources)
+        found = of_others if self._sources is None else of_others.joined(self._sources)
         found.settings = tuple(self.settings)
         return found
 

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from torch import Tensor, nn
 
 from rkgb.costs import Timing
-from rkgb.engine import B_to_D, Sample, external_values, runnable
+from rkgb.engine import B_to_D, Sample, external_values, operations, runnable
 from rkgb.graphs import BasicGraph
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.networks.keeping import measured_too
-from rockmate.networks.network import Network, assembled, by_flops
+from rockmate.networks.network import Network, assembled
 from rockmate.problems.problem import Problem
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.report import format_bytes
@@ -186,7 +186,7 @@ def cutting_of(
         external = external_values(graph.basic, model, sample.leaves)
         measured = measured_too(known, graph, external, times=times, timing=_ONE_VISIT)
         if flops:
-            measured = replace(measured, costs=by_flops(graph, measured))
+            measured = measured.by_flops(graph.basic, operations(graph))
         network = assembled(graph, recorded, measured, external, coming=whole.coming)
         return replace(network, cut=cut)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from rkgb.costs import FlopCost, Measured, NodeFacts, OpCost, measure_resized, op_key
+from rkgb.costs import Measured, NodeFacts, measure_resized, op_key
 from rkgb.elements import InputMutation, target_of
 from rkgb.engine import Sample, device_of, external_values, measure, node_facts, operations
 from rkgb.graphs import BasicGraph, SimplifiedGraph
@@ -99,7 +99,7 @@ def network_of(
             known, old = like
             measured = measure_resized(*(basic, ops, external, known), operations(old), old.infos)
         if settings.cost == "flops":
-            measured = replace(measured, costs=by_flops(graph, measured))
+            measured = measured.by_flops(basic, ops)
     with phases.phase("calibration"):
         place = settings.offload, basic.device, settings.host_bytes, settings.link
         return assembled(
@@ -191,13 +191,3 @@ def unsteady(network: Network) -> dict[Any, str]:
             where = f"{op.target_name} ({op.module_path or '(root)'}, {op.source})"
             found.setdefault(op.target, where)
     return found
-
-
-def by_flops(graph: SimplifiedGraph, measured: Measured) -> Mapping[str, OpCost]:
-    """Return the costs of a graph's operations, with times derived from FLOPs."""
-    infos, source = graph.infos, FlopCost()
-    kinds = {op_key(op, infos): op for op in operations(graph)}
-    return {
-        key: replace(measured.costs[key], time_ms=source.time_ms(op, infos))
-        for key, op in kinds.items()
-    }
