@@ -237,7 +237,7 @@ def _planned(
         *(model, views, terms), team=team, in_flight=given.in_flight, saved=saved, note=phases.note
     )
     planner = BlockPlanner(blocks)
-
+    reported = partial(report_of, in_flight=given.in_flight, reserve=given.reserve)
     loss_bytes = within.memory.loss_bytes if within and within.awaits_loss else 0
 
     def room(keeping_all: int) -> int:
@@ -250,7 +250,7 @@ def _planned(
     with phases:
         with phases.phase("blocks"):
             chosen = _put_on(found, lambda: planner.plan(calls, room, loss_bytes))
-        made = report_of(chosen, in_flight=given.in_flight, reserve=given.reserve)
+        made = reported(chosen)
         if file is not None and saved is not None:
             made = as_saved(made, file, saved)
         elif given.compare:
@@ -266,10 +266,7 @@ def _planned(
     if within is not None and chosen.tested is not None:
 
         def show(again: ChosenBlocks, now: Within) -> None:
-            shown = replace(
-                report_of(again, in_flight=given.in_flight, reserve=given.reserve),
-                why_no_free_plan="for another budget",
-            )
+            shown = replace(reported(again), why_no_free_plan="for another budget")
             shown = replace(shown, seconds=made.seconds, memory=now.memory, is_measured=False)
             made.become(with_file(shown, again, model, now.whole.seen))
 

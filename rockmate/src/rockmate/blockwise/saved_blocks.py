@@ -19,20 +19,16 @@ from rockmate.requests.saved_plan import cut_of, saved_cut
 from rockmate.schedules.moves import moves_from_text, moves_to_text
 
 
-def file_of_blocks(
-    plan: BlocksPlan,
-    kinds: Mapping[str, Kind],
-    options: Sequence[int],
-    model: str,
-    device: torch.device,
-    loss: SeenLoss | None = None,
-) -> PlanFile:
-    """Return the file of a plan; `options` are those of its rows."""
-    links = [kind.recorded.problem.link for kind in kinds.values()]
-    link = links[0] and replace(links[0], host_bytes=None)  # a limit is this call's own
+def with_file(
+    plan: BlocksPlan, chosen: ChosenBlocks, model: nn.Module, loss: SeenLoss | None = None
+) -> BlocksPlan:
+    """Return a plan with the file of its choice."""
+    kinds = chosen.kinds
     own = list({id(kind): kind for kind in kinds.values()}.values())
     places = {id(kind): place for place, kind in enumerate(own)}
-    pairs = zip(plan.rows, options, strict=True)
+    link = own[0].recorded.problem.link
+    link = link and replace(link, host_bytes=None)  # a limit is this call's own
+    pairs = zip(plan.rows, chosen.choice.options, strict=True)
     saved = SavedBlocks(
         kinds=tuple(
             SavedKind(
@@ -53,16 +49,8 @@ def file_of_blocks(
         free_overhead_ms=plan.free_overhead_ms,
         link=link,
     )
-    return PlanFile(model, made_with(device), (), saved, loss)
-
-
-def with_file(
-    plan: BlocksPlan, chosen: ChosenBlocks, model: nn.Module, loss: SeenLoss | None = None
-) -> BlocksPlan:
-    """Return a plan with the file of its choice."""
-    name, device = class_name(model), device_of_parameters(model)
-    file = file_of_blocks(plan, chosen.kinds, chosen.choice.options, name, device, loss)
-    return replace(plan, file=file)
+    made = made_with(device_of_parameters(model))
+    return replace(plan, file=PlanFile(class_name(model), made, (), saved, loss))
 
 
 def as_saved(plan: BlocksPlan, file: PlanFile, saved: SavedBlocks) -> BlocksPlan:
