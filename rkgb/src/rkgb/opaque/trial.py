@@ -50,6 +50,7 @@ class _Trial:
     time_ms: tuple[float, float]
     transforms: bool  # it has a transform, whose saved tensors were not seen
     foreign: list[Tensor]  # leaves that are no parameters: made inside, or from elsewhere
+    strangers: tuple[str, ...]  # leaves that are parameters of other modules
     casts: tuple[str, ...]  # parameters
     came: tuple[int, ...]  # inputs, then parameters, that got parts of gradients, in order
     draws: bool  # random numbers in its backward
@@ -143,37 +144,45 @@ class Trials:
             SideEffectError: the call changes its arguments, or depends on a tensor that it does
                 not take; only a larger submodule can be an opaque call.
         """
-        parameters = [self.twin.get_parameter(name) for name in written]
-        before = KeptTensors(parameters)
+        runs = _Runs(self, call, module, tensors, written, tangents)
         try:
-            return self._explored(call, module, tensors, written, parameters, before, tangents)
+            return runs.piece()
         finally:
-            before.restore()
+            runs.before.restore()
 
-    def _explored(
+
+class _Runs:
+    """The trials of one call, whose parameters turn out to be others, or in another order."""
+
+    def __init__(
         self,
+        trials: Trials,
         call: Call,
         module: nn.Module,
         tensors: Sequence[Tensor],
         written: tuple[str, ...],
-        parameters: Sequence[Tensor],
-        before: KeptTensors,
         tangents: Tangents | None,
-        *,
-        is_in_order: bool = False,
-    ) -> tuple[Piece, list[Tensor]]:
+    ) -> None:
+        self.twin, self.device, self.names = trials.twin, trials.device, trials.names
+        self.takes_by_values = trials.takes_by_values
+        self.call, self.module, self.tensors = call, module, tensors
+        self.written, self.tangents = written, tangents
+        self.parameters = [self.twin.get_parameter(name) for name in written]
+        self.before = KeptTensors(self.parameters)
+
+    def piece(self, *, is_in_order: bool = False) -> tuple[Piece, list[Tensor]]:
+        """Return the piece and the results of the call."""
         device = self.device
-        stream, state = RngState.save(device), ModuleState(module)
-        contents, lent = BufferContents(module, parameters), Lent(module)
+        stream, state = RngState.save(device), ModuleState(self.module)
+        contents, lent = BufferContents(self.module, self.parameters), Lent(self.module)
         trials: list[_Trial] = []
-        strangers: list[str] = []
         gradients = [(buffer, buffer.grad) for buffer in self.twin.buffers()]
         added_to = [p for p in self.twin.parameters() if p.grad is None]
 
         def again() -> None:
             stream.restore()
             state.restore()
-            before.restore()  # each trial starts with the parameters' own memory
+            self.before.restore()  # each trial starts with the parameters' own memory
             contents.restore()
             lent.again()
             for buffer, _ in gradients:  # as at the first step; the next one adds in place
@@ -187,10 +196,10 @@ class Trials:
                 parameter.grad = None
 
         def first(span: Any) -> None:
-            trials.append(self._trial(call, tensors, span, strangers, tangents))
+            trials.append(self._trial(span))
 
         def freeing(span: Any) -> None:
-            self._trial(call, tensors, span, [], tangents, frees=True)
+            self._trial(span, frees=True)
 
         trace = trace_memory(first, device)
         inside = [id(p) for p in added_to if p.grad is not None]
@@ -199,37 +208,35 @@ class Trials:
             again()
             trials.clear()
             trace = trace_memory(first, device)
-        own = self._without(call, inside, trials[0])
+        call = self.call
+        own = self._without(inside, trials[0])
         if own == call.parameters:
-            own = (*own, *strangers)
+            own = (*own, *trials[0].strangers)
         orders_them = own == call.parameters and not is_in_order
         if orders_them:
             own = trials[0].in_order(call)
         if own != call.parameters:
             again()
             put_back()
-            call = replace(call, parameters=own)
-            return self._explored(
-                *(call, module, tensors, written, parameters, before, tangents),
-                is_in_order=orders_them,
-            )
+            self.call = replace(call, parameters=own)
+            return self.piece(is_in_order=orders_them)
         writes = contents.changed()
         again()
-        total = self._flops(call, tensors, tangents)
+        total = self._flops()
         again()
-        hidden = self._hidden(call, tensors)
+        hidden = self._hidden()
         again()
         freed = trace_memory(freeing, device).spans[1]
         again()
-        trials.append(self._trial(call, tensors, None, [], tangents))
+        trials.append(self._trial())
         end = RngState.save(device)
         state.restore()
         contents.restore()
         end.restore()
         put_back()
         one, two = trials
-        self._refuse_foreign(call, one, two)
-        taken = {storage_id(t): place for place, t in enumerate(tensors)}
+        self._refuse_foreign(one, two)
+        taken = {storage_id(t): place for place, t in enumerate(self.tensors)}
         spans = trace.spans
         held = one.held_bytes
         unseen = spans[0].end_bytes - spans[0].start_bytes - one.made_bytes[0] - held
@@ -247,7 +254,7 @@ class Trials:
             parts=tuple(max(1, len(kinds)) for kinds in one.gradients),
             needs=tuple(sorted({*one.needs, *hidden})),
             buffer_bytes=sum(b.nbytes for b, _ in contents.copies) if writes else 0,
-            written=written,
+            written=self.written,
             casts=one.casts,
             draws=one.draws,
             held_bytes=held,
@@ -263,8 +270,9 @@ class Trials:
             flops=(total // 3, total - total // 3),
         ), two.made
 
-    def _without(self, call: Call, inside: Sequence[int], trial: _Trial) -> tuple[str, ...]:
+    def _without(self, inside: Sequence[int], trial: _Trial) -> tuple[str, ...]:
         """Return the parameters that may also get a gradient outside of the call."""
+        call = self.call
         came = trial.gradients[len(call.places) :]
         return tuple(
             name
@@ -272,15 +280,15 @@ class Trials:
             if kinds or id(self.twin.get_parameter(name)) not in inside
         )
 
-    def _hidden(self, call: Call, tensors: Sequence[Tensor]) -> list[tuple[str, int]]:
+    def _hidden(self) -> list[tuple[str, int]]:
         """Return the inputs and results that a call holds unseen by autograd.
 
         An example are attributes of a Function's `ctx`. The call runs on copies, which are dropped;
         those that survive are held.
         """
-        own = [tensor.detach().clone() for tensor in tensors]
-        result, inner, inputs, given = run_call(call, self.twin, own)
-        _, made, _ = taken_apart(call, result)
+        own = [tensor.detach().clone() for tensor in self.tensors]
+        result, inner, inputs, given = run_call(self.call, self.twin, own)
+        _, made, _ = taken_apart(self.call, result)
         inner.finish(inputs, made)
         resident = {storage_id(t) for t in (*self.twin.parameters(), *self.twin.buffers())}
         watched = {
@@ -292,27 +300,19 @@ class Trials:
         del result, inputs, given, made, own
         return [place for place, storage in watched.items() if not storage.expired()]
 
-    def _flops(self, call: Call, tensors: Sequence[Tensor], tangents: Tangents | None) -> int:
+    def _flops(self) -> int:
         """Return the FLOPs, or 0 if the counter fails."""
         try:
             # After a run under a mode, torch.cond fails for good.
             with _counting() as counter, Patches([(torch, "cond", _refuse)]):
-                self._trial(call, tensors, None, [], tangents)
+                self._trial()
         except Exception:  # the same call has just worked without the counter
             return 0
         return int(counter.get_total_flops())
 
-    def _trial(
-        self,
-        call: Call,
-        tensors: Sequence[Tensor],
-        span: Any,
-        strangers: list[str],
-        tangents: Tangents | None,
-        *,
-        frees: bool = False,
-    ) -> _Trial:
-        """Run a call once; with `frees`, the gradients are donated to its backward."""
+    def _trial(self, span: Any = None, *, frees: bool = False) -> _Trial:
+        """Run the call once; with `frees`, the gradients are donated to its backward."""
+        call, tensors, tangents = self.call, self.tensors, self.tangents
         versions, nothing = [t._version for t in tensors], contextlib.nullcontext()
         before = time.perf_counter()
         most = TakingMost() if self.takes_by_values and span is not None else nothing
@@ -321,11 +321,10 @@ class Trials:
             leaves, results, structure = taken_apart(call, result)
             inner.finish(inputs, results)
         middle = time.perf_counter()
-        self._refuse_changes(call, tensors, versions, inputs, given)
+        self._refuse_changes(versions, inputs, given)
         nested = _nested(results)
         leaves_used = inner.strangers()
         cast = inner.casts() if call.autocast is not None else ()
-        strangers += [self.names[id(t)] for t in leaves_used if id(t) in self.names]
         buffers = {id(buffer) for buffer in self.twin.buffers()}
         made = [settled(t.detach()) for t in results]
         differentiable = tuple(t.requires_grad for t in results)
@@ -373,16 +372,13 @@ class Trials:
             draws=not RngState.save(self.device).equals(random.state),
             casts=tuple(n for at, n in enumerate(call.parameters, len(tensors)) if at in cast),
             foreign=[t for t in leaves_used if id(t) not in self.names and id(t) not in buffers],
+            strangers=tuple(self.names[id(t)] for t in leaves_used if id(t) in self.names),
         )
 
     def _refuse_changes(
-        self,
-        call: Call,
-        tensors: Sequence[Tensor],
-        versions: Sequence[int],
-        inputs: Sequence[Tensor],
-        given: Any,
+        self, versions: Sequence[int], inputs: Sequence[Tensor], given: Any
     ) -> None:
+        call, tensors = self.call, self.tensors
         if any(tensor._backward_hooks or tensor.retains_grad for tensor in inputs):
             raise SideEffectError(
                 f"cannot run module {call} whole: it asks for the gradient of an argument, by a "
@@ -401,13 +397,13 @@ class Trials:
             module_path=call.path,
         )
 
-    def _refuse_foreign(self, call: Call, one: _Trial, two: _Trial) -> None:
+    def _refuse_foreign(self, one: _Trial, two: _Trial) -> None:
         """Refuse a leaf from elsewhere, which two runs share; neither has made it."""
         if any(a is b for a in one.foreign for b in two.foreign):
             raise SideEffectError(
-                f"cannot run module {call} whole: it uses a tensor that requires a gradient and "
-                "that it neither takes nor owns.",
-                module_path=call.path,
+                f"cannot run module {self.call} whole: it uses a tensor that requires a gradient "
+                "and that it neither takes nor owns.",
+                module_path=self.call.path,
             )
 
 
