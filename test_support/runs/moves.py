@@ -20,7 +20,7 @@ from rkgb.engine import compile_step, plain_callee, record
 from rkgb.graphs.basic import external_values
 from rkgb.graphs.dataflow import B_to_D
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
-from rkgb.run import Move, StepProgram, movable_roots
+from rkgb.run import RootMove, StepProgram, movable_roots
 from rkgb.run.graph.node_storages import NodeStorage, storages_of
 from rkgb.run.graph.views import runnable
 from rkgb.run.program.places import Step
@@ -44,7 +44,7 @@ def steps_of(graph: SimplifiedGraph, draw: random.Random | None = None) -> list[
 
 def drawn_moves(
     graph: SimplifiedGraph, steps: Sequence[Step], draw: random.Random, share: float = 0.7
-) -> list[Move]:
+) -> list[RootMove]:
     """Return moves of storages in this share of the gaps between two uses of one."""
     found = []
     for storage in _movable(graph):
@@ -57,13 +57,13 @@ def drawn_moves(
                 continue
             gone = draw.randrange(before, after)
             back = draw.randrange(gone + 1, after + 1)
-            found.append(Move(storage.root, draw.randrange(earliest, gone + 1), gone, back))
+            found.append(RootMove(storage.root, draw.randrange(earliest, gone + 1), gone, back))
             earliest = back
     draw.shuffle(found)
     return found
 
 
-def moves_to_the_backward(graph: SimplifiedGraph, steps: Sequence[Step]) -> list[Move]:
+def moves_to_the_backward(graph: SimplifiedGraph, steps: Sequence[Step]) -> list[RootMove]:
     """Return a move of each storage that can: from its last use in the forward to its first behind.
 
     A copy has the time of one step.
@@ -73,7 +73,7 @@ def moves_to_the_backward(graph: SimplifiedGraph, steps: Sequence[Step]) -> list
         uses = [t for t, _ in _uses(storage, steps)]
         last, back = max(t for t in uses if t < count), min(t for t in uses if t >= count)
         gone = min(last + 1, count - 1)
-        found.append(Move(storage.root, last, gone, max(gone + 1, back - 1)))
+        found.append(RootMove(storage.root, last, gone, max(gone + 1, back - 1)))
     return found
 
 

@@ -25,9 +25,9 @@ from rkgb.errors import InvalidGraphError
 from rkgb.graphs.dataflow import B_to_D
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph
 from rkgb.run import (
-    Move,
     MoveOut,
     Moving,
+    RootMove,
     TakeArena,
     movable_roots,
     moves_without_idle_steps,
@@ -109,7 +109,9 @@ def test_what_is_read_first_is_brought_back_first() -> None:
     """Copies of one direction take turns, so another order would let a step wait for both."""
     step = MovingStep(Layers(), torch.randn(8, 16))
     count, roots = len(step.graph.nodes), sorted(movable_roots(step.graph))
-    moves = [Move(root, count - 1, count - 1, count + 1) for root in roots if _is_kept(step, root)]
+    moves = [
+        RootMove(root, count - 1, count - 1, count + 1) for root in roots if _is_kept(step, root)
+    ]
     statements = lower_step(step.graph, step.steps, moves=moves).backward
     moving = [s for s in statements if isinstance(s, Moving)]
     back, arrivals = ([s.name for s in moving if s.kind == kind] for kind in ("back", "arrive"))
@@ -130,7 +132,7 @@ def test_places_in_the_arena_are_used_again_once_a_storage_is_back() -> None:
     first, second = roots[:2]
     made = {s.root: s for row in storages_of(step.graph) for s in row}
     last = [min(step.steps.index(("B", k)) for k in made[n].bwd_users) for n in (first, second)]
-    apart = [Move(n, t - 2, t - 2, t - 1) for n, t in zip((first, second), last, strict=True)]
+    apart = [RootMove(n, t - 2, t - 2, t - 1) for n, t in zip((first, second), last, strict=True)]
     beside = [replace(move, out_after=len(step.graph.nodes) - 1) for move in apart]
     size = step.graph.infos[first].storage_bytes
     for moves, expected in ((apart, size), (beside, 2 * size)):
@@ -140,7 +142,7 @@ def test_places_in_the_arena_are_used_again_once_a_storage_is_back() -> None:
 # ---------------------------------------------------------------------- refusals
 
 
-def simple() -> tuple[MovingStep, Move]:
+def simple() -> tuple[MovingStep, RootMove]:
     step = MovingStep(Layers(2), torch.randn(4, 16))
     storage = next(
         s
@@ -150,10 +152,10 @@ def simple() -> tuple[MovingStep, Move]:
     )
     last = max(storage.fwd_users)
     back = min(step.steps.index(("B", k)) for k in storage.bwd_users)
-    return step, Move(storage.root, last, last, back)
+    return step, RootMove(storage.root, last, last, back)
 
 
-def refused(step: MovingStep, *moves: Move) -> str:
+def refused(step: MovingStep, *moves: RootMove) -> str:
     with pytest.raises(InvalidGraphError) as caught:
         lower_step(step.graph, step.steps, moves=moves)
     return str(caught.value)

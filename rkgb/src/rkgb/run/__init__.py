@@ -12,7 +12,7 @@ called).
 from rkgb.run.graph.node_storages import NodeStorage
 from rkgb.run.graph.views import RunnableGraph
 from rkgb.run.program.lowering import moves_without_idle_steps, without_idle_steps
-from rkgb.run.program.moves import Move, movable_roots
+from rkgb.run.program.moves import RootMove, movable_roots
 from rkgb.run.program.places import Places, held_bytes, single_places, waiting_places
 from rkgb.run.program.source import CompiledStep
 from rkgb.run.program.state import rerun_state, runs_once
@@ -38,12 +38,12 @@ __all__ = [
     "CompiledStep",
     "Drop",
     "Give",
-    "Move",
     "MoveOut",
     "Moving",
     "NodeStorage",
     "Outcomes",
     "Places",
+    "RootMove",
     "RunnableGraph",
     "Statement",
     "StepProgram",

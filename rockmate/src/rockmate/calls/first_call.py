@@ -42,13 +42,12 @@ class FirstCall:
 
     def take_back(self, due: Sequence[Setting]) -> None:
         """Undo and forget settings: they were found under other circumstances than this call's."""
-        for setting in reversed(due):
-            setting.undo()
+        self.undo(due)
         self._settings = [setting for setting in self._settings if setting not in due]
 
-    def undo(self) -> None:
-        """Undo the settings; the next call sets them again."""
-        for setting in reversed(self._settings):
+    def undo(self, settings: Sequence[Setting] | None = None) -> None:
+        """Undo these settings, or all; the next call sets them again."""
+        for setting in reversed(self._settings if settings is None else settings):
             setting.undo()
 
     def tell_what_is_taken_off(self) -> None:

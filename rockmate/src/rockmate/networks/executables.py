@@ -11,7 +11,7 @@ from rkgb.elements import Op
 from rkgb.engine import compile_step, lower_step, operations, plain_callee
 from rkgb.graphs import SimplifiedGraph
 from rkgb.run import (
-    Move,
+    RootMove,
     moves_without_idle_steps,
     single_places,
     waiting_places,
@@ -23,8 +23,7 @@ from rockmate.problems.problem import Problem
 from rockmate.runtime.executable import Executable
 from rockmate.runtime.gradients.rails import fired_in_order
 from rockmate.schedules.baselines import no_recomputation
-from rockmate.schedules.moves import Move as PlannedMove
-from rockmate.schedules.moves import Moves, moves_among
+from rockmate.schedules.moves import Move, Moves, moves_among
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.simulate import Timeline, simulate
 from rockmate.schedules.steps import Step, Steps, first_forwards
@@ -63,18 +62,19 @@ def planned_executable(network: Network, plan: Plan) -> Executable:
 
 def steps_of(
     network: Network, graph: SimplifiedGraph, plan: Plan
-) -> tuple[tuple[Step, ...], tuple[Move, ...]]:
+) -> tuple[tuple[Step, ...], tuple[RootMove, ...]]:
     """Return the steps and moves of a plan that a graph needs, perhaps for other gradients."""
     storages = network.problem.storages
     moves = [
-        Move(storages[m.storage].name, m.out_after, m.gone_after, m.back_before) for m in plan.moves
+        RootMove(storages[m.storage].name, m.out_after, m.gone_after, m.back_before)
+        for m in plan.moves
     ]
     steps = tuple(Step(*step) for step in without_idle_steps(graph, plan.steps))
     return steps, moves_without_idle_steps(graph, plan.steps, moves) if moves else ()
 
 
 def spare_bytes_of(
-    network: Network, steps: Sequence[Step], moves: Sequence[Move] = ()
+    network: Network, steps: Sequence[Step], moves: Sequence[RootMove] = ()
 ) -> list[int]:
     """Return the headroom of each step for waiting gradients.
 
@@ -86,10 +86,12 @@ def spare_bytes_of(
     return [min(room) for room in zip(*rooms, strict=True)]
 
 
-def timeline_of(problem: Problem, steps: Sequence[Step], moves: Sequence[Move] = ()) -> Timeline:
+def timeline_of(
+    problem: Problem, steps: Sequence[Step], moves: Sequence[RootMove] = ()
+) -> Timeline:
     """Return the timeline of the steps and moves of a program."""
     place = {storage.name: index for index, storage in enumerate(problem.storages)}
-    own = [PlannedMove(place[m.root], m.out_after, m.gone_after, m.back_before) for m in moves]
+    own = [Move(place[m.root], m.out_after, m.gone_after, m.back_before) for m in moves]
     return simulate(problem, steps, own)
 
 
@@ -110,7 +112,7 @@ def executable(
     like: Executable | None = None,
     spare_bytes: Sequence[int] = (),
     room_bytes: int = 0,
-    moves: Sequence[Move] = (),
+    moves: Sequence[RootMove] = (),
     offload: Offload | None = None,
 ) -> Executable:
     """Compile the program of some steps.

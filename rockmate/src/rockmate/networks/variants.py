@@ -27,7 +27,7 @@ from rkgb.engine import (
 )
 from rkgb.errors import NotByPiecesError
 from rkgb.graphs import BackwardKind, BasicGraph, SimplifiedGraph, autocast_as, forward_differences
-from rkgb.run import Move, held_bytes, without_idle_steps
+from rkgb.run import RootMove, held_bytes, without_idle_steps
 from rkgb.torch_api import placed_parameters
 from rockmate.errors import (
     InfeasibleBudgetError,
@@ -270,7 +270,7 @@ def _within_budget(
     return replace(made, is_apart=is_apart, beyond=beyond, instead=instead)
 
 
-def _peak_of(network: Network, steps: Sequence[Step], moves: Sequence[Move]) -> int | None:
+def _peak_of(network: Network, steps: Sequence[Step], moves: Sequence[RootMove]) -> int | None:
     """Return the peak of these steps, or None if a step is missing, or what is moved."""
     try:
         return timeline_of(network.problem, steps, moves).peak_bytes
@@ -282,7 +282,7 @@ def _told(
     network: Network,
     planned: PlannedFor,
     steps: Sequence[Step],
-    moves: Sequence[Move],
+    moves: Sequence[RootMove],
     minimum_bytes: int = 0,
 ) -> str:
     """Return what these steps take above the budget, in words; '' if they are none at all."""
@@ -317,7 +317,7 @@ def _fits(
     network: Network,
     plan: Plan,
     steps: Sequence[Step],
-    moves: Sequence[Move],
+    moves: Sequence[RootMove],
     like: Executable | None,
 ) -> bool:
     """Return whether these steps fit the budget, with waiting gradients as in `like`."""

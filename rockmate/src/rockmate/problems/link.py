@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-PAGE_BYTES = 4096
+_PAGE_BYTES = 4096  # as what is moved takes on the other side (`rkgb.copies`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Link:
 
     def host_taken(self, size_bytes: int) -> int:
         """Return what a storage takes on the other side: whole pages."""
-        return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        return -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
     def holds(self, sizes: Iterable[int]) -> bool:
         """Return whether storages of these sizes fit on the other side together."""

@@ -23,7 +23,7 @@ from rkgb.elements.target import target_of
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.run.graph.node_storages import dying_in_backward, storages_of
-from rkgb.run.program.moves import Move, kept_moves, with_moves
+from rkgb.run.program.moves import RootMove, kept_moves, with_moves
 from rkgb.run.program.places import Places, Step, ends_of, first_forwards, given_by, waiting_places
 from rkgb.run.program.state import copied_for_rerun, rerun_ops, rerun_state, runs_once
 from rkgb.run.program.statements import (
@@ -48,7 +48,7 @@ def lower_step(
     sg: SimplifiedGraph,
     steps: Sequence[Step],
     places: Places | None = None,
-    moves: Sequence[Move] = (),
+    moves: Sequence[RootMove] = (),
 ) -> StepProgram:
     """Return the program of a plan: F of every node in order, and F and B again as the steps say.
 
@@ -95,8 +95,8 @@ def without_idle_steps(sg: SimplifiedGraph, steps: Sequence[Step]) -> tuple[Step
 
 
 def moves_without_idle_steps(
-    sg: SimplifiedGraph, steps: Sequence[Step], moves: Sequence[Move]
-) -> tuple[Move, ...]:
+    sg: SimplifiedGraph, steps: Sequence[Step], moves: Sequence[RootMove]
+) -> tuple[RootMove, ...]:
     """Return the moves of a plan for more gradients, among the steps that `sg` needs."""
     return kept_moves(sg, _kept_steps(sg, steps), moves)
 
@@ -145,7 +145,7 @@ def _with_other_backwards(sg: SimplifiedGraph, steps: Sequence[Step]) -> list[tu
 
 class _Lowering:
     def __init__(
-        self, sg: SimplifiedGraph, steps: Sequence[Step], places: Places, moves: Sequence[Move]
+        self, sg: SimplifiedGraph, steps: Sequence[Step], places: Places, moves: Sequence[RootMove]
     ) -> None:
         self.sg, self.steps, self.places, self.moves = sg, steps, places, moves
         basic = sg.basic

@@ -33,7 +33,7 @@ from rkgb.run.program.statements import (
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class RootMove:
     """The storage of `root` is away between two steps of a plan, which have these indices.
 
     At the end of `out_after` its copy begins; at the end of `gone_after` it has been copied and is
@@ -106,8 +106,8 @@ def _uses(sg: SimplifiedGraph, steps: Sequence[Step]) -> dict[str, _Uses]:
 
 
 def kept_moves(
-    sg: SimplifiedGraph, kept: Sequence[tuple[float, Step]], moves: Sequence[Move]
-) -> tuple[Move, ...]:
+    sg: SimplifiedGraph, kept: Sequence[tuple[float, Step]], moves: Sequence[RootMove]
+) -> tuple[RootMove, ...]:
     """Return the moves among the steps that are kept, each with its place in the whole plan.
 
     What nothing reads later is dropped in time without a move. A step that only these gradients
@@ -115,7 +115,7 @@ def kept_moves(
     """
     places = [place for place, _ in kept]
     uses = _uses(sg, [step for _, step in kept])
-    found: dict[str, list[Move]] = defaultdict(list)
+    found: dict[str, list[RootMove]] = defaultdict(list)
     for move in sorted(moves, key=lambda move: move.out_after):
         if move.root not in uses:
             continue
@@ -127,7 +127,7 @@ def kept_moves(
         if arrival > use.next_make(out) or arrival == math.inf:
             continue
         back = bisect.bisect_left(places, move.back_before)
-        now = Move(move.root, out, gone, int(min(back, arrival)))
+        now = RootMove(move.root, out, gone, int(min(back, arrival)))
         earlier = found[move.root]
         last = earlier[-1] if earlier else None
         if last is None or use.next_make(last.out_after) <= out:
@@ -143,7 +143,7 @@ def kept_moves(
 class _Placed:
     """A move in a program: whether its content is copied out, and the step that waits for it."""
 
-    move: Move
+    move: RootMove
     is_copied: bool
     arrival: int
     at_end: bool  # of that step, because only the next move needs it
@@ -153,7 +153,7 @@ def with_moves(
     sg: SimplifiedGraph,
     steps: Sequence[Step],
     parts: Sequence[Sequence[Statement]],
-    moves: Sequence[Move],
+    moves: Sequence[RootMove],
 ) -> list[list[Statement]]:
     """Return the statements of each step with those of the moves.
 
@@ -191,9 +191,9 @@ def with_moves(
     return result
 
 
-def _placed(sg: SimplifiedGraph, steps: Sequence[Step], moves: Sequence[Move]) -> list[_Placed]:
+def _placed(sg: SimplifiedGraph, steps: Sequence[Step], moves: Sequence[RootMove]) -> list[_Placed]:
     uses, movable = _uses(sg, steps), movable_roots(sg)
-    by_root: dict[str, list[Move]] = defaultdict(list)
+    by_root: dict[str, list[RootMove]] = defaultdict(list)
     for move in sorted(moves, key=lambda move: move.out_after):
         by_root[move.root].append(move)
     found = []
@@ -263,9 +263,9 @@ def _layout(sg: SimplifiedGraph, placed: Sequence[_Placed]) -> tuple[list[int], 
 
 def _sources(
     sg: SimplifiedGraph, parts: Sequence[Sequence[Statement]], placed: Sequence[_Placed]
-) -> dict[Move, str]:
+) -> dict[RootMove, str]:
     """Return for each move a variable in its storage that lives on after the copy has begun."""
-    wanted: dict[int, list[Move]] = defaultdict(list)
+    wanted: dict[int, list[RootMove]] = defaultdict(list)
     for one in placed:
         if one.is_copied:
             wanted[one.move.out_after].append(one.move)
