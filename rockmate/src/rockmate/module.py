@@ -16,7 +16,11 @@ from torch import nn
 from rkgb.elements import Ref
 from rkgb.torch_api import is_optimized
 from rockmate.arguments import Arguments, method_called_with, refuse_no_module
-from rockmate.calls.class_attributes import CompiledCallAttribute, ForwardAttribute
+from rockmate.calls.class_attributes import (
+    CompiledCallAttribute,
+    ForwardAttribute,
+    WholeStepAttribute,
+)
 from rockmate.calls.first_call import INSTEAD
 from rockmate.calls.plan_store import PlanRows
 from rockmate.calls.second_look import Differences
@@ -38,21 +42,6 @@ _OFFERED = (
     *("plan", "plans", "budget_bytes", "planning_seconds", "eager_peak_bytes"),
     *("measured_peak_bytes", "backward", "original", "save_plan", "plan_file", "check", "memory"),
 )
-
-
-class _WholeStepOf:
-    """The table of a step's memory (`Memory`); a model's attribute `memory` takes precedence."""
-
-    def __get__(self, rk: Rockmate | None, owner: Any) -> Any:
-        if rk is None:
-            return self
-        for table in ("_parameters", "_buffers", "_modules"):
-            if "memory" in vars(rk)[table]:
-                return vars(rk)[table]["memory"]
-        found = rk._rockmate.memory()
-        if found is None:
-            raise AttributeError(f"{type(rk).__name__} has no memory: none was given, or no step")
-        return found
 
 
 class Rockmate(nn.Module):
@@ -100,7 +89,7 @@ class Rockmate(nn.Module):
     """
 
     _rockmate: DecidingModule
-    memory = _WholeStepOf()
+    memory = WholeStepAttribute()
 
     def __new__(cls, model: nn.Module | None = None, *args: Any, **kwargs: Any) -> Rockmate:
         if model is None:  # a replica, which shares the plans

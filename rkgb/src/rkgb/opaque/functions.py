@@ -19,7 +19,8 @@ from rkgb.elements.trees import flatten
 from rkgb.errors import SideEffectError
 from rkgb.guards.entries import cell_content
 from rkgb.opaque.call import Place
-from rkgb.opaque.recording import Link, PieceRecorder
+from rkgb.opaque.link import Link
+from rkgb.opaque.recording import PieceRecorder
 from rkgb.torch_api.patches import ForAll
 from rkgb.torch_api.private.autograd import latest_sequence_nr
 

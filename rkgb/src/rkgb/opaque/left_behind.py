@@ -6,14 +6,25 @@ gets gradients like a returned tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from rkgb.device.rng import RngState
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten, holds_tensors
 from rkgb.guards.contents import OF_MODULE
+from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
+from rkgb.module_state.start_of_call import BufferContents, Lent, ModuleState
+from rkgb.opaque.call import Call, run_call
 from rkgb.opaque.inner_graph import nodes_from
+from rkgb.torch_api.by_values import noting_calls
+from rkgb.torch_api.compiled_code import BRANCHES
+from rkgb.torch_api.patches import Patches
+from rkgb.torch_api.placed import placed_parameters
+from rkgb.torch_api.private.flags import without_cast_cache
 
 _Name = tuple[str, str]  # path of the module, and name of the attribute
 
@@ -24,7 +35,8 @@ class LeftBehind:
 
     written: tuple[str, ...]  # parameters
     moves: bool  # whether one of them gets other memory
-    retains: bool = False  # whether tensors that it makes retain their gradients
+    retains: bool  # whether tensors that it makes retain their gradients
+    takes_by_values: bool  # whether the workspace of a kernel in it depends on values
     attributes: tuple[_Name, ...] = ()  # in which it leaves tensors with a history
 
 
@@ -73,3 +85,61 @@ def _tensors(value: Any) -> list[Tensor]:
         return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
     except UnknownTreeError:
         return []
+
+
+def left_by(
+    call: Call, module: nn.Module, tensors: Sequence[Tensor], twin: nn.Module, device: torch.device
+) -> LeftBehind:
+    """Run a call and restore the state; return its side effects."""
+    stream, state = RngState.save(device), ModuleState(module)
+    contents, lent = BufferContents(module), Lent(module)
+    kept = KeptWrites(placed_parameters(twin))
+    places = ParameterPlaces(twin)
+    moved: list[str] = []
+    retained: list[None] = []  # an entry for each call
+    retain = Tensor.retain_grad
+
+    def retaining(tensor: Tensor) -> None:
+        retained.append(None)
+        retain(tensor)
+
+    before, left = Attributes(module, call.path), dict[tuple[str, str], Structure]()
+    refused = [(torch, name, refuse) for name in BRANCHES if hasattr(torch, name)]
+    replaced = [*refused, (Tensor, "retain_grad", retaining)]
+    try:
+        with kept, noting_calls() as called, Patches(replaced), without_cast_cache():
+            # On the parameters themselves, to see which of them get other memory.
+            bare = replace(call, parameters=())
+            try:
+                run_call(bare, twin, tensors)
+                first = Attributes(module, call.path)
+                left = first.with_history(before)
+                nodes = {name: first.nodes(name) for name in left}
+                if left:  # values that grow or are carried over with each call are no results
+                    run_call(bare, twin, tensors)
+                    now = Attributes(module, call.path)
+                    again = now.with_history(before)
+                    left = {
+                        name: tree
+                        for name, tree in left.items()
+                        if again.get(name) == tree and not now.goes_back_to(name, nodes[name])
+                    }
+            finally:
+                moved = places.put_back()
+    except NotImplementedError:  # it may write later
+        inside = {id(p) for p in module.parameters()}
+        every = placed_parameters(twin)
+        inner = tuple(n for n, p in every if id(p) in inside)
+        return LeftBehind(inner, bool(moved), bool(retained), bool(called))
+    finally:
+        lent.end()
+        contents.restore()
+        state.restore()
+        stream.restore()
+    written = tuple(dict.fromkeys((*kept.written, *moved)))
+    return LeftBehind(written, bool(moved), bool(retained), bool(called), tuple(left))
+
+
+def refuse(*_args: Any, **_kwargs: Any) -> None:
+    """Take the place of a function that a trial cannot run."""
+    raise NotImplementedError

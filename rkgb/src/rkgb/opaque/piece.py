@@ -13,11 +13,8 @@ operations were recorded with them; otherwise the step raises an error.
 from __future__ import annotations
 
 import contextlib
-import functools
-import operator
 import warnings
-import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,14 +27,12 @@ from rkgb.elements.target import OpCost, Target, running_model
 from rkgb.elements.tensor_info import storage_id
 from rkgb.elements.trees import Structure
 from rkgb.errors import OpaquePieceError, shown
-from rkgb.graphs.basic import autocast_as
 from rkgb.guards.contents import Contents
 from rkgb.guards.outside import Readable
 from rkgb.module_state.start_of_call import BufferContents, ModuleState
 from rkgb.opaque.call import Call, Place, TensorKind, run_call, same_plain_value, taken_apart
+from rkgb.opaque.gradients import added, gradients_of
 from rkgb.opaque.inner_graph import InnerGraph
-from rkgb.opaque.memory import apart, span
-from rkgb.torch_api.private.autograd import back_to_autograd
 from rkgb.torch_api.quiet import without_prints
 
 # Strides of the gradients of a call's differentiable results; None if they do not matter.
@@ -345,43 +340,6 @@ class RunPieceBackward(_OfPiece):
             f"had {then} for the sample. Name a module around it: opaque=['path.of.module'].",
             module_path=self.piece.call.path,
         )
-
-
-def gradients_of(
-    inner: InnerGraph,
-    given: dict[tuple[str, int], Tensor],
-    grads: list[Tensor | None],
-    frees: Collection[int] = (),
-) -> list[list[Tensor]]:
-    """Return the parts of each gradient, in separate memory; `grads` is emptied.
-
-    The program does not hold the gradients at the positions `frees`, but the user may.
-    """
-    came = [t for t in grads if t is not None]
-    arrived = [(span(t), at in frees, weakref.ref(t)) for at, t in enumerate(came)]
-    del came
-    with back_to_autograd(), torch.no_grad(), autocast_as(None):
-        parts = inner.backward(given, grads)
-    # A freed gradient's address may belong to a newer gradient.
-    taken = [place for place, freed, tensor in arrived if not freed or tensor() is not None]
-    taken += [span(t) for t in given.values()]
-    made: list[list[Tensor]] = []
-    for own in parts:
-        made.append([])
-        while own:
-            part = own.pop(0)
-            # A view keeps its base alive, and autograd then cannot add to it in place.
-            held, alone = weakref.ref(part), part.detach()
-            del part
-            if held() is not None:  # a hook has kept it, and autograd may add to what it gets
-                taken.append(span(alone))
-            made[-1].append(apart(alone, taken))
-    return made
-
-
-def added(parts: Sequence[Tensor]) -> Tensor:
-    """Add the parts of a gradient one by one, as autograd does when they arrive."""
-    return functools.reduce(operator.add, parts)
 
 
 class _Before:

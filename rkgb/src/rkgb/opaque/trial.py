@@ -18,17 +18,16 @@ from rkgb.elements.spread import settled
 from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import SideEffectError
-from rkgb.module_state.kept_writes import KeptTensors, KeptWrites, ParameterPlaces
+from rkgb.module_state.kept_writes import KeptTensors
 from rkgb.module_state.start_of_call import BufferContents, Lent, ModuleState
 from rkgb.opaque.call import Call, TensorKind, run_call, taken_apart
+from rkgb.opaque.gradients import added, gradients_of, laid
 from rkgb.opaque.inner_graph import is_entry, nodes_from
-from rkgb.opaque.left_behind import Attributes, LeftBehind
-from rkgb.opaque.piece import Piece, Tangents, added, gradients_of, strides_of
-from rkgb.torch_api.by_values import TakingMost, noting_calls
-from rkgb.torch_api.compiled_code import BRANCHES
+from rkgb.opaque.left_behind import refuse
+from rkgb.opaque.piece import Piece, Tangents, strides_of
+from rkgb.torch_api.by_values import TakingMost
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.placed import placed_parameters
-from rkgb.torch_api.private.flags import without_cast_cache
 from rkgb.torch_api.private.memory import weak_storage
 
 
@@ -75,57 +74,6 @@ class Trials:
         self.twin, self.device = twin, device
         self.takes_by_values = False  # whether a call runs a kernel whose workspace depends on them
         self.names = {id(p): n for n, p in placed_parameters(twin) if p.requires_grad}
-
-    def once(self, call: Call, module: nn.Module, tensors: Sequence[Tensor]) -> LeftBehind:
-        """Run a call and restore the state; return its side effects."""
-        stream, state = RngState.save(self.device), ModuleState(module)
-        contents, lent = BufferContents(module), Lent(module)
-        kept = KeptWrites(placed_parameters(self.twin))
-        places = ParameterPlaces(self.twin)
-        moved: list[str] = []
-        retained: list[None] = []  # an entry for each call
-        retain = Tensor.retain_grad
-
-        def retaining(tensor: Tensor) -> None:
-            retained.append(None)
-            retain(tensor)
-
-        before, left = Attributes(module, call.path), dict[tuple[str, str], Structure]()
-        refused = [(torch, name, _refuse) for name in BRANCHES if hasattr(torch, name)]
-        replaced = [*refused, (Tensor, "retain_grad", retaining)]
-        try:
-            with kept, noting_calls() as called, Patches(replaced), without_cast_cache():
-                # On the parameters themselves, to see which of them get other memory.
-                bare = replace(call, parameters=())
-                try:
-                    run_call(bare, self.twin, tensors)
-                    first = Attributes(module, call.path)
-                    left = first.with_history(before)
-                    nodes = {name: first.nodes(name) for name in left}
-                    if left:  # values that grow or are carried over with each call are no results
-                        run_call(bare, self.twin, tensors)
-                        now = Attributes(module, call.path)
-                        again = now.with_history(before)
-                        left = {
-                            name: tree
-                            for name, tree in left.items()
-                            if again.get(name) == tree and not now.goes_back_to(name, nodes[name])
-                        }
-                finally:
-                    moved = places.put_back()
-                    self.takes_by_values |= bool(called)
-        except NotImplementedError:  # it may write later
-            inside = {id(p) for p in module.parameters()}
-            every = placed_parameters(self.twin)
-            inner = tuple(n for n, p in every if id(p) in inside)
-            return LeftBehind(inner, bool(moved), bool(retained))
-        finally:
-            lent.end()
-            contents.restore()
-            state.restore()
-            stream.restore()
-        written = tuple(dict.fromkeys((*kept.written, *moved)))
-        return LeftBehind(written, bool(moved), bool(retained), tuple(left))
 
     def piece(
         self,
@@ -304,7 +252,7 @@ class _Runs:
         """Return the FLOPs, or 0 if the counter fails."""
         try:
             # After a run under a mode, torch.cond fails for good.
-            with _counting() as counter, Patches([(torch, "cond", _refuse)]):
+            with _counting() as counter, Patches([(torch, "cond", refuse)]):
                 self._trial()
         except Exception:  # the same call has just worked without the counter
             return 0
@@ -338,7 +286,7 @@ class _Runs:
         pairs = zip(made, differentiable, strict=True)
         likes = [torch.full_like(t, 0.5) for t, wanted in pairs if wanted]
         if tangents is not None and len(tangents) == len(likes):
-            likes = [_laid(t, strides) for t, strides in zip(likes, tangents, strict=True)]
+            likes = [laid(t, strides) for t, strides in zip(likes, tangents, strict=True)]
         grads: list[Tensor | None] = [*likes]
         layouts = tuple(map(strides_of, likes))
         del likes
@@ -420,10 +368,6 @@ class _NoTracker:
     def __exit__(self, *_: object) -> None: ...
 
 
-def _refuse(*_args: Any, **_kwargs: Any) -> None:
-    raise NotImplementedError
-
-
 def _counting() -> FlopCounterMode:
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _NoTracker()  # type: ignore[assignment]
@@ -441,15 +385,6 @@ def _nested(results: Sequence[Tensor]) -> tuple[int, ...]:
     reached = {edge for node in nodes_from([n for n, _ in ends]) for edge in node.next_functions}
     found = (end for end in ends if end in reached or is_entry(end[0]))
     return tuple(ends[end] for end in sorted(found, key=lambda end: end[0]._sequence_nr()))
-
-
-def _laid(gradient: Tensor, strides: tuple[int, ...] | None) -> Tensor:
-    """Return a gradient of the same content with these strides, if any are given."""
-    if strides is None or gradient.layout is not torch.strided:
-        return gradient
-    last = sum((size - 1) * step for size, step in zip(gradient.shape, strides, strict=True))
-    memory = torch.full((last + 1,), 0.5, dtype=gradient.dtype, device=gradient.device)
-    return memory.as_strided(gradient.shape, strides)
 
 
 def _in(span: Any, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Attributes of planned classes: `forward`, and the call that `compile()` makes."""
+"""Attributes of planned classes: `forward`, the call that `compile()` makes, and `memory`."""
 
 from __future__ import annotations
 
@@ -68,3 +68,18 @@ class CompiledCallAttribute:
 
     def __set__(self, module: Any, value: Any) -> None:
         module._rockmate.compiled_call = value
+
+
+class WholeStepAttribute:
+    """The table of a step's memory (`Memory`); a model's attribute `memory` takes precedence."""
+
+    def __get__(self, rk: Any, _: type | None = None) -> Any:
+        if rk is None:
+            return self
+        for table in ("_parameters", "_buffers", "_modules"):
+            if "memory" in vars(rk)[table]:
+                return vars(rk)[table]["memory"]
+        found = rk._rockmate.memory()
+        if found is None:
+            raise AttributeError(f"{type(rk).__name__} has no memory: none was given, or no step")
+        return found

@@ -336,8 +336,7 @@ def _run_pulp(
 
 def _run_highs(lp: Any, time_limit_s: float | None) -> tuple[Status, dict[str, float] | None]:
     """Solve with the HiGHS that ortools brings: highspy and ortools cannot share a process."""
-    from ortools.linear_solver.python import model_builder
-
+    model_builder = importlib.import_module("ortools.linear_solver.python.model_builder")
     solver = model_builder.Solver("HIGHS")
     if not solver.solver_is_supported():
         raise SolverUnavailableError(
