@@ -10,7 +10,7 @@ from rockmate.schedules.baselines import no_recomputation
 from rockmate.schedules.liveness import liveness
 from rockmate.schedules.moves import Moves, clocks_of, comings_of
 from rockmate.schedules.plan import Plan
-from rockmate.schedules.report import fold, spell
+from rockmate.schedules.report import folded
 from rockmate.schedules.simulate import recompute_counts, simulate
 from rockmate.schedules.steps import Steps, end_of_forward, first_forwards
 
@@ -39,18 +39,10 @@ def module_rows(problem: Problem, steps: Steps, moves: Moves = ()) -> list[Modul
     kept = liveness(problem, steps).after[turn] & ~comings_of(len(steps), moves).away[turn]
     plain = liveness(problem, no_recomputation(problem)).after[len(problem.nodes) - 1]
     runs = recompute_counts(problem, steps)
-    places: dict[str, list[int]] = {}
-    for k, node in enumerate(problem.nodes):
-        places.setdefault(node.module_path, []).append(k)
-    labels = fold([(path, "") for path in places])
-    folded: dict[str, list[str]] = {}
-    for (path, _), label in labels.items():
-        folded.setdefault(label, []).append(path)
     rows = []
-    for label, paths in folded.items():
-        nodes = [k for path in paths for k in places[path]]
+    for where, _, nodes in folded({k: (n.module_path, "") for k, n in enumerate(problem.nodes)}):
         row = ModuleRow(
-            where=spell(label, paths),
+            where=where,
             kept_bytes=sum(problem.bytes_of(problem.product_masks[k] & kept) for k in nodes),
             plain_bytes=sum(problem.bytes_of(problem.product_masks[k] & plain) for k in nodes),
             runs=sum(max(0, runs[k]) for k in nodes),

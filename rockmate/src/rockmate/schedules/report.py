@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -120,27 +120,34 @@ def format_plan(problem: Problem, plan: Plan, *, is_timed: bool = True) -> str:
 def recomputed_rows(problem: Problem, steps: Steps) -> list[RecomputedRow]:
     """Return the recomputations by module path and operation, the most expensive first."""
     counts = recompute_counts(problem, steps)
-    groups: dict[tuple[str, str], list[int]] = {}
-    for k, count in enumerate(counts):
-        if count > 0:
-            node = problem.nodes[k]
-            groups.setdefault((node.module_path, node.op or node.name), []).append(k)
-    folded: dict[tuple[str, str], list[int]] = {}
-    labels: dict[tuple[str, str], list[str]] = {}
-    for (path, op), label in fold(list(groups)).items():
-        folded.setdefault((label, op), []).extend(groups[path, op])
-        labels.setdefault((label, op), []).append(path)
+    keys = {
+        k: (node.module_path, node.op or node.name)
+        for k, node in enumerate(problem.nodes)
+        if counts[k] > 0
+    }
     rows = [
         RecomputedRow(
-            where=spell(label, labels[label, op]),
+            where=where,
             op=op,
             nodes=len(nodes),
             runs=sum(counts[k] for k in nodes),
             total_ms=sum(counts[k] * problem.nodes[k].fwd_time_ms for k in nodes),
         )
-        for (label, op), nodes in folded.items()
+        for where, op, nodes in folded(keys)
     ]
     return sorted(rows, key=lambda row: (-row.total_ms, row.where, row.op))
+
+
+def folded(keys: Mapping[int, tuple[str, str]]) -> Iterator[tuple[str, str, list[int]]]:
+    """Yield (where, operation, nodes), those of repeated layers together, by their (path, op)."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for k, key in keys.items():
+        groups.setdefault(key, []).append(k)
+    rows: dict[tuple[str, str], list[str]] = {}
+    for (path, op), label in _fold(list(groups)).items():
+        rows.setdefault((label, op), []).append(path)
+    for (label, op), paths in rows.items():
+        yield _spell(label, paths), op, [k for path in paths for k in groups[path, op]]
 
 
 def _rule(title: str) -> str:
@@ -231,7 +238,7 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) < width else text[: width - 4] + "..."
 
 
-def fold(groups: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
+def _fold(groups: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
     """Return for each (path, op) its path with at most one layer number replaced by `{}`.
 
     It replaces the number in which most paths of the same operation differ.
@@ -254,7 +261,7 @@ def fold(groups: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
     return folded
 
 
-def spell(label: str, paths: Iterable[str]) -> str:
+def _spell(label: str, paths: Iterable[str]) -> str:
     """Replace `{}` by the range of its numbers: `blocks.{0..11}.mlp`."""
     if "{}" not in label:
         return label
