@@ -124,6 +124,11 @@ class Cutting:
             NotByPiecesError: it cannot run on pieces of its inputs.
         """
         before: list[str] = []
+        halves = () if self.same_bits else _halves(op)
+        if halves:
+            for half in halves:
+                self.add(half)
+            return
         if op.writes:
             op, before = self._out_of_place(op)
         if op.is_random or op.flags or getattr(op.target, "namespace", "") != "aten":
@@ -323,6 +328,24 @@ class Cutting:
             into=lying(loop, self.infos, put, summed),
             instead=lent(loop, (*before, *after), self.infos, put, sources),
         )
+
+
+def _halves(op: Op) -> tuple[Op, ...]:
+    """Return the backward of a convolution as that of its weight, then that of its input.
+
+    The input is past its last use before its gradient is made. Kernels are the same.
+    """
+    if op.target is not _aten.convolution_backward.default:
+        return ()
+    of_input, *others = op.args[-1]
+    if not of_input or not any(others):
+        return ()
+    first, *rest = op.results
+    name = next(filter(None, rest), op.name)
+    return (
+        replace(op, name=name, args=(*op.args[:-1], [False, *others]), results=("", *rest)),
+        replace(op, args=(*op.args[:-1], [True, False, False]), results=(first, "", "")),
+    )
 
 
 def _needed(ops: Sequence[Op], needed: set[str], slices: Mapping[str, Slice]) -> tuple[Op, ...]:

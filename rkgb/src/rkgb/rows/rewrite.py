@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.elements.tensor_info import TensorInfo
@@ -19,8 +18,9 @@ from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, SimplifiedNode, merg
 from rkgb.rows.call import InPieces
 from rkgb.rows.cuts import EVEN, Cuts, Runs, Shape, spread, spread_from
 from rkgb.rows.losses import Scaled, counted, one_like
+from rkgb.rows.parts import parts_that_leave
 from rkgb.rows.pieces import Cutting, Pieces, SameBits
-from rkgb.rows.regions import wide_runs
+from rkgb.rows.regions import Run, wide_runs
 
 _log = logging.getLogger("rkgb")
 
@@ -102,8 +102,12 @@ def cut_in_rows(dg: DataFlowGraph, how: Cut, same_bits: SameBits | None = None) 
             return False
         return True
 
-    runs = [*islice((each for each in wide_runs(plain) if can_be_cut(*each)), how.most)]
-    taken = {index for run, _ in runs for index in run}
+    runs: list[tuple[Run, str]] = []
+    taken: set[int] = set()
+    for run, wide in wide_runs(plain):
+        if len(runs) != how.most and taken.isdisjoint(run) and can_be_cut(run, wide):
+            runs.append((run, wide))
+            taken.update(run)
     runs += [
         ((index,), "") for index in how.alone if index not in taken and can_be_cut((index,), "")
     ]
@@ -166,8 +170,8 @@ def _first_cut(
         try:
             own = _Node(sg, index, rows, same_bits)
             changed = own.replaced(wide)
-            path, is_along = node.main.module_path, bool(own.added)
-            found = CutNode(index, own.count, path, node.name, rows, is_along)
+            path = node.main.module_path
+            found = CutNode(index, own.count, path, node.name, rows, own.makes_gradients)
             return found, own, changed
         except NotByPiecesError as error:
             why = str(error)
@@ -216,7 +220,9 @@ class _Node:
         for op in self.node.ops:
             self.forward.add(op)
         self.made = {name for op in self.node.ops for name in op.results if name}
-        self.added: dict[str, TensorInfo] = {}  # values that the recording does not have
+        self.makes_gradients = False
+        # Values that the recording does not have, or not in memory of their own.
+        self.added: dict[str, TensorInfo] = {}
 
     def _cutting(
         self, infos: Mapping[str, TensorInfo], seeds: Mapping[str, Cuts], same_bits: SameBits | None
@@ -290,6 +296,7 @@ class _Node:
         if any(infos[name].alias_of in written for name in pieces.takes):
             raise NotByPiecesError("what it reads is written to")
         self.added = {unit: own_infos[unit] for unit in units.values()}
+        self.makes_gradients = True
         first = node.backward[0]
         scaled = Op(
             name=roots[0],
@@ -315,9 +322,13 @@ class _Node:
         if not ops:
             return None, (), [h.value for h in node.hand_overs]
         own = self._made_behind()
-        roots, views = self._roots(self._left_by_backward(own), ops)
-        seeds, same_bits = self._gradients(own), self.forward.same_bits
-        cutting = self._cutting(self.infos, seeds, same_bits)
+        leaving, same_bits = self._left_by_backward(own), self.forward.same_bits
+        if same_bits is None:
+            self.added = parts_that_leave(leaving, ops, self.sg.basic)
+        roots, views = self._roots([n for n in leaving if n not in self.added], ops)
+        roots = (*roots, *self.added)
+        seeds = self._gradients(own)
+        cutting = self._cutting({**self.infos, **self.added}, seeds, same_bits)
         cutting.known = self.forward.late
         for op in (*node.ops, *ops):
             cutting.add(op)
