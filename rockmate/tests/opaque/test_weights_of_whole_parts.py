@@ -121,18 +121,31 @@ def test_parameters_that_are_frozen_or_unfrozen_after_planning(place: int, unfre
         assert_same_gradients(model, plain)
 
 
-def test_a_parameter_that_is_frozen_before_its_part_is_computed_again() -> None:
-    """Plain PyTorch adds to it what the forward has asked for."""
+@pytest.mark.parametrize("unfreezes", [False, True])
+@pytest.mark.parametrize("place", range(6))
+def test_parameters_that_are_frozen_or_unfrozen_before_their_part_is_computed_again(
+    place: int, unfreezes: bool
+) -> None:
+    """Plain PyTorch adds to them what the forward has asked for, and no more."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Decides(2), nn.Linear(8, 8))
+    first = nn.Linear(8, 8)
+    model = nn.Sequential(first, Tells(first), nn.Linear(8, 8))
     plain = copy.deepcopy(model)
+    plain[1].others = [plain[0]]  # type: ignore[assignment]
+    every = [list(model.parameters())[place], list(plain.parameters())[place]]
+    for p in every:
+        p.requires_grad_(not unfreezes)
     with computing_again():
         planned = Rockmate(model, torch.randn(4, 8), 2**20, cost="flops", self_test=False)
     assert planned.plan.overhead_ms > 0
-    x = torch.randn(4, 8)
-    outs = [planned(x), plain(x)]
-    for net in (model, plain):
-        net[1].inner.weight.requires_grad_(False)  # type: ignore[union-attr]
-    for out in outs:
-        out.square().mean().backward()
-    assert_same_gradients(model, plain)
+    for _ in range(2):
+        x = torch.randn(4, 8)
+        outs = [planned(x), plain(x)]
+        for p in every:
+            p.requires_grad_(unfreezes)
+        for out in outs:
+            out.square().mean().backward()
+        assert_same_gradients(model, plain)
+        for p in every:
+            assert p.requires_grad == unfreezes
+            p.requires_grad_(not unfreezes)

@@ -60,10 +60,14 @@ def finding_what_changes(model: nn.Module) -> Iterator[None]:
 
 
 class ModuleState:
-    """The attributes of every module of a model, and what the objects in them hold."""
+    """The attributes of every module of a model, and what the objects in them hold.
 
-    def __init__(self, model: nn.Module) -> None:
+    Which parameters want gradients is part of it, of this model or of a larger one `around` it.
+    """
+
+    def __init__(self, model: nn.Module, around: nn.Module | None = None) -> None:
         self.model = model
+        self._wanting = [(p, p.requires_grad) for p in (around or model).parameters()]
         self.modules = [
             (path, module, dict(vars(module))) for path, module in model.named_modules()
         ]
@@ -90,6 +94,9 @@ class ModuleState:
                 if now.get(name) is not value:
                     now[name] = value
         self.contents.restore()
+        for parameter, wants in self._wanting:
+            if parameter.requires_grad != wants:
+                parameter.requires_grad_(wants)
 
 
 class Lent:

@@ -348,7 +348,7 @@ class _Before:
     def __init__(self, piece: Piece) -> None:
         module = running_model().get_submodule(piece.call.path)
         self.piece, self.module = piece, module
-        self.state = ModuleState(module)
+        self.state = ModuleState(module, running_model())
         self.outside = Contents() if piece.reads is None else piece.reads.now()
         self.written = [running_model().get_parameter(name) for name in piece.written]
         self.buffers = BufferContents(module, self.written) if piece.buffer_bytes else None
@@ -368,7 +368,7 @@ class _Before:
 
     @contextlib.contextmanager
     def as_then(self) -> Iterator[None]:
-        now, outside = ModuleState(self.module), self.outside.as_now()
+        now, outside = ModuleState(self.module, running_model()), self.outside.as_now()
         contents = None if self.buffers is None else BufferContents(self.module, self.written)
         self.state.restore()
         self.outside.lend()
