@@ -38,6 +38,8 @@ def draw_case(seed: int) -> Case:
     events: list[Event] = []
     for _ in range(chance.choice((1, 2, 2, 3, 3, 4))):
         event = _event(chance, count)
+        if event.form == "change in between" and any(b.checkpointed for b in network.blocks):
+            event = replace(event, form="change")  # a checkpoint would read it again, as said
         if event.form == "backward of one before":
             place = chance.randint(0, len(events))
             events.insert(place, replace(event, form="forward alone"))

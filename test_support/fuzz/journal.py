@@ -95,10 +95,11 @@ class Journal:
     def peak(self, step: Callable[[], object], model: Any) -> None:
         """Run a step twice; where it is planned, note how many bytes the second one takes.
 
-        The first one may plan, which takes bytes of its own. What hooks on parameters take is
+        The first one may plan, which takes bytes of its own; it is traced, so that the profiler
+        knows what it leaves, and sees the second one free that. What hooks on parameters take is
         nobody's promise. Some more steps show how many bytes stay.
         """
-        step()
+        trace_memory(lambda span: step(), torch.get_default_device())
         for parameter in model.parameters():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = None  # adding to it makes another one, which is larger each time
