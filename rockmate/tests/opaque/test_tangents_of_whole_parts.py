@@ -6,6 +6,7 @@ How they lie decides the order in which later kernels sum them, and so the last 
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -58,4 +59,43 @@ def test_layouts_of_gradients(parts: int, *, turns: bool) -> None:
         plain.zero_grad()
     for each in (planned, plain):  # the gradient of a sum is one number, seen everywhere
         each(x).sum().backward()
+    assert_same_gradients(model, plain)
+
+
+class Pairwise(nn.Module):
+    """Runs whole, and its backward takes more for a gradient that lies otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.linear(x)
+        if x.mean() > 100:
+            x = x * 0.5
+        pairs = torch.einsum("...i,...j->...ij", x, x).softmax(-1)
+        first, second = pairs.mean(-2).unbind(1)[:2]  # two outputs of one node
+        return pairs.mean(-2), first + second
+
+
+@pytest.mark.parametrize(
+    ("gradient", "is_usual"),
+    [
+        (torch.randn(64, 8), True),
+        (torch.ones(()).expand(64, 8), True),  # of a sum
+        (torch.randn(8, 64).t(), False),
+    ],
+)
+def test_a_root_that_runs_whole_tells_of_other_layouts(gradient: Tensor, is_usual: bool) -> None:
+    model, x = Pairwise(), torch.randn(64, 8)
+    plain = copy.deepcopy(model)
+    planned = Rockmate(model, x, 2**20)
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            planned(x)[0].backward(gradient)
+        said = [str(one.message) for one in told if "another layout" in str(one.message)]
+        assert len(said) == (0 if is_usual else 1)
+        assert is_usual or "strides (1, 64)" in said[0]
+        plain(x)[0].backward(gradient)
     assert_same_gradients(model, plain)

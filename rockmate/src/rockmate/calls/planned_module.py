@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb import OpaquePieceError, OtherWayError
-from rkgb.elements import is_running
+from rkgb.elements import flatten, is_running
 from rkgb.module_state import StartOfCall
 from rkgb.recording import transparent_checkpoints
 from rkgb.torch_api import (
@@ -32,6 +32,7 @@ from rockmate.guards.input_signature import ambient, in_order, key_of
 from rockmate.guards.sharded import settled_call
 from rockmate.guards.snapshot import ExternalValues, Snapshot
 from rockmate.networks import Planned
+from rockmate.runtime.outputs import tell_of_other_layouts
 from rockmate.runtime.plain import is_plain, plain
 from rockmate.settings import Terms
 
@@ -128,7 +129,10 @@ class PlannedModule(PlansOfModule):
             return self(args, kwargs)
         if planned.is_plain:
             with plain(), transparent_checkpoints():  # as it was measured
-                return self.model.forward(*args, **kwargs)
+                result = self.model.forward(*args, **kwargs)
+            name, outputs = planned.network.basic.model_name, flatten(result)[0]
+            tell_of_other_layouts(outputs, name, planned.budget_bytes)
+            return result
         if planned.runs_parts_again and has_saved_hooks():
             return self._plainly(_PARTS_AGAIN, args, kwargs)
         if planned.executor.expected.program.arena_bytes and has_saved_hooks():

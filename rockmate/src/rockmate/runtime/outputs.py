@@ -10,9 +10,10 @@ A plan for losses only assumes that logits and hidden states are dropped before 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -249,6 +250,34 @@ def plain_strides(shape: Sequence[int], strides: Sequence[int] | None) -> Tangen
     if strides is None:
         return None
     return tuple(0 if size <= 1 else stride for size, stride in zip(shape, strides, strict=True))
+
+
+def tell_of_other_layouts(outputs: Iterable[Any], name: str, budget_bytes: int) -> None:
+    """Have a step of plain PyTorch's warn when gradients come in another layout than is usual.
+
+    What its backward takes was measured for the usual one: as an elementwise operation computes it,
+    or the expanded one of a sum.
+    """
+
+    def look(grads: Sequence[Tensor | None], number: int, usual: Tangent) -> None:
+        grad = grads[number]
+        found = None if grad is None else plain_strides(grad.shape, grad.stride())
+        if found and any(found) and found != usual:
+            warnings.warn(
+                f"the gradients of {name}, which runs whole, have arrived in another layout than "
+                f"it was planned for (strides {found}); its backward may take more than the budget "
+                f"of {budget_bytes} bytes. Hand back gradients as they were planned for "
+                "(contiguous ones, mostly), or set bytes aside with reserve=.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    for output in outputs:
+        is_one = isinstance(output, Tensor) and output.grad_fn is not None
+        if is_one and output.dim() and output.layout is torch.strided:
+            usual = plain_strides(output.shape, torch.empty_like(output, device="meta").stride())
+            seen = partial(look, number=output.output_nr, usual=usual)
+            output.grad_fn.register_prehook(seen)
 
 
 class OutputsHeld:
