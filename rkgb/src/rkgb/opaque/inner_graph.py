@@ -21,7 +21,12 @@ from rkgb.elements.spread import lazy_bits, memory_of, read_lazily, settled, wra
 from rkgb.elements.tensor_info import storage_id, storage_of
 from rkgb.errors import OpaquePieceError
 from rkgb.torch_api.patches import Patches
-from rkgb.torch_api.private.autograd import back_to_autograd, saved_hooks, without_saved_hooks
+from rkgb.torch_api.private.autograd import (
+    back_to_autograd,
+    nodes_from,
+    saved_hooks,
+    without_saved_hooks,
+)
 
 _CAST_BACKWARD = "ToCopyBackward0"
 
@@ -301,18 +306,6 @@ class InnerGraph:
             if variable is not None and _key(node) not in known and variable.numel():
                 found[id(variable)] = variable
         return list(found.values())
-
-
-def nodes_from(roots: Sequence[Any]) -> Iterator[Any]:
-    """Yield every node to which gradients of these flow, each once."""
-    stack = list(dict.fromkeys(roots))
-    seen = set(stack)
-    for node in stack:  # grows while it is walked
-        yield node
-        for source, _ in node.next_functions:
-            if source is not None and source not in seen:
-                seen.add(source)
-                stack.append(source)
 
 
 def _key(end: Any) -> int:

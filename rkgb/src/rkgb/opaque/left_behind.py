@@ -19,11 +19,11 @@ from rkgb.guards.contents import OF_MODULE
 from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
 from rkgb.module_state.start_of_call import BufferContents, Lent, ModuleState
 from rkgb.opaque.call import Call, run_call
-from rkgb.opaque.inner_graph import nodes_from
 from rkgb.torch_api.by_values import noting_calls
 from rkgb.torch_api.compiled_code import BRANCHES
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.placed import placed_parameters
+from rkgb.torch_api.private.autograd import nodes_from
 from rkgb.torch_api.private.flags import without_cast_cache
 
 _Name = tuple[str, str]  # path of the module, and name of the attribute

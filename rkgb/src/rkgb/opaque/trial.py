@@ -22,12 +22,13 @@ from rkgb.module_state.kept_writes import KeptTensors
 from rkgb.module_state.start_of_call import BufferContents, Lent, ModuleState
 from rkgb.opaque.call import Call, TensorKind, run_call, taken_apart
 from rkgb.opaque.gradients import added, gradients_of, laid
-from rkgb.opaque.inner_graph import is_entry, nodes_from
+from rkgb.opaque.inner_graph import is_entry
 from rkgb.opaque.left_behind import refuse
 from rkgb.opaque.piece import Piece, Tangents, strides_of
 from rkgb.torch_api.by_values import TakingMost
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.placed import placed_parameters
+from rkgb.torch_api.private.autograd import gradients_kept, nodes_from
 from rkgb.torch_api.private.memory import weak_storage
 
 
@@ -274,6 +275,7 @@ class _Runs:
         leaves_used = inner.strangers()
         cast = inner.casts() if call.autocast is not None else ()
         buffers = {id(buffer) for buffer in self.twin.buffers()}
+        foreign = [t for t in leaves_used if id(t) not in self.names and id(t) not in buffers]
         made = [settled(t.detach()) for t in results]
         differentiable = tuple(t.requires_grad for t in results)
         held = inner.held_bytes([*self.twin.parameters(), *self.twin.buffers()])
@@ -295,7 +297,7 @@ class _Runs:
         del result, results, inputs, given
         random = KeptGenerators.keep(self.device)
         after = time.perf_counter()
-        with most, _in(span, "backward"):
+        with most, gradients_kept(foreign), _in(span, "backward"):
             # Only `others` holds the incoming gradients.
             every = range(len(grads)) if frees else ()
             parts = gradients_of(inner, found, grads, every)
@@ -319,7 +321,7 @@ class _Runs:
             came=tuple(inner.came),
             draws=not RngState.save(self.device).equals(random.state),
             casts=tuple(n for at, n in enumerate(call.parameters, len(tensors)) if at in cast),
-            foreign=[t for t in leaves_used if id(t) not in self.names and id(t) not in buffers],
+            foreign=foreign,
             strangers=tuple(self.names[id(t)] for t in leaves_used if id(t) in self.names),
         )
 

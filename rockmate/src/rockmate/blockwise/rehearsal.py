@@ -150,7 +150,7 @@ def _run(model: nn.Module, call: Call, marker: Marker) -> None:
     marker(TURN)
     wanted = [t for t in results if isinstance(t, Tensor) and t.requires_grad]
     del results
-    seed_backward(losses_among(wanted))
+    seed_backward(losses_among(wanted), {*map(id, _leaves(model))})
     del wanted
     marker(END)
 
@@ -167,7 +167,7 @@ def kept_as_it_is(model: nn.Module, device: torch.device) -> Iterator[Lent]:
     by being used are replaced by copies, anew for each run.
     """
     start, lent, places = StartOfCall(model, device), Lent(model), ParameterPlaces(model)
-    leaves = [*model.parameters(), *_leaves_kept(model)]
+    leaves = _leaves(model)
     grads = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
@@ -186,12 +186,11 @@ def kept_as_it_is(model: nn.Module, device: torch.device) -> Iterator[Lent]:
         start.restore()
 
 
-def _leaves_kept(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the buffers and attributes that get gradients of their own."""
-    for module in model.modules():
-        for value in (*module._buffers.values(), *vars(module).values()):
-            if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
-                yield value
+def _leaves(model: nn.Module) -> list[Tensor]:
+    """Return the parameters, and the buffers and attributes that get gradients of their own."""
+    tables = [(*part._buffers.values(), *vars(part).values()) for part in model.modules()]
+    others = [t for table in tables for t in table if isinstance(t, Tensor) and t.requires_grad]
+    return [*model.parameters(), *(t for t in others if t.is_leaf)]
 
 
 @contextlib.contextmanager

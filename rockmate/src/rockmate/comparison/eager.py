@@ -8,7 +8,7 @@ the bits with which the planned module is compared.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +22,13 @@ from rkgb.engine import Sample, trace_memory
 from rkgb.graphs import autocast_as
 from rkgb.module_state import PythonRandom
 from rkgb.recording import as_written
-from rkgb.torch_api import placed_parameters, run_backward, without_prints
+from rkgb.torch_api import (
+    gradients_kept,
+    leaves_behind,
+    placed_parameters,
+    run_backward,
+    without_prints,
+)
 from rockmate.comparison.fingerprint import Fingerprints
 from rockmate.comparison.values import Values
 from rockmate.errors import RockmateError, UnsupportedModuleError
@@ -73,7 +79,7 @@ def run_step(
             result.clear()
         del wanting
         try:
-            seed_backward(trained)
+            seed_backward(trained, {*map(id, results.leaves.values())})
         except (RkgbError, RockmateError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -179,21 +185,25 @@ def losses_among(outputs: list[Tensor]) -> list[Tensor]:
     return [t for t in outputs if t.dim() == 0] or outputs
 
 
-def seed_backward(outputs: Sequence[Tensor]) -> None:
+def seed_backward(outputs: Sequence[Tensor], own: Collection[int]) -> None:
     """Run the backward as in training: from a scalar directly, from a tensor through a loss.
 
     The gradient that starts a backward is held to its end, so the gradient of a scalar output is
     held here too. A tensor's gradient comes from the user's loss and is freed after its use, so
     here a Function makes it. Its values are pseudo-random but fixed. It has the strides of the
-    output, unless these have gaps or overlaps.
+    output, unless these have gaps or overlaps. Leaves elsewhere than those with the ids `own` (a
+    weight in a global variable) have the gradients afterwards that they had.
     """
     roots = [t for t in outputs if t.dim() == 0]
     tensors = [t for t in outputs if t.dim() > 0]
     del outputs
     if tensors:
         roots.append(_Seed.apply(*tensors))  # type: ignore[no-untyped-call]
-    with autocast_as(None):  # as in training, the region ends before the backward
-        run_backward(roots, [torch.ones_like(t) for t in roots])
+    ones = [torch.ones_like(t) for t in roots]
+    others = (leaf for leaf in leaves_behind(roots) if id(leaf) not in own)
+    # As in training, the autocast region ends before the backward.
+    with autocast_as(None), gradients_kept(others):
+        run_backward(roots, ones)
 
 
 class _Seed(torch.autograd.Function):

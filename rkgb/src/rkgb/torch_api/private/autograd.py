@@ -196,3 +196,34 @@ def without_hooks_after_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for table, hooks in zip(tables, kept, strict=True):
             table.update(hooks)
+
+
+def nodes_from(roots: Iterable[Any]) -> Iterator[Any]:
+    """Yield every node of autograd to which gradients of these flow, each once."""
+    stack = list(dict.fromkeys(roots))
+    seen = set(stack)
+    for node in stack:  # grows while it is walked
+        yield node
+        for source, _ in node.next_functions:
+            if source is not None and source not in seen:
+                seen.add(source)
+                stack.append(source)
+
+
+def leaves_behind(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the leaves to which gradients of these results flow."""
+    nodes = nodes_from(t.grad_fn for t in tensors if t.grad_fn is not None)
+    return [leaf for node in nodes if (leaf := getattr(node, "variable", None)) is not None]
+
+
+@contextlib.contextmanager
+def gradients_kept(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Put back the gradients of these leaves; inside they have none at first."""
+    kept = [(leaf, leaf.grad) for leaf in leaves]
+    for leaf, _ in kept:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in kept:
+            leaf.grad = gradient
