@@ -66,7 +66,7 @@ TORCH_TESTS := rkgb/tests/bytes rkgb/tests/bits/test_recorded_bits.py rkgb/tests
 	rkgb/tests/refusals/test_private_names.py \
 	$(addprefix rkgb/tests/compiled/test_,compiled.py compiled_sizes.py formulas.py) \
 	$(addprefix rockmate/tests/,compiled/test_compiled_pieces.py bits/test_kernels_as_in_the_forward.py \
-	files/test_fingerprint.py bits/test_any_valid_plan.py bits/test_models_as_they_come.py) rotor/tests/device/test_device.py
+	files/test_fingerprint.py bits/test_any_valid_plan.py bits/models/test_models_as_they_come.py) rotor/tests/device/test_device.py
 $(OTHER_VENV)/.installed: Makefile | $(INSTALLED)
 	rm -rf $(OTHER_VENV)
 	$(PYTHON) -m venv $(OTHER_VENV)
