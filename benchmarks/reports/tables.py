@@ -82,7 +82,7 @@ def split_table(results: Path) -> str:
     header = ("network and way", "peak, MB of plain", "time over plain", "what runs in pieces")
     return (
         markdown_table(header, lines)
-        + "\nOther programs ran meanwhile, at a load of 9 to 13 on two cores.\n"
+        + "\nOther programs ran meanwhile, at a load of 3 to 13 on two cores.\n"
         + measured_where([row for row in rows if not row["why"]])
     )
 
