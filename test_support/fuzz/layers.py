@@ -158,6 +158,12 @@ ROWS = {
         "self.gate_N = nn.Linear(8, 2)\n"
         "self.experts_N = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))",
     ),
+    "smoothed loss of a head": Form(
+        "x = x * F.cross_entropy(self.head_N(x).flatten(0, -2), x.detach().flatten(0, -2)"
+        ".argmax(-1), self.rates_N, label_smoothing=0.1)",
+        "self.head_N = nn.Linear(8, 8)\nself.register_buffer('rates_N', torch.linspace(1, 2, 8))",
+    ),
+    "distances": Form("x = x + torch.cdist(x, x).mean(-1, keepdim=True)", weight=0.5),
     "loss of a head": Form(
         "x = x * F.cross_entropy(self.head_N(x).flatten(0, -2), x.detach().flatten(0, -2)"
         ".argmax(-1))",
@@ -228,6 +234,21 @@ ANY = {
     "a view of a result": Form("x = torch.exp(-x.abs())\nx = x.view(x.shape).unsqueeze(0)[0]"),
     "clamped": Form("x = x.clamp(-1, 1).pow(2) + x.clamp_min(0.1).sqrt()"),
     "standardized": Form("x = (x - x.mean()) / (x.var(unbiased=False) + 0.1).sqrt()"),
+    "product": Form("x = x + 0.01 * x.prod(-1, keepdim=True)"),
+    "trained filling": Form(
+        "x = x.masked_fill(x > 0.5, self.fill_N)", "self.fill_N = nn.Parameter(torch.zeros(()))"
+    ),
+    "running product": Form("x = x + 0.1 * torch.cumprod(torch.tanh(x), -1)"),
+    "running maximum": Form("x = x + x.cummax(-1)[0]"),
+    "scattered": Form("x = torch.zeros_like(x).scatter_add(-1, x.detach().argsort(-1), x) + x"),
+    "norms": Form("x = x / (1 + x.norm(dim=-1, keepdim=True)) + x.std(-1, keepdim=True)"),
+    "between": Form("x = torch.lerp(x, torch.sin(x), 0.3).addcmul(x, x.sigmoid(), value=0.5)"),
+    "written through a mask": Form("x = x * 1.0\nx[x > 1] = 0.5"),
+    "copied into": Form("out_N = torch.empty_like(x)\nout_N.copy_(torch.sin(x))\nx = out_N + x"),
+    "into its own memory": Form(
+        "with torch.no_grad():\n    out_N = torch.empty_like(x)\n    torch.mul(x, 0.5, out=out_N)\n"
+        "x = x + out_N"
+    ),
     "checkpoint": Form("x = checkpoint(lambda t: torch.tanh(t) * t, x, use_reentrant=False)"),
 }
 

@@ -31,13 +31,18 @@ RESULTS = {
 }
 
 IMPORTS = """\
+import collections
 import concurrent.futures
 import contextlib
+import contextvars
 import copy
+import dataclasses
+import functools
 import itertools
 import random
 import threading
 import types
+import weakref
 
 import numpy as np
 import torch
