@@ -63,7 +63,10 @@ def planned_executable(network: Network, plan: Plan) -> Executable:
 def steps_of(
     network: Network, graph: SimplifiedGraph, plan: Plan
 ) -> tuple[tuple[Step, ...], tuple[RootMove, ...]]:
-    """Return the steps and moves of a plan that a graph needs, perhaps for other gradients."""
+    """Return the steps and moves of a network's plan that a graph needs.
+
+    The graph may be another one than the network's, for other gradients.
+    """
     storages = network.problem.storages
     moves = [
         RootMove(storages[m.storage].name, m.out_after, m.gone_after, m.back_before)

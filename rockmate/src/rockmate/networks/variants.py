@@ -240,7 +240,7 @@ def _within_budget(
         *(graph, old.recorded, measured, external), coming=old.coming, offload=old.offload
     )
     like = _hands_over_like(planned, basic.kind)
-    steps, moves = steps_of(network, graph, planned.plan)
+    steps, moves = steps_of(old, graph, planned.plan)  # whose storages its moves count
     lies_otherwise = basic.kind.asks_no_more_than(old.basic.kind)
     is_apart, beyond = not _fits(network, planned.plan, steps, moves, like), ""
     if is_apart and lies_otherwise and not planned.executor.planned.can_repeat:
