@@ -9,6 +9,7 @@ are read), and watched.py (what a value counts as, and whether it is the same st
 """
 
 from rkgb.guards.code_watch import CodeWatch
+from rkgb.guards.contents import Contents
 from rkgb.guards.outside import Readable
 from rkgb.guards.owners import is_users
 from rkgb.guards.sources import Sources
@@ -16,6 +17,7 @@ from rkgb.guards.watched import Kept, Named, Same, Watched, content_of
 
 __all__ = [
     "CodeWatch",
+    "Contents",
     "Kept",
     "Named",
     "Readable",

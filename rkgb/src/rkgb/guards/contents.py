@@ -12,7 +12,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -127,20 +127,25 @@ def put_back(container: Any, content: Any) -> None:
 class Reached:
     """What a value leads to that may change: containers, attributes of objects and classes.
 
-    `asked` are names of attributes: of modules and classes others are not followed.
+    `asked` are names of attributes: of modules and classes others are not followed. What torch
+    calls a module is looked into if it is not `inside` of the model, of which these are the ids.
     """
 
-    def __init__(self, asked: frozenset[str]) -> None:
-        self.asked = asked
+    def __init__(self, asked: frozenset[str], inside: Collection[int] | None = None) -> None:
+        self.asked, self.inside = asked, inside
         self.owners: dict[int, Any] = {}  # containers, `vars` of objects, and classes
         self.used: list[Any] = []
         self.long: list[Any] = []  # longer than a guard looks at
 
     def add(self, value: Any, depth: int = 0) -> None:
         """Add what a value leads to."""
-        if value is None or isinstance(value, _CLOSED) or id(value) in self.owners:
+        if value is None or id(value) in self.owners:
             return
-        if is_used_up(value):
+        if isinstance(value, _CLOSED):
+            is_outside = self.inside is not None and id(value) not in self.inside
+            if is_outside and isinstance(value, nn.Module) and depth < _DEPTH:
+                self._follow_module(value, depth + 1)
+        elif is_used_up(value):
             self.used.append(value)
         elif too_long(value):
             self.long.append(value)
@@ -173,6 +178,12 @@ class Reached:
             if held or (is_users(home_of(value)) and hasattr(value, "__dict__")):
                 self.owners[id(value)] = value
                 self._add_all(held.values(), depth)
+
+    def _follow_module(self, module: nn.Module, depth: int) -> None:
+        self.owners[id(module)] = module
+        parts = module._modules
+        self._add_all((parts[name] for name in self.asked & parts.keys()), depth)
+        self._add_all([v for n, v in vars(module).items() if n not in OF_MODULE], depth)
 
     def _add_all(self, values: Iterable[Any], depth: int) -> None:
         for value in values:

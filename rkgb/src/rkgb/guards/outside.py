@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
@@ -26,7 +27,7 @@ from rkgb.guards.sources import Source, Sources, function_named, unbound
 from rkgb.torch_api.profilers import set_profile
 
 # Places that forwards were seen to change, of all models: few, and looked at by planning only.
-_changing: dict[tuple[int, str | None], tuple[Any, str | None]] = {}
+_changing: dict[tuple[int, str | None], tuple[Callable[[], Any], str | None]] = {}
 # Sources that led to these: what they lead to later may be others.
 _leading: dict[Hashable, tuple[Source, frozenset[str]]] = {}
 
@@ -43,8 +44,9 @@ class OutsideState:
         looking = sys.getprofile()
         sys.setprofile(None)
         try:
-            for owner, name in _changing.values():
-                self._contents.add(owner, name, lends=lends)
+            for owned, name in _changing.values():
+                if (owner := owned()) is not None:
+                    self._contents.add(owner, name, lends=lends)
             for source, attributes in _leading.values():
                 reached = Reached(attributes)
                 reached.add(source.read())
@@ -129,7 +131,7 @@ class Outside:
     def __init__(self, twin: nn.Module) -> None:
         self.contents = Contents()
         self.held = Contents()  # of the copy of the module
-        self._twin = twin
+        self._twin, self._inside = twin, {*map(id, twin.modules())}
         self._paths: dict[int, tuple[str, str]] = {}  # of owners: module, and attribute
         self._direct: set[int] = set()  # containers that are attributes themselves
         self._local: set[int] = set()  # codes of functions that are made while it runs
@@ -150,7 +152,7 @@ class Outside:
         """Keep what a function leads to that is about to run for the first time."""
         code, loads = seen.code, loads_of(seen.code)
         self._refuse_defaults(seen, frame)
-        reached = Reached(frozenset(loads.attributes))
+        reached = Reached(frozenset(loads.attributes), self._inside)
         for name in (*loads.globals, *loads.stores):
             if name in seen.globals or (name in loads.stores and name not in code.co_freevars):
                 self.contents.add(seen.globals, name)
@@ -242,14 +244,15 @@ class Outside:
         _put_back_from_now_on(changed)
         owners = {(id(owner), name) for owner, name in changed}
         for key, source in sources.places.items():
-            reached = Reached(sources.attributes)
-            reached.add(source.read())
+            reached, value = Reached(sources.attributes, self._inside), source.read()
+            reached.add(value)
             text = ""
             if {(id(source.owner), None), (id(source.owner), source.name)} & owners:
                 text = f"sets the {source.told}"
             elif any((id(owner), None) in owners for owner in reached.owners.values()):
                 text = f"changes what the {source.told} leads to"
-                _leading.setdefault(key, (source, sources.attributes))
+                if not isinstance(value, nn.Module):
+                    _leading.setdefault(key, (source, sources.attributes))
             elif reached.used:
                 text = f"uses the {source.told} ({_kinds(reached)})"
                 self._keep(source, reached)
@@ -305,11 +308,15 @@ class Outside:
 
 def _put_back_from_now_on(places: Iterable[tuple[Any, str | None]]) -> None:
     for owner, name in places:
-        _changing.setdefault((id(owner), name), (owner, name))
+        key = id(owner), name
+        if key not in _changing or _changing[key][0]() is not owner:
+            # A model is not kept alive by what a function has set in it.
+            is_model = isinstance(owner, nn.Module)
+            _changing[key] = weakref.ref(owner) if is_model else partial(_itself, owner), name
 
 
-def _itself(kind: type) -> type:
-    return kind
+def _itself(owner: Any) -> Any:
+    return owner
 
 
 def _kinds(reached: Reached) -> str:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from rkgb.engine import Sample
+from rkgb.guards import Contents
 from rkgb.torch_api import TakingMost, noting_calls
 from rockmate.arguments import Call
 from rockmate.blockwise.rehearsal import TURN, Mark, Marker, kept_as_it_is, trace_step
@@ -67,7 +68,7 @@ def plan_step(
     """
     bare = without_hooks(model, type(model))
     sample = Sample.of(bare, *call)
-    parameters = _Parameters(bare)
+    parameters = _Parameters(model)
     with noting_calls() as by_values:
         eager = _eager_step(bare, sample, parameters)
     for plans in (True, False):
@@ -88,13 +89,20 @@ def plan_step(
 
 
 class _Parameters:
-    """The values of parameters that a forward may write to, copied to the host."""
+    """The values of parameters that a forward may write to, copied to the host.
+
+    Steps run with another object in place of the root; hooks may know the root itself, and set its
+    attributes.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        self.root = Contents()
+        self.root.add(model, lends=False)
         self.rows = [(p, p.data, p.detach().to("cpu", copy=True)) for p in model.parameters()]
 
     def restore(self) -> None:
         """Restore the values that have changed."""
+        self.root.restore()
         for parameter, own, content in self.rows:
             if parameter.data_ptr() != own.data_ptr():
                 parameter.data = own
