@@ -50,8 +50,9 @@ OBJECTS = {
     ),
     "class of a module": Form(
         "x = x * self.scale_of_class_N",
-        "type(self).scale_of_class_N = 0.5",
-        changes=("type(OWN).scale_of_class_N = VALUE", "OWN.scale_of_class_N = VALUE"),
+        "type(self).scale_of_class_N = 0.5\nKINDS_N.append(type(self))",
+        top="KINDS_N = []",
+        changes=("KINDS_N[-1].scale_of_class_N = VALUE", "OWN.scale_of_class_N = VALUE"),
     ),
     "class of an object": Form(
         "x = x * self.gauge_N.read()",

@@ -23,7 +23,7 @@ from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content, is_u
 from rkgb.guards.entries import cell_content
 from rkgb.guards.loads import loads_of
 from rkgb.guards.owners import is_users
-from rkgb.guards.sources import Source, Sources, function_named, unbound
+from rkgb.guards.sources import Source, Sources, function_named, look_up, unbound
 from rkgb.torch_api.profilers import set_profile
 
 # Places that forwards were seen to change, of all models: few, and looked at by planning only.
@@ -85,15 +85,21 @@ class Readable:
             base: None for one in known.values() for kind in one.owners for base in kind.__mro__
         }
         own = [kind for kind in kinds if is_users(kind.__module__)]
+        everywhere = _LedTo((*own, *held))
         following = [*known.values()]
-        for one in following:  # grows while it is followed
-            sources = Sources.of([one], copies)
-            for function in _functions_led_to(sources, (*own, *held)):
+        looked_up = 0
+        for place, one in enumerate(following):  # grows while it is followed
+            if place == looked_up:  # at once: each look-up goes through all that Python keeps
+                looked_up = len(following)
+                look_up(following[place:], copies)
+            sources = Sources.of([one], copies, are_known=True)
+            for function in (*everywhere.functions, *everywhere.led_to(sources)):
                 if id(function.__code__) not in known:
                     more = Seen(function.__code__, function.__globals__, {*one.paths})
                     known[id(more.code)] = more
                     following.append(more)
-        return cls(Sources.of(following, copies), own)
+            everywhere.functions.clear()
+        return cls(Sources.of(following, copies, are_known=True), own)
 
     def now(self) -> Contents:
         """Return what is there, with copies of what changes by being used, for a second run."""
@@ -108,17 +114,39 @@ class Readable:
         return contents
 
 
-def _functions_led_to(sources: Sources, others: Iterable[Any]) -> Iterator[FunctionType]:
-    reached = Reached(sources.attributes)
-    for value in (*(source.read() for source in sources.places.values()), *others):
-        reached.add(value)
-    for owner in reached.owners.values():
-        if isinstance(owner, FunctionType):
-            yield owner
-        for name in sources.attributes if isinstance(owner, type) else ():
-            value = unbound(vars(owner).get(name))
-            if isinstance(value, FunctionType):
-                yield value
+class _LedTo:
+    """What some objects lead to, walked once for all functions that may ask for attributes."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        reached = Reached(frozenset())
+        for value in values:
+            reached.add(value)
+        every = reached.owners.values()
+        self.functions = [owner for owner in every if isinstance(owner, FunctionType)]
+        self._named: dict[str, list[tuple[Any, Any]]] = {}  # of classes and modules
+        for owner in every:
+            for name, value in vars(owner).items() if isinstance(owner, _ASKED) else ():
+                self._named.setdefault(name, []).append((owner, value))
+
+    def led_to(self, sources: Sources) -> Iterator[FunctionType]:
+        """Yield the functions to which places lead, and attributes of these names."""
+        asked = sources.attributes
+        named = [pair for name in asked & self._named.keys() for pair in self._named[name]]
+        reached = Reached(asked)
+        for value in (*(s.read() for s in sources.places.values()), *(v for _, v in named)):
+            reached.add(value)
+        for owner in reached.owners.values():
+            if isinstance(owner, FunctionType):
+                yield owner
+            elif isinstance(owner, type):
+                named += ((owner, vars(owner)[name]) for name in asked & vars(owner).keys())
+        for owner, value in named:
+            function = unbound(value) if isinstance(owner, type) else None
+            if isinstance(function, FunctionType):
+                yield function
+
+
+_ASKED = (type, ModuleType)  # of which only attributes count that are asked for
 
 
 def _is_users_own(table: Any) -> bool:

@@ -91,9 +91,12 @@ class Sources:
         seen: Iterable[Seen],
         copies: Mapping[int, Any] | None = None,
         library: Iterable[Seen] = (),
+        *,
+        are_known: bool = False,
     ) -> Sources:
         """Return what these functions read; `copies` are of the user's objects, by identity.
 
+        If they `are_known`, they were looked up a moment ago, by `look_up`.
         Of functions of a `library` that ran, that they are the same counts, and what they call.
         """
         found, known = cls(), list(seen)
@@ -120,7 +123,7 @@ class Sources:
             for name in one.says:
                 source = Source(getattr(torch._C, name), "", f"'{name.lstrip('_')}()' of torch", "")
                 found._add(source, one)
-        for one, function in _functions(known, copies or {}):
+        for one, function in _functions(known, copies or {}, are_known=are_known):
             found._add_function(one, function, copies or {})
         for one in library:
             found._add_of_library(one)
@@ -222,7 +225,7 @@ def _line(code: CodeType, line: int) -> str:
 
 
 def _functions(
-    seen: Iterable[Seen], copies: Mapping[int, Any]
+    seen: Iterable[Seen], copies: Mapping[int, Any], *, are_known: bool
 ) -> Iterator[tuple[Seen, FunctionType]]:
     """Yield the function objects behind the codes that have run.
 
@@ -238,7 +241,8 @@ def _functions(
             yield one, named
         else:
             others.append(one)
-    new = [one for one in others if not _are_all_known(one.code, _holders(one.code))]
+    new = [] if are_known else others
+    new = [one for one in new if not _are_all_known(one.code, _holders(one.code))]
     found: dict[int, list[FunctionType]] = {id(one.code): [] for one in new}
     for function in gc.get_referrers(*(one.code for one in new)) if new else ():
         if isinstance(function, FunctionType) and id(function.__code__) in found:
@@ -253,6 +257,12 @@ def _functions(
         # A variable that was set meanwhile holds something else; then all of them count.
         ran = [f for f in ours if any(_has_run(f, then, copies) for then in one.free)] or ours
         yield from ((one, function) for function in ran)
+
+
+def look_up(seen: Iterable[Seen], copies: Mapping[int, Any]) -> None:
+    """Find the functions of these codes, and remember them."""
+    for _ in _functions(seen, copies, are_known=False):
+        pass
 
 
 class Known:
