@@ -93,22 +93,23 @@ class Journal:
         facts[f"{name} ({len(facts)})"] = fact(value)
 
     def peak(self, step: Callable[[], object], model: Any) -> None:
-        """Run a step twice; where it is planned, note how many bytes the second one takes.
+        """Run a step three times; where it is planned, note how many bytes the third one takes.
 
-        The first one may plan, which takes bytes of its own; it is traced, so that the profiler
-        knows what it leaves, and sees the second one free that. What hooks on parameters take is
-        nobody's promise. Some more steps show how many bytes stay.
+        The first one may plan, which takes bytes of its own. The second one is traced, so that the
+        profiler knows what it leaves, and sees the third one free that. What hooks on parameters
+        take is nobody's promise. Some more steps show how many bytes stay.
         """
+        step()
         trace_memory(lambda span: step(), torch.get_default_device())
         for parameter in model.parameters():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = None  # adding to it makes another one, which is larger each time
-        self._second(step, model)
+        self._third(step, model)
         gc.collect()
         memory = trace_memory(lambda span: _some(step), torch.get_default_device())
         self.kept_bytes[self.pages[-1].name] = max(0, memory.end_bytes)
 
-    def _second(self, step: Callable[[], object], model: Any) -> None:
+    def _third(self, step: Callable[[], object], model: Any) -> None:
         if not self.planned or any(p._backward_hooks for p in model.parameters()):
             step()
             return
