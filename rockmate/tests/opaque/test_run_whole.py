@@ -102,3 +102,41 @@ def test_gradients_that_a_hook_keeps_are_not_written_to() -> None:
             net(leaf).square().sum().backward()
     assert len(kept[first]) == len(kept[second]) == 8
     assert all(map(torch.equal, kept[first], kept[second]))
+
+
+class Skips(nn.Module):
+    """Adds what goes into a part to what comes out of it, so gradients meet in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.part, self.last = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        x = x + self.part(torch.tanh(x))
+        return self.last(torch.sigmoid(x))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_gradients_that_come_to_a_hook_are_not_written_to(autocast: bool, before: bool) -> None:
+    torch.manual_seed(0)
+    first = Skips()
+    second = copy.deepcopy(first)
+    kept: dict[nn.Module, list[Tensor]] = {first: [], second: []}
+    for net in (first, second):
+        if before:
+            net.part.register_full_backward_pre_hook(lambda _, got, net=net: kept[net].extend(got))
+        else:
+            net.part.register_full_backward_hook(lambda _, to, got, net=net: kept[net].extend(got))
+    x = torch.randn(8, 16)
+    planned = Rockmate(first, x, "1MiB", cost="flops")
+    for net in (planned, second):
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                out = net(x)
+            out.square().sum().backward()
+    assert len(kept[first]) == len(kept[second]) == 2
+    assert all(map(torch.equal, kept[first], kept[second]))
+    for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rkgb.elements.cut import ThroughAutograd
 from rkgb.elements.op import Op, Ref
+from rkgb.elements.target import target_of
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.simplified import SimplifiedNode, backward_uses
@@ -72,6 +73,8 @@ def made_by_backward(nodes: Sequence[SimplifiedNode], infos: Mapping[str, Tensor
         for op in node.backward:
             if isinstance(op.target, ThroughAutograd):  # hooks may keep it
                 own -= roots_of(infos, (*op.inputs, op.name))
+            elif target_of(op).runs_python:  # and so may those inside of an opaque call
+                own -= roots_of(infos, op.inputs)
     return own
 
 
