@@ -20,7 +20,12 @@ from rkgb.device import Span
 from rkgb.elements import flatten
 from rkgb.engine import trace_memory
 from rkgb.module_state import KeptWrites, Lent, ParameterPlaces, StartOfCall, finding_what_changes
-from rkgb.torch_api import placed_parameters, without_hooks_after_gradients, without_prints
+from rkgb.torch_api import (
+    gradients_kept,
+    placed_parameters,
+    without_hooks_after_gradients,
+    without_prints,
+)
 from rockmate.arguments import Call
 from rockmate.blockwise.team import Team
 from rockmate.comparison.eager import losses_among, seed_backward
@@ -168,19 +173,15 @@ def kept_as_it_is(model: nn.Module, device: torch.device) -> Iterator[Lent]:
     """
     start, lent, places = StartOfCall(model, device), Lent(model), ParameterPlaces(model)
     leaves = _leaves(model)
-    grads = [leaf.grad for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
     try:
         with (
+            gradients_kept(leaves),
             without_hooks_after_gradients(leaves),
             KeptWrites(placed_parameters(model)),
             without_prints(),
         ):
             yield lent
     finally:
-        for leaf, grad in zip(leaves, grads, strict=True):
-            leaf.grad = grad
         places.put_back()
         lent.end()
         start.restore()
