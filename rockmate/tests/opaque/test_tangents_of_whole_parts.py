@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -99,3 +100,30 @@ def test_a_root_that_runs_whole_tells_of_other_layouts(gradient: Tensor, is_usua
         assert is_usual or "strides (1, 64)" in said[0]
         plain(x)[0].backward(gradient)
     assert_same_gradients(model, plain)
+
+
+class Holder:
+    """An object that holds itself, so it cannot be taken apart."""
+
+    def __init__(self) -> None:
+        self.own, self.tensor = self, torch.ones(1)
+
+
+class Sometimes(Pairwise):
+    """Returns an object that holds itself beside its tensors, once it was asked to."""
+
+    around: dict[str, object] | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        found = super().forward(x)
+        return found if self.around is None else (found[0], self.around)
+
+
+def test_a_root_that_runs_whole_may_return_what_no_plan_could() -> None:
+    model, x = Sometimes(), torch.randn(64, 8)
+    planned = Rockmate(model, x, 2**20)
+    holder = Holder()
+    model.around = {"holder": holder}
+    out, around = planned(x)
+    out.sum().backward()
+    assert around["holder"] is holder

@@ -7,6 +7,6 @@ memory), and watch.py (calls that are no operations).
 """
 
 from rkgb.recording.sizes import LiveBytes
-from rkgb.recording.watch import as_written, transparent_checkpoints
+from rkgb.recording.watch import as_written, tensors_of, transparent_checkpoints
 
-__all__ = ["LiveBytes", "as_written", "transparent_checkpoints"]
+__all__ = ["LiveBytes", "as_written", "tensors_of", "transparent_checkpoints"]

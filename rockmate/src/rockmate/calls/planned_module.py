@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from rkgb import OpaquePieceError, OtherWayError
-from rkgb.elements import flatten, is_running
+from rkgb.elements import is_running
 from rkgb.module_state import StartOfCall
-from rkgb.recording import transparent_checkpoints
+from rkgb.recording import tensors_of, transparent_checkpoints
 from rkgb.torch_api import (
     changing_modes,
     current_dispatch_modes,
@@ -130,8 +130,8 @@ class PlannedModule(PlansOfModule):
         if planned.is_plain:
             with plain(), transparent_checkpoints():  # as it was measured
                 result = self.model.forward(*args, **kwargs)
-            name, outputs = planned.network.basic.model_name, flatten(result)[0]
-            tell_of_other_layouts(outputs, name, planned.budget_bytes)
+            name = planned.network.basic.model_name
+            tell_of_other_layouts(tensors_of(result), name, planned.budget_bytes)
             return result
         if planned.runs_parts_again and has_saved_hooks():
             return self._plainly(_PARTS_AGAIN, args, kwargs)

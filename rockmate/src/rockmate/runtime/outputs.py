@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -252,7 +251,7 @@ def plain_strides(shape: Sequence[int], strides: Sequence[int] | None) -> Tangen
     return tuple(0 if size <= 1 else stride for size, stride in zip(shape, strides, strict=True))
 
 
-def tell_of_other_layouts(outputs: Iterable[Any], name: str, budget_bytes: int) -> None:
+def tell_of_other_layouts(outputs: Iterable[Tensor], name: str, budget_bytes: int) -> None:
     """Have a step of plain PyTorch's warn when gradients come in another layout than is usual.
 
     What its backward takes was measured for the usual one: as an elementwise operation computes it,
@@ -273,8 +272,7 @@ def tell_of_other_layouts(outputs: Iterable[Any], name: str, budget_bytes: int) 
             )
 
     for output in outputs:
-        is_one = isinstance(output, Tensor) and output.grad_fn is not None
-        if is_one and output.dim() and output.layout is torch.strided:
+        if output.dim() and output.grad_fn is not None and output.layout is torch.strided:
             usual = plain_strides(output.shape, torch.empty_like(output, device="meta").stride())
             seen = partial(look, number=output.output_nr, usual=usual)
             output.grad_fn.register_prehook(seen)
