@@ -20,6 +20,7 @@ from rkgb.device import Span
 from rkgb.elements import flatten
 from rkgb.engine import trace_memory
 from rkgb.module_state import KeptWrites, Lent, ParameterPlaces, StartOfCall, finding_what_changes
+from rkgb.run import CompiledStep, StepProgram
 from rkgb.torch_api import (
     gradients_kept,
     placed_parameters,
@@ -56,9 +57,15 @@ class Marker:
 
 
 def run_step(model: nn.Module, call: Call, device: torch.device) -> None:
-    """Run one step and restore what it changes; hooks on gradients of leaves are not called."""
-    with kept_as_it_is(model, device):
+    """Run one step and restore what it changes; hooks after gradients are not called."""
+    with _watching_hooks(model), kept_as_it_is(model, device):
         _run(model, call, Marker())
+
+
+def _watching_hooks(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Find what a step's hooks on gradients of leaves change: no forward calls them."""
+    hooked = any(leaf._backward_hooks for leaf in _leaves(model))
+    return finding_what_changes(model) if hooked else contextlib.nullcontext()
 
 
 def find_what_changes(
@@ -124,7 +131,8 @@ def trace_step(
 
     with kept_as_it_is(model, device) as lent:
         start, traces = StartOfCall(model, device), []
-        _run(model, call, Marker())  # from now on gradients and buffers of libraries exist
+        with _watching_hooks(model):
+            _run(model, call, Marker())  # from now on gradients and buffers of libraries exist
         for _ in range(times):
             start.restore()  # with other random numbers it might take other branches
             restore()
@@ -206,19 +214,30 @@ def marked(executor: Executor, place: int, marker: Marker) -> Iterator[None]:
         marker(f"F{place} ends")
         return result
 
-    def backward(saved: list[Any], tangents: list[Tensor]) -> Handing:
-        marker(f"B{place} begins")
-        yield from compiled.backward(saved, tangents)
-
-    last = len(compiled.program.gives) - 1
-    ending = _ending(backward, last, f"B{place} ends", marker)
-    traced = replace(expected, compiled=replace(compiled, forward=forward, backward=ending))
+    traced = replace(
+        expected, compiled=replace(_marked_backward(compiled, place, marker), forward=forward)
+    )
     known = executor.variants[expected.kind]
     executor.expected = executor.variants[expected.kind] = traced
     try:
         yield
     finally:
         executor.expected = executor.variants[expected.kind] = known
+
+
+def _marked_backward(compiled: CompiledStep, place: int, marker: Marker) -> CompiledStep:
+    """Return a step with a marked backward, also where hooks on weights ask for another one."""
+
+    def backward(saved: list[Any], tangents: list[Tensor]) -> Handing:
+        marker(f"B{place} begins")
+        yield from compiled.backward(saved, tangents)
+
+    def other(program: StepProgram) -> CompiledStep:
+        return _marked_backward(compiled.other(program), place, marker)
+
+    last = len(compiled.program.gives) - 1
+    ending = _ending(backward, last, f"B{place} ends", marker)
+    return replace(compiled, backward=ending, other=other)
 
 
 def _ending(
