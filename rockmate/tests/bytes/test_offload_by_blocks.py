@@ -19,7 +19,8 @@ from oracles.training import (
     measured_peak_bytes,
 )
 from rkgb.copies.workers import HostBlock
-from rockmate import BlocksPlan
+from rkgb.engine import trace_memory
+from rockmate import BlocksPlan, InfeasibleBudgetError
 from rockmate.networks import offload
 from rockmate.problems.link import Link
 from runs.moves import SlowHost
@@ -69,6 +70,17 @@ class Dropping(nn.Module):
         return x + self.drop(self.down(torch.tanh(self.up(x)).sin()))
 
 
+class Gated(nn.Module):
+    """A block that saves three tensors of the size of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x * torch.sigmoid(x))
+
+
 class Loss(nn.Module):
     """The mean of squares."""
 
@@ -102,6 +114,25 @@ def test_bits_and_bytes_with_random_delays(link: Link, monkeypatch: pytest.Monke
     assert peaks == {plan.peak_bytes}  # to the byte, however long copies take
     assert plan.peak_bytes == plan.measured_peak_bytes <= plan.budget_bytes
     assert plan.peak_bytes < 0.5 * measured_peak_bytes(twin, sample, grads_exist=True)
+
+
+@pytest.mark.filterwarnings("ignore:the gradients of Gated")  # they take the 4 bytes outside, too
+@pytest.mark.usefixtures("host")
+def test_gradients_in_another_layout_stay_within_the_limits_of_each_block() -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(64, 8), nn.Sequential(nn.Linear(8, 8), Gated())
+    how: dict[str, Any] = {"blocks": ["Gated"], "offload": "host", "compare": False}
+    with pytest.raises(InfeasibleBudgetError) as error:
+        rockmate.apply_to_blocks(model, x, 1000, **how)
+    plan = rockmate.apply_to_blocks(model, x, error.value.minimum_bytes, **how)
+
+    def step() -> None:
+        model(x).backward(torch.ones(()).expand(64, 8))
+
+    for _ in range(2):
+        step()
+    peak = trace_memory(lambda span: step(), torch.device("cpu")).peak_bytes
+    assert peak - 4 <= plan.budget_bytes < plan.keeping_all_bytes  # the one is outside
 
 
 def test_a_fast_link_takes_the_place_of_recomputation(host: CountingHost) -> None:

@@ -19,9 +19,10 @@ from torch import nn
 
 from fake_cuda.device import fake_cuda
 from oracles.training import assert_same_gradients
-from rockmate import PlanFileError, PlanMismatchError, Rockmate, planners
+from rockmate import PlanFileError, PlanMismatchError, Rockmate
 from rockmate.files.plan_file import PlanFile
 from rockmate.networks import network
+from rockmate.requests import anew
 from rockmate.schedules.simulate import simulate
 from runs.planned import wrap
 from zoo.nets import TinyGPT
@@ -57,7 +58,7 @@ def nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("nothing should be searched or measured")
 
-    monkeypatch.setattr(planners, "plan", refuse)
+    monkeypatch.setattr(anew, "plan_keeping", refuse)
     monkeypatch.setattr(network, "measure", refuse)
 
 
@@ -88,7 +89,7 @@ def test_calls_of_another_kind_are_planned_and_saved_beside(
     rk.save_plan(tmp_path / "two.json")
     assert len(PlanFile.load(tmp_path / "two.json").plans) == 2
     with monkeypatch.context() as patched:
-        patched.setattr(planners, "plan", None)
+        patched.setattr(anew, "plan_keeping", None)
         patched.setattr(network, "measure", None)
         samples = [TOKENS[:1]]
         again = wrap(

@@ -18,10 +18,11 @@ from torch import nn
 from fake_cuda.allocator import AllocatorRules
 from fake_cuda.device import fake_cuda
 from rkgb.engine import Sample
-from rockmate import PlanMismatchError, Rockmate, planners
+from rockmate import PlanMismatchError, Rockmate
 from rockmate.files.cache_folder import CacheFolder, usual_folder
 from rockmate.files.plan_file import PlanFile
 from rockmate.networks import network
+from rockmate.requests import anew
 from rockmate.requests.identity import cache_key
 from rockmate.settings import Terms
 from runs.planned import wrap as planned_by_all
@@ -55,7 +56,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    monkeypatch.setattr(planners, "plan", noting(planners.plan, "planned"))
+    monkeypatch.setattr(anew, "plan_keeping", noting(anew.plan_keeping, "planned"))
     monkeypatch.setattr(network, "measure", noting(network.measure, "measured"))
     return found
 

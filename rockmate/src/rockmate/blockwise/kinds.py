@@ -80,7 +80,9 @@ class Kind:
         executor = Executor(planned_executable(own.network, plan))
         if option.cut is not None:
             plan = beside(plan, self.recorded.problem.base_time_ms)
-        return replace(own, plan=plan, executor=executor, budget_bytes=peak)
+        return replace(
+            own, plan=plan, executor=executor, budget_bytes=peak, most_kept_bytes=option.saved_bytes
+        )
 
     def has_option_of(self, planned: Planned, option: BlockOption) -> bool:
         """Whether an option is for what was recorded of a block, too."""
@@ -105,13 +107,6 @@ class Kind:
         """
         self.options = options_for(self.networks, ways)
         self.least, self.is_shared = least, True
-
-    @property
-    def arrived_bytes(self) -> int:
-        """Gradients of the outputs."""
-        problem = self.recorded.problem
-        order = problem.backward_order
-        return problem.nodes[order[0]].grads_before_bytes if order else 0
 
 
 def ways_to_run(networks: Mapping[Hashable, Network], backend: str) -> tuple[BlockOption, ...]:
@@ -184,7 +179,7 @@ def call_of(
     option = kind.options[number]
     end, start = spots[f"F{place} ends"], spots[f"F{place} begins"]
     back, done = spots[f"B{place} begins"], spots[f"B{place} ends"]
-    bottom = back.bytes - option.saved_bytes - kind.arrived_bytes
+    bottom = back.bytes - option.saved_bytes - kind.recorded.problem.arriving_bytes
     more_forward = start.next_peak_bytes - start.bytes - option.fwd_peak_bytes
     more_backward = back.next_peak_bytes - bottom - option.bwd_peak_bytes
     if more_backward > 0:  # with another option the peak may come after all waiting gradients

@@ -73,6 +73,7 @@ class Planned:
     blocks_bytes: int = 0  # reserved for rounding by the allocator to whole blocks
     family: object = field(default_factory=object)  # shared by plans that differ only in sizes
     comparison: str = ""  # result of the self-test, if bits cannot be equal
+    most_kept_bytes: int | None = None  # of a module among others, from its forward to its backward
     other_gradients: Replan | None = None  # of a plan for gradients at only some outputs
     accumulating: Planned | None = None  # for steps that begin when gradients exist already
 

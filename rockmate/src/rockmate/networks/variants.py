@@ -52,16 +52,16 @@ from rockmate.runtime.executable import Executable
 from rockmate.runtime.plain import unseen
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.simulate import simulate
-from rockmate.schedules.steps import Step
+from rockmate.schedules.steps import Step, end_of_forward
 
 _log = logging.getLogger("rockmate")
 
 
 _STATES = 4  # random states of the CPU that a recording holds
 
-# Makes a plan for a problem within the budget of another plan minus some bytes; the other plan's
-# steps need not fit.
-Replan = Callable[[Problem, int], Plan]
+# Makes a plan for a problem within these bytes at its peak and, if given, between its passes; a
+# known plan's steps need not fit.
+Replan = Callable[[Problem, int, int | None], Plan]
 
 
 class PlannedFor(Protocol):
@@ -77,6 +77,8 @@ class PlannedFor(Protocol):
     def signature(self) -> InputSignature: ...
     @property
     def budget_bytes(self) -> int: ...
+    @property
+    def most_kept_bytes(self) -> int | None: ...
     @property
     def other_gradients(self) -> Replan | None: ...
 
@@ -242,7 +244,7 @@ def _within_budget(
     like = _hands_over_like(planned, basic.kind)
     steps, moves = steps_of(old, graph, planned.plan)  # whose storages its moves count
     lies_otherwise = basic.kind.asks_no_more_than(old.basic.kind)
-    is_apart, beyond = not _fits(network, planned.plan, steps, moves, like), ""
+    is_apart, beyond = not _fits(network, planned, steps, moves, like), ""
     if is_apart and lies_otherwise and not planned.executor.planned.can_repeat:
         is_apart, beyond = False, _told(network, planned, steps, moves)
     as_known = partial(executable, graph, steps, measured, like=like, offload=network.offload)
@@ -253,7 +255,9 @@ def _within_budget(
     less_bytes = 0
     while is_apart:  # at most twice: then with headroom for waiting gradients
         try:
-            plan = without_reruns(network, replan(network.problem, less_bytes))
+            room_bytes = planned.plan.budget_bytes - less_bytes
+            found = replan(network.problem, room_bytes, planned.most_kept_bytes)
+            plan = without_reruns(network, found)
         except InfeasibleBudgetError as error:
             beyond = _told(network, planned, steps, moves, error.minimum_bytes)
             if not (lies_otherwise and beyond):
@@ -261,7 +265,7 @@ def _within_budget(
             is_apart = False
             break
         steps, moves = steps_of(network, graph, plan)
-        if less_bytes or _fits(network, plan, steps, moves, like):
+        if less_bytes or _fits(network, planned, steps, moves, like):
             break
         assert like is not None, "nothing waits"
         less_bytes = max(held_bytes(graph, steps, like.places))
@@ -270,12 +274,23 @@ def _within_budget(
     return replace(made, is_apart=is_apart, beyond=beyond, instead=instead)
 
 
-def _peak_of(network: Network, steps: Sequence[Step], moves: Sequence[RootMove]) -> int | None:
-    """Return the peak of these steps, or None if a step is missing, or what is moved."""
+def _peak_of(
+    network: Network, planned: PlannedFor, steps: Sequence[Step], moves: Sequence[RootMove]
+) -> int | None:
+    """Return the peak of these steps, or None if a step is missing, or what is moved.
+
+    Steps that hold more between their passes than a plan may take as much more than its budget.
+    """
     try:
-        return timeline_of(network.problem, steps, moves).peak_bytes
+        timeline = timeline_of(network.problem, steps, moves)
     except (RockmateError, KeyError):
         return None
+    if planned.most_kept_bytes is None:
+        return timeline.peak_bytes
+    problem = network.problem
+    turn_bytes = timeline.bytes_after[end_of_forward(steps, len(problem.nodes)) - 1]
+    more_bytes = turn_bytes - problem.arriving_bytes - planned.most_kept_bytes
+    return max(timeline.peak_bytes, planned.plan.budget_bytes + more_bytes)
 
 
 def _told(
@@ -286,7 +301,7 @@ def _told(
     minimum_bytes: int = 0,
 ) -> str:
     """Return what these steps take above the budget, in words; '' if they are none at all."""
-    basic, peak_bytes = network.basic, _peak_of(network, steps, moves)
+    basic, peak_bytes = network.basic, _peak_of(network, planned, steps, moves)
     if peak_bytes is None or peak_bytes <= planned.plan.budget_bytes:  # gradients wait otherwise
         return ""
     names = zip(basic.roots, basic.kind.tangents, strict=True)
@@ -315,14 +330,14 @@ def _hands_over_like(planned: PlannedFor, kind: BackwardKind) -> Executable | No
 
 def _fits(
     network: Network,
-    plan: Plan,
+    planned: PlannedFor,
     steps: Sequence[Step],
     moves: Sequence[RootMove],
     like: Executable | None,
 ) -> bool:
     """Return whether these steps fit the budget, with waiting gradients as in `like`."""
-    peak_bytes = _peak_of(network, steps, moves)
-    if peak_bytes is None or peak_bytes > plan.budget_bytes:
+    peak_bytes = _peak_of(network, planned, steps, moves)
+    if peak_bytes is None or peak_bytes > planned.plan.budget_bytes:
         return False
     if like is None:
         return True

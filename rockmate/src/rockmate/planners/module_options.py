@@ -108,15 +108,19 @@ def _moving(ending: Problem, still: Sequence[BlockOption]) -> list[BlockOption]:
     return found
 
 
-def plan_keeping(problem: Problem, budget_bytes: int, most_kept_bytes: int, **options: Any) -> Plan:
+def plan_keeping(
+    problem: Problem, budget_bytes: int, most_kept_bytes: int | None, **options: Any
+) -> Plan:
     """Return a plan within the budget that holds at most `most_kept_bytes` between its passes.
 
-    `options` are those of `plan`.
+    `options` are those of `plan`, which this is without that limit.
 
     Raises:
         InfeasibleBudgetError: there is none; `minimum_bytes` would suffice as a limit of both peak
             and kept bytes.
     """
+    if most_kept_bytes is None:
+        return plan_within(problem, budget_bytes, **options)
     try:
         limited = _limited(problem, budget_bytes, most_kept_bytes)
         plan = plan_within(limited, budget_bytes, **options)
@@ -133,9 +137,11 @@ def replan_keeping(
     budget_bytes: int,
     known: Sequence[tuple[Problem, Steps]],
     blocks: KnownBlocks,
-    most_kept_bytes: int,
+    most_kept_bytes: int | None,
 ) -> Plan | None:
     """Return a plan like `plan_keeping`, derived from plans for other sizes, or None."""
+    if most_kept_bytes is None:
+        return replan(problem, budget_bytes, known, blocks)
     others = [
         (with_end_of_forward(other), _with_end(len(other.nodes), steps)[0])
         for other, steps in known

@@ -119,6 +119,12 @@ class Problem:
         """Nodes with a backward step, in the order of these steps."""
         return tuple(k for k in reversed(range(len(self.nodes))) if self.nodes[k].has_backward)
 
+    @property
+    def arriving_bytes(self) -> int:
+        """Gradients of the outputs."""
+        order = self.backward_order
+        return self.nodes[order[0]].grads_before_bytes if order else 0
+
     @cached_property
     def products(self) -> tuple[tuple[int, ...], ...]:
         """For each node, the storages that its forward makes."""

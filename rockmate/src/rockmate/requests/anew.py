@@ -30,7 +30,6 @@ from rkgb.engine import B_to_D, Sample, device_of, record, runnable
 from rkgb.graphs import BackwardKind
 from rkgb.module_state import KeptWrites
 from rkgb.torch_api import placed_parameters
-from rockmate import planners
 from rockmate.comparison.eager import Keep, StepResult
 from rockmate.errors import InfeasibleBudgetError, SelfTestError
 from rockmate.networks.cutting import Cutting, cutting_of
@@ -172,13 +171,12 @@ def _plan_within(request: Request, problem: Problem, budget_bytes: int, blocks_b
     """Plan within the budget minus the reserve and the bytes for blocks."""
     settings, phases = request.settings, request.phases
     aside = settings.reserve + blocks_bytes
-    most = settings.most_kept_bytes
-    make = planners.plan if most is None else partial(plan_keeping, most_kept_bytes=most)
     with phases.phase("planning"), stopwatch() as parts:
         try:
-            plan = make(
+            plan = plan_keeping(
                 problem,
                 budget_bytes - aside,
+                settings.most_kept_bytes,
                 effort=settings.effort,
                 planner=settings.planner,
                 backend=settings.backend,

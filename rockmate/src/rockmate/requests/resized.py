@@ -18,20 +18,18 @@ from functools import partial
 from rkgb.device import no_collection
 from rkgb.graphs import SimplifiedGraph, same_but_for_numbers, same_but_for_sizes
 from rkgb.run import RunnableGraph
-from rockmate import planners
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.networks.executables import without_reruns
 from rockmate.networks.network import network_of
 from rockmate.networks.planned import Planned, compiled_plan, with_other_numbers
 from rockmate.options.options import KnownBlocks
-from rockmate.planners.module_options import replan_keeping
+from rockmate.planners.module_options import plan_keeping, replan_keeping
 from rockmate.problems.problem import Problem
 from rockmate.progress import stopwatch
 from rockmate.requests.anew import has_blocks, within_blocks
 from rockmate.requests.request import Request, first_of, tested
 from rockmate.requests.versions import ExpectedKind, Version, has_same_nodes, versions_like
 from rockmate.schedules.plan import Plan
-from rockmate.schedules.steps import Steps
 from rockmate.settings import Terms, parse_budget
 
 
@@ -53,18 +51,20 @@ def resized(request: Request) -> Planned | None:
     def make(within_bytes: int, blocks_bytes: int) -> Planned:
         room_bytes = within_bytes - settings.reserve - blocks_bytes
         with phases.phase("planning"), stopwatch() as parts:
-            plan = _replanned(network.problem, room_bytes, pairs, settings, request.blocks)
+            most = settings.most_kept_bytes
+            plan = replan_keeping(network.problem, room_bytes, pairs, request.blocks, most)
         phases.seconds.update(parts)
         if plan is None:
             raise _NothingFollowsError
         plan = without_reruns(network, plan)
         with phases.phase("compilation"):
             planned = compiled_plan(network, plan, sample, budget_bytes, phases)
-        anew = partial(_planned_anew, room_bytes, settings, request.blocks) if is_foreseen else None
+        anew = partial(_planned_anew, settings.effort, request.blocks) if is_foreseen else None
         return replace(
             planned,
             how="resized",
             family=like.planned.family,
+            most_kept_bytes=settings.most_kept_bytes,
             other_gradients=anew,
             blocks_bytes=blocks_bytes,
         )
@@ -89,29 +89,20 @@ def can_be_resized(settings: Terms) -> bool:
     return budget_bytes is not None
 
 
-def _replanned(
+def _planned_anew(
+    effort: str | float,
+    blocks: KnownBlocks,
     problem: Problem,
     room_bytes: int,
-    known: Sequence[tuple[Problem, Steps]],
-    settings: Terms,
-    blocks: KnownBlocks,
-) -> Plan | None:
-    most = settings.most_kept_bytes
-    make = planners.replan if most is None else partial(replan_keeping, most_kept_bytes=most)
-    return make(problem, room_bytes, known, blocks)
-
-
-def _planned_anew(
-    room_bytes: int, settings: Terms, blocks: KnownBlocks, problem: Problem, less_bytes: int
+    most_kept_bytes: int | None,
 ) -> Plan:
-    """Return a plan for the same sizes and other gradients, within `less_bytes` less.
+    """Return a plan for the same sizes and other gradients.
 
     Raises:
         InfeasibleBudgetError: there is none.
     """
-    room_bytes -= less_bytes
-    plan = _replanned(problem, room_bytes, [], settings, blocks)
-    return plan or planners.plan(problem, room_bytes, effort=settings.effort)
+    plan = replan_keeping(problem, room_bytes, [], blocks, most_kept_bytes)
+    return plan or plan_keeping(problem, room_bytes, most_kept_bytes, effort=effort)
 
 
 def ready_for_others(planned: Planned, request: Request) -> Planned:
@@ -120,9 +111,8 @@ def ready_for_others(planned: Planned, request: Request) -> Planned:
     in_pieces = planned.network.has_pieces and not kind.is_of_losses_alone
     if planned.other_gradients is not None or in_pieces:
         return planned
-    room_bytes = planned.budget_bytes - settings.reserve - planned.blocks_bytes
-    anew = partial(_planned_anew, room_bytes, settings, request.blocks)
-    return replace(planned, other_gradients=anew)
+    anew = partial(_planned_anew, settings.effort, request.blocks)
+    return replace(planned, most_kept_bytes=settings.most_kept_bytes, other_gradients=anew)
 
 
 def _same_in_other_sizes(known: Sequence[Planned], recorded: RunnableGraph) -> Version | None:
