@@ -366,7 +366,9 @@ def _line(code: CodeType) -> str:
 
 
 def _arguments(code: CodeType) -> tuple[str, ...]:
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    """Return the arguments that may have defaults: not what a comprehension goes through."""
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return names if names != (".0",) else ()
 
 
 def _with_defaults(code: CodeType, frame: FrameType) -> Iterator[FunctionType]:
