@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 from collections import Counter
@@ -89,3 +90,27 @@ def _rules_of_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
         # A library takes its workspace once; a test that plans nothing must not see it come.
         with fake_cuda(AllocatorRules.shrunk(64), workspace_bytes=0):
             yield
+
+
+# Folders of tests that run plans, and assert nothing of how good they are.
+_ONLY_RUN = {"rockmate", "examples"}
+_OF_PLANS = {"plans", "solvers"}
+
+
+@pytest.fixture(autouse=True)
+def _little_search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every planner take its part and end soon where plans are only run.
+
+    A third of the time of such tests went into searches for plans that are a little faster.
+    """
+    around = set(request.path.relative_to(request.config.rootpath).parts)
+    if not around & _ONLY_RUN or around & _OF_PLANS:
+        return
+    from rockmate.planners.effort import EFFORTS
+    from rockmate.solvers import bound
+
+    work = {"windows": 2, "window_limit": 0.005, "block_limit": 0.02}
+    whole = {"whole_limit": 0.02, "hinted_limit": 0.02, "unhinted_limit": 0.01}
+    little = dataclasses.replace(EFFORTS["fast"], **work, **whole)
+    monkeypatch.setitem(EFFORTS, "fast", little)
+    monkeypatch.setattr(bound, "_INTEGER_NODES", 0)  # the linear program alone
