@@ -50,6 +50,7 @@ class RkgbError(RockmateError):
     def __init__(self, *args: object, module_path: str | None = None) -> None:
         super().__init__(*args)
         self.module_path: Any = module_path  # str if known
+        self.apart: tuple[str, ...] = ()  # submodules that failed, if the rest may run as it is
 
     @classmethod
     def to_capture(cls, name: str, do: str, found: str, place: str = "", **known: Any) -> Self:
@@ -68,6 +69,10 @@ class DataDependentError(TraceError):
 
 class SideEffectError(TraceError):
     """The forward does something besides returning outputs that a graph cannot repeat."""
+
+
+class ChangesArgumentsError(SideEffectError):
+    """A module that cannot be recorded changes its arguments, so it cannot run whole either."""
 
 
 class BrokenPieceError(TraceError):

@@ -25,6 +25,7 @@ from rkgb.elements.sample import Sample
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import (
     BrokenPieceError,
+    ChangesArgumentsError,
     NeedsContentError,
     OtherTangentsError,
     ReadsDataError,
@@ -136,6 +137,7 @@ class _Recording:
         wholes = () if asked.known is None else asked.known.whole_calls
         functions = dict.fromkeys(w.function for w in wholes if w.function is not None)
         self.opaque, self.functions = tuple(opaque), tuple(functions)
+        self.failed: list[str] = []  # paths of submodules
         self.places: Places | None = None  # what the last attempt has seen of the module
 
     def made(self, stream: RngState, *, strict: bool) -> BasicGraph:
@@ -154,6 +156,8 @@ class _Recording:
                 if error is not first:
                     let_go(error)
                 if not can_go_on:
+                    if isinstance(error, ChangesArgumentsError):
+                        first.apart = tuple(self.failed)
                     raise first from first.__cause__
                 stream.restore()
             finally:
@@ -173,6 +177,7 @@ class _Recording:
         if wider is None:
             return False
         _log.info("running '%s' whole: %s", wider or "(root)", error)
+        self.failed.append(wider)
         for path in _alike(self.model, wider):
             self.opaque = (*(p for p in self.opaque if not is_inside(p, path)), path)
         return True

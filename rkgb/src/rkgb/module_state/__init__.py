@@ -2,10 +2,10 @@
 
 Gets a module before a call; restores attributes, buffers, parameters and random states. Read
 start_of_call.py (state at the start of a call), then kept_writes.py (parameters, saved before their
-first write).
+first write, and arguments).
 """
 
-from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
+from rkgb.module_state.kept_writes import KeptTensors, KeptWrites, ParameterPlaces
 from rkgb.module_state.start_of_call import (
     BufferContents,
     Lent,
@@ -17,6 +17,7 @@ from rkgb.module_state.start_of_call import (
 
 __all__ = [
     "BufferContents",
+    "KeptTensors",
     "KeptWrites",
     "Lent",
     "ModuleState",

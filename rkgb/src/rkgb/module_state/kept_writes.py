@@ -74,10 +74,23 @@ class KeptTensors:
         with torch.no_grad():
             self._copies = [(t, t.detach(), t.detach().clone(), t._version) for t in tensors]
 
+    @classmethod
+    def given(cls, values: Iterable[Any]) -> KeptTensors:
+        """Return what `restore_written` restores of the tensors among arguments."""
+        tensors = (t for t in values if isinstance(t, Tensor) and t.layout is torch.strided)
+        return cls(t for t in tensors if not t.is_inference() and memory_of(t) is t)
+
+    def restore_written(self) -> None:
+        """Restore those that operations have written to."""
+        self._restore([row for row in self._copies if row[0]._version != row[3]])
+
     def restore(self) -> None:
         """Restore memory and content."""
+        self._restore(self._copies)
+
+    def _restore(self, rows: Iterable[tuple[Tensor, Tensor, Tensor, int]]) -> None:
         with torch.no_grad():
-            for tensor, own, copy, version in self._copies:
+            for tensor, own, copy, version in rows:
                 if tensor.data_ptr() != own.data_ptr():
                     tensor.data = own
                 tensor.copy_(copy)

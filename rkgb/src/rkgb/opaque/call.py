@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rkgb.elements.spread import lazy_bits, memory_of, read_lazily
 from rkgb.elements.tensor_info import storage_id
 from rkgb.elements.trees import Structure, flatten
-from rkgb.errors import OpaquePieceError
+from rkgb.errors import ChangesArgumentsError, OpaquePieceError
 from rkgb.graphs.basic import Region, autocast_as
 from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.recording.watch import as_written
@@ -272,3 +272,11 @@ def taken_apart(call: Call, result: Any) -> tuple[list[Any], list[Tensor], Struc
                 tensors.append(leaf)
             leaves[at] = known[key]
     return leaves, tensors, structure
+
+
+def changes_arguments(call: Call) -> ChangesArgumentsError:
+    """Return the refusal of a call that changes its arguments."""
+    return ChangesArgumentsError(
+        f"cannot run module {call} whole: it changes its arguments, which others would see.",
+        module_path=call.path,
+    )

@@ -18,7 +18,7 @@ from rkgb.elements.trees import Structure, UnknownTreeError, flatten, holds_tens
 from rkgb.guards.contents import OF_MODULE
 from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
 from rkgb.module_state.start_of_call import BufferContents, Lent, ModuleState
-from rkgb.opaque.call import Call, run_call
+from rkgb.opaque.call import Call, changes_arguments, run_call
 from rkgb.torch_api.by_values import noting_calls
 from rkgb.torch_api.compiled_code import BRANCHES
 from rkgb.torch_api.patches import Patches
@@ -90,10 +90,15 @@ def _tensors(value: Any) -> list[Tensor]:
 def left_by(
     call: Call, module: nn.Module, tensors: Sequence[Tensor], twin: nn.Module, device: torch.device
 ) -> LeftBehind:
-    """Run a call and restore the state; return its side effects."""
+    """Run a call and restore the state; return its side effects.
+
+    Raises:
+        ChangesArgumentsError: it writes to its arguments, which are restored.
+    """
     stream, state = RngState.save(device), ModuleState(module)
     contents, lent = BufferContents(module), Lent(module)
-    kept = KeptWrites(placed_parameters(twin))
+    own = [(f"argument {place}", tensor) for place, tensor in enumerate(tensors)]
+    kept = KeptWrites((*placed_parameters(twin), *own))
     places = ParameterPlaces(twin)
     moved: list[str] = []
     retained: list[None] = []  # an entry for each call
@@ -127,6 +132,7 @@ def left_by(
             finally:
                 moved = places.put_back()
     except NotImplementedError:  # it may write later
+        _refuse_written(call, kept.written, own)
         inside = {id(p) for p in module.parameters()}
         every = placed_parameters(twin)
         inner = tuple(n for n, p in every if id(p) in inside)
@@ -136,8 +142,16 @@ def left_by(
         contents.restore()
         state.restore()
         stream.restore()
+    _refuse_written(call, kept.written, own)
     written = tuple(dict.fromkeys((*kept.written, *moved)))
     return LeftBehind(written, bool(moved), bool(retained), bool(called), tuple(left))
+
+
+def _refuse_written(
+    call: Call, written: Sequence[str], arguments: Sequence[tuple[str, Tensor]]
+) -> None:
+    if any(name in written for name, _ in arguments):
+        raise changes_arguments(call)
 
 
 def refuse(*_args: Any, **_kwargs: Any) -> None:

@@ -20,7 +20,7 @@ from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import SideEffectError
 from rkgb.module_state.kept_writes import KeptTensors
 from rkgb.module_state.start_of_call import BufferContents, Lent, ModuleState
-from rkgb.opaque.call import Call, TensorKind, run_call, taken_apart
+from rkgb.opaque.call import Call, TensorKind, changes_arguments, run_call, taken_apart
 from rkgb.opaque.gradients import added, gradients_of, laid
 from rkgb.opaque.inner_graph import is_entry
 from rkgb.opaque.left_behind import refuse
@@ -342,10 +342,7 @@ class _Runs:
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         if structure == call.structure and same and not changed:
             return
-        raise SideEffectError(
-            f"cannot run module {call} whole: it changes its arguments, which others would see.",
-            module_path=call.path,
-        )
+        raise changes_arguments(call)
 
     def _refuse_foreign(self, one: _Trial, two: _Trial) -> None:
         """Refuse a leaf from elsewhere, which two runs share; neither has made it."""

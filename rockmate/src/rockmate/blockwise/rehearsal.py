@@ -19,7 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 from rkgb.device import Span
 from rkgb.elements import flatten
 from rkgb.engine import trace_memory
-from rkgb.module_state import KeptWrites, Lent, ParameterPlaces, StartOfCall, finding_what_changes
+from rkgb.module_state import (
+    KeptTensors,
+    KeptWrites,
+    Lent,
+    ParameterPlaces,
+    StartOfCall,
+    finding_what_changes,
+)
 from rkgb.run import CompiledStep, StepProgram
 from rkgb.torch_api import (
     gradients_kept,
@@ -58,7 +65,7 @@ class Marker:
 
 def run_step(model: nn.Module, call: Call, device: torch.device) -> None:
     """Run one step and restore what it changes; hooks after gradients are not called."""
-    with _watching_hooks(model), kept_as_it_is(model, device):
+    with _watching_hooks(model), kept_as_it_is(model, device, call):
         _run(model, call, Marker())
 
 
@@ -103,7 +110,7 @@ def _run_forward(
     saving: contextlib.AbstractContextManager[Any],
 ) -> None:
     args, kwargs = call
-    with finding_what_changes(model), kept_as_it_is(model, device), saving:
+    with finding_what_changes(model), kept_as_it_is(model, device, call), saving:
         model(*args, **kwargs)
 
 
@@ -129,14 +136,14 @@ def trace_step(
         finally:
             marker.span = None
 
-    with kept_as_it_is(model, device) as lent:
+    with kept_as_it_is(model, device, call) as again:
         start, traces = StartOfCall(model, device), []
         with _watching_hooks(model):
             _run(model, call, Marker())  # from now on gradients and buffers of libraries exist
         for _ in range(times):
             start.restore()  # with other random numbers it might take other branches
             restore()
-            lent.again()
+            again()
             traces.append(trace_memory(run, device))
     trace = min(traces, key=lambda trace: trace.peak_bytes)
     marks = [Mark(s.name, s.start_bytes, s.next_peak_bytes) for s in trace.spans]
@@ -173,14 +180,21 @@ Handing = Generator[list[Tensor], list[Tensor] | None, None]
 
 
 @contextlib.contextmanager
-def kept_as_it_is(model: nn.Module, device: torch.device) -> Iterator[Lent]:
-    """Restore gradients, buffers, written parameters, attributes and random states at exit.
+def kept_as_it_is(
+    model: nn.Module, device: torch.device, call: Call
+) -> Iterator[Callable[[], None]]:
+    """Restore gradients, buffers, what is written of parameters and arguments, and random states.
 
-    A parameter that was given other memory (`p.data = ...`) gets its own back. Values that change
-    by being used are replaced by copies, anew for each run.
+    A parameter that was given other memory (`p.data = ...`) gets its own back. What is yielded
+    gives arguments, and anew copies of what changes by being used, to one more run.
     """
     start, lent, places = StartOfCall(model, device), Lent(model), ParameterPlaces(model)
-    leaves = _leaves(model)
+    leaves, given = _leaves(model), KeptTensors.given(flatten(call)[0])
+
+    def again() -> None:
+        lent.again()
+        given.restore_written()
+
     try:
         with (
             gradients_kept(leaves),
@@ -188,8 +202,9 @@ def kept_as_it_is(model: nn.Module, device: torch.device) -> Iterator[Lent]:
             KeptWrites(placed_parameters(model)),
             without_prints(),
         ):
-            yield lent
+            yield again
     finally:
+        given.restore_written()
         places.put_back()
         lent.end()
         start.restore()

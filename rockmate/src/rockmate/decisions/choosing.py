@@ -35,7 +35,7 @@ from rockmate.decisions.step_plan import Nodes, StepPlan
 from rockmate.errors import InfeasibleBudgetError, RockmateError, SelfTestError
 from rockmate.guards.module_watch import without_hooks
 from rockmate.options.module_choice import ModuleCall, StepMemory, choose, peak_of, smallest_budget
-from rockmate.settings import Terms
+from rockmate.settings import Terms, parse_budget
 
 _log = logging.getLogger("rockmate")
 _MOST_TRIES = 8
@@ -57,9 +57,11 @@ class ChosenStep:
 
 
 def plan_step(
-    model: nn.Module, call: Call, settings: Terms, budget_bytes: int, whole: Sequence[str], why: str
+    model: nn.Module, call: Call, settings: Terms, whole: Sequence[str], why: str
 ) -> ChosenStep:
     """Return a plan for a root whose submodules `whole` cannot be recorded.
+
+    A budget that is a fraction is one of what a plain step takes.
 
     Raises:
         NoBlocksError: no submodule could save less.
@@ -71,6 +73,11 @@ def plan_step(
     parameters = _Parameters(model)
     with noting_calls() as by_values:
         eager = _eager_step(bare, sample, parameters)
+    budget_bytes, fraction = parse_budget(settings.budget)
+    if budget_bytes is None:
+        if eager is None or fraction is None:
+            raise NoBlocksError("a plain step, of which the budget is a share, does not fit")
+        budget_bytes = int(fraction * eager.allocated_peak_bytes)
     for plans in (True, False):
         try:
             planner = _Planner(
@@ -110,10 +117,10 @@ class _Parameters:
                 own.copy_(content)
 
     @contextlib.contextmanager
-    def kept(self, model: nn.Module, device: torch.device) -> Iterator[None]:
+    def kept(self, model: nn.Module, sample: Sample) -> Iterator[None]:
         """Undo everything that steps inside change."""
         try:
-            with kept_as_it_is(model, device):
+            with kept_as_it_is(model, sample.device, (sample.args, sample.keywords)):
                 yield
         finally:
             self.restore()
@@ -122,7 +129,7 @@ class _Parameters:
 def _eager_step(bare: nn.Module, sample: Sample, parameters: _Parameters) -> StepResult | None:
     """Run one plain step; None if the device has too little memory for it."""
     try:
-        with parameters.kept(bare, sample.device):
+        with parameters.kept(bare, sample):
             return run_step(bare, bare, sample, keep="fingerprints")
     except torch.OutOfMemoryError:
         _log.warning("a plain step of %s does not fit, and is not compared", type(bare).__name__)
@@ -160,7 +167,7 @@ class _Planner:
         while True:
             meeting = Meeting(self.bare, self.settings, whole, plans=self.plans, written=written)
             try:
-                with self.parameters.kept(self.bare, device):
+                with self.parameters.kept(self.bare, self.sample):
                     rehearse(_Root(self.bare, meeting), self.call, device)
                 break
             except WrittenOutsideError as found:  # each time another one
@@ -174,7 +181,7 @@ class _Planner:
             raise NoBlocksError(
                 why or f"no submodule that {self.name} calls can keep less than it does"
             )
-        with self.parameters.kept(self.bare, device):
+        with self.parameters.kept(self.bare, self.sample):
             self.unseen = meeting.unseen()
         self.blocks = meeting.blocks
 
@@ -286,7 +293,7 @@ class _Planner:
         root = _Root(self.bare, step)
         step.marker = marker
         restore = self.parameters.restore
-        with self.parameters.kept(self.bare, self.sample.device):
+        with self.parameters.kept(self.bare, self.sample):
             _, marks = trace_step(root, self.call, self.sample.device, marker, restore=restore)
         spots = {mark.name: mark for mark in marks}
         calls = []
@@ -336,7 +343,7 @@ class _Planner:
         for _ in range(_MOST_TRIES):
             before = step.recordings
             most = TakingMost() if self.takes_by_values else contextlib.nullcontext()
-            with self.parameters.kept(self.bare, self.sample.device), most:
+            with self.parameters.kept(self.bare, self.sample), most:
                 ours = run_step(root, root.bare, self.sample, keep="fingerprints")
             if step.recordings == before:
                 break  # a recording takes memory of its own, and on a CPU the only meter

@@ -139,7 +139,25 @@ class DecidingModule(PlannedModule):
                 self.settings = before
                 raise (other if other.minimum_bytes < error.minimum_bytes else error) from None
             self.why = reason
+        except RkgbError as error:
+            self._plan_apart(error, call, options["settings"])
         raise _ByBlocksError
+
+    def _plan_apart(self, error: RkgbError, call: Call, settings: Terms) -> None:
+        """Plan the blocks of a root that can neither be recorded nor run whole, if it has any.
+
+        Raises:
+            RkgbError: the refusal of the root, where no block can save anything.
+        """
+        if not error.apart or self.settings.strict or self.settings.compile:
+            raise error
+        self.whole, reason = error.apart, without_advice(str(error))
+        try:
+            chosen = self._plan_step(self.as_called(call), reason, settings)
+        except NoBlocksError:
+            raise error from None
+        self.settings = replace(self.settings, budget=chosen.report.budget_bytes)
+        self.why = reason
 
     def _reason(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Return why the module is not recorded as a whole."""
@@ -192,9 +210,7 @@ class DecidingModule(PlannedModule):
         ):
             began = time.perf_counter()
             args, kwargs = call
-            budget = settings.budget
-            assert isinstance(budget, int)
-            chosen = plan_step(self.model, (tuple(args), kwargs), settings, budget, self.whole, why)
+            chosen = plan_step(self.model, (tuple(args), kwargs), settings, self.whole, why)
             seconds = {"blocks": time.perf_counter() - began}
             chosen = replace(chosen, report=replace(chosen.report, seconds=seconds))
             key, whole = _kind_of(self.model, call), self.settings.whole_step
