@@ -378,9 +378,10 @@ class RecordedStep:
 
         None means that they change or consume something there, so that they must run once.
         """
-        if any(True for _ in self.outside.reasons(ran, self.originals, of_piece=True)):
-            return None
-        return Readable.led_to(ran, self.originals, self.twin.modules())
+        with self.codes.resting():  # nothing of the user's runs, and what they lead to may be much
+            if any(True for _ in self.outside.reasons(ran, self.originals, of_piece=True)):
+                return None
+            return Readable.led_to(ran, self.originals, self.twin.modules())
 
     def _call(self) -> Any:
         watched, plain = self.places.watching(), as_written()

@@ -162,7 +162,8 @@ class CodeWatch:
         if is_ours:
             set_profile(self._profiled)
         try:
-            yield
+            with self._named.undone():
+                yield
         finally:
             if is_ours:
                 sys.setprofile(self.profile)

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -244,7 +244,7 @@ def _functions(
     new = [] if are_known else others
     new = [one for one in new if not _are_all_known(one.code, _holders(one.code))]
     found: dict[int, list[FunctionType]] = {id(one.code): [] for one in new}
-    for function in gc.get_referrers(*(one.code for one in new)) if new else ():
+    for function in _holding([one.code for one in new]):
         if isinstance(function, FunctionType) and id(function.__code__) in found:
             found[id(function.__code__)].append(function)
     for one in new:
@@ -257,6 +257,13 @@ def _functions(
         # A variable that was set meanwhile holds something else; then all of them count.
         ran = [f for f in ours if any(_has_run(f, then, copies) for then in one.free)] or ours
         yield from ((one, function) for function in ran)
+
+
+def _holding(codes: Sequence[CodeType]) -> Iterable[Any]:
+    """Return objects among which are all that hold one of these codes."""
+    if len(codes) < _MANY:
+        return gc.get_referrers(*codes) if codes else ()
+    return gc.get_objects()  # looking for each of them in all that is held would take seconds
 
 
 def look_up(seen: Iterable[Seen], copies: Mapping[int, Any]) -> None:
@@ -287,6 +294,7 @@ class Known:
 
 _known: dict[int, Known] = {}
 _MOST = 20_000
+_MANY = 50  # codes to look for; each adds to the time in which Python finds who holds them
 
 
 def _of_the_code(seen: Seen) -> list[FunctionType]:
