@@ -17,6 +17,7 @@ from torch import nn
 
 from rkgb.capture.record import let_go, record
 from rkgb.capture.sizes import record_without_content
+from rkgb.device.base import no_collection
 from rkgb.device.chosen import device_of
 from rkgb.device.rng import KeptGenerators
 from rkgb.elements.sample import Sample
@@ -52,12 +53,13 @@ def look_again(
             return None
         within = needs, most_bytes
     stream, python = KeptGenerators.keep(sample.device), PythonRandom()
-    try:
-        return _differences(model, sample, known, numbers, within)
-    finally:
-        stream.restore()
-        python.restore()
-        gc.collect(1)  # the recording is in cycles; free it before the step
+    with no_collection():  # what is made stays young, and is freed without a look at all objects
+        try:
+            return _differences(model, sample, known, numbers, within)
+        finally:
+            stream.restore()
+            python.restore()
+            gc.collect(1)  # the recording is in cycles; free it before the step
 
 
 def _differences(
@@ -73,7 +75,7 @@ def _differences(
         if found is None:
             with_content = False
             found = record_without_content(model, sample, known, known.kind)
-            gc.collect()
+            gc.collect(1)
     except (DataDependentError, SideEffectError) as error:
         let_go(error)
         if with_content and error.module_path is not None:
@@ -107,5 +109,5 @@ def _recorded_again(
         )
     except TooLargeError as error:
         let_go(error)
-    gc.collect()  # the recording is in cycles; free it before the next one
+    gc.collect(1)  # the recording is in cycles; free it before the next one
     return None
