@@ -158,6 +158,43 @@ def test_inputs_from_numpy_are_compared_in_every_step(least: Rockmate, whole: bo
             loss.backward()
 
 
+class Added(nn.Module):
+    """Adds and multiplies by tensors that have no version: both are read again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        with torch.inference_mode():
+            self.shift = torch.full((2 * ROWS * ROWS, 4 * WIDTH), 0.5)  # a large one
+            self.scale = torch.full((ROWS, 4 * WIDTH), 1.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.down(torch.tanh(self.up(x) + self.shift[:ROWS]).tanh() * self.scale).tanh()
+        return x.square().sum()
+
+
+def test_tensors_of_inference_mode_are_compared_in_every_step() -> None:
+    net, twin = Added(), Added()  # plain PyTorch saves none for a backward: the twin's are usual
+    twin.load_state_dict(net.state_dict())
+    twin.shift, twin.scale = net.shift.clone(), net.scale.clone()
+    planned = wrapped(net)
+    for step in range(8):
+        loss = planned(batch(step))
+        if step < 5:
+            loss.backward()
+            twin(batch(step)).backward()
+            for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+                assert ours.grad is not None
+                assert theirs.grad is not None
+                assert torch.equal(ours.grad, theirs.grad)
+            continue
+        with torch.inference_mode():
+            net.shift[0] += 1
+        with pytest.raises(ChangedTensorError):
+            loss.backward()
+
+
 SHIFT = torch.full((4 * WIDTH,), 1.1)  # a global
 
 

@@ -42,11 +42,13 @@ class Contents:
 
     @classmethod
     def kept_of_few(cls, tensors: Mapping[str, Tensor]) -> Callable[[], str] | None:
-        """Return such a function for small tensors, and for those in memory that others write too.
+        """Return such a function for small tensors, and for those whose versions say too little.
 
-        That memory is numpy's: an environment writes `torch.from_numpy(observation)` anew.
+        These lie in memory that others write, too (numpy's: an environment writes
+        `torch.from_numpy(observation)` anew), or have no version, as they were made in inference
+        mode.
         """
-        few = {n: t for n, t in tensors.items() if is_small(t) or not _is_torchs_own(t)}
+        few = {n: t for n, t in tensors.items() if is_small(t) or not _has_telling_version(t)}
         return cls.kept(few) if few else None
 
     def changed(self) -> str:
@@ -77,5 +79,7 @@ def is_small(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= SMALL_BYTES
 
 
-def _is_torchs_own(tensor: Tensor) -> bool:
+def _has_telling_version(tensor: Tensor) -> bool:
+    if tensor.is_inference():
+        return False
     return tensor.layout is not torch.strided or tensor.untyped_storage().resizable()

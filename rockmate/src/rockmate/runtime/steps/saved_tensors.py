@@ -225,7 +225,7 @@ class SavedTensors:
         """Refuse a change of what the backward reads next; the indices are those in `held`."""
         versions, held = self.versions, self.held
         for index in indices:
-            if held[index]._version != versions[index] and versions[index] >= 0:
+            if versions[index] >= 0 and held[index]._version != versions[index]:
                 self.refuse_changed(self.executable.held[index])
 
 
